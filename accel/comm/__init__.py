@@ -1,0 +1,1 @@
+"""How processes talk: one `Communicator` per kind of transport."""

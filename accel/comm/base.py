@@ -1,0 +1,70 @@
+"""The interface every transport implements."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+ReduceOp = Literal["sum", "mean", "min", "max"]
+
+
+class Communicator(ABC):
+    """What the engine asks of the processes of a run.
+
+    Tensors that go in stay as they are; results are new tensors on the same device. A collective
+    returns when its result may be used on the current stream. Every rank must make the same calls
+    in the same order.
+
+    Attributes:
+        rank: index of this process among all.
+        local_rank: index of this process on its node.
+        world_size: number of processes.
+        local_world_size: number of processes on this node.
+        backend: name of the backend ("gloo", "nccl"), None for one process.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    backend: str | None
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+
+    @abstractmethod
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the ranks' tensors of one shape [n, ...] joined along dim 0: [world_size * n, ...]."""
+
+    @abstractmethod
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return each rank's picklable `value`, by rank."""
+
+    @abstractmethod
+    def all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp = "sum", scale: float = 1.0
+    ) -> torch.Tensor:
+        """Return the elementwise reduction over ranks, times `scale`."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Return rank `source`'s tensor; others give one of its shape and dtype."""
+
+    @abstractmethod
+    def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
+        """Return rank `source`'s list of picklable values; others give a list of its length."""
+
+    def save(self, value: Any, path: str | Path) -> None:
+        """Write `value` with the transport's own serialisation (`torch.save` where it has none)."""
+        torch.save(value, path)
+
+    def flush(self) -> None:
+        """Wait until work that was only queued (lazy backends) is done. Nothing by default."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drain what is under way and leave the group; calling it twice is fine."""

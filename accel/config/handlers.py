@@ -1,0 +1,312 @@
+"""Kwargs handlers: how objects of torch are created.
+
+Fields whose type OmegaConf cannot express (a callable, a duration, one of a few words) are annotated
+`Any` and checked when the object is made, so these classes can be nodes of a YAML schema.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from accel.enums import BaseEnum, DDPCommunicationHookType
+from accel.errors import ConfigError, Problem, nearest
+
+if TYPE_CHECKING:
+    import torch
+
+
+def check_choice(owner: object, name: str, known: Iterable[str], problems: list[Problem]) -> None:
+    """Add a problem unless the field `name` of `owner` is None or one of `known`."""
+    value = getattr(owner, name)
+    names = list(known)
+    if value is not None and str(value) not in names:
+        problems.append(
+            Problem(
+                f"{type(owner).__name__}.{name}={value!r}",
+                f"it is one of {', '.join(names)}",
+                nearest(str(value), names),
+            )
+        )
+
+
+def check_minimum(owner: object, name: str, minimum: float, problems: list[Problem]) -> None:
+    """Add a problem if the field `name` of `owner` is a number below `minimum`."""
+    value = getattr(owner, name)
+    if value is not None and value < minimum:
+        problems.append(
+            Problem(
+                f"{type(owner).__name__}.{name}={value!r}",
+                f"it is at least {minimum}",
+                f"Give {name}={minimum} or more.",
+            )
+        )
+
+
+def as_enum(owner: object, name: str, kind: type[BaseEnum]) -> None:
+    """Turn the field `name` of `owner` from a string into its member of `kind`, or raise."""
+    problems: list[Problem] = []
+    check_choice(owner, name, kind.list(), problems)
+    ConfigError.raise_if(problems)
+    if getattr(owner, name) is not None:
+        setattr(owner, name, kind(str(getattr(owner, name))))
+
+
+def import_callable(owner: object, name: str) -> None:
+    """Turn the field `name` from a dotted path (``"package.module.function"``) into the object."""
+    value = getattr(owner, name)
+    if value is None or callable(value):
+        return
+    module, _, attribute = str(value).rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            Problem(
+                f"{type(owner).__name__}.{name}={value!r}",
+                "it is a callable or the dotted name of one",
+                f"Importing it failed with: {error}.",
+            )
+        ) from error
+    setattr(owner, name, found)
+
+
+class KwargsHandler:
+    """Mixin: `to_kwargs` gives the fields that differ from their defaults."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field by name."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields whose value differs from the default of this class."""
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != default[name]}
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """How `torch.autocast` behaves.
+
+    Args:
+        enabled: whether autocast is on.
+        cache_enabled: whether casts of weights are cached within one context; torch's default if None.
+
+    Source: https://docs.pytorch.org/docs/stable/amp.html#torch.autocast
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """How a model is wrapped in `torch.nn.parallel.DistributedDataParallel`.
+
+    Args:
+        dim: the batch dimension.
+        broadcast_buffers: whether rank 0's buffers are broadcast at each forward pass.
+        bucket_cap_mb: size of a gradient bucket, MiB.
+        find_unused_parameters: whether parameters without a gradient are looked for in each step.
+        check_reduction: accepted for compatibility; torch ignores it.
+        gradient_as_bucket_view: whether gradients are views into the buckets (saves one copy).
+        static_graph: whether the graph is the same in every step.
+        comm_hook: the communication hook.
+        comm_wrapper: the hook wrapped around it: no, fp16 or bf16.
+        comm_state_option: arguments of the PowerSGD state, e.g. ``{"matrix_approximation_rank": 2}``.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: Any = DDPCommunicationHookType.NO
+    comm_wrapper: Any = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        as_enum(self, "comm_hook", DDPCommunicationHookType)
+        as_enum(self, "comm_wrapper", DDPCommunicationHookType)
+        problems: list[Problem] = []
+        check_choice(self, "comm_wrapper", ("no", "fp16", "bf16"), problems)
+        check_minimum(self, "bucket_cap_mb", 1, problems)
+        ConfigError.raise_if(problems)
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """How the gradient scaler of fp16 training behaves.
+
+    Args:
+        init_scale: first scale factor.
+        growth_factor: factor after `growth_interval` steps without overflow.
+        backoff_factor: factor after a step with overflow.
+        growth_interval: number of optimizer steps.
+        enabled: whether losses are scaled at all.
+
+    Source: https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """How the process group is initialised.
+
+    Args:
+        backend: name of the backend. The default, nccl, stands for the device's own backend
+            (gloo on CPU).
+        init_method: URL that tells how processes meet; None reads the environment.
+        timeout: how long a collective may wait: a `timedelta`, or seconds. None: torch's default.
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group
+    """
+
+    backend: str | None = "nccl"
+    init_method: str | None = None
+    timeout: Any = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool):
+            self.timeout = timedelta(seconds=self.timeout)
+        if self.timeout is not None and not isinstance(self.timeout, timedelta):
+            raise ConfigError(
+                Problem(
+                    f"InitProcessGroupKwargs.timeout={self.timeout!r}",
+                    "it is a timedelta or a number of seconds",
+                    "Give timeout=600 for ten minutes.",
+                )
+            )
+
+
+@dataclass
+class FP8RecipeKwargs(KwargsHandler):
+    """The recipe of fp8 training with TransformerEngine or MS-AMP.
+
+    Args:
+        backend: the engine, TE or MSAMP; None takes the one that is installed.
+        use_autocast_during_eval: whether evaluation computes in fp8, too.
+        opt_level: MS-AMP's optimization level, O1 or O2.
+        margin: margin of the gradient scaling.
+        interval: how often the scaling factor is computed anew, steps.
+        fp8_format: E4M3 or HYBRID.
+        amax_history_len: length of the history for the scaling factor.
+        amax_compute_algo: max or most_recent.
+        override_linear_precision: whether fprop, dgrad and wgrad run in higher precision.
+    """
+
+    backend: Any = None
+    use_autocast_during_eval: bool | None = None
+    opt_level: Any = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: Any = None
+    amax_history_len: int | None = None
+    amax_compute_algo: Any = None
+    override_linear_precision: Any = None
+
+    def __post_init__(self) -> None:
+        if self.backend is not None:
+            self.backend = str(self.backend).upper()
+        if self.override_linear_precision is not None:
+            self.override_linear_precision = tuple(self.override_linear_precision)
+        problems: list[Problem] = []
+        check_choice(self, "backend", ("TE", "MSAMP"), problems)
+        check_choice(self, "opt_level", ("O1", "O2"), problems)
+        check_choice(self, "fp8_format", ("E4M3", "HYBRID"), problems)
+        check_choice(self, "amax_compute_algo", ("max", "most_recent"), problems)
+        check_minimum(self, "interval", 1, problems)
+        check_minimum(self, "amax_history_len", 1, problems)
+        ConfigError.raise_if(problems)
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """How the profiler records.
+
+    Args:
+        activities: what is recorded: cpu, cuda, xpu, mtia; None records all there is.
+        schedule_option: `torch.profiler.schedule`'s wait, warmup, active, repeat, skip_first, in steps.
+        on_trace_ready: called with the profiler when a trace is complete.
+        record_shapes: whether shapes of inputs are kept.
+        profile_memory: whether allocations are tracked.
+        with_stack: whether file and line of each operator are kept.
+        with_flops: whether operations are estimated by formula.
+        with_modules: whether the module hierarchy is kept.
+        output_trace_dir: folder for one Chrome trace per rank; None writes none.
+
+    Source: https://docs.pytorch.org/docs/stable/profiler.html
+    """
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Any = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        import_callable(self, "on_trace_ready")
+        problems: list[Problem] = []
+        for activity in self.activities or ():
+            if activity not in ("cpu", "cuda", "xpu", "mtia"):
+                problems.append(
+                    Problem(
+                        f"ProfileKwargs.activities={activity!r}",
+                        "each is one of cpu, cuda, xpu, mtia",
+                        nearest(activity, ("cpu", "cuda", "xpu", "mtia")),
+                    )
+                )
+        for key in self.schedule_option or ():
+            known = ("wait", "warmup", "active", "repeat", "skip_first")
+            if key not in known:
+                problems.append(
+                    Problem(
+                        f"ProfileKwargs.schedule_option[{key!r}]",
+                        f"each key is one of {', '.join(known)}",
+                        nearest(key, known),
+                    )
+                )
+        ConfigError.raise_if(problems)
+
+    def build(self, on_trace_ready: Callable[[Any], None] | None = None) -> torch.profiler.profile:
+        """Build a profiler with this configuration.
+
+        Args:
+            on_trace_ready: takes the place of the field of that name where that is None.
+
+        Returns:
+            A `torch.profiler.profile`, not started.
+        """
+        import torch
+        from torch.profiler import ProfilerActivity
+
+        chosen = [getattr(ProfilerActivity, name.upper()) for name in self.activities or ()]
+        schedule = torch.profiler.schedule(**self.schedule_option) if self.schedule_option else None
+        return torch.profiler.profile(
+            activities=chosen or None,
+            schedule=schedule,
+            on_trace_ready=self.on_trace_ready or on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )

@@ -1,0 +1,127 @@
+"""Plugins for loaders, accumulation, compilation and the project folder."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from accel.config.handlers import KwargsHandler, as_enum, check_choice, check_minimum
+from accel.enums import DynamoBackend
+from accel.errors import ConfigError, Problem
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How prepared loaders spread batches over processes.
+
+    Args:
+        split_batches: whether each batch of the original loader is split over the processes (the
+            observed global batch is then the loader's own), or each process gets full batches.
+        dispatch_batches: whether the main process reads and sends the slices; None: only for
+            iterable data sets.
+        even_batches: whether the last batches are completed from the beginning so that each process
+            has as many.
+        use_seedable_sampler: whether random samplers draw an order that depends on seed and epoch alone.
+        data_seed: that seed; None takes one from torch's generator.
+        non_blocking: whether copies to the device overlap with computation (wants pinned memory).
+        use_stateful_dataloader: whether loaders are torchdata's `StatefulDataLoader`.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """How gradients of several micro-batches make one optimizer step.
+
+    Args:
+        num_steps: micro-batches per optimizer step. None: the caller of the engine decides.
+        adjust_scheduler: whether the scheduler is stepped once per micro-batch it stands for.
+        sync_with_dataloader: whether the end of a loader closes the current window.
+        sync_each_batch: whether gradients are exchanged at every micro-batch (less memory, more traffic).
+    """
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        check_minimum(self, "num_steps", 1, problems)
+        ConfigError.raise_if(problems)
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a run's states and logs go.
+
+    Args:
+        project_dir: folder of the run.
+        logging_dir: folder of the trackers; None: `project_dir`.
+        automatic_checkpoint_naming: whether states go to ``checkpoints/checkpoint_<iteration>``.
+        total_limit: how many of those are kept; None: all.
+        iteration: number of the next one.
+        save_on_each_node: whether each node's main process writes, for disks that are not shared.
+    """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        self.set_directories(self.project_dir)
+        problems: list[Problem] = []
+        check_minimum(self, "total_limit", 1, problems)
+        check_minimum(self, "iteration", 0, problems)
+        ConfigError.raise_if(problems)
+
+    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+        """Set `project_dir`, and `logging_dir` where it is None."""
+        self.project_dir = None if project_dir is None else os.fspath(project_dir)
+        if self.logging_dir is None:
+            self.logging_dir = self.project_dir
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """How models are compiled with `torch.compile`.
+
+    Args:
+        backend: a value of `DynamoBackend`; "no" does not compile.
+        mode: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs.
+        fullgraph: whether a graph break is an error.
+        dynamic: whether shapes are symbolic; None lets torch decide.
+        options: options of the backend.
+        disable: whether `torch.compile` does nothing (for tests).
+        use_regional_compilation: whether repeated blocks are compiled instead of the whole model.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
+    """
+
+    backend: Any = DynamoBackend.NO
+    mode: Any = None
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    options: dict[str, Any] | None = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend is not None:
+            self.backend = str(self.backend).lower()
+        as_enum(self, "backend", DynamoBackend)
+        problems: list[Problem] = []
+        modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+        check_choice(self, "mode", modes, problems)
+        ConfigError.raise_if(problems)

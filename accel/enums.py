@@ -1,0 +1,115 @@
+"""The enumerations of the public API. Each member compares equal to its string value."""
+
+from __future__ import annotations
+
+from enum import Enum, EnumMeta
+
+
+class _ContainsMeta(EnumMeta):
+    """Let ``"fp16" in PrecisionType`` ask for a value."""
+
+    def __contains__(cls, item: object) -> bool:
+        if isinstance(item, cls):
+            return True
+        return any(item == member.value for member in cls)
+
+
+class BaseEnum(str, Enum, metaclass=_ContainsMeta):
+    """A string enumeration whose `str` is its value."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """Return the values in the order of definition."""
+        return [member.value for member in cls]
+
+
+class DistributedType(BaseEnum):
+    """How the processes of a run work together; reported, never branched on by the engine."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    TP = "TP"
+    XLA = "XLA"
+    TPU = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+
+
+class PrecisionType(BaseEnum):
+    """The number format that a step computes in."""
+
+    NO = "no"
+    FP8 = "fp8"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class LoggerType(BaseEnum):
+    """The experiment trackers. ``all`` stands for every one that is installed."""
+
+    ALL = "all"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    COMETML = "comet_ml"
+    AIM = "aim"
+    CLEARML = "clearml"
+    DVCLIVE = "dvclive"
+    MLFLOW = "mlflow"
+    SWANLAB = "swanlab"
+    TRACKIO = "trackio"
+
+
+class RNGType(BaseEnum):
+    """A random number generator that ranks can synchronise."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    MLU = "mlu"
+    SDAA = "sdaa"
+    MUSA = "musa"
+    NPU = "npu"
+    XPU = "xpu"
+    HPU = "hpu"
+    XLA = "xla"
+    GENERATOR = "generator"
+
+
+class DynamoBackend(BaseEnum):
+    """The backends of `torch.compile` (``torch._dynamo.list_backends()``)."""
+
+    NO = "no"
+    EAGER = "eager"
+    AOT_EAGER = "aot_eager"
+    INDUCTOR = "inductor"
+    AOT_TS_NVFUSER = "aot_ts_nvfuser"
+    NVPRIMS_NVFUSER = "nvprims_nvfuser"
+    CUDAGRAPHS = "cudagraphs"
+    OFI = "ofi"
+    FX2TRT = "fx2trt"
+    ONNXRT = "onnxrt"
+    TENSORRT = "tensorrt"
+    AOT_TORCHXLA_TRACE_ONCE = "aot_torchxla_trace_once"
+    TORCHXLA_TRACE_ONCE = "torchxla_trace_once"
+    IPEX = "ipex"
+    TVM = "tvm"
+
+
+class DDPCommunicationHookType(BaseEnum):
+    """The gradient communication hooks of `DistributedDataParallel`."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"

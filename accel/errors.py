@@ -1,0 +1,115 @@
+"""The exceptions that `accel` raises on purpose.
+
+    AccelError
+    ├── ConfigError              (ValueError)    what was asked for contradicts itself or the machine
+    │   └── NotBuiltError                        a documented option this version does not offer yet
+    ├── StateError               (RuntimeError)  a call at the wrong time: state reset, never built
+    ├── MissingPackageError      (ImportError)   an optional package is not installed
+    ├── CheckpointError          (RuntimeError)  a checkpoint is missing, incomplete or altered
+    └── DistributedOperationException (RuntimeError)  ranks disagree on what they exchange
+
+Each message gives the value, the rule that it breaks and the remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a configuration.
+
+    Args:
+        value: what was given and where, e.g. ``"mixed_precision='bf61'"``.
+        rule: what holds instead, e.g. ``"it is one of no, fp16, bf16"``.
+        remedy: what to do, e.g. ``"did you mean 'bf16'?"``.
+    """
+
+    value: str
+    rule: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.value}: {self.rule}. {self.remedy}"
+
+
+class AccelError(Exception):
+    """Base of every exception that `accel` raises on purpose."""
+
+
+class ConfigError(AccelError, ValueError):
+    """What was asked for contradicts itself, the machine or the schema.
+
+    Args:
+        problems: everything found wrong, reported together.
+
+    Attributes:
+        problems: the same, as a tuple.
+    """
+
+    def __init__(self, *problems: Problem) -> None:
+        self.problems = problems
+        super().__init__("\n".join(str(problem) for problem in problems))
+
+    @classmethod
+    def raise_if(cls, problems: Sequence[Problem]) -> None:
+        """Raise one error that names all `problems`, or return if there are none."""
+        if problems:
+            raise cls(*problems)
+
+
+class NotBuiltError(ConfigError):
+    """A documented option that this version does not offer yet."""
+
+
+class StateError(AccelError, RuntimeError):
+    """A call at the wrong time, such as the use of a state that was reset."""
+
+
+class MissingPackageError(AccelError, ImportError):
+    """An optional package is needed and not installed.
+
+    Args:
+        package: the name to install from the package index.
+        needed_for: what asked for it, e.g. ``"log_with='wandb'"``.
+        extra: the extra of this distribution that brings it, if there is one.
+    """
+
+    def __init__(self, package: str, needed_for: str, extra: str | None = None) -> None:
+        target = f"'accel-runner[{extra}]'" if extra else package
+        super().__init__(
+            f"{needed_for}: the package {package!r} is not installed. "
+            f"Install it with `pip install {target}`."
+        )
+        self.package = package
+
+
+class CheckpointError(AccelError, RuntimeError):
+    """A checkpoint is missing, incomplete, altered or does not fit the run."""
+
+
+class DistributedOperationException(AccelError, RuntimeError):  # noqa: N818 (documented name)
+    """Ranks disagree on the shapes or types that they exchange (debug mode)."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the sentence that helps a person who mistyped `name`.
+
+    Args:
+        name: what was typed.
+        known: the valid names.
+
+    Returns:
+        ``"Did you mean 'x'?"`` where a valid name is close, else the list of valid names.
+    """
+    names = [str(candidate) for candidate in known]
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    # A transposition in a short name ("cnm" for "cnn") may fall below the ratio above.
+    if not close and len(name) <= 4:
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    return "Known names: " + (", ".join(sorted(names)) or "none") + "."

@@ -1,0 +1,1 @@
+"""The number format of forward and backward passes."""

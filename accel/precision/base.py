@@ -1,0 +1,36 @@
+"""The interface of a number format; the default computes in the format of the weights."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from accel.config.handlers import AutocastKwargs
+
+
+class Precision:
+    """Full precision: no autocast, no scaler.
+
+    Attributes:
+        name: a value of `PrecisionType`.
+        dtype: what matrix products compute in under autocast, or None.
+        scaler: the gradient scaler of fp16, or None.
+    """
+
+    name = "no"
+    dtype: torch.dtype | None = None
+    scaler: torch.amp.GradScaler | None = None
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass; `handler` takes the place of the run's own."""
+        return contextlib.nullcontext()
+
+    def wrap_forward(self, model: torch.nn.Module) -> None:
+        """Make `model.forward` compute under autocast and return fp32; undone by `unwrap_forward`."""
+
+    def unwrap_forward(self, model: torch.nn.Module) -> None:
+        """Give `model` its own `forward` back."""

@@ -1,0 +1,1 @@
+"""How the model is spread over the processes: one room per backend, chosen by the table."""

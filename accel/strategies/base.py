@@ -1,0 +1,168 @@
+"""The interface every backend implements. Its defaults are right for one process.
+
+A backend is one class in one file or folder; backends never inherit from each other. `Traits` tell
+the engine what it needs to know without asking which backend it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from accel.enums import DistributedType
+
+if TYPE_CHECKING:
+    from accel.comm.base import Communicator
+    from accel.objects import Objects
+    from accel.plan import Plan
+    from accel.precision.base import Precision
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the engine may know about a backend.
+
+    Attributes:
+        name: key in the strategy table.
+        distributed_type: what `Accelerator.distributed_type` reports; None lets the device decide
+            (MULTI_CPU, MULTI_GPU, …).
+        places_models: whether the backend moves models to the device itself.
+        places_batches: whether the backend moves batches to the device itself.
+        owns_precision: whether the backend casts and scales itself (no autocast, no scaler).
+        owns_accumulation: whether the backend counts micro-batches itself.
+        joint_prepare: whether model, optimizer and scheduler must be prepared in one call.
+        max_models: how many models one `prepare` may hold; None: any number.
+    """
+
+    name: str
+    distributed_type: DistributedType | None = None
+    places_models: bool = False
+    places_batches: bool = False
+    owns_precision: bool = False
+    owns_accumulation: bool = False
+    joint_prepare: bool = False
+    max_models: int | None = None
+
+
+class Strategy(ABC):
+    """One way to spread a model over processes.
+
+    Args:
+        plan: the resolved configuration of the run.
+        comm: how this process talks to the others.
+        device: where this process computes.
+        precision: the number format of forward and backward passes.
+    """
+
+    traits: ClassVar[Traits]
+
+    def __init__(
+        self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
+    ) -> None:
+        self.plan = plan
+        self.comm = comm
+        self.device = device
+        self.precision = precision
+
+    # -- where data goes -------------------------------------------------------------------
+
+    @property
+    def device_mesh(self) -> Any | None:
+        """The `DeviceMesh` of the run, if the backend has one."""
+        return None
+
+    @property
+    def data_rank(self) -> tuple[int, int]:
+        """(index, count) of the data shard this process reads. Ranks of one model replica share it."""
+        return self.comm.rank, self.comm.world_size
+
+    # -- preparing -------------------------------------------------------------------------
+
+    def validate(self, objects: Objects) -> None:
+        """Raise `ConfigError` if the backend cannot take these objects together."""
+
+    def prepare(self, objects: Objects, placement: Objects, evaluation: bool = False) -> Objects:
+        """Return `objects` wrapped for training.
+
+        Args:
+            objects: what the caller prepares in one call.
+            placement: of the same lengths; booleans that tell what is moved to the device.
+            evaluation: whether the models are only evaluated.
+        """
+        from accel.objects import Objects
+
+        return Objects(
+            models=[
+                self.wrap_model(model, place, evaluation)
+                for model, place in zip(objects.models, placement.models, strict=True)
+            ],
+            optimizers=list(objects.optimizers),
+            schedulers=list(objects.schedulers),
+            dataloaders=list(objects.dataloaders),
+        )
+
+    def wrap_model(
+        self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
+    ) -> torch.nn.Module:
+        """Return `model` on the device and, where the backend needs it, in its wrapper."""
+        return model.to(self.device) if place else model
+
+    def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the module inside the backend's wrapper."""
+        return model
+
+    # -- the step --------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients of `loss`, already scaled for accumulation and precision."""
+        loss.backward(**kwargs)
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which backward passes through `model` exchange no gradients."""
+        return contextlib.nullcontext()
+
+    def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Return a context whose next backward exchanges gradients, after forwards under `no_sync`."""
+        return contextlib.nullcontext()
+
+    def join(
+        self, joinables: Sequence[Any], **kwargs: Any
+    ) -> AbstractContextManager[None]:
+        """Return a context in which ranks may see different numbers of batches."""
+        return contextlib.nullcontext()
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale gradients so that their total norm is at most `max_norm`; return the norm before."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clamp each gradient's elements to ±`clip_value`."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    # -- state -----------------------------------------------------------------------------
+
+    def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the whole model's tensors by parameter name (full tensors, no wrapper prefix)."""
+        return self.unwrap_model(model).state_dict()
+
+    def load_model_state(
+        self, model: torch.nn.Module, state: dict[str, torch.Tensor], strict: bool = True
+    ) -> None:
+        """Load what `model_state` returned, from any backend and world size."""
+        self.unwrap_model(model).load_state_dict(state, strict=strict)
+
+    @contextlib.contextmanager
+    def portable(self) -> Iterator[None]:
+        """Context in which `model_state` may be called on every rank (gathers where it must)."""
+        yield
+
+    def release(self) -> None:
+        """Drop references to wrapped objects, draining what is under way first."""
