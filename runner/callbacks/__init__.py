@@ -1,0 +1,1 @@
+"""What happens around the loop: each callback in a file of its own."""

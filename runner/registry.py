@@ -1,0 +1,132 @@
+"""Factories by name: what `model.name=cnn` and its like look up. Free of torch.
+
+A user registers with ``@register.model("my_model")`` in a package that the project trusts
+(`[tool.runner] imports` in its pyproject.toml). Built-in factories are listed here by dotted name and
+imported when first asked for, so that names can be listed without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from accel.errors import ConfigError, Problem, nearest
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Registry:
+    """The factories of one kind.
+
+    Args:
+        kind: what they make, the name of the recipe's node: "model", "data", …
+        builtin: dotted ``"module:attribute"`` by name.
+    """
+
+    def __init__(self, kind: str, builtin: dict[str, str] | None = None) -> None:
+        self.kind = kind
+        self._builtin = dict(builtin or {})
+        self._factories: dict[str, Callable[..., Any]] = {}
+
+    def __call__(self, name: str) -> Callable[[F], F]:
+        """Return a decorator that registers a function or class as `name`.
+
+        Raises:
+            ConfigError: if another factory has that name.
+        """
+
+        def decorate(factory: F) -> F:
+            taken = self._factories.get(name)
+            origin = f"{factory.__module__}:{factory.__qualname__}"
+            same = taken is not None and f"{taken.__module__}:{taken.__qualname__}" == origin
+            if (taken is not None and not same) or self._builtin.get(name, origin) != origin:
+                other = self._builtin.get(name) or f"{taken.__module__}:{taken.__qualname__}"  # type: ignore[union-attr]
+                raise ConfigError(
+                    Problem(
+                        f"@register.{self.kind}({name!r}) on {origin}",
+                        f"the name belongs to {other}",
+                        "Choose another name.",
+                    )
+                )
+            self._factories[name] = factory
+            return factory
+
+        return decorate
+
+    def names(self) -> list[str]:
+        """Return every known name, sorted."""
+        return sorted({*self._builtin, *self._factories})
+
+    def get(self, name: str) -> Callable[..., Any]:
+        """Return the factory called `name`, importing it if it is built in.
+
+        Raises:
+            ConfigError: if there is none; the message names the nearest.
+        """
+        if name not in self._factories and name in self._builtin:
+            module, _, attribute = self._builtin[name].partition(":")
+            self._factories[name] = getattr(importlib.import_module(module), attribute)
+        if name not in self._factories:
+            raise ConfigError(
+                Problem(
+                    f"{self.kind}.name={name!r}",
+                    f"no {self.kind} factory has that name",
+                    f"{nearest(name, self.names())} Register your own with "
+                    f"@register.{self.kind}({name!r}) in a package that [tool.runner] imports names.",
+                )
+            )
+        return self._factories[name]
+
+
+class _Register:
+    """The registries, one attribute per kind."""
+
+    model = Registry(
+        "model",
+        {
+            "cnn": "runner.factories.digits:cnn",
+            "byte_gpt": "runner.factories.bytes_gpt:byte_gpt",
+        },
+    )
+    data = Registry(
+        "data",
+        {
+            "digits": "runner.factories.digits:digits",
+            "stdlib_bytes": "runner.factories.bytes_gpt:stdlib_bytes",
+        },
+    )
+    objective = Registry(
+        "objective",
+        {
+            "classification": "runner.factories.digits:Classification",
+            "next_byte": "runner.factories.bytes_gpt:NextByte",
+        },
+    )
+    step = Registry(
+        "step",
+        {
+            "supervised": "runner.step:SupervisedStep",
+            "gan": "runner.factories.gan:GANStep",
+        },
+    )
+    optimizer = Registry("optimizer", {"adamw": "runner.factories.optimizers:adamw"})
+    scheduler = Registry(
+        "scheduler",
+        {
+            "cosine": "runner.factories.optimizers:cosine",
+            "linear": "runner.factories.optimizers:linear",
+            "constant": "runner.factories.optimizers:constant",
+        },
+    )
+    callback = Registry(
+        "callbacks",
+        {
+            "early_stopping": "runner.callbacks.early_stopping:EarlyStopping",
+            "text_baselines": "runner.callbacks.text:TextBaselines",
+            "text_sample": "runner.callbacks.text:TextSample",
+        },
+    )
+
+
+register = _Register()
