@@ -1,0 +1,72 @@
+"""Every test starts with a clean engine and must leave the process as it found it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import close_pools, pool_pids, reset_accel
+
+# Set by libraries at import, or by pytest itself.
+IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "COLUMNS"}
+# Threads that libraries keep on purpose, once per process.
+IGNORED_THREADS = ("pydevd", "QueueFeederThread", "tqdm", "ThreadPoolExecutor", "asyncio")
+
+
+def children() -> dict[int, str]:
+    """Return the command lines of this process's children, by process id (Linux; else empty)."""
+    found: dict[int, str] = {}
+    for task in Path("/proc/self/task").glob("*/children"):
+        for pid in task.read_text().split():
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if command and "resource_tracker" not in command:
+                found[int(pid)] = command
+    return found
+
+
+def leaks(variables: dict[str, str], threads: set[threading.Thread], pids: set[int]) -> list[str]:
+    """Return what is there now and was not before."""
+    found = []
+    for name in {*variables, *os.environ} - IGNORED_VARIABLES:
+        if variables.get(name) != os.environ.get(name):
+            found.append(f"environment {name}: {variables.get(name)!r} → {os.environ.get(name)!r}")
+    for thread in set(threading.enumerate()) - threads:
+        if thread.is_alive() and not thread.name.startswith(IGNORED_THREADS):
+            found.append(f"thread {thread.name}")
+    for pid, command in children().items():
+        if pid not in pids and pid not in pool_pids():
+            found.append(f"process {pid}: {command}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves an environment variable, a thread or a process behind."""
+    reset_accel()
+    variables, threads, pids = dict(os.environ), set(threading.enumerate()), set(children())
+    yield
+    reset_accel()
+    found = leaks(variables, threads, pids)
+    deadline = time.monotonic() + 3.0
+    while found and time.monotonic() < deadline:  # threads and processes may be on their way out
+        time.sleep(0.05)
+        found = leaks(variables, threads, pids)
+    if found:
+        os.environ.clear()
+        os.environ.update(variables)
+        pytest.fail("the test leaked: " + "; ".join(found))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_pools() -> Iterator[None]:
+    """End the warm workers with the session."""
+    yield
+    close_pools()

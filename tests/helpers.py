@@ -1,0 +1,201 @@
+"""Run a function on several processes, in a warm pool of workers per world size.
+
+A fresh start of two workers costs seconds; a warm call costs milliseconds. Start-up itself is tested
+with fresh launches in `tests/runner/test_launch.py`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+GRACE_SECONDS = 5.0
+
+
+class WorkerError(AssertionError):
+    """A function failed on a rank; carries the traceback of the rank that failed first."""
+
+
+def free_port() -> int:
+    """Return a TCP port on the loopback address that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def reset_accel() -> None:
+    """Forget accel's shared state and leave the process group, if there is one."""
+    import torch.distributed as dist
+
+    from accel.state import AcceleratorState, GradientState, PartialState
+
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+def _serve(pipe: Connection, rank: int) -> None:
+    import torch
+    import torch.distributed
+    import torch.optim  # the first optimizer imports much more: pay for it once
+
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    torch.set_num_threads(1)
+    pipe.send("ready")
+    while True:
+        try:
+            environment, function, args = pipe.recv()
+        except (EOFError, ConnectionError):
+            return
+        before = dict(os.environ)
+        os.environ.update(environment)
+        try:
+            answer = (True, function(*args), time.time())
+        except BaseException:
+            answer = (False, f"rank {rank}:\n{traceback.format_exc()}", time.time())
+        try:
+            pipe.send(answer)
+        except Exception:
+            pipe.send((False, f"rank {rank}: result\n{traceback.format_exc()}", time.time()))
+        reset_accel()
+        os.environ.clear()
+        os.environ.update(before)
+        pipe.send("ready")
+
+
+class _Pool:
+    """`world_size` processes that wait for functions."""
+
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.world_size = world_size
+        self.pipes: list[Connection] = []
+        self.processes = []
+        before = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")}
+        os.environ["OMP_NUM_THREADS"] = "1"
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank), name=f"pool-{rank}")
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        self.collect(60.0)
+
+    def collect(self, timeout: float) -> list[Any]:
+        """Return one message per rank, or end the pool and raise."""
+        deadline = time.monotonic() + timeout
+        answers: dict[int, Any] = {}
+        failed_at: float | None = None
+        while len(answers) < self.world_size:
+            limit = deadline if failed_at is None else min(deadline, failed_at + GRACE_SECONDS)
+            waiting = [self.pipes[r] for r in range(self.world_size) if r not in answers]
+            ready = wait(waiting, timeout=max(0.0, limit - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    code = self.processes[rank].exitcode
+                    answers[rank] = (False, f"rank {rank} died (exit code {code})", time.time())
+                if isinstance(answers[rank], tuple) and not answers[rank][0]:
+                    failed_at = failed_at or time.monotonic()
+        failures = [a for a in answers.values() if isinstance(a, tuple) and not a[0]]
+        missing = [rank for rank in range(self.world_size) if rank not in answers]
+        if missing:
+            self.kill()
+        if failures:
+            raise WorkerError(min(failures, key=lambda failure: failure[2])[1])
+        if missing:
+            raise WorkerError(f"ranks {missing} gave no answer within {timeout} s")
+        return [answers[rank] for rank in range(self.world_size)]
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        """Run `function(*args)` on every rank and return the results by rank."""
+        port = str(free_port())
+        for rank, pipe in enumerate(self.pipes):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.world_size),
+                "LOCAL_WORLD_SIZE": str(self.world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            pipe.send((environment, function, args))
+        try:
+            results = self.collect(timeout)
+        except WorkerError:
+            self.kill()
+            raise
+        self.collect(30.0)
+        return [result for _, result, _ in results]
+
+    def kill(self) -> None:
+        """End the processes and forget the pool."""
+        _POOLS.pop(self.world_size, None)
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.kill()
+            process.join(10)
+
+
+_POOLS: dict[int, _Pool] = {}
+
+
+def pool_pids() -> set[int]:
+    """Return the process ids of all warm workers."""
+    return {process.pid for pool in _POOLS.values() for process in pool.processes if process.pid}
+
+
+def close_pools() -> None:
+    """End every warm worker."""
+    for pool in list(_POOLS.values()):
+        pool.kill()
+
+
+atexit.register(close_pools)
+
+
+def run_distributed(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
+) -> list[Any]:
+    """Run a module-level function on `world_size` processes.
+
+    Args:
+        function: importable; sees RANK, WORLD_SIZE, … as torchrun sets them, and no process group.
+        world_size: number of processes.
+        args: picklable arguments, the same on every rank.
+        timeout: seconds.
+
+    Returns:
+        What the function returned, by rank.
+
+    Raises:
+        WorkerError: with the earliest traceback, or the ranks that gave no answer.
+    """
+    if world_size not in _POOLS:
+        _POOLS[world_size] = _Pool(world_size)
+    return _POOLS[world_size].call(function, args, timeout)
+
+
+def python(*args: str) -> list[str]:
+    """Return the command that runs this interpreter with `args`."""
+    return [sys.executable, *args]
