@@ -1,0 +1,31 @@
+# `make train` and `make test` work on a fresh machine with Python 3.11 or newer.
+#
+# Which Python: VENV=<folder> if given; else an active environment that already has a torch the project
+# supports (it is used as it is: its torch is never replaced); else .venv, made here from constraints.txt.
+
+.PHONY: train test check bench format clean
+.DEFAULT_GOAL := help
+
+ARGS ?=
+PYTHON = $$(tests/setup.sh $(1))
+
+help:
+	@sed -n '/^[a-z]*:.*##/s/\([a-z]*\):.*## /make \1\t/p' Makefile | expand -t 12
+
+train: ## train the default recipe (ARGS="precision=bf16 ..." are handed on)
+	@python=$(call PYTHON,run) && exec "$$python" -m runner $(ARGS)
+
+test: ## run the tests (ARGS="-k name" are handed on)
+	@python=$(call PYTHON,test) && exec "$$python" -m pytest $(ARGS)
+
+check: ## lint, format and types
+	@python=$(call PYTHON,check) && "$$python" -m ruff check . && "$$python" -m ruff format --check . && "$$python" -m mypy
+
+format: ## rewrite files in the project's format
+	@python=$(call PYTHON,check) && "$$python" -m ruff check --fix . && "$$python" -m ruff format .
+
+bench: ## measure the cost of a step against a hand-written loop
+	@python=$(call PYTHON,test) && exec "$$python" -m tests.benchmarks.bench_step
+
+clean: ## remove what was built here (not the runs)
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
