@@ -34,6 +34,8 @@ def free_port() -> int:
 
 def reset_accel() -> None:
     """Forget accel's shared state and leave the process group, if there is one."""
+    if "accel.state" not in sys.modules:
+        return
     import torch.distributed as dist
 
     from accel.state import AcceleratorState, GradientState, PartialState

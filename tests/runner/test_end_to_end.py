@@ -1,0 +1,141 @@
+"""The product as a person uses it: whole commands, real processes, real data."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import python
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = ("trainer.log_every=1", "trainer.global_batch_size=64", "tracker.log_with=[]")
+
+
+def run(*overrides: str, cwd: Path, code: int = 0, timeout: float = 110) -> Path:
+    """Run `python -m runner` in `cwd` and return the run's directory (or `cwd` if it was refused)."""
+    answer = subprocess.run(
+        python("-m", "runner", *overrides),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"},
+    )
+    assert answer.returncode == code, answer.stdout + answer.stderr
+    runs = sorted(cwd.glob("runs/*/*/config.yaml"), key=lambda path: path.stat().st_mtime)
+    return runs[-1].parent if runs else cwd
+
+
+def records(run_dir: Path, split: str = "train") -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [entry for entry in map(json.loads, lines) if entry["split"] == split]
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [entry["loss"] for entry in records(run_dir)]
+
+
+def weights(run_dir: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    newest = max(run_dir.glob("checkpoints/checkpoint_*"), key=lambda p: int(p.name.split("_")[1]))
+    return load_file(newest / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fifty steps of the digits on one process, without dropout or augmentation."""
+    return run(
+        *SHORT,
+        "trainer.max_steps=50",
+        "model.dropout=0",
+        "data.augment=false",
+        cwd=tmp_path_factory.mktemp("straight"),
+    )
+
+
+@pytest.mark.parametrize("more", [[], ["trainer.micro_batch_size=16"]], ids=["plain", "accumulated"])
+def test_two_processes_see_the_losses_of_one(straight: Path, tmp_path: Path, more: list[str]) -> None:
+    two = run(
+        *SHORT,
+        *more,
+        "trainer.max_steps=50",
+        "model.dropout=0",
+        "data.augment=false",
+        "distributed=multi_cpu",
+        "distributed.num_processes=2",
+        cwd=tmp_path,
+    )
+    assert len(losses(two)) == 50
+    assert losses(two) == pytest.approx(losses(straight), rel=1e-5)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    import torch
+
+    recipe = (
+        *SHORT,
+        "model.dropout=0.2",
+        "data.augment=true",
+        "dataloader.num_workers=2",
+        "trainer.max_steps=60",
+    )
+    whole = run(*recipe, "name=whole", cwd=tmp_path)
+    cut = run(*recipe, "name=cut", "trainer.stop_after=30", cwd=tmp_path)
+    again = run(f"resume={cut}", cwd=tmp_path)
+    assert again == cut
+    assert losses(cut) == losses(whole)
+    expected, found = weights(whole), weights(cut)
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, found[name]), name
+
+
+def test_the_state_moves_between_one_and_two_processes(tmp_path: Path) -> None:
+    recipe = (*SHORT, "model.dropout=0", "data.augment=false", "trainer.max_steps=40")
+    two = ("distributed=multi_cpu", "distributed.num_processes=2")
+    whole = run(*recipe, "name=whole", cwd=tmp_path)
+    cut = run(*recipe, *two, "name=cut", "trainer.stop_after=20", cwd=tmp_path)
+    run(f"resume={cut}", "distributed=none", "distributed.num_processes=null", cwd=tmp_path)
+    assert losses(cut) == pytest.approx(losses(whole), rel=1e-4)
+
+
+def test_what_a_run_leaves(straight: Path) -> None:
+    for name in (
+        "config.yaml",
+        "overrides.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "summary.json",
+        "checkpoints",
+    ):
+        assert (straight / name).exists(), name
+    summary = json.loads((straight / "summary.json").read_text())
+    assert summary["step"] == 50
+    test = records(straight, "test")
+    assert len(test) == 1
+    assert test[0]["accuracy"] > 0.5
+
+
+def test_eval_and_predict_use_the_run(straight: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    output = tmp_path / "predictions.jsonl"
+    for command in (
+        ("eval", str(straight)),
+        ("predict", str(straight), "--split", "test", "--output", str(output)),
+    ):
+        answer = subprocess.run(
+            python("-m", "runner", *command),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment,
+        )
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert len(output.read_text().splitlines()) == 360
