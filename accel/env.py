@@ -1,0 +1,153 @@
+"""The environment variables of the process: the only module that reads or writes them.
+
+Free of torch. `Environment.read()` takes one snapshot of what a launcher and a person may set;
+`plan.resolve` works on that snapshot alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from accel.errors import ConfigError, Problem
+
+TRUE = frozenset({"1", "true", "yes", "y", "on", "t"})
+FALSE = frozenset({"", "0", "false", "no", "n", "off", "f"})
+
+
+def read(name: str, default: str | None = None) -> str | None:
+    """Return the variable `name`, or `default` where it is not set."""
+    return os.environ.get(name, default)
+
+
+def flag(name: str) -> bool:
+    """Return whether the variable `name` says yes; unset and empty say no.
+
+    Raises:
+        ConfigError: if it says neither yes nor no.
+    """
+    value = os.environ.get(name, "").strip().lower()
+    if value not in TRUE | FALSE:
+        raise ConfigError(
+            Problem(
+                f"{name}={os.environ[name]!r} (environment)",
+                "it is a switch",
+                f"Set {name}=1 or {name}=0.",
+            )
+        )
+    return value in TRUE
+
+
+def integer(name: str, default: int | None = None) -> int | None:
+    """Return the variable `name` as a number, or `default` where it is unset or empty.
+
+    Raises:
+        ConfigError: if it is no whole number.
+    """
+    value = os.environ.get(name, "").strip()
+    if not value:
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(
+            Problem(
+                f"{name}={value!r} (environment)",
+                "it is a whole number",
+                f"Correct or unset {name}.",
+            )
+        ) from None
+
+
+def set_values(values: Mapping[str, object]) -> None:
+    """Set the variables in `values` (as text); those that are None are removed."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = str(value)
+
+
+@contextlib.contextmanager
+def patched(**values: object) -> Iterator[None]:
+    """Set variables (None removes one) inside the context; afterwards they are as before."""
+    before = {name: os.environ.get(name) for name in values}
+    set_values(values)
+    try:
+        yield
+    finally:
+        set_values(before)
+
+
+def copy() -> dict[str, str]:
+    """Return all variables."""
+    return dict(os.environ)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the environment says about a run.
+
+    Args:
+        rank: index of this process among all; None where no launcher set it.
+        local_rank: index on its node; None where no launcher set it.
+        world_size: number of processes.
+        local_world_size: number of processes on this node; None: not told.
+        master_addr: host where processes meet.
+        master_port: TCP port there.
+        restart_count: attempts of the elastic agent before this one.
+        run_id: the elastic agent's name of the job.
+        agent_store: whether the elastic agent hosts the store at master_addr:master_port.
+        mixed_precision: default of `Accelerator(mixed_precision=…)`.
+        accumulation_steps: default of `Accelerator(gradient_accumulation_steps=…)`.
+        use_cpu: whether accelerators are ignored.
+        debug: whether operations check shapes over ranks first.
+        dynamo_backend: default of `Accelerator(dynamo_backend=…)`.
+        engines: the engines that a launcher switched on: fsdp, deepspeed, megatron_lm.
+
+    Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    """
+
+    rank: int | None = None
+    local_rank: int | None = None
+    world_size: int = 1
+    local_world_size: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    restart_count: int = 0
+    run_id: str = ""
+    agent_store: bool = False
+    mixed_precision: str | None = None
+    accumulation_steps: int | None = None
+    use_cpu: bool = False
+    debug: bool = False
+    dynamo_backend: str | None = None
+    engines: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls) -> Environment:
+        """Return a snapshot of the variables.
+
+        Raises:
+            ConfigError: if a number or a switch is none.
+        """
+        engines = ("fsdp", "deepspeed", "megatron_lm")
+        return cls(
+            rank=integer("RANK"),
+            local_rank=integer("LOCAL_RANK"),
+            world_size=integer("WORLD_SIZE") or 1,
+            local_world_size=integer("LOCAL_WORLD_SIZE"),
+            master_addr=read("MASTER_ADDR"),
+            master_port=integer("MASTER_PORT"),
+            restart_count=integer("TORCHELASTIC_RESTART_COUNT") or 0,
+            run_id=read("TORCHELASTIC_RUN_ID") or "",
+            agent_store=flag("TORCHELASTIC_USE_AGENT_STORE"),
+            mixed_precision=read("ACCELERATE_MIXED_PRECISION") or None,
+            accumulation_steps=integer("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+            use_cpu=flag("ACCELERATE_USE_CPU"),
+            debug=flag("ACCELERATE_DEBUG_MODE"),
+            dynamo_backend=read("ACCELERATE_DYNAMO_BACKEND") or None,
+            engines=tuple(name for name in engines if flag(f"ACCELERATE_USE_{name.upper()}")),
+        )

@@ -1,0 +1,135 @@
+"""Which packages and devices this machine has, and the one way to import an optional package."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import operator
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+
+from packaging.version import Version, parse
+
+from accel.errors import ConfigError, MissingPackageError, Problem, nearest
+
+OPERATORS: dict[str, Callable[[Version, Version], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    "<": operator.lt,
+}
+
+
+@cache
+def is_available(package: str) -> bool:
+    """Return whether `package` (its import name) is installed; does not import it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # a parent package is missing, or a module without a spec
+        return False
+
+
+def require(
+    module: str, needed_for: str, package: str | None = None, extra: str | None = None
+) -> ModuleType:
+    """Import an optional package.
+
+    Args:
+        module: its import name.
+        needed_for: what asks for it, for the message.
+        package: its name in the package index, where that differs.
+        extra: the extra of this distribution that brings it.
+
+    Returns:
+        The module.
+
+    Raises:
+        MissingPackageError: if it is not installed.
+    """
+    if not is_available(module.partition(".")[0]):
+        raise MissingPackageError(package or module, needed_for, extra)
+    return importlib.import_module(module)
+
+
+def compare_versions(library_or_version: str | Version, operation: str, requirement: str) -> bool:
+    """Return whether a version stands in a relation to another.
+
+    Args:
+        library_or_version: a version, or the name of an installed distribution.
+        operation: one of > >= == != <= <.
+        requirement: the version to compare with.
+
+    Raises:
+        ConfigError: for another `operation`.
+    """
+    if operation not in OPERATORS:
+        raise ConfigError(
+            Problem(
+                f"operation={operation!r}",
+                f"it is one of {' '.join(OPERATORS)}",
+                nearest(operation, OPERATORS),
+            )
+        )
+    if isinstance(library_or_version, str):
+        library_or_version = parse(importlib.metadata.version(library_or_version))
+    return OPERATORS[operation](library_or_version, parse(requirement))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Return whether torch's version stands in the relation `operation` to `version`."""
+    return compare_versions(
+        parse(parse(importlib.metadata.version("torch")).base_version), operation, version
+    )
+
+
+def is_cuda_available() -> bool:
+    """Return whether a CUDA device can be used."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def is_mps_available() -> bool:
+    """Return whether Apple's GPU can be used."""
+    import torch
+
+    return torch.backends.mps.is_available()
+
+
+def is_xpu_available() -> bool:
+    """Return whether an Intel GPU can be used."""
+    import torch
+
+    return torch.xpu.is_available()
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Return whether the device of this machine computes in bf16.
+
+    Args:
+        ignore_tpu: accepted for compatibility; a TPU computes in bf16.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported()
+    return True
+
+
+def is_tensorboard_available() -> bool:
+    """Return whether TensorBoard is installed."""
+    return is_available("tensorboard") or is_available("tensorboardX")
+
+
+def is_rich_available() -> bool:
+    """Return whether rich is installed."""
+    return is_available("rich")
+
+
+def is_torchdata_available() -> bool:
+    """Return whether torchdata is installed."""
+    return is_available("torchdata")
