@@ -6,7 +6,7 @@ import torch
 
 from accel.errors import ConfigError, Problem, nearest
 
-KNOWN = ("cpu", "cuda", "xpu", "mps", "npu", "mlu", "musa", "sdaa", "hpu", "mtia")
+KNOWN = ("cpu", "cuda", "xpu", "mps", "npu", "mlu", "musa", "sdaa", "hpu")
 
 
 def resolve_device(kind: str | None, local_rank: int) -> torch.device:

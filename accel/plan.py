@@ -1,0 +1,477 @@
+"""From arguments and environment to one frozen `Plan`; every conflict is found here, at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from accel.config.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    FP8RecipeKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
+from accel.config.training import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from accel.device import process_group_backend, resolve_device
+from accel.enums import DistributedType, DynamoBackend, PrecisionType, RNGType
+from accel.env import Environment
+from accel.errors import ConfigError, NotBuiltError, Problem, nearest
+
+HANDLERS: tuple[type[KwargsHandler], ...] = (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    FP8RecipeKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+DISTRIBUTED_TYPES = {"cpu": DistributedType.MULTI_CPU, "cuda": DistributedType.MULTI_GPU}
+Handler = TypeVar("Handler", bound=KwargsHandler)
+
+
+@dataclass
+class Arguments:
+    """What a caller asks for: the arguments of `Accelerator` that decide how a run is set up.
+
+    Args:
+        device_placement: whether prepared objects and batches are moved to the device.
+        split_batches: older spelling of `DataLoaderConfiguration.split_batches`; None: not given.
+        mixed_precision: no, fp16, bf16 or fp8; None: ACCELERATE_MIXED_PRECISION, else no.
+        gradient_accumulation_steps: micro-batches per optimizer step; where it is 1,
+            ACCELERATE_GRADIENT_ACCUMULATION_STEPS holds.
+        cpu: whether accelerators are ignored.
+        device: "cpu", "cuda", "cuda:1", …; None or "auto": the machine's accelerator, else the CPU.
+        dataloader_config: how prepared loaders behave.
+        deepspeed_plugin: not built yet.
+        fsdp_plugin: not built yet.
+        megatron_lm_plugin: not built yet.
+        rng_types: generators that ranks synchronise at the start of each epoch; None: "generator".
+        project_dir: folder of the run.
+        logging_dir: folder of the trackers (older spelling of the field of `ProjectConfiguration`).
+        project_config: where states and logs go.
+        gradient_accumulation_plugin: accumulation in detail.
+        step_scheduler_with_optimizer: whether schedulers step when their optimizer does.
+        kwargs_handlers: handlers, at most one of a kind.
+        dynamo_backend: backend of `torch.compile`.
+        dynamo_plugin: compilation in detail.
+        deepspeed_plugins: alias of `deepspeed_plugin`.
+        dispatch_batches: older spelling of the field of `DataLoaderConfiguration`.
+        even_batches: older spelling of the field of `DataLoaderConfiguration`.
+        use_seedable_sampler: older spelling of the field of `DataLoaderConfiguration`.
+    """
+
+    device_placement: bool = True
+    split_batches: bool | None = None
+    mixed_precision: PrecisionType | str | None = None
+    gradient_accumulation_steps: int = 1
+    cpu: bool = False
+    device: str | None = None
+    dataloader_config: DataLoaderConfiguration | None = None
+    deepspeed_plugin: Any = None
+    fsdp_plugin: Any = None
+    megatron_lm_plugin: Any = None
+    rng_types: Sequence[str | RNGType] | None = None
+    project_dir: str | os.PathLike[str] | None = None
+    logging_dir: str | os.PathLike[str] | None = None
+    project_config: ProjectConfiguration | None = None
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
+    step_scheduler_with_optimizer: bool = True
+    kwargs_handlers: Sequence[KwargsHandler] | None = None
+    dynamo_backend: DynamoBackend | str | None = None
+    dynamo_plugin: TorchDynamoPlugin | None = None
+    deepspeed_plugins: Any = None
+    dispatch_batches: bool | None = None
+    even_batches: bool | None = None
+    use_seedable_sampler: bool | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run is set up: everything decided, nothing left to the environment.
+
+    Attributes:
+        device_type: kind of device, "cpu", "cuda", ….
+        device: where this process computes.
+        rank: index of this process among all.
+        local_rank: index on its node.
+        world_size: number of processes.
+        local_world_size: number of processes on this node.
+        backend: backend of the process group; None for one process.
+        strategy: key in the strategy table.
+        distributed_type: what is reported to the user.
+        mixed_precision: a value of `PrecisionType`.
+        autocast: behaviour of autocast.
+        scaler: behaviour of fp16's gradient scaler.
+        ddp: how models are wrapped in DDP.
+        init: how the process group is initialised.
+        fp8: the recipe of fp8 training; None: none.
+        profile: how the profiler records.
+        dataloader: how prepared loaders behave.
+        accumulation: accumulation; `num_steps` is a number.
+        project: where states and logs go.
+        dynamo: compilation.
+        device_placement: whether prepared objects and batches are moved to the device.
+        step_scheduler_with_optimizer: whether schedulers step when their optimizer does.
+        rng_types: generators that ranks synchronise at the start of each epoch.
+        debug: whether operations check shapes over ranks first.
+        environment: the snapshot that this plan was made from.
+    """
+
+    device_type: str
+    device: torch.device
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    backend: str | None
+    strategy: str
+    distributed_type: DistributedType
+    mixed_precision: str
+    autocast: AutocastKwargs
+    scaler: GradScalerKwargs
+    ddp: DistributedDataParallelKwargs
+    init: InitProcessGroupKwargs
+    fp8: FP8RecipeKwargs | None
+    profile: ProfileKwargs
+    dataloader: DataLoaderConfiguration
+    accumulation: GradientAccumulationPlugin
+    project: ProjectConfiguration
+    dynamo: TorchDynamoPlugin
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    rng_types: tuple[str, ...]
+    debug: bool
+    environment: Environment = field(repr=False)
+
+
+@dataclass
+class _Findings:
+    """What is wrong, and what is merely not there yet."""
+
+    wrong: list[Problem] = field(default_factory=list)
+    not_built: list[Problem] = field(default_factory=list)
+
+    def add(self, value: str, rule: str, remedy: str) -> None:
+        self.wrong.append(Problem(value, rule, remedy))
+
+    def missing(self, value: str, remedy: str) -> None:
+        self.not_built.append(Problem(value, "this version does not offer it yet", remedy))
+
+    def raise_if_any(self) -> None:
+        if self.wrong:
+            raise ConfigError(*self.wrong, *self.not_built)
+        if self.not_built:
+            raise NotBuiltError(*self.not_built)
+
+
+def resolve(arguments: Arguments, environment: Environment) -> Plan:
+    """Decide how a run is set up. Pure but for asking which devices there are.
+
+    Args:
+        arguments: what the caller asks for.
+        environment: what the launcher and the person set.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigError: naming everything that contradicts itself or the machine.
+        NotBuiltError: if all there is to say is that an option does not exist yet.
+    """
+    found = _Findings()
+    _check_engines(arguments, environment, found)
+    _check_world(environment, found)
+    handlers = _handlers(arguments.kwargs_handlers or (), found)
+    device = _device(arguments, environment, found)
+    mixed_precision = _mixed_precision(arguments, environment, handlers, found)
+    dataloader = _dataloader(arguments, found)
+    accumulation = _accumulation(arguments, environment, found)
+    project = _project(arguments, found)
+    dynamo = _dynamo(arguments, environment, found)
+    rng_types = _rng_types(arguments.rng_types, device.type, found)
+    init = _handler(handlers, InitProcessGroupKwargs)
+    backend = _backend(init, device.type, environment, found)
+    found.raise_if_any()
+    several = environment.world_size > 1
+    return Plan(
+        device_type=device.type,
+        device=device,
+        rank=environment.rank or 0 if several else 0,
+        local_rank=environment.local_rank or 0 if several else 0,
+        world_size=environment.world_size,
+        local_world_size=environment.local_world_size or environment.world_size,
+        backend=backend,
+        strategy="ddp" if several else "single",
+        distributed_type=_distributed_type(device.type) if several else DistributedType.NO,
+        mixed_precision=mixed_precision,
+        autocast=_handler(handlers, AutocastKwargs),
+        scaler=_handler(handlers, GradScalerKwargs),
+        ddp=_handler(handlers, DistributedDataParallelKwargs),
+        init=init,
+        fp8=None,
+        profile=_handler(handlers, ProfileKwargs),
+        dataloader=dataloader,
+        accumulation=accumulation,
+        project=project,
+        dynamo=dynamo,
+        device_placement=arguments.device_placement,
+        step_scheduler_with_optimizer=arguments.step_scheduler_with_optimizer,
+        rng_types=rng_types,
+        debug=environment.debug,
+        environment=environment,
+    )
+
+
+def _check_engines(arguments: Arguments, environment: Environment, found: _Findings) -> None:
+    for name in ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin"):
+        if getattr(arguments, name) is not None:
+            found.missing(name, "Leave it out: the model is then spread with DDP.")
+    for engine in environment.engines:
+        name = f"ACCELERATE_USE_{engine.upper()}"
+        found.missing(f"{name} (environment)", f"Unset {name}: the model is then spread with DDP.")
+
+
+def _check_world(environment: Environment, found: _Findings) -> None:
+    size = environment.world_size
+    if size < 1:
+        found.add(f"WORLD_SIZE={size}", "it is at least 1", "Unset it for one process.")
+    if size <= 1:
+        return
+    for name in ("rank", "local_rank"):
+        index = getattr(environment, name)
+        limit = size if name == "rank" else environment.local_world_size or size
+        if index is None:
+            found.add(
+                f"{name.upper()} is not set",
+                f"WORLD_SIZE={size} processes need to know which one each is",
+                "Start with torchrun, or set RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.",
+            )
+        elif not 0 <= index < limit:
+            found.add(
+                f"{name.upper()}={index}",
+                f"it is from 0 to {limit - 1}",
+                "Give each process an index of its own.",
+            )
+
+
+def _handlers(
+    given: Iterable[KwargsHandler], found: _Findings
+) -> dict[type[KwargsHandler], KwargsHandler]:
+    handlers: dict[type[KwargsHandler], KwargsHandler] = {}
+    names = [kind.__name__ for kind in HANDLERS]
+    for handler in given:
+        kind = next((k for k in HANDLERS if isinstance(handler, k)), None)
+        if kind is None:
+            found.add(
+                f"kwargs_handlers: {handler!r}",
+                f"each is one of {', '.join(names)}",
+                nearest(type(handler).__name__, names),
+            )
+        elif kind in handlers:
+            found.add(
+                f"kwargs_handlers: two {kind.__name__}",
+                "there is one handler of a kind",
+                "Put all values into one.",
+            )
+        else:
+            handlers[kind] = handler
+    return handlers
+
+
+def _handler(handlers: dict[type[KwargsHandler], KwargsHandler], kind: type[Handler]) -> Handler:
+    given = handlers.get(kind)
+    return given if isinstance(given, kind) else kind()
+
+
+def _device(arguments: Arguments, environment: Environment, found: _Findings) -> torch.device:
+    forced = "cpu=True" if arguments.cpu else "ACCELERATE_USE_CPU" if environment.use_cpu else None
+    asked = arguments.device
+    if forced and asked not in (None, "auto", "cpu"):
+        found.add(
+            f"device={asked!r} with {forced}",
+            "both choose the device, and they disagree",
+            "Give one of them.",
+        )
+    try:
+        several = environment.world_size > 1
+        local_rank = (environment.local_rank or 0) if several else 0
+        device = resolve_device("cpu" if forced else asked, local_rank)
+    except ConfigError as error:
+        found.wrong += error.problems
+        return torch.device("cpu")
+    if several and device.type == "mps":
+        found.add(
+            f"{environment.world_size} processes on mps",
+            "Apple's GPU serves one process",
+            "Start one process, or use cpu=True.",
+        )
+    return device
+
+
+def _mixed_precision(
+    arguments: Arguments,
+    environment: Environment,
+    handlers: dict[type[KwargsHandler], KwargsHandler],
+    found: _Findings,
+) -> str:
+    given, source = arguments.mixed_precision, "mixed_precision"
+    if given is None and environment.mixed_precision is not None:
+        given, source = environment.mixed_precision, "ACCELERATE_MIXED_PRECISION"
+    name = str(given or "no").lower()
+    if name not in PrecisionType.list():
+        known = PrecisionType.list()
+        found.add(f"{source}={name!r}", f"it is one of {', '.join(known)}", nearest(name, known))
+    elif name == "fp8":
+        found.missing(f"{source}='fp8'", "Use bf16.")
+    if FP8RecipeKwargs in handlers:
+        found.missing("kwargs_handlers: FP8RecipeKwargs", "Leave it out and use bf16.")
+    return name
+
+
+def _dataloader(arguments: Arguments, found: _Findings) -> DataLoaderConfiguration:
+    names = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+    older = {n: getattr(arguments, n) for n in names if getattr(arguments, n) is not None}
+    config = arguments.dataloader_config
+    if config is None:
+        return DataLoaderConfiguration(**older)
+    for name, value in older.items():
+        if getattr(config, name) != value:
+            found.add(
+                f"{name}={value!r} with dataloader_config.{name}={getattr(config, name)!r}",
+                "one place decides",
+                f"Give {name} in DataLoaderConfiguration alone.",
+            )
+    return config
+
+
+def _accumulation(
+    arguments: Arguments, environment: Environment, found: _Findings
+) -> GradientAccumulationPlugin:
+    steps, source = arguments.gradient_accumulation_steps, "gradient_accumulation_steps"
+    plugin = arguments.gradient_accumulation_plugin
+    owned = plugin is not None and plugin.num_steps is not None
+    if owned and plugin is not None and steps not in (1, plugin.num_steps):
+        found.add(
+            f"{source}={steps} with gradient_accumulation_plugin.num_steps={plugin.num_steps}",
+            "one place decides",
+            "Give num_steps in GradientAccumulationPlugin alone.",
+        )
+    if owned and plugin is not None:
+        return dataclasses.replace(plugin)
+    if steps == 1 and environment.accumulation_steps is not None:
+        steps, source = environment.accumulation_steps, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        found.add(f"{source}={steps!r}", "it is a whole number, at least 1", "Give 1 or more.")
+        steps = 1
+    return dataclasses.replace(plugin or GradientAccumulationPlugin(), num_steps=steps)
+
+
+def _project(arguments: Arguments, found: _Findings) -> ProjectConfiguration:
+    given = {
+        name: os.fspath(value)
+        for name in ("project_dir", "logging_dir")
+        if (value := getattr(arguments, name)) is not None
+    }
+    config = arguments.project_config
+    if config is None:
+        return ProjectConfiguration(**given)
+    for name, value in given.items():
+        if getattr(config, name) not in (None, value):
+            found.add(
+                f"{name}={value!r} with project_config.{name}={getattr(config, name)!r}",
+                "one place decides",
+                f"Give {name} in ProjectConfiguration alone.",
+            )
+    lacking = {name: value for name, value in given.items() if getattr(config, name) is None}
+    return dataclasses.replace(config, **lacking) if lacking else config
+
+
+def _dynamo(arguments: Arguments, environment: Environment, found: _Findings) -> TorchDynamoPlugin:
+    plugin, backend, source = arguments.dynamo_plugin, arguments.dynamo_backend, "dynamo_backend"
+    if plugin is not None and backend is not None:
+        found.add(
+            f"dynamo_backend={str(backend)!r} with dynamo_plugin",
+            "one place decides",
+            "Give the backend in TorchDynamoPlugin alone.",
+        )
+    if plugin is None:
+        if backend is None and environment.dynamo_backend is not None:
+            backend, source = environment.dynamo_backend, "ACCELERATE_DYNAMO_BACKEND"
+        try:
+            plugin = TorchDynamoPlugin(backend=DynamoBackend.NO if backend is None else backend)
+        except ConfigError as error:
+            found.wrong += error.problems
+            return TorchDynamoPlugin()
+    if plugin.backend not in (None, DynamoBackend.NO):
+        found.missing(f"{source}={str(plugin.backend)!r}", "Use 'no', or torch.compile(model).")
+    return plugin
+
+
+def _rng_types(
+    given: Sequence[str | RNGType] | None, device_type: str, found: _Findings
+) -> tuple[str, ...]:
+    names = tuple(str(name) for name in (("generator",) if given is None else given))
+    usable = {"torch", "generator", device_type} - {"cpu"}
+    for name in names:
+        if name not in RNGType.list():
+            known = RNGType.list()
+            found.add(
+                f"rng_types: {name!r}", f"each is one of {', '.join(known)}", nearest(name, known)
+            )
+        elif name not in usable:
+            found.add(
+                f"rng_types: {name!r}",
+                f"this run computes on {device_type}",
+                f"Name some of {', '.join(sorted(usable))}.",
+            )
+    return names
+
+
+def _backend(
+    init: InitProcessGroupKwargs, device_type: str, environment: Environment, found: _Findings
+) -> str | None:
+    if environment.world_size <= 1:
+        return None
+    if not torch.distributed.is_available():
+        found.add(
+            f"WORLD_SIZE={environment.world_size}",
+            "this build of torch has no torch.distributed",
+            "Install a build that has it, or start one process.",
+        )
+        return None
+    if init.init_method is None and None in (environment.master_addr, environment.master_port):
+        found.add(
+            "MASTER_ADDR or MASTER_PORT is not set",
+            "processes need a place to meet",
+            "Start with torchrun, or give InitProcessGroupKwargs(init_method=…).",
+        )
+    if init.backend in (None, InitProcessGroupKwargs().backend):
+        return process_group_backend(device_type)
+    known = [name for name in torch.distributed.Backend.backend_list if name != "undefined"]
+    asked = [part.rpartition(":")[2] for part in str(init.backend).split(",")]
+    for name in asked:
+        if name not in known:
+            found.add(
+                f"InitProcessGroupKwargs.backend={name!r}",
+                f"it is one of {', '.join(known)}",
+                nearest(name, known),
+            )
+    return init.backend
+
+
+def _distributed_type(device_type: str) -> DistributedType:
+    special = DISTRIBUTED_TYPES.get(device_type)
+    return special or DistributedType(f"MULTI_{device_type.upper()}")
