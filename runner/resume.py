@@ -1,0 +1,47 @@
+"""What a resumed run keeps of its recipe, and what the new command line changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# These say when one invocation stops; a resumed run does not inherit them.
+PER_INVOCATION = (("resume",), ("trainer", "stop_after"), ("trainer", "max_time"))
+
+
+def carry_over(frozen: Any, before: Any, after: Any) -> Any:
+    """Return `frozen` with what differs between `before` and `after` taken from `after`.
+
+    A run is resumed with the recipe it was started with, even if files of `conf/` have changed since.
+    New overrides may choose whole groups, so what they mean is read off two compositions.
+
+    Args:
+        frozen: the recipe of the run, as plain containers.
+        before: today's composition of the run's own overrides.
+        after: today's composition of those and the new ones.
+    """
+    if before == after:
+        return frozen
+    if not all(isinstance(node, Mapping) for node in (frozen, before, after)):
+        return after
+    missing = object()
+    result = {}
+    for key in [*frozen, *(key for key in after if key not in frozen)]:
+        value = carry_over(
+            frozen.get(key, missing), before.get(key, missing), after.get(key, missing)
+        )
+        if value is not missing:
+            result[key] = value
+    return result
+
+
+def without_limits(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe as plain containers with the keys of one invocation set to null."""
+    result = dict(recipe)
+    for *parents, key in PER_INVOCATION:
+        node = result
+        for parent in parents:
+            node[parent] = dict(node[parent])
+            node = node[parent]
+        node[key] = None
+    return result
