@@ -1,0 +1,63 @@
+"""One process: collectives of a single rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accel.comm.base import Communicator, ReduceOp
+
+
+def scaled(total: torch.Tensor, op: ReduceOp, world_size: int, scale: float) -> torch.Tensor:
+    """Return the sum `total` as `op` wants it, times `scale`.
+
+    Args:
+        total: sum, minimum or maximum over ranks.
+        op: with "mean", `total` is divided by `world_size`; whole numbers become floating.
+        world_size: number of ranks.
+        scale: factor; 1.0 leaves the type as it is.
+    """
+    if op == "mean":
+        total = total / world_size
+    return total if scale == 1.0 else total * scale
+
+
+class LocalCommunicator(Communicator):
+    """The transport of a run of one process."""
+
+    rank = 0
+    local_rank = 0
+    world_size = 1
+    local_world_size = 1
+    backend = None
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of `tensor`."""
+        return tensor.detach().clone()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return `value` in a list."""
+        return [value]
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp = "sum", scale: float = 1.0
+    ) -> torch.Tensor:
+        """Return a copy of `tensor`, times `scale`."""
+        tensor = tensor.detach()
+        total = tensor.long() if tensor.dtype == torch.bool else tensor.clone()
+        return scaled(total, op, 1, scale)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Return a copy of `tensor`."""
+        return tensor.detach().clone()
+
+    def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
+        """Return the same values in a new list."""
+        return list(values)
+
+    def close(self) -> None:
+        """Do nothing: there is no group."""

@@ -1,0 +1,221 @@
+"""Processes that talk through `torch.distributed`: gloo, nccl, xccl, ….
+
+Source: https://docs.pytorch.org/docs/stable/distributed.html
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.constants import default_pg_timeout
+
+from accel.comm.base import Communicator, ReduceOp
+from accel.comm.local import scaled
+from accel.device import synchronize
+from accel.errors import StateError
+
+if TYPE_CHECKING:
+    from accel.plan import Plan
+
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+# torch 2.13's name, and the older one.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# What every backend moves; tensors of other types travel as bytes.
+MOVABLE = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8}
+    | {torch.int8, torch.int32, torch.int64}
+)
+
+
+@dataclass
+class _Meeting:
+    """Where the processes met, and how often they did so there."""
+
+    store: Store | None = None
+    address: tuple[str | None, int | None, int] | None = None
+    count: int = 0
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
+
+
+_MEETING = _Meeting()
+
+
+def _next_store(plan: Plan) -> Store:
+    """Return a store that no earlier group or attempt wrote into.
+
+    Groups built on a store that holds an older group's keys connect to processes that are gone:
+    torch's own rendezvous fails on an elastic restart, and when one process builds a second group.
+    """
+    environment = plan.environment
+    address = (environment.master_addr, environment.master_port, environment.restart_count)
+    if _MEETING.store is None or _MEETING.address != address:
+        _MEETING.store = TCPStore(
+            environment.master_addr or "localhost",
+            environment.master_port or 0,
+            world_size=plan.world_size,
+            is_master=plan.rank == 0 and not environment.agent_store,
+            timeout=plan.init.timeout or default_pg_timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        _MEETING.address, _MEETING.count = address, 0
+    _MEETING.count += 1
+    prefix = f"accel/{environment.run_id}/{environment.restart_count}/{_MEETING.count}"
+    return PrefixStore(prefix, _MEETING.store)
+
+
+def _build_group(plan: Plan) -> None:
+    """Build the default process group of `plan`."""
+    options: dict[str, Any] = {"backend": plan.backend, "rank": plan.rank}
+    options["world_size"] = plan.world_size
+    if plan.init.timeout is not None:
+        options["timeout"] = plan.init.timeout
+    if plan.backend == "nccl":  # binds the group to the device, and connects at once
+        options["device_id"] = plan.device
+    if plan.init.init_method in (None, "env://"):
+        options["store"] = _next_store(plan)
+    else:
+        options["init_method"] = plan.init.init_method
+    dist.init_process_group(**options)
+    _MEETING.group = dist.group.WORLD
+
+
+def _leave_at_exit() -> None:
+    """Leave a group that the script never closed: gloo's threads abort a process that keeps it.
+
+    No barrier: the others may be gone. After a failure nccl is left alone, whose farewell could
+    wait for ranks that still compute.
+    """
+    if not dist.is_initialized() or dist.group.WORLD is not _MEETING.group:
+        return
+    if dist.get_backend() == "gloo" or not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
+
+
+atexit.register(_leave_at_exit)
+
+
+class TorchCommunicator(Communicator):
+    """The transport of several processes.
+
+    Takes over the default process group where there is one, and then leaves it in place on `close`.
+
+    Args:
+        plan: the resolved configuration; `backend`, `init` and the ranks are used.
+
+    Raises:
+        StateError: if there is a group of another size or rank.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.rank, self.local_rank = plan.rank, plan.local_rank
+        self.world_size, self.local_world_size = plan.world_size, plan.local_world_size
+        self.device = plan.device
+        self._closed = False
+        self._debug = plan.debug
+        if not dist.is_initialized():
+            _build_group(plan)
+        self._check_group()
+        self.backend: str = dist.get_backend()
+
+    def _check_group(self) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if (rank, size) != (self.rank, self.world_size):
+            raise StateError(
+                f"The process group has rank {rank} of {size}, the environment says {self.rank} "
+                f"of {self.world_size}. Destroy the group, or correct RANK and WORLD_SIZE."
+            )
+
+    def _require_open(self) -> None:
+        if self._closed or not dist.is_initialized():
+            raise StateError(
+                "The process group was left. Call collectives before end_training() or "
+                "destroy_process_group()."
+            )
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `tensor` contiguous, where the backend can reach it."""
+        tensor = tensor.detach()
+        if tensor.device.type != self.device.type:
+            tensor = tensor.to(self.device)
+        return tensor.contiguous()
+
+    def barrier(self) -> None:
+        """Wait until every rank is here; in debug mode gloo names the ranks that did not come."""
+        self._require_open()
+        if self.backend == "nccl":
+            dist.barrier(device_ids=[self.device.index])
+        elif self._debug and self.backend == "gloo":
+            dist.monitored_barrier(wait_all_ranks=True)
+        else:
+            dist.barrier()
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the ranks' tensors of one shape [n, ...] joined along dim 0."""
+        self._require_open()
+        shape = (self.world_size * tensor.shape[0], *tensor.shape[1:])
+        if tensor.numel() == 0:
+            return tensor.new_empty(shape)
+        flat = _as_movable(self._on_device(tensor).reshape(-1))
+        gathered = flat.new_empty(self.world_size * flat.numel())
+        _all_gather_single(gathered, flat)
+        return gathered.view(tensor.dtype).view(shape).to(tensor.device)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return each rank's picklable `value`, by rank."""
+        self._require_open()
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp = "sum", scale: float = 1.0
+    ) -> torch.Tensor:
+        """Return the elementwise reduction over ranks, times `scale` (booleans are counted)."""
+        self._require_open()
+        whole = tensor.long() if tensor.dtype == torch.bool else tensor
+        result = self._on_device(whole).clone()
+        dist.all_reduce(result, op=OPS[op])
+        return scaled(result, op, self.world_size, scale).to(tensor.device)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Return rank `source`'s tensor; others give one of its shape and dtype."""
+        self._require_open()
+        if tensor.numel() == 0:
+            return tensor.detach().clone()
+        flat = _as_movable(self._on_device(tensor).reshape(-1)).clone()
+        dist.broadcast(flat, src=source)
+        return flat.view(tensor.dtype).view(tensor.shape).to(tensor.device)
+
+    def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
+        """Return rank `source`'s list of picklable values; others give a list of its length."""
+        self._require_open()
+        received = list(values)
+        dist.broadcast_object_list(received, src=source)
+        return received
+
+    def close(self) -> None:
+        """Wait for the device and for every rank, then leave the group (if it was built here)."""
+        if self._closed:
+            return
+        if dist.is_initialized() and dist.group.WORLD is _MEETING.group:
+            synchronize(self.device)
+            self.barrier()
+            dist.destroy_process_group()
+            _MEETING.group = None
+        self._closed = True
+
+
+def _as_movable(flat: torch.Tensor) -> torch.Tensor:
+    return flat if flat.dtype in MOVABLE else flat.view(torch.uint8)

@@ -1,0 +1,309 @@
+"""The shared state of a process: who it is, what it was set up with, and where accumulation stands.
+
+All instances of a class share one state, which the first one fills.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any, ClassVar
+
+from accel.comm.connect import connect
+from accel.comm.control import ProcessControl
+from accel.config.handlers import InitProcessGroupKwargs
+from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
+from accel.device import use_device
+from accel.env import Environment
+from accel.errors import ConfigError, Problem, StateError, nearest
+from accel.plan import Arguments, Plan, resolve
+
+
+def _init_handler(kwargs: dict[str, Any]) -> list[InitProcessGroupKwargs]:
+    """Return the keyword arguments of `PartialState` as a handler."""
+    known = [field.name for field in dataclasses.fields(InitProcessGroupKwargs)]
+    unknown = [name for name in kwargs if name not in known]
+    ConfigError.raise_if(
+        [
+            Problem(
+                f"{name}={kwargs[name]!r}", f"known are {', '.join(known)}", nearest(name, known)
+            )
+            for name in unknown
+        ]
+    )
+    return [InitProcessGroupKwargs(**kwargs)] if kwargs else []
+
+
+class PartialState(ProcessControl):
+    """Who this process is and where it computes; filled by the first instance.
+
+    Args:
+        cpu: whether accelerators are ignored.
+        kwargs: fields of `InitProcessGroupKwargs`.
+
+    Attributes:
+        device: where this process computes.
+        distributed_type: how the processes work together.
+        num_processes, process_index, local_process_index: how many, and which one.
+        is_main_process, is_local_main_process, is_last_process: whether it is one of these.
+        mixed_precision: no, fp16 or bf16.
+        debug: whether operations check shapes over ranks first.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, cpu: bool = False, *, _plan: Plan | None = None, **kwargs: Any) -> None:
+        self.__dict__ = self._shared_state
+        if self.initialized:
+            self._check(cpu)
+            return
+        if _plan is None:
+            arguments = Arguments(cpu=cpu, kwargs_handlers=_init_handler(kwargs))
+            _plan = resolve(arguments, Environment.read())
+        use_device(_plan.device)
+        comm = connect(_plan)
+        self._shared_state.update(plan=_plan, comm=comm, device=_plan.device)
+
+    def _check(self, cpu: bool) -> None:
+        if cpu and self.device.type != "cpu":
+            raise ConfigError(
+                Problem(
+                    "cpu=True",
+                    f"this process was set up with {self.device}, and that cannot change",
+                    "Give cpu=True to the first Accelerator or PartialState of the process.",
+                )
+            )
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        """Forget the shared state; a process group stays, and the next instance takes it over."""
+        cls._shared_state.clear()
+
+
+class AcceleratorState(ProcessControl):
+    """What a run was set up with; filled by the first instance.
+
+    Args:
+        mixed_precision: no, fp16 or bf16; None: ACCELERATE_MIXED_PRECISION, else no.
+        cpu: whether accelerators are ignored.
+        dynamo_plugin: compilation.
+        deepspeed_plugin: not built yet.
+        fsdp_plugin: not built yet.
+        megatron_lm_plugin: not built yet.
+        _from_accelerator: whether an `Accelerator` builds it.
+        kwargs: fields of `InitProcessGroupKwargs`.
+
+    Attributes: those of `PartialState`, and
+        initialized: whether the shared state is filled.
+        dynamo_plugin: compilation.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        _from_accelerator: bool = False,
+        *,
+        _plan: Plan | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.__dict__ = self._shared_state
+        if self.initialized:
+            self._check(mixed_precision if _plan is None else _plan.mixed_precision, cpu)
+            return
+        if _plan is None:
+            arguments = Arguments(
+                mixed_precision=mixed_precision,
+                cpu=cpu,
+                dynamo_plugin=dynamo_plugin,
+                deepspeed_plugin=deepspeed_plugin,
+                fsdp_plugin=fsdp_plugin,
+                megatron_lm_plugin=megatron_lm_plugin,
+                kwargs_handlers=_init_handler(kwargs),
+            )
+            _plan = resolve(arguments, Environment.read())
+        partial = PartialState(cpu, _plan=_plan)
+        # A PartialState that was there first has decided where this process runs.
+        settled = {
+            n: getattr(partial.plan, n) for n in ("device_type", "device", "backend", "init")
+        }
+        plan = dataclasses.replace(_plan, **settled)
+        self._shared_state.update(plan=plan, comm=partial.comm, device=partial.device)
+
+    def _check(self, mixed_precision: str | None, cpu: bool) -> None:
+        problems = []
+        if mixed_precision is not None and str(mixed_precision) != self.mixed_precision:
+            problems.append(
+                Problem(
+                    f"mixed_precision={str(mixed_precision)!r}",
+                    f"this process was set up with {self.mixed_precision!r}",
+                    "Give it to the first Accelerator, or restart the process.",
+                )
+            )
+        if cpu and self.device.type != "cpu":
+            problems.append(
+                Problem(
+                    "cpu=True",
+                    f"this process was set up with {self.device}, and that cannot change",
+                    "Give cpu=True to the first Accelerator of the process.",
+                )
+            )
+        ConfigError.raise_if(problems)
+
+    @property
+    def dynamo_plugin(self) -> TorchDynamoPlugin:
+        """How models are compiled."""
+        return self.plan.dynamo
+
+    def __repr__(self) -> str:
+        if not self.initialized:
+            return super().__repr__()
+        return f"{super().__repr__()}\nMixed precision: {self.mixed_precision}\n"
+
+    @classmethod
+    def _reset_state(cls, reset_partial_state: bool = False) -> None:
+        """Forget the shared state.
+
+        Args:
+            reset_partial_state: whether `PartialState` forgets its own, too.
+        """
+        cls._shared_state.clear()
+        if reset_partial_state:
+            PartialState._reset_state()
+
+
+class GradientState:
+    """Where gradient accumulation stands; filled by the first instance.
+
+    Read at every step, so everything that a step asks for is a plain attribute.
+
+    Args:
+        gradient_accumulation_plugin: takes the place of the earlier settings; None keeps them.
+
+    Attributes:
+        sync_gradients: whether the current micro-batch ends an optimizer step.
+        num_steps: micro-batches per optimizer step.
+        adjust_scheduler: whether the scheduler accounts for accumulation.
+        sync_with_dataloader: whether the end of a loader closes the current window.
+        sync_each_batch: whether gradients are exchanged at every micro-batch.
+        end_of_dataloader: whether the active loader gave its last batch.
+        remainder: samples that the last batch really has, over all processes; -1: not known.
+        active_dataloader: the loader that is being iterated over, or None.
+        dataloader_references: all loaders that are being iterated over, the outermost first.
+        plugin_kwargs: the settings that differ from the defaults.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    sync_gradients: bool
+    num_steps: int
+    adjust_scheduler: bool
+    sync_with_dataloader: bool
+    sync_each_batch: bool
+    _loaders: list[weakref.ref[Any]]
+
+    def __init__(
+        self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
+    ) -> None:
+        self.__dict__ = self._shared_state
+        if not self.initialized:
+            self.sync_gradients = True
+            self._loaders = []
+            self._configure(GradientAccumulationPlugin())
+        if gradient_accumulation_plugin is not None:
+            self._configure(gradient_accumulation_plugin)
+
+    def _configure(self, plugin: GradientAccumulationPlugin) -> None:
+        self.num_steps = plugin.num_steps or 1
+        self.adjust_scheduler = plugin.adjust_scheduler
+        self.sync_with_dataloader = plugin.sync_with_dataloader
+        self.sync_each_batch = plugin.sync_each_batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name in GradientState.__annotations__:
+            raise StateError(
+                f"GradientState was reset, so it has no {name!r}. Build a new Accelerator()."
+            )
+        raise AttributeError(f"'GradientState' object has no attribute {name!r}")
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the shared state is filled."""
+        return bool(self._shared_state)
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The settings that differ from the defaults of `GradientAccumulationPlugin`."""
+        return GradientAccumulationPlugin(
+            num_steps=self.num_steps,
+            adjust_scheduler=self.adjust_scheduler,
+            sync_with_dataloader=self.sync_with_dataloader,
+            sync_each_batch=self.sync_each_batch,
+        ).to_kwargs()
+
+    @property
+    def active_dataloader(self) -> Any | None:
+        """The innermost loader that is being iterated over, or None."""
+        loaders = self._loaders
+        return loaders[-1]() if loaders else None
+
+    @property
+    def dataloader_references(self) -> list[Any | None]:
+        """None, then all loaders that are being iterated over, the outermost first."""
+        return [None, *(reference() for reference in self._loaders)]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a loader is being iterated over."""
+        return self.active_dataloader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the active loader gave its last batch."""
+        loader = self.active_dataloader
+        return False if loader is None else loader.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """The number of samples that the last batch really has; -1 if not known."""
+        loader = self.active_dataloader
+        return -1 if loader is None else loader.remainder
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        """Make `dataloader` the active one."""
+        loaders = self._loaders
+        loaders.append(weakref.ref(dataloader, self._forget))
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        """Take out the innermost entry of `dataloader`; the one around it becomes active."""
+        loaders = self._loaders
+        for position in range(len(loaders) - 1, -1, -1):
+            if loaders[position]() is dataloader:
+                del loaders[position]
+                return
+
+    def _forget(self, reference: weakref.ref[Any]) -> None:
+        loaders = self._shared_state.get("_loaders", [])
+        loaders[:] = [other for other in loaders if other is not reference]
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+            f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
+        )
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        """Forget the shared state."""
+        cls._shared_state.clear()
