@@ -50,8 +50,8 @@ class Step(ABC):
     A class registered with ``@register.step(name)`` is called with the arguments of the recipe's
     `step` node. Parameters of its constructor called `model`, `objective`, `optimizer` or
     `scheduler` receive what the recipe's node of that name builds; nodes that the constructor does
-    not name must be null. `optimizer` is a function ``optimizer(model) -> torch.optim.Optimizer`` and `scheduler`
-    ``scheduler(optimizer, num_steps) -> LRScheduler``.
+    not name must be null. `optimizer` is a function ``optimizer(model) -> torch.optim.Optimizer``
+    and `scheduler` ``scheduler(optimizer, num_steps) -> LRScheduler``.
 
     Attributes:
         models: by name; the runner replaces them by the prepared ones before the first step.

@@ -1,0 +1,250 @@
+"""What a person sees of a run: header, progress, evaluations, a table at the end. Rank 0 only.
+
+On a terminal the progress is one line that is drawn anew; elsewhere it is plain lines, so that a
+log file stays readable. Nothing is drawn by a thread: the loop's own calls draw, at most some times
+a second.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+Rows = Sequence[tuple[str, str]]
+
+WIDE = 100  # columns from which on the bar and full units fit
+
+
+class Display:
+    """Shows one run.
+
+    Args:
+        enabled: whether this process shows anything: True on rank 0.
+        console: where to; None: standard output.
+        refresh_seconds: least time between two drawings of the progress line.
+        line_seconds: least time between two plain lines of progress, where there is no terminal.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        console: Console | None = None,
+        refresh_seconds: float = 0.2,
+        line_seconds: float = 10.0,
+    ) -> None:
+        self.enabled = enabled
+        self.console = console or Console(highlight=False, soft_wrap=False)
+        self.live = enabled and self.console.is_terminal
+        self._every = refresh_seconds if self.live else line_seconds
+        self._next = 0.0
+        self._progress: Progress | None = None
+        self._values: dict[str, float] = {}
+        self._total: int | None = None
+        self._epochs: int | None = None
+        self._started_at = 0.0
+        self._first_step = self._step = self._epoch = 0
+
+    # -- before ----------------------------------------------------------------------------
+
+    def header(self, title: str, rows: Rows) -> None:
+        """Show what runs: a title and labelled lines."""
+        if not self.enabled:
+            return
+        if self.live:
+            self.console.print(_panel(title, rows))
+        else:
+            self._lines(title, rows)
+
+    def start(self, step: int, total: int | None, epochs: int | None) -> None:
+        """Begin to show progress.
+
+        Args:
+            step: optimizer steps made already.
+            total: optimizer steps of the whole run, if known.
+            epochs: epochs of the whole run, if there is a limit.
+        """
+        self._total, self._epochs = total, epochs
+        self._first_step = self._step = step
+        self._started_at = time.monotonic()
+        self._next = 0.0
+        if self.live:
+            self._progress = Progress(
+                _Steps(),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[status]}", markup=False),
+                console=self.console,
+                auto_refresh=False,
+                expand=True,
+                transient=True,
+            )
+            self._progress.add_task("train", total=total, completed=step, status="")
+            self._progress.start()
+
+    # -- during ----------------------------------------------------------------------------
+
+    def step(self, step: int, epoch: int) -> None:
+        """Show that an optimizer step was made. Cheap: draws only when it is time."""
+        self._step, self._epoch = step, epoch
+        if self.live and time.monotonic() >= self._next:
+            self._draw()
+
+    def values(self, values: Mapping[str, float]) -> None:
+        """Show what a log point read: loss, lr, samples_per_second."""
+        self._values.update(values)
+        if not self.enabled or time.monotonic() < self._next:
+            return
+        if self.live:
+            self._draw()
+        else:
+            self._next = time.monotonic() + self._every
+            self._print(f"step {_count(self._step, self._total)}  {self.status(wide=True)}")
+
+    def evaluating(self, split: str, batch: int, num_batches: int | None) -> None:
+        """Show how far an evaluation is."""
+        if self._progress is None or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + self._every
+        status = f"{split}: batch {_count(batch, num_batches)}"
+        self._progress.update(self._progress.task_ids[0], status=status, refresh=True)
+
+    def evaluation(
+        self, split: str, step: int, epoch: int, metrics: Mapping[str, float], best: bool = False
+    ) -> None:
+        """Show the metrics of an evaluation, and whether they are the best so far."""
+        if not self.enabled:
+            return
+        listed = "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
+        place = f"step {step}  epoch {_count(epoch, self._epochs)}"
+        line = Text(f"{split:<10}  {place}  {listed}")
+        if best:
+            line.append("  best", style="bold green")
+        self._print(line)
+
+    def note(self, text: str) -> None:
+        """Show a line of its own."""
+        if self.enabled:
+            self._print(text)
+
+    def text(self, title: str, body: str) -> None:
+        """Show a longer text under a title, as it is."""
+        if not self.enabled:
+            return
+        if self.live:
+            self.console.print(Panel(Text(body), title=title, title_align="left", box=box.ROUNDED))
+        else:
+            self._print(f"{title}:\n{body}")
+
+    def status(self, wide: bool) -> str:
+        """Return epoch, loss, learning rate, throughput and remaining time as one line."""
+        parts = [f"epoch {_count(self._epoch, self._epochs)}"]
+        if "loss" in self._values:
+            parts.append(f"loss {number(self._values['loss'])}")
+        if "lr" in self._values:
+            parts.append(f"lr {self._values['lr']:.1e}")
+        if "samples_per_second" in self._values:
+            unit = " samples/s" if wide else "/s"
+            parts.append(short(self._values["samples_per_second"]) + unit)
+        remaining = self._remaining()
+        if remaining is not None:
+            parts.append(f"ETA {clock(remaining)}")
+        return "  ".join(parts)
+
+    # -- after -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop showing progress; what was printed stays."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def final(self, title: str, rows: Rows) -> None:
+        """Show what came of the run."""
+        self.close()
+        if not self.enabled:
+            return
+        if self.live:
+            self.console.print(_panel(title, rows))
+        else:
+            self._lines(title, rows)
+
+    # -- parts -----------------------------------------------------------------------------
+
+    def _draw(self) -> None:
+        self._next = time.monotonic() + self._every
+        if self._progress is not None:
+            self._progress.update(
+                self._progress.task_ids[0],
+                completed=self._step,
+                status=self.status(wide=self.console.width >= WIDE),
+                refresh=True,
+            )
+
+    def _remaining(self) -> float | None:
+        done = self._step - self._first_step
+        if self._total is None or done <= 0:
+            return None
+        return (time.monotonic() - self._started_at) / done * max(0, self._total - self._step)
+
+    def _print(self, line: str | Text) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=not self.live)
+
+    def _lines(self, title: str, rows: Rows) -> None:
+        self._print(title)
+        width = max((len(label) for label, _ in rows), default=0)
+        for label, value in rows:
+            self._print(f"  {label:<{width}}  {value}")
+
+
+class _Steps(ProgressColumn):
+    """The steps made, of how many."""
+
+    def render(self, task: Task) -> Text:
+        total = None if task.total is None else int(task.total)
+        return Text(f"step {_count(int(task.completed), total)}", style="bold")
+
+
+def _panel(title: str, rows: Rows) -> Panel:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(Text(label), Text(value))
+    return Panel(table, title=Text(title, style="bold"), title_align="left", box=box.ROUNDED)
+
+
+def _count(done: int, total: int | None) -> str:
+    return f"{done}" if total is None else f"{done}/{total}"
+
+
+def number(value: Any) -> str:
+    """Return a metric with four significant digits; whole numbers as they are."""
+    if isinstance(value, float) and not value.is_integer() and math.isfinite(value):
+        return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 else f"{value:.3e}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def short(value: float) -> str:
+    """Return a rate in at most four characters and a unit letter: 87.3, 1.2k, 35M."""
+    if not math.isfinite(value):
+        return str(value)
+    for unit in ("", "k", "M", "G"):
+        if abs(value) < 999.5 or unit == "G":
+            return f"{value:.1f}{unit}" if abs(value) < 99.95 else f"{value:.0f}{unit}"
+        value /= 1000
+    return f"{value:.0f}"
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as M:SS, or H:MM:SS from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,150 @@
+"""Where a run stands: what a checkpoint stores besides the engine's own state. Free of torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from accel.errors import CheckpointError, ConfigError, Problem
+
+
+@dataclass
+class TrainState:
+    """Counters that every process agrees on.
+
+    Attributes:
+        step: optimizer steps made.
+        epoch: epochs completed.
+        samples: samples trained on, over all processes and epochs.
+        step_in_epoch: optimizer steps made in the epoch under way.
+        samples_in_epoch: samples trained on in the epoch under way: the position in its order,
+            whatever the number of processes.
+        evaluated_step: the step at which the validation data was last evaluated; -1: never.
+        best: best value of the monitored metric so far.
+        best_step: the step that reached it.
+        best_checkpoint: name of the checkpoint that holds that state.
+        seconds: time spent on the run, over all invocations.
+        run_id: what trackers know the run by.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    step_in_epoch: int = 0
+    samples_in_epoch: int = 0
+    evaluated_step: int = -1
+    best: float | None = None
+    best_step: int | None = None
+    best_checkpoint: str | None = None
+    seconds: float = 0.0
+    run_id: str | None = None
+
+    @property
+    def epoch_number(self) -> int:
+        """The epoch that the last step belongs to, counted from 1; 0 before the first step."""
+        return self.epoch + (self.step_in_epoch > 0)
+
+    def advance(self, num_samples: int) -> None:
+        """Count one optimizer step."""
+        self.step += 1
+        self.step_in_epoch += 1
+        self.samples += num_samples
+        self.samples_in_epoch += num_samples
+
+    def end_epoch(self) -> None:
+        """Move to the beginning of the next epoch."""
+        self.epoch += 1
+        self.step_in_epoch = 0
+        self.samples_in_epoch = 0
+
+    def improves(self, value: float, mode: str) -> bool:
+        """Return whether `value` is better than the best so far. NaN never is."""
+        if value != value:
+            return False
+        if self.best is None:
+            return True
+        return value > self.best if mode == "max" else value < self.best
+
+    def move_to(self, global_batch: int) -> None:
+        """Express the position in steps of `global_batch` samples, after a resume.
+
+        Raises:
+            ConfigError: if the position lies within such a step.
+        """
+        if self.step_in_epoch == 0:
+            return
+        steps, rest = divmod(self.samples_in_epoch, global_batch)
+        if rest:
+            raise ConfigError(
+                Problem(
+                    f"trainer.global_batch_size={global_batch}",
+                    f"the checkpoint lies {self.samples_in_epoch} samples into an epoch, which is "
+                    "no whole number of such batches",
+                    "Resume with the global batch size that it was trained with, one that divides "
+                    f"{self.samples_in_epoch}, or from a checkpoint at the end of an epoch.",
+                )
+            )
+        self.step_in_epoch = steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters as plain values."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over counters that `state_dict` returned.
+
+        Raises:
+            CheckpointError: if one is missing or unknown.
+        """
+        names = {field.name for field in fields(self)}
+        if names != set(state):
+            raise CheckpointError(
+                f"The training state in the checkpoint lacks {sorted(names - set(state))} and has "
+                f"{sorted(set(state) - names)} too much: another version of the runner wrote it. "
+                "Resume with that version."
+            )
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why training ended.
+
+    Attributes:
+        kind: max_steps, epochs, max_time, callback (the run is complete), stop_after or signal
+            (it is to be resumed).
+        reason: one sentence for people.
+    """
+
+    kind: str
+    reason: str
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run has come to its end, so that the best state is tested."""
+        return self.kind not in ("stop_after", "signal")
+
+
+def parse_duration(value: Any, name: str = "trainer.max_time") -> float | None:
+    """Return `value`, seconds or "HH:MM:SS" (or "D:HH:MM:SS"), in seconds; None stays None.
+
+    Raises:
+        ConfigError: if it is neither.
+    """
+    if value is None:
+        return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return float(value)
+    if isinstance(value, str) and re.fullmatch(r"(\d+:)?\d+:[0-5]?\d:[0-5]?\d", value):
+        days, hours, minutes, seconds = ([0] + [int(part) for part in value.split(":")])[-4:]
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    raise ConfigError(
+        Problem(
+            f"{name}={value!r}",
+            'it is a number of seconds above 0, or "HH:MM:SS"',
+            f"Give {name}=3600 or {name}=01:00:00 for an hour.",
+        )
+    )
