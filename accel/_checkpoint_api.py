@@ -1,0 +1,228 @@
+"""What `Accelerator` offers for saving and loading."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from accel.checkpoint import exports, session
+from accel.errors import ConfigError, Problem, nearest
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+
+_MAP_LOCATIONS = (None, "cpu", "on_device")
+
+
+class CheckpointAPI:
+    """Mixin of `Accelerator`: states to resume from, and exports of models."""
+
+    @cached_property
+    def _save_hooks(self) -> OrderedDict[int, Callable[..., None]]:
+        return OrderedDict()
+
+    @cached_property
+    def _load_hooks(self) -> OrderedDict[int, Callable[..., None]]:
+        return OrderedDict()
+
+    # -- states --------------------------------------------------------------------------------
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        protected: Iterable[str | os.PathLike[str]] = (),
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Save models, optimizers, schedulers, samplers, scaler, random states, registered objects.
+
+        Call it on every process. The directory counts as a checkpoint only once everything is on
+        the disk; cut off before, older checkpoints are untouched. Under automatic naming it is
+        ``<project_dir>/checkpoints/checkpoint_<iteration>``, `output_dir` is not used, and the
+        oldest above `total_limit` are deleted after the commit. Otherwise an existing `output_dir`
+        is taken over: files of an earlier state in it are replaced, others stay.
+
+        Args:
+            output_dir: where; created if it does not exist.
+            safe_serialization: whether weights are safetensors, else `torch.save`.
+            metadata: what the manifest is to tell of the run (step, sample counter, …), plain JSON.
+            protected: checkpoints that `total_limit` must spare, such as the best.
+            save_model_func_kwargs: arguments of a backend's own save function; none are known here.
+
+        Returns:
+            The path of the committed checkpoint.
+
+        Raises:
+            CheckpointError: on every process, if saving failed on any.
+            ConfigError: for arguments that the backend does not know.
+
+        Example:
+            >>> accelerator.save_state("states/epoch_1", metadata={"epoch": 1})
+        """
+        _refuse(
+            save_model_func_kwargs, "save_state", ("output_dir", "safe_serialization", "metadata")
+        )
+        options = session.SaveOptions(
+            safe_serialization, metadata, tuple(protected), tuple(self._save_hooks.values())
+        )
+        return os.fspath(session.save(self._accelerator, output_dir, options))
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        *,
+        strict: bool = True,
+        map_location: str | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> str:
+        """Restore what `save_state` saved, after verifying every file.
+
+        Call it on every process, after preparing and registering the same objects. The number of
+        processes may differ. Saved objects that are not registered here are not loaded.
+
+        Args:
+            input_dir: the checkpoint. None: under automatic naming, the newest complete one.
+            strict: whether every weight of the models and of the checkpoint must match.
+            map_location: "cpu" or "on_device": where weights are read before they are copied into
+                the models; here they are always read on the CPU.
+            load_model_func_kwargs: arguments of a backend's own load function; none are known here.
+
+        Returns:
+            The path of the checkpoint that was loaded.
+
+        Raises:
+            CheckpointError: on every process, if it is missing, incomplete or altered, or does not
+                fit the run. Objects may then be partly restored.
+        """
+        _refuse(load_model_func_kwargs, "load_state", ("input_dir", "strict", "map_location"))
+        if map_location not in _MAP_LOCATIONS:
+            rule = "it is 'cpu' or 'on_device'"
+            raise ConfigError(Problem(f"map_location={map_location!r}", rule, "Leave it out."))
+        hooks = tuple(self._load_hooks.values())
+        return os.fspath(session.load(self._accelerator, input_dir, hooks, strict))
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load `objects` with the state, in the order they are registered.
+
+        Raises:
+            ConfigError: naming every one that lacks `state_dict` or `load_state_dict`.
+        """
+        problems = [
+            Problem(
+                f"object {index} ({type(entry).__name__})",
+                "what is registered for checkpointing has state_dict() and load_state_dict(state)",
+                "Add the two methods.",
+            )
+            for index, entry in enumerate(objects)
+            if not all(callable(getattr(entry, n, None)) for n in ("state_dict", "load_state_dict"))
+        ]
+        ConfigError.raise_if(problems)
+        self._accelerator._objects.custom.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, weights, output_dir)`` in `save_state` before anything is saved.
+
+        `weights` are the models' state dicts; those that the hook removes from the list are not
+        saved by the engine. What it writes into `output_dir` becomes part of the checkpoint (the
+        directory is renamed when it is complete, so do not keep the path).
+
+        Returns:
+            A handle whose `remove()` removes the hook.
+        """
+        return _register(self._save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, input_dir)`` in `load_state` before anything is loaded.
+
+        Models that the hook removes from the list are not loaded by the engine.
+
+        Returns:
+            A handle whose `remove()` removes the hook.
+        """
+        return _register(self._load_hooks, hook)
+
+    # -- exports -------------------------------------------------------------------------------
+
+    def save(
+        self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False
+    ) -> None:
+        """Save an object once per run, or once per node with `save_on_each_node`.
+
+        Args:
+            obj: what `torch.save` takes; with `safe_serialization`, tensors by name.
+            f: path (replaced whole, never in part) or open file.
+            safe_serialization: whether to write safetensors.
+        """
+        if not session.writes(self._accelerator):
+            return
+        if hasattr(f, "write"):
+            exports.save_to_file(obj, cast(BinaryIO, f), safe_serialization)
+        else:
+            exports.save_to_path(obj, Path(f), safe_serialization)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Export a model's weights as one file, or as shards with an index.
+
+        Call it on every process.
+
+        Args:
+            model: prepared or not.
+            save_directory: created if it does not exist.
+            max_shard_size: largest size of a file: bytes, or a number with a unit such as "5GB". A
+                single larger tensor has a file of its own.
+            safe_serialization: whether files are safetensors, else `torch.save`.
+        """
+        accelerator = self._accelerator
+        exports.parse_size(max_shard_size)
+        with session.together(accelerator.comm, f"save_model to {save_directory}"):
+            state = self.get_state_dict(model)
+            if session.writes(accelerator):
+                exports.export_model(state, save_directory, max_shard_size, safe_serialization)
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return a model's whole state dict. Call it on every process.
+
+        Args:
+            model: prepared or not.
+            unwrap: whether names are those of the user's own module, without a wrapper's prefix.
+        """
+        if not unwrap:
+            return dict(model.state_dict())
+        strategy = self._accelerator.strategy
+        with strategy.portable():
+            return strategy.model_state(model)
+
+    @property
+    def _accelerator(self) -> Accelerator:
+        return cast("Accelerator", self)
+
+
+def _refuse(arguments: Mapping[str, Any], method: str, known: tuple[str, ...]) -> None:
+    problems = [
+        Problem(f"{method}({name}=…)", "no such argument", nearest(name, known))
+        for name in arguments
+    ]
+    ConfigError.raise_if(problems)
+
+
+def _register(
+    hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]
+) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

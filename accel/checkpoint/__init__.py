@@ -1,0 +1,1 @@
+"""Checkpoints: directories, portable contents, and the state of a whole run."""

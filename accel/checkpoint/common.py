@@ -1,0 +1,244 @@
+"""Portable contents: weights by name in safetensors, everything else as plain containers.
+
+Nothing read here can run code: weights are safetensors, the rest is read with
+``torch.load(weights_only=True)``. What that could not read back is refused when it is written.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from accel.checkpoint import files
+from accel.errors import CheckpointError, Problem
+
+_EXTRA = "model_extra"
+_WRITE_ERRORS = (pickle.PickleError, AttributeError, TypeError, ValueError, RuntimeError)
+
+
+# -- plain values --------------------------------------------------------------------------
+
+
+def save_plain(value: Any, path: Path, what: str) -> None:
+    """Write plain containers of tensors and numbers, and see that they can be read back.
+
+    NumPy scalars become Python numbers.
+
+    Args:
+        value: what to write.
+        path: the file.
+        what: what an error calls the value, e.g. "scheduler 0".
+
+    Raises:
+        CheckpointError: if it holds what `load_plain` could not read; names where.
+    """
+    plain = _without_numpy_scalars(value)
+    try:
+        torch.save(plain, path)
+        # With mmap only the structure is read: the tensors' bytes are not touched.
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except _WRITE_ERRORS as error:
+        found = next(_unreadable(plain, what), None)
+        if found is None:
+            raise
+        raise CheckpointError(
+            str(
+                Problem(
+                    f"{found[0]} is a {type(found[1]).__module__}.{type(found[1]).__qualname__}",
+                    "a checkpoint holds what can be read back without running code: tensors, "
+                    "numbers, strings, and lists, tuples, sets and dicts of them",
+                    "Leave it out of the state_dict(), or turn it into one of these there "
+                    "(an array: torch.from_numpy; an enum or a path: str).",
+                )
+            )
+        ) from error
+
+
+def load_plain(path: Path) -> Any:
+    """Return what `save_plain` wrote, its tensors on the CPU.
+
+    Raises:
+        CheckpointError: if the file is missing or would run code.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise _lacking(path) from error
+    except (pickle.PickleError, EOFError, RuntimeError, ValueError, KeyError) as error:
+        rule = f"it is no file of plain containers and tensors ({_first_line(error)})"
+        remedy = (
+            "Nothing else is unpickled, as it could run code. Use a checkpoint of `save_state`."
+        )
+        raise CheckpointError(str(Problem(f"file {str(path)!r}", rule, remedy))) from error
+
+
+def _lacking(path: Path) -> CheckpointError:
+    remedy = (
+        "Prepare and register the same objects as when it was saved, or use another checkpoint."
+    )
+    return files.broken(path.parent, f"it holds no {path.name}", remedy)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _without_numpy_scalars(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (dict, OrderedDict, Counter):
+        return type(value)(
+            {_without_numpy_scalars(k): _without_numpy_scalars(v) for k, v in value.items()}
+        )
+    if type(value) in (list, tuple, set):
+        return type(value)(map(_without_numpy_scalars, value))
+    return value
+
+
+def _unreadable(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """Yield (place, value) of each part that does not survive writing and reading."""
+    if isinstance(value, Mapping) and type(value) in (dict, OrderedDict, Counter):
+        for key, item in value.items():
+            yield from _unreadable(key, f"{place}: the key {key!r}")
+            yield from _unreadable(item, f"{place}[{key!r}]")
+    elif type(value) in (list, tuple, set):
+        for index, item in enumerate(value):
+            yield from _unreadable(item, f"{place}[{index}]")
+    elif not _survives(value):
+        yield place, value
+
+
+def _survives(value: Any) -> bool:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, map_location="cpu", weights_only=True)
+    except _WRITE_ERRORS:
+        return False
+    return True
+
+
+# -- tensors by name -----------------------------------------------------------------------
+
+
+def split_shared(
+    state: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors to store, and for each other name the stored one that it is the same as.
+
+    Tensors that only overlap are copied, so that each is stored whole.
+    """
+    kept: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, tensor in state.items():
+        owner = first.setdefault(_view_of(tensor) or name, name)
+        if owner == name:
+            kept[name] = tensor.detach().contiguous()
+        else:
+            aliases[name] = owner
+    storages = Counter(_storage_of(tensor) for tensor in kept.values() if tensor.numel())
+    return {
+        name: tensor.clone() if storages[_storage_of(tensor)] > 1 else tensor
+        for name, tensor in kept.items()
+    }, aliases
+
+
+def _storage_of(tensor: torch.Tensor) -> tuple[str, int]:
+    return str(tensor.device), tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+
+
+def _view_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    if tensor.numel() == 0 or tensor.layout is not torch.strided:
+        return None
+    place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return _storage_of(tensor) + place
+
+
+def write_tensors(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write tensors by name as safetensors; names of one and the same tensor are stored once.
+
+    Source: https://huggingface.co/docs/safetensors/torch_shared_tensors (the metadata that
+    `safetensors.torch.save_model` writes: the name left out, and the stored one it stands for).
+
+    Raises:
+        CheckpointError: if the format cannot hold one of them (sparse, meta).
+    """
+    refuse_unwritable(state)
+    kept, aliases = split_shared(state)
+    save_file(kept, path, metadata={**aliases, "format": "pt"})
+
+
+def refuse_unwritable(state: Mapping[str, torch.Tensor]) -> None:
+    """Raise `CheckpointError` for a tensor that safetensors cannot hold."""
+    for name, tensor in state.items():
+        kind = "meta" if tensor.is_meta else str(tensor.layout)
+        if kind != str(torch.strided):
+            rule = "safetensors holds dense tensors that have data"
+            remedy = "Make it dense, or save with safe_serialization=False."
+            raise CheckpointError(str(Problem(f"tensor {name!r} ({kind})", rule, remedy)))
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file on the CPU, by every name they were stored under.
+
+    Raises:
+        CheckpointError: if the file is missing or cut off.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
+            aliases = dict(file.metadata() or {})
+    except FileNotFoundError as error:
+        raise _lacking(path) from error
+    except (SafetensorError, OSError) as error:
+        rule = f"it is no whole safetensors file ({_first_line(error)})"
+        problem = Problem(f"file {str(path)!r}", rule, "Use another checkpoint.")
+        raise CheckpointError(str(problem)) from error
+    return state | {name: state[kept] for name, kept in aliases.items() if kept in state}
+
+
+# -- whole models --------------------------------------------------------------------------
+
+
+def write_model(state: Mapping[str, Any], folder: Path, index: int = 0, safe: bool = True) -> None:
+    """Write the state dict of the `index`-th model of a run into `folder`.
+
+    Args:
+        state: tensors by parameter name; other values (`Module.get_extra_state`) must be plain.
+        folder: where.
+        index: which model.
+        safe: whether weights are safetensors, else `torch.save`.
+    """
+    if not safe:
+        save_plain(dict(state), folder / files.model_name(index, safe=False), f"model {index}")
+        return
+    tensors = {name: v for name, v in state.items() if isinstance(v, torch.Tensor)}
+    write_tensors(tensors, folder / files.model_name(index))
+    extra = {name: value for name, value in state.items() if name not in tensors}
+    if extra:
+        save_plain(extra, folder / files.numbered(_EXTRA, ".bin", index), f"model {index}")
+
+
+def read_model(folder: Path, index: int = 0) -> dict[str, Any]:
+    """Return the state dict that `write_model` wrote.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    binary = folder / files.model_name(index, safe=False)
+    if binary.exists():
+        return dict(load_plain(binary))
+    state: dict[str, Any] = read_tensors(folder / files.model_name(index))
+    extra = folder / files.numbered(_EXTRA, ".bin", index)
+    return state | (load_plain(extra) if extra.exists() else {})

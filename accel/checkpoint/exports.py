@@ -1,0 +1,153 @@
+"""Single files and whole models for use elsewhere: no manifest, each file replaced whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors.torch import save as to_safetensors
+
+from accel.checkpoint import files
+from accel.checkpoint.common import refuse_unwritable, split_shared, write_tensors
+from accel.errors import CheckpointError, ConfigError, Problem
+
+UNITS = {
+    "": 1,
+    **{"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+    **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
+}
+
+
+# -- single objects ------------------------------------------------------------------------
+
+
+def save_to_path(value: Any, path: Path, safe: bool) -> None:
+    """Write any object to a path, which is replaced whole."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        if safe:
+            write_tensors(value, partial)
+        else:
+            torch.save(value, partial)
+        files.replace_file(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def save_to_file(value: Any, file: BinaryIO, safe: bool) -> None:
+    """Write any object to an open file."""
+    if not safe:
+        torch.save(value, file)
+        return
+    refuse_unwritable(value)
+    kept, aliases = split_shared(value)
+    file.write(to_safetensors(kept, metadata={**aliases, "format": "pt"}))
+
+
+# -- models --------------------------------------------------------------------------------
+
+
+def parse_size(size: int | str) -> int:
+    """Return a number of bytes from ``"10GB"`` (10^9), ``"5MiB"`` (2^20) or a number.
+
+    Raises:
+        ConfigError: if it is neither.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    factor = UNITS.get(match[2].upper()) if match else None
+    if match is None or factor is None or float(match[1]) <= 0:
+        rule = f"it is a number of bytes, or a number and one of {', '.join(filter(None, UNITS))}"
+        raise ConfigError(Problem(f"max_shard_size={size!r}", rule, 'Give e.g. "5GB".'))
+    return int(float(match[1]) * factor)
+
+
+def shard(state: Mapping[str, torch.Tensor], max_bytes: int) -> list[dict[str, torch.Tensor]]:
+    """Return `state` in parts of at most `max_bytes`; a larger tensor has a part of its own."""
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in state.items():
+        if parts[-1] and size + tensor.nbytes > max_bytes:
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor
+        size += tensor.nbytes
+    return parts
+
+
+def export_model(
+    state: Mapping[str, Any],
+    folder: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+    safe: bool = True,
+) -> None:
+    """Write a model for use elsewhere: one file, or shards and the index that names them.
+
+    Each file is replaced whole, the index last. Files of an earlier export in `folder` are removed.
+
+    Args:
+        state: the model's state dict.
+        folder: created if it does not exist.
+        max_shard_size: bytes per file, or a number with a unit.
+        safe: whether files are safetensors, else `torch.save`.
+
+    Source: https://huggingface.co/docs/safetensors (index: metadata.total_size, weight_map).
+    """
+    limit = parse_size(max_shard_size)
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    tensors, extra = _split(state, safe)
+    kept, aliases = split_shared(tensors)
+    parts = shard(kept, limit)
+    name, index = _names(safe)
+    names = _shard_names(name, len(parts))
+    for target, part in zip(names, parts, strict=True):
+        # Names of one tensor lie in one file, whose metadata tells of them.
+        whole = part | {alias: part[own] for alias, own in aliases.items() if own in part}
+        save_to_path(whole | extra if target == names[0] else whole, root / target, safe)
+    _remove_stale(root, name, {*names})
+    if len(names) == 1:
+        (root / index).unlink(missing_ok=True)
+        return
+    where = {n: target for target, part in zip(names, parts, strict=True) for n in part}
+    where |= {alias: where[own] for alias, own in aliases.items()}
+    total = sum(tensor.nbytes for tensor in kept.values())
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
+    files.write_atomically(root / index, f"{text}\n".encode())
+
+
+def _split(state: Mapping[str, Any], safe: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors and the other values of a state dict."""
+    tensors = {name: v for name, v in state.items() if isinstance(v, torch.Tensor)}
+    extra = {name: value for name, value in state.items() if name not in tensors}
+    if safe and extra:
+        rule = "safetensors holds tensors only"
+        remedy = "Save with safe_serialization=False."
+        raise CheckpointError(str(Problem(f"state {', '.join(sorted(extra))}", rule, remedy)))
+    return tensors, extra
+
+
+def _names(safe: bool) -> tuple[str, str]:
+    """Return the names of the file of weights and of the index of its shards."""
+    if safe:
+        return "model.safetensors", "model.safetensors.index.json"
+    return "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+def _shard_names(name: str, count: int) -> list[str]:
+    if count == 1:
+        return [name]
+    stem, suffix = os.path.splitext(name)
+    return [f"{stem}-{i:05d}-of-{count:05d}{suffix}" for i in range(1, count + 1)]
+
+
+def _remove_stale(root: Path, name: str, current: set[str]) -> None:
+    stem, suffix = os.path.splitext(name)
+    ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}")
+    for path in root.iterdir():
+        if ours.fullmatch(path.name) and path.name not in current:
+            path.unlink()

@@ -1,0 +1,394 @@
+"""Saving and loading a whole run: every object of an `Accelerator`, on every rank.
+
+Ranks tell each other how a phase went before the next one starts: a failure on one raises on all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel import rng
+from accel.checkpoint import files
+from accel.checkpoint.common import load_plain, read_model, save_plain, write_model
+from accel.checkpoint.files import Manifest, numbered
+from accel.checkpoint.loaders import load_loader_state, loader_state
+from accel.checkpoint.optimizers import ParameterNames, load_by_name, state_by_name
+from accel.errors import CheckpointError, Problem
+from accel.logging import get_logger
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+    from accel.comm.base import Communicator
+
+logger = get_logger(__name__)
+
+AnyPath = str | PathLike[str]
+Hook = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How a state is written.
+
+    Args:
+        safe: whether weights are safetensors, else `torch.save`.
+        metadata: what the manifest tells of the run: step, sample counter, …
+        protected: checkpoints that `total_limit` must not delete.
+        hooks: called as ``hook(models, weights, folder)`` before anything is written.
+    """
+
+    safe: bool = True
+    metadata: Mapping[str, Any] | None = None
+    protected: Iterable[AnyPath] = ()
+    hooks: Iterable[Hook] = ()
+
+
+# -- ranks together ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def together(comm: Communicator, what: str) -> Iterator[None]:
+    """Run a phase; if it failed on any rank, raise on all of them.
+
+    Raises:
+        CheckpointError: naming the ranks and what each of them met.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    message = None if own is None else f"{_kind(own)}{own}"
+    messages = enumerate(comm.all_gather_object(message))
+    failed = {rank: text for rank, text in messages if text is not None}
+    if not failed:
+        return
+    if comm.world_size == 1 and isinstance(own, CheckpointError):
+        raise own
+    told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    raise CheckpointError(
+        f"{what} failed on {len(failed)} of {comm.world_size} ranks. {told}"
+    ) from own
+
+
+def _kind(error: Exception) -> str:
+    return "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+
+
+def writes(accelerator: Accelerator) -> bool:
+    """Return whether this rank writes what all ranks share."""
+    plan = accelerator.plan
+    return (plan.local_rank if plan.project.save_on_each_node else plan.rank) == 0
+
+
+def _decided(comm: Communicator, decide: Callable[[], AnyPath | None], what: str) -> Path | None:
+    """Return what rank 0 decides; the disks of other ranks may lag behind."""
+    answer: list[str | None] = [None]
+    with together(comm, what):
+        if comm.rank == 0:
+            path = decide()
+            answer = [None if path is None else fspath(path)]
+    (text,) = comm.broadcast_objects(answer)
+    return None if text is None else Path(text)
+
+
+# -- save ----------------------------------------------------------------------------------
+
+
+def save(accelerator: Accelerator, output_dir: AnyPath | None, options: SaveOptions) -> Path:
+    """Write the state of `accelerator` and return the committed directory.
+
+    Raises:
+        CheckpointError: on every rank, if it failed on any; older checkpoints are untouched.
+    """
+    comm, project = accelerator.comm, accelerator.plan.project
+    final = _decided(comm, lambda: _save_path(accelerator, output_dir), "save_state")
+    path = _require(final)
+    _write_and_commit(accelerator, path, options)
+    if project.automatic_checkpoint_naming:
+        if project.total_limit is not None:
+            with together(comm, "deleting old checkpoints"):
+                if writes(accelerator):
+                    files.prune(path.parent, project.total_limit, options.protected)
+        project.iteration += 1
+    return path
+
+
+def _require(path: Path | None) -> Path:
+    if path is None:
+        rule = "a checkpoint needs a place"
+        remedy = (
+            "Name a directory, or pass ProjectConfiguration(project_dir=…, "
+            "automatic_checkpoint_naming=True)."
+        )
+        raise CheckpointError(str(Problem("no directory was given", rule, remedy)))
+    return path
+
+
+def folder_of(accelerator: Accelerator) -> Path | None:
+    """Return where automatically named checkpoints lie; None where they are not named so."""
+    project = accelerator.plan.project
+    if not project.automatic_checkpoint_naming or project.project_dir is None:
+        return None
+    return Path(project.project_dir) / files.FOLDER
+
+
+def _save_path(accelerator: Accelerator, output_dir: AnyPath | None) -> Path | None:
+    project = accelerator.plan.project
+    if not project.automatic_checkpoint_naming:
+        return None if output_dir is None else Path(output_dir).expanduser().absolute()
+    folder = folder_of(accelerator)
+    if folder is None:
+        return None
+    path = folder.absolute() / f"checkpoint_{project.iteration}"
+    if path.exists():
+        remedy = (
+            "Go on from it with load_state(), set ProjectConfiguration(iteration=…) to a free "
+            "number, or choose another project_dir."
+        )
+        raise files.broken(path, "automatic naming never overwrites a checkpoint", remedy)
+    return path
+
+
+def _write_and_commit(accelerator: Accelerator, final: Path, options: SaveOptions) -> None:
+    comm, is_writer = accelerator.comm, writes(accelerator)
+    staged = _stage(accelerator, final)
+    try:
+        with together(comm, f"writing {final}"):
+            _write(accelerator, staged, options)
+        with together(comm, f"committing {final}"):
+            if is_writer:
+                files.seal(staged, _facts(accelerator), options.metadata or {})
+                files.publish(staged, final)
+    except BaseException:
+        # A sealed directory may be half moved into its place: `files.repair` finishes that.
+        if is_writer and not (staged / files.MANIFEST).exists():
+            files.discard(staged)
+        raise
+
+
+def _stage(accelerator: Accelerator, final: Path) -> Path:
+    """Create the directory that this rank writes in, and see that every rank has one."""
+    comm, plan = accelerator.comm, accelerator.plan
+    mine: Path | None = None
+    with together(comm, f"creating {final}"):
+        mine = files.stage(final) if writes(accelerator) else None
+    nodes = comm.all_gather_object((None if mine is None else fspath(mine), plan.local_rank))
+    writers = [rank for rank, (path, _) in enumerate(nodes) if path is not None]
+    with together(comm, f"creating {final}"):
+        # The writer of this rank's node is the last writer up to it.
+        own = max(rank for rank in writers if rank <= comm.rank)
+        staged = Path(nodes[own][0])
+        if not staged.is_dir():
+            remedy = (
+                "Use a disk that all nodes share, or ProjectConfiguration(save_on_each_node=True)."
+            )
+            raise files.broken(final, "this rank does not see what rank 0 created there", remedy)
+        foreign = [rank for rank in writers if rank != own and Path(nodes[rank][0]).is_dir()]
+        if foreign:
+            rule = (
+                "save_on_each_node=True on a disk that nodes share lets them overwrite each other"
+            )
+            raise files.broken(final, rule, "Set save_on_each_node=False.")
+    return staged
+
+
+def _facts(accelerator: Accelerator) -> dict[str, Any]:
+    objects = accelerator._objects
+    return {
+        "world_size": accelerator.comm.world_size,
+        "strategy": accelerator.strategy.traits.name,
+        "mixed_precision": accelerator.plan.mixed_precision,
+        "torch": str(torch.__version__),
+        "iteration": accelerator.plan.project.iteration,
+        "accumulation_step": accelerator.step,
+        "objects": {kind: len(getattr(objects, kind)) for kind in vars(objects)},
+    }
+
+
+def _write(accelerator: Accelerator, folder: Path, options: SaveOptions) -> None:
+    objects, strategy = accelerator._objects, accelerator.strategy
+    with strategy.portable():
+        weights = [strategy.model_state(model) for model in objects.models]
+    remaining = list(weights)
+    for hook in options.hooks:
+        hook(list(objects.models), remaining, fspath(folder))
+    if writes(accelerator):
+        for index, state in _indexed(remaining, weights, "save_state"):
+            write_model(state, folder, index, options.safe)
+        for name, state, what in _shared_states(accelerator):
+            save_plain(state, folder / name, what)
+    save_plain(
+        rng.capture(), folder / files.random_states_name(accelerator.comm.rank), "random states"
+    )
+
+
+def _indexed(remaining: list[Any], every: list[Any], what: str) -> list[tuple[int, Any]]:
+    """Return (index among `every`, entry) of the entries that hooks left in `remaining`."""
+    if len(remaining) == len(every):
+        return list(enumerate(remaining))
+    positions = {id(entry): index for index, entry in enumerate(every)}
+    if any(id(entry) not in positions for entry in remaining):
+        rule = "a hook takes entries out of the list, or replaces them all"
+        raise CheckpointError(
+            str(Problem(f"a pre-hook of {what} added to the list", rule, "Do so."))
+        )
+    return [(positions[id(entry)], entry) for entry in remaining]
+
+
+def _shared_states(accelerator: Accelerator) -> Iterator[tuple[str, Any, str]]:
+    """Yield (file name, state, what it is) of everything but weights and random states."""
+    objects = accelerator._objects
+    names = _parameter_names(accelerator)
+    for index, optimizer in enumerate(objects.optimizers):
+        state = state_by_name(_inner(optimizer), names)
+        yield numbered("optimizer", ".bin", index), state, f"optimizer {index}"
+    for index, scheduler in enumerate(objects.schedulers):
+        yield numbered("scheduler", ".bin", index), scheduler.state_dict(), f"scheduler {index}"
+    for index, loader in enumerate(objects.dataloaders):
+        yield numbered("sampler", ".bin", index), loader_state(loader), f"data loader {index}"
+    if accelerator.scaler is not None:
+        yield files.SCALER, accelerator.scaler.state_dict(), "gradient scaler"
+    for index, custom in enumerate(objects.custom):
+        what = f"registered object {index} ({type(custom).__name__})"
+        yield files.custom_name(index), custom.state_dict(), what
+
+
+def _parameter_names(accelerator: Accelerator) -> ParameterNames:
+    unwrap = accelerator.strategy.unwrap_model
+    return ParameterNames([unwrap(model) for model in accelerator._objects.models])
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+# -- load ----------------------------------------------------------------------------------
+
+
+def load(
+    accelerator: Accelerator, input_dir: AnyPath | None, hooks: Iterable[Hook], strict: bool
+) -> Path:
+    """Restore the state of `accelerator` and return the directory that it came from.
+
+    Raises:
+        CheckpointError: on every rank, if it failed on any. Objects may then be partly restored.
+    """
+    comm = accelerator.comm
+    found = _decided(comm, lambda: _load_path(accelerator, input_dir), "load_state")
+    path = _require(found)
+    with together(comm, f"verifying {path}"):
+        if accelerator.plan.local_rank == 0:
+            files.repair(path)
+            files.verify(path)
+    with together(comm, f"loading {path}"):
+        manifest = files.read_manifest(path)
+        _check_counts(accelerator, path, manifest)
+        models = list(accelerator._objects.models)
+        for hook in hooks:
+            hook(models, fspath(path))
+        _restore_models(accelerator, path, models, strict)
+        _restore_objects(accelerator, path, manifest)
+        _restore_random_states(comm.rank, path, manifest)
+    _continue_numbering(accelerator, path)
+    return path
+
+
+def _load_path(accelerator: Accelerator, input_dir: AnyPath | None) -> Path | None:
+    if input_dir is not None:
+        return Path(input_dir).expanduser().absolute()
+    folder = folder_of(accelerator)
+    if folder is None:
+        return None
+    newest = files.newest_complete(folder.absolute())
+    if newest is None:
+        raise files.broken(folder, "no complete checkpoint lies there", "Save one first.")
+    return newest
+
+
+def _check_counts(accelerator: Accelerator, path: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint that lacks what this run has; what it has besides is not loaded."""
+    saved = manifest.engine["objects"]
+    lacking = [
+        f"{saved.get(kind, 0)} of {len(found)} {kind}"
+        for kind, found in vars(accelerator._objects).items()
+        if len(found) > saved.get(kind, 0)
+    ]
+    if lacking:
+        remedy = "Prepare and register the same objects as when it was saved."
+        raise files.broken(path, f"it holds only {', '.join(lacking)}", remedy)
+
+
+def _restore_models(accelerator: Accelerator, path: Path, models: list[Any], strict: bool) -> None:
+    strategy = accelerator.strategy
+    for index, model in _indexed(models, accelerator._objects.models, "load_state"):
+        state = read_model(path, index)
+        try:
+            strategy.load_model_state(model, state, strict=strict)
+        except RuntimeError as error:
+            rule = f"its weights do not fit model {index} ({type(model).__name__}): {error}"
+            remedy = "Build the model as it was when it was saved, or pass strict=False."
+            raise files.broken(path, rule, remedy) from error
+
+
+def _restore_objects(accelerator: Accelerator, path: Path, manifest: Manifest) -> None:
+    objects = accelerator._objects
+    names = _parameter_names(accelerator)
+    for index, optimizer in enumerate(objects.optimizers):
+        load_by_name(
+            _inner(optimizer), load_plain(path / numbered("optimizer", ".bin", index)), names
+        )
+    for index, scheduler in enumerate(objects.schedulers):
+        scheduler.load_state_dict(load_plain(path / numbered("scheduler", ".bin", index)))
+    for index, loader in enumerate(objects.dataloaders):
+        load_loader_state(loader, load_plain(path / numbered("sampler", ".bin", index)))
+    if accelerator.scaler is not None:
+        _restore_scaler(accelerator.scaler, path, manifest)
+    for index, custom in enumerate(objects.custom):
+        custom.load_state_dict(load_plain(path / files.custom_name(index)))
+    accelerator.step = int(manifest.engine["accumulation_step"])
+
+
+def _restore_scaler(scaler: torch.amp.GradScaler, path: Path, manifest: Manifest) -> None:
+    if files.SCALER in manifest.files:
+        scaler.load_state_dict(load_plain(path / files.SCALER))
+        return
+    logger.warning(
+        "The checkpoint %s was saved under precision %r, without a gradient scaler: this run's "
+        "starts at its initial scale.",
+        path,
+        manifest.engine["mixed_precision"],
+    )
+
+
+def _restore_random_states(rank: int, path: Path, manifest: Manifest) -> None:
+    name = files.random_states_name(rank)
+    if name in manifest.files:
+        rng.restore(load_plain(path / name))
+        return
+    # More ranks than when it was saved: a stream of its own, the same at each load.
+    root = manifest.files[min(n for n in manifest.files if n.startswith("random_states_"))].sha256
+    rng.set_seed(int(hashlib.sha256(f"{root}:{rank}".encode()).hexdigest()[:8], 16))
+
+
+def _continue_numbering(accelerator: Accelerator, path: Path) -> None:
+    """Give the next checkpoint a number above the loaded one's and above any that exists."""
+    project, folder = accelerator.plan.project, folder_of(accelerator)
+    if folder is None:
+        return
+
+    def taken() -> list[int]:
+        present = [files.iteration_of(p) for p in [path, *files.checkpoints(folder)]]
+        return [number for number in present if number is not None]
+
+    (numbers,) = accelerator.comm.broadcast_objects([taken()])
+    project.iteration = max([project.iteration, *(number + 1 for number in numbers)])
