@@ -424,7 +424,7 @@ def _rng_types(
     given: Sequence[str | RNGType] | None, device_type: str, found: _Findings
 ) -> tuple[str, ...]:
     names = tuple(str(name) for name in (("generator",) if given is None else given))
-    usable = {"torch", "generator", device_type} - {"cpu"}
+    usable = {"torch", "generator", device_type} & set(RNGType.list())
     for name in names:
         if name not in RNGType.list():
             known = RNGType.list()

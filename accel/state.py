@@ -13,10 +13,16 @@ from accel.comm.connect import connect
 from accel.comm.control import ProcessControl
 from accel.config.handlers import InitProcessGroupKwargs
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
-from accel.device import use_device
+from accel.device import default_device_type, use_device
 from accel.env import Environment
 from accel.errors import ConfigError, Problem, StateError, nearest
 from accel.plan import Arguments, Plan, resolve
+
+# What of the environment is settled once a process has joined the others.
+WORLD = (
+    *("rank", "local_rank", "world_size", "local_world_size"),
+    *("master_addr", "master_port", "restart_count", "run_id", "agent_store"),
+)
 
 
 def _init_handler(kwargs: dict[str, Any]) -> list[InitProcessGroupKwargs]:
@@ -32,6 +38,23 @@ def _init_handler(kwargs: dict[str, Any]) -> list[InitProcessGroupKwargs]:
         ]
     )
     return [InitProcessGroupKwargs(**kwargs)] if kwargs else []
+
+
+def current_environment() -> Environment:
+    """Return the environment, as far as this process has not settled yet who and where it is."""
+    environment = Environment.read()
+    if not PartialState._shared_state:
+        return environment
+    partial = PartialState()
+    stays_on_cpu = partial.device.type == "cpu" != default_device_type()
+    world = {name: getattr(partial.plan.environment, name) for name in WORLD}
+    return dataclasses.replace(environment, use_cpu=environment.use_cpu or stays_on_cpu, **world)
+
+
+def _adopt(plan: Plan, settled: Plan, *names: str) -> Plan:
+    """Return `plan` with the device and the process group of `settled`, and its fields `names`."""
+    names = ("device_type", "device", "backend", "init", *names)
+    return dataclasses.replace(plan, **{name: getattr(settled, name) for name in names})
 
 
 class PartialState(ProcessControl):
@@ -115,7 +138,7 @@ class AcceleratorState(ProcessControl):
     ) -> None:
         self.__dict__ = self._shared_state
         if self.initialized:
-            self._check(mixed_precision if _plan is None else _plan.mixed_precision, cpu)
+            self._check(mixed_precision, cpu)
             return
         if _plan is None:
             arguments = Arguments(
@@ -127,14 +150,19 @@ class AcceleratorState(ProcessControl):
                 megatron_lm_plugin=megatron_lm_plugin,
                 kwargs_handlers=_init_handler(kwargs),
             )
-            _plan = resolve(arguments, Environment.read())
+            _plan = resolve(arguments, current_environment())
         partial = PartialState(cpu, _plan=_plan)
-        # A PartialState that was there first has decided where this process runs.
-        settled = {
-            n: getattr(partial.plan, n) for n in ("device_type", "device", "backend", "init")
-        }
-        plan = dataclasses.replace(_plan, **settled)
-        self._shared_state.update(plan=plan, comm=partial.comm, device=partial.device)
+        self._shared_state.update(
+            plan=_adopt(_plan, partial.plan), comm=partial.comm, device=partial.device
+        )
+
+    def settle(self, plan: Plan) -> Plan:
+        """Return `plan` with what the first `Accelerator` of the process decided for all.
+
+        Args:
+            plan: what a later `Accelerator` resolved.
+        """
+        return _adopt(plan, self.plan, "mixed_precision")
 
     def _check(self, mixed_precision: str | None, cpu: bool) -> None:
         problems = []

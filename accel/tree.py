@@ -2,12 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from accel.errors import ConfigError, Problem
+
+Test = Callable[[Any], bool]
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether `value` is a tensor."""
+    return isinstance(value, torch.Tensor)
+
+
+def is_namedtuple(value: Any) -> bool:
+    """Return whether `value` is an instance of a named tuple."""
+    return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_asdict")
+
+
+def honor_type(original: Any, values: Iterable[Any]) -> Any:
+    """Return `values` in a sequence of the type of `original` (list, tuple, named tuple, …)."""
+    if is_namedtuple(original):
+        return type(original)(*values)
+    return type(original)(values)
+
+
+def like_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Return `values` in a mapping of the type of `original` (dict, UserDict, BatchEncoding, …)."""
+    if type(original) is dict:
+        return values
+    if isinstance(original, defaultdict):
+        return type(original)(original.default_factory, values)
+    if dataclasses.is_dataclass(original):  # a mapping with fields, such as ModelOutput
+        return type(original)(**values)
+    return type(original)(values)  # type: ignore[call-arg]
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Test = is_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply a function to the leaves of nested data.
+
+    Args:
+        func: called as ``func(leaf, *args, **kwargs)``.
+        data: lists, tuples and mappings of leaves.
+        args: handed on to `func`.
+        test_type: tells which leaves `func` is applied to.
+        error_on_other_type: whether other leaves are an error; else they stay as they are.
+        kwargs: handed on to `func`.
+
+    Returns:
+        Data of the same structure and types.
+
+    Raises:
+        TypeError: for a leaf of another type, where that is an error.
+    """
+
+    def walk(node: Any) -> Any:
+        if test_type(node):
+            return func(node, *args, **kwargs)
+        if isinstance(node, (list, tuple)):
+            return honor_type(node, (walk(item) for item in node))
+        if isinstance(node, Mapping):
+            return like_mapping(node, {key: walk(item) for key, item in node.items()})
+        if error_on_other_type:
+            raise TypeError(
+                f"{type(node).__name__} is not supported here: give nested lists, tuples and "
+                f"mappings of values for which {test_type.__name__} holds."
+            )
+        return node
+
+    return walk(data)
+
+
+def flatten(
+    data: Any, test_type: Test = is_tensor, error_on_other_type: bool = False
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Take nested data apart.
+
+    Args:
+        data: lists, tuples and mappings of leaves.
+        test_type: tells which leaves count.
+        error_on_other_type: whether other leaves are an error; else they stay in their place.
+
+    Returns:
+        The leaves, and a function that puts as many new ones into the same structure.
+    """
+    leaves: list[Any] = []
+    recursively_apply(
+        leaves.append, data, test_type=test_type, error_on_other_type=error_on_other_type
+    )
+
+    def rebuild(values: Sequence[Any]) -> Any:
+        remaining = iter(values)
+        return recursively_apply(lambda _: next(remaining), data, test_type=test_type)
+
+    return leaves, rebuild
+
+
+def iterate(data: Any, test_type: Test = is_tensor) -> Iterator[Any]:
+    """Yield the leaves of nested data, in order."""
+    if test_type(data):
+        yield data
+    elif isinstance(data, (list, tuple)):
+        for item in data:
+            yield from iterate(item, test_type)
+    elif isinstance(data, Mapping):
+        for item in data.values():
+            yield from iterate(item, test_type)
 
 
 def split(data: Any, rank: int, world_size: int, padding: bool = False) -> Any:
@@ -70,7 +181,7 @@ def _indices(length: int, rank: int, world_size: int, padding: bool) -> Sequence
 def _take(inputs: Any, indices: Sequence[int]) -> Any:
     """Return the elements of `inputs` at `indices`, in a container of the same type."""
     if isinstance(inputs, Mapping):
-        return _like(inputs, {key: _take(value, indices) for key, value in inputs.items()})
+        return like_mapping(inputs, {key: _take(value, indices) for key, value in inputs.items()})
     if hasattr(inputs, "select") and not isinstance(inputs, torch.Tensor):  # datasets.Dataset
         return inputs.select(list(indices))
     if isinstance(indices, range):
@@ -78,7 +189,3 @@ def _take(inputs: Any, indices: Sequence[int]) -> Any:
     if isinstance(inputs, (list, tuple)):
         return type(inputs)(inputs[index] for index in indices)
     return inputs[list(indices)]
-
-
-def _like(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    return values if type(original) is dict else type(original)(values)  # type: ignore[call-arg]

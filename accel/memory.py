@@ -1,0 +1,137 @@
+"""Memory of the device: give it back, and find a batch size that fits."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accel.errors import ConfigError, Problem
+
+# What torch says in a plain RuntimeError where it has no OutOfMemoryError.
+OUT_OF_MEMORY = (
+    "out of memory",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
+SHRINK = 0.9
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give cached memory of the accelerator back, if there is one.
+
+    Args:
+        garbage_collection: whether Python's garbage is collected first.
+    """
+    if garbage_collection:
+        gc.collect()
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        module = getattr(torch, kind.type) if kind is not None else None
+        if module is not None and hasattr(module, "empty_cache"):
+            module.empty_cache()
+
+
+def release_memory(*objects: Any) -> list[Any]:
+    """Drop references, collect garbage and give cached memory back.
+
+    Args:
+        objects: what the caller wants to be rid of.
+
+    Returns:
+        As many None, to be assigned to the caller's names: ``a, b = release_memory(a, b)``.
+    """
+    count = len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return [None] * count
+
+
+def should_reduce_batch_size(exception: Exception) -> bool:
+    """Return whether `exception` says that memory ran out."""
+    if isinstance(exception, torch.OutOfMemoryError):
+        return True
+    text = str(exception)
+    return isinstance(exception, RuntimeError) and any(part in text for part in OUT_OF_MEMORY)
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Callable[..., Any]:
+    """Decorate a function so that it is tried with smaller batches as long as memory runs out.
+
+    Args:
+        function: takes the batch size first; the caller leaves that argument out. None returns the
+            decorator.
+        starting_batch_size: what is tried first, samples.
+        reduce_batch_size_fn: called for the next batch size; None: nine tenths of the last.
+
+    Returns:
+        The function without its first parameter.
+
+    Raises:
+        ConfigError: if a caller passes a batch size, too.
+        RuntimeError: if even a batch of one sample does not fit.
+
+    Example:
+        >>> @find_executable_batch_size(starting_batch_size=64)
+        ... def train(batch_size, model): ...
+        >>> train(model)
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    parameters = list(inspect.signature(function).parameters)
+    name = getattr(function, "__name__", "function")
+
+    @functools.wraps(function)
+    def search(*args: Any, **kwargs: Any) -> Any:
+        _check_call(name, parameters, args)
+        clear_device_cache(garbage_collection=True)
+        batch_size = starting_batch_size
+        while batch_size > 0:
+            fits, result = _attempt(function, batch_size, args, kwargs)
+            if fits:
+                return result
+            # Only here is the traceback gone, which held the tensors of the attempt.
+            clear_device_cache(garbage_collection=True)
+            batch_size = (
+                reduce_batch_size_fn() if reduce_batch_size_fn else int(batch_size * SHRINK)
+            )
+        raise RuntimeError("No executable batch size found, reached zero.")
+
+    return search
+
+
+def _attempt(
+    function: Callable[..., Any], batch_size: int, args: Any, kwargs: Any
+) -> tuple[bool, Any]:
+    try:
+        return True, function(batch_size, *args, **kwargs)
+    except Exception as error:
+        if not should_reduce_batch_size(error):
+            raise
+        return False, None
+
+
+def _check_call(name: str, parameters: list[str], args: tuple[Any, ...]) -> None:
+    """Refuse more positional arguments than there are parameters after the batch size."""
+    if len(parameters) < len(args) + 1 and parameters[:1] != ["args"]:
+        shown = ", ".join(f"{key}={value!r}" for key, value in zip(parameters[1:], args[1:]))
+        raise ConfigError(
+            Problem(
+                f"{name}: the batch size was passed as the first argument",
+                "the decorator passes it",
+                f"Call {name}({shown}).",
+            )
+        )

@@ -1,0 +1,195 @@
+"""Random number generators: seed them, make ranks agree, save and restore them."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from accel import env
+from accel.enums import RNGType
+from accel.errors import CheckpointError, ConfigError, Problem
+from accel.state import PartialState
+
+# NumPy takes seeds of 32 bits.
+SEED_LIMIT = 2**32
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python, NumPy and torch (on every device).
+
+    Args:
+        seed: the seed.
+        device_specific: whether each process adds its index, so that all draw differently.
+        deterministic: whether torch uses deterministic algorithms alone, and raises where it has
+            none.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
+    """
+    if device_specific:
+        seed += PartialState().process_index
+    random.seed(seed)
+    np.random.seed(seed % SEED_LIMIT)
+    torch.manual_seed(seed)
+    if deterministic:
+        if torch.cuda.is_available() and env.read("CUBLAS_WORKSPACE_CONFIG") is None:
+            env.set_values({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})  # cuBLAS needs it, see Source
+        torch.use_deterministic_algorithms(True)
+
+
+def _accelerator() -> Any | None:
+    """Return the torch module of this process's accelerator (`torch.cuda`, …), if it has one."""
+    if PartialState._shared_state:
+        kind = PartialState().device.type
+    else:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return None if kind == "cpu" else getattr(torch, kind)
+
+
+# -- ranks agree -------------------------------------------------------------------------------
+
+
+def _get_state(rng_type: str, generator: torch.Generator | None) -> torch.Tensor:
+    if rng_type == RNGType.TORCH:
+        return torch.get_rng_state()
+    if rng_type == RNGType.GENERATOR:
+        return _require(generator).get_state()
+    state: torch.Tensor = getattr(torch, rng_type).get_rng_state()
+    return state
+
+
+def _set_state(rng_type: str, generator: torch.Generator | None, state: torch.Tensor) -> None:
+    if rng_type == RNGType.TORCH:
+        torch.set_rng_state(state)
+    elif rng_type == RNGType.GENERATOR:
+        _require(generator).set_state(state)
+    else:
+        getattr(torch, rng_type).set_rng_state(state)
+
+
+def _require(generator: torch.Generator | None) -> torch.Generator:
+    if generator is None:
+        raise ConfigError(
+            Problem(
+                "rng_type='generator' without a generator",
+                "it stands for the generator that is handed over",
+                "Give generator=…, or another rng_type.",
+            )
+        )
+    return generator
+
+
+def synchronize_rng_states(
+    rng_types: Sequence[str | RNGType], generator: torch.Generator | None = None
+) -> None:
+    """Give every process the generator states of the main process, in one exchange.
+
+    Args:
+        rng_types: torch, generator, or a kind of device.
+        generator: what "generator" stands for.
+    """
+    names = [str(name) for name in rng_types]
+    states = [_get_state(name, generator) for name in names]
+    comm = PartialState().comm
+    if comm.world_size == 1 or not states:
+        return
+    received = comm.broadcast(torch.cat(states)).split([state.numel() for state in states])
+    for name, state in zip(names, received, strict=True):
+        _set_state(name, generator, state.clone())
+
+
+def synchronize_rng_state(
+    rng_type: RNGType | str | None = None, generator: torch.Generator | None = None
+) -> None:
+    """Give every process one generator state of the main process.
+
+    Args:
+        rng_type: torch, generator, or a kind of device; None: torch.
+        generator: what "generator" stands for.
+    """
+    synchronize_rng_states([rng_type or RNGType.TORCH], generator)
+
+
+# -- save and restore --------------------------------------------------------------------------
+
+
+def capture() -> dict[str, Any]:
+    """Return the states of Python's, NumPy's and torch's generators.
+
+    The accelerator's is that of the current device. Plain containers and tensors, so that
+    ``torch.load(weights_only=True)`` reads them.
+    """
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    accelerator = _accelerator()
+    return {
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+        "accelerator": None
+        if accelerator is None
+        else {"kind": _kind(accelerator), "state": accelerator.get_rng_state()},
+    }
+
+
+def _kind(module: Any) -> str:
+    return str(module.__name__.rpartition(".")[2])
+
+
+def restore(state: Mapping[str, Any]) -> None:
+    """Set all generators to what `capture` returned.
+
+    Warns where the state of an accelerator belongs to another kind of device.
+
+    Raises:
+        CheckpointError: if a part is missing or does not fit.
+    """
+    try:
+        python, numpy = state["python"], state["numpy"]
+        words = tuple(int(word) for word in python["words"])
+        random.setstate((int(python["version"]), words, python["gauss"]))
+        keys = np.asarray(numpy["keys"]).astype(np.uint32)
+        extra = (numpy["position"], numpy["has_gauss"], numpy["cached"])
+        np.random.set_state((numpy["name"], keys, *extra))
+        torch.set_rng_state(state["torch"])
+        _restore_accelerator(state["accelerator"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"The state of the random number generators cannot be restored: {error!r}. "
+            "It is incomplete, or was not written by capture()."
+        ) from error
+
+
+def _restore_accelerator(state: Mapping[str, Any] | None) -> None:
+    accelerator = _accelerator()
+    here = None if accelerator is None else _kind(accelerator)
+    there = None if state is None else state["kind"]
+    if accelerator is not None and state is not None and here == there:
+        accelerator.set_rng_state(state["state"])
+    elif here != there:
+        warnings.warn(
+            f"The random state was saved on {there or 'cpu'} and this run computes on "
+            f"{here or 'cpu'}: draws on the device go on from its present state.",
+            stacklevel=3,
+        )
+
+
+@contextlib.contextmanager
+def preserved() -> Iterator[None]:
+    """Context after which all generators are as before."""
+    state = capture()
+    try:
+        yield
+    finally:
+        restore(state)
