@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from runner.step import Step
 
 
-class Interrupted(Exception):  # noqa: N818 (no error: a request to stop was answered)
+class Interrupted(Exception):
     """An evaluation was left because the run is to stop."""
 
 
@@ -73,9 +73,7 @@ def _measure(
     return {name: torch.cat(tensors) for name, tensors in parts.items()}
 
 
-def _check_counts(
-    step: Step, values: Mapping[str, torch.Tensor], num_samples: int | None
-) -> None:
+def _check_counts(step: Step, values: Mapping[str, torch.Tensor], num_samples: int | None) -> None:
     counts = {name: len(value) for name, value in values.items()}
     if not counts:
         rule, remedy = "nothing was measured", "Give a data set that is not empty."

@@ -26,7 +26,6 @@ class TrainState:
         best_step: the step that reached it.
         best_checkpoint: name of the checkpoint that holds that state.
         seconds: time spent on the run, over all invocations.
-        run_id: what trackers know the run by.
     """
 
     step: int = 0
@@ -39,7 +38,6 @@ class TrainState:
     best_step: int | None = None
     best_checkpoint: str | None = None
     seconds: float = 0.0
-    run_id: str | None = None
 
     @property
     def epoch_number(self) -> int:

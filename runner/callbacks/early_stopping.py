@@ -1,0 +1,107 @@
+"""End training when the validation data shows no more progress."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel.errors import ConfigError, Problem, nearest
+from runner.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from runner.loop import Loop
+
+
+class EarlyStopping(Callback):
+    """Ends training after some evaluations in a row without improvement.
+
+    Args:
+        patience: number of evaluations without improvement.
+        min_delta: least change of the metric that counts as an improvement.
+        monitor: the validation metric; None: the one by which the run chooses its best state.
+        mode: whether its best is the "max" or the "min"; None: as the run has it.
+    """
+
+    def __init__(
+        self,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        monitor: str | None = None,
+        mode: str | None = None,
+    ) -> None:
+        problems = []
+        if patience < 1:
+            problems.append(
+                Problem(f"early_stopping.patience={patience}", "it is at least 1", "Give 3.")
+            )
+        if min_delta < 0:
+            rule, remedy = "it is at least 0", "Leave it out to count any improvement."
+            problems.append(Problem(f"early_stopping.min_delta={min_delta}", rule, remedy))
+        if mode not in (None, "min", "max"):
+            rule, remedy = "it is one of min, max", nearest(mode, ("min", "max"))
+            problems.append(Problem(f"early_stopping.mode={mode!r}", rule, remedy))
+        ConfigError.raise_if(problems)
+        self.patience = patience
+        self.min_delta = min_delta
+        self.monitor = monitor
+        self.mode = mode
+        self.best: float | None = None
+        self.num_waited = 0
+
+    def on_start(self, loop: Loop) -> None:
+        """Take over what the recipe leaves to the run."""
+        self.monitor = self.monitor or loop.monitor
+        self.mode = self.mode or loop.mode
+        if loop.data.validation is None:
+            raise ConfigError(
+                Problem(
+                    "callbacks.early_stopping without validation data",
+                    "it follows a validation metric",
+                    "Give the data set a validation part, or take the callback out.",
+                )
+            )
+
+    def on_evaluate(self, loop: Loop, split: str, metrics: Mapping[str, float]) -> None:
+        """Count the evaluations since the last improvement."""
+        if split != "validation":
+            return
+        value = self._monitored(metrics)
+        if self._improves(value):
+            self.best, self.num_waited = value, 0
+            return
+        self.num_waited += 1
+        if self.num_waited >= self.patience:
+            loop.stop(
+                f"no improvement of {self.monitor} in {self.num_waited} evaluations "
+                f"(best {self.best:.6g})"
+                if self.best is not None
+                else f"{self.monitor} was not a number in {self.num_waited} evaluations"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and how long ago it was."""
+        return {"best": self.best, "num_waited": self.num_waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.best, self.num_waited = state["best"], state["num_waited"]
+
+    def _monitored(self, metrics: Mapping[str, float]) -> float:
+        if self.monitor not in metrics:
+            raise ConfigError(
+                Problem(
+                    f"callbacks.early_stopping.monitor={self.monitor!r}",
+                    f"the evaluation measures {', '.join(metrics)}",
+                    nearest(str(self.monitor), metrics),
+                )
+            )
+        return metrics[self.monitor]
+
+    def _improves(self, value: float) -> bool:
+        if math.isnan(value):
+            return False
+        if self.best is None:
+            return True
+        change = value - self.best if self.mode == "max" else self.best - value
+        return change > self.min_delta

@@ -1,0 +1,493 @@
+"""The plain loop: epochs of windows, log points, evaluations, checkpoints, one end.
+
+Every process runs the same lines in the same order. What a process decides here it decides from
+counters and values that all processes share, so that none is left waiting for another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from accel.errors import ConfigError, Problem, nearest
+from accel.rng import preserved, set_seed
+from runner.batch_plan import plan_batches
+from runner.batches import EvalBatches, TrainBatches
+from runner.callbacks.base import Callback
+from runner.display import Display
+from runner.evaluation import Interrupted, evaluate
+from runner.meters import StepMeter, Stopwatch
+from runner.recording import Recorder, learning_rates
+from runner.rundir import write_summary
+from runner.saving import RunState, Saver, Stateful
+from runner.signals import StopFlag
+from runner.state import Stop, TrainState, parse_duration
+from runner.summary import count_parameters, final_rows, header_rows, num_samples, summary_of
+
+if TYPE_CHECKING:
+    from accel import Accelerator
+    from runner.batch_plan import BatchPlan
+    from runner.data import Data
+    from runner.schema import Recipe
+    from runner.step import Step, Window
+
+TIME_IS_UP = "max_time"
+
+
+class Loop:
+    """Trains, evaluates and saves one run.
+
+    Args:
+        recipe: the run.
+        run_dir: its directory.
+        accelerator: the engine, built for `plan`.
+        step: owns models and optimizers, not prepared yet.
+        data: the data sets.
+        callbacks: by name.
+        plan: batch arithmetic; None: derived from the recipe.
+        resume_from: a checkpoint of this run; None: from the beginning.
+        stop_flag: hears of requests to stop; None: nothing asks.
+        display: what a person sees; None: standard output of rank 0.
+
+    Attributes:
+        state: where the run stands.
+        stopped: why training ended, None before.
+        metrics: the last evaluation of each split.
+        results: what callbacks add to summary.json.
+        rows: what callbacks add to the final table.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run_dir: str | Path,
+        accelerator: Accelerator,
+        step: Step,
+        data: Data,
+        callbacks: Mapping[str, Callback] | None = None,
+        *,
+        plan: BatchPlan | None = None,
+        resume_from: str | Path | None = None,
+        stop_flag: StopFlag | None = None,
+        display: Display | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.run_dir = Path(run_dir)
+        self.accelerator = accelerator
+        self.step = step
+        self.data = data
+        self.callbacks = dict(callbacks or {})
+        self.plan = plan or self._plan()
+        self.resume_from = None if resume_from is None else str(resume_from)
+        self.stop_flag = stop_flag or StopFlag()
+        self.display = display or Display(enabled=accelerator.is_main_process)
+        self.state = TrainState()
+        self.stopped: Stop | None = None
+        self.metrics: dict[str, dict[str, float]] = {}
+        self.results: dict[str, Any] = {}
+        self.rows: list[tuple[str, str]] = []
+        self.meter = StepMeter(accelerator.comm)
+        self.watch = Stopwatch()
+        self.num_parameters = count_parameters(step.models)
+        self.monitor = recipe.checkpoint.monitor or step.monitor
+        self.mode = recipe.checkpoint.mode or step.mode
+        folder = Path(accelerator.project_dir or self.run_dir) / "checkpoints"
+        self.saver = Saver(accelerator, recipe.checkpoint, folder, self.state)
+        self.recorder = Recorder(accelerator, recipe, self.run_dir, self.state)
+        self._skipped_steps = self._samples_at_log = self._samples_before = 0
+        self._seconds_before = 0.0
+        self._improved = False
+        max_time = parse_duration(recipe.trainer.max_time)
+        self._deadline = None if max_time is None else time.monotonic() + max_time
+
+    def stop(self, reason: str) -> None:
+        """End training at this step boundary. Every process must call this together.
+
+        Args:
+            reason: one sentence for people.
+        """
+        self._end("callback", reason)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run has come to its end, and was not only cut off."""
+        return self.stopped is not None and self.stopped.complete
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on the run, over all invocations."""
+        return self._seconds_before + self.watch.elapsed
+
+    @property
+    def samples_here(self) -> int:
+        """Samples trained on in this invocation, over all processes."""
+        return self.state.samples - self._samples_before
+
+    # -- the run ---------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Train to an end and return what `summary.json` holds.
+
+        Its `stopped` names why the run ended: max_steps, epochs, max_time or callback when it is
+        complete, stop_after or signal when it is to be resumed.
+        """
+        try:
+            self._prepare()
+            self._resume()
+            self._open()
+            self._call("on_start")
+            self.display.start(self.state.step, self.plan.total_steps, self.recipe.trainer.epochs)
+            self._train()
+            return self._finish()
+        finally:
+            self.display.close()
+            self.recorder.close()
+
+    def _train(self) -> None:
+        self._check_limits(resumed=True)
+        self._evaluate_if_due()  # the run was cut off between a step and its evaluation
+        anomalies = torch.autograd.set_detect_anomaly(self.recipe.trainer.detect_anomaly)
+        with anomalies, self._profiler() as profiler:
+            while self.stopped is None:
+                self._train_epoch(profiler)
+
+    def _train_epoch(self, profiler: Any) -> None:
+        """Train to the end of the epoch under way, or to a stop within it."""
+        state = self.state
+        before, skipped = state.step, state.step_in_epoch
+        windows = self._train_batches.epoch(state.epoch, skip_steps=skipped)
+        with contextlib.closing(windows):
+            for window, last in with_last(windows, skipped, self.plan.steps_per_epoch):
+                self._train_step(window)
+                if last:
+                    state.end_epoch()
+                self._at_boundary()
+                if profiler is not None:
+                    profiler.step()
+                if last or self.stopped is not None:
+                    break
+        if state.step == before and skipped == 0:
+            raise ConfigError(
+                Problem(
+                    "data.train",
+                    "it gave no batch in a whole epoch",
+                    "Give it samples, or set trainer.drop_last=false.",
+                )
+            )
+        if state.step == before:  # the position was the end of a stream of unknown length
+            state.end_epoch()
+            self._at_boundary()
+
+    def _train_step(self, window: Window) -> None:
+        self.meter.add(self.step.train(self.accelerator, window, self.recipe.trainer))
+        for scheduler, optimizer in self._stepping:
+            if not optimizer.step_was_skipped:
+                scheduler.step()
+        if self._may_skip and self.accelerator.optimizer_step_was_skipped:
+            self._skipped_steps += 1
+        self.state.advance(window.num_samples)
+
+    def _at_boundary(self) -> None:
+        """Do what is due between two optimizer steps."""
+        state = self.state
+        for callback in self._on_step:
+            callback.on_step(self)
+        self.display.step(state.step, state.epoch_number)
+        if state.step % self.recipe.trainer.log_every == 0:
+            self._log()
+        self._check_limits()
+        self._check_requests()
+        self._evaluate_if_due()
+        if self.saver.due() or self._improved:
+            self._save()
+
+    # -- before the first step -------------------------------------------------------------
+
+    def _plan(self) -> BatchPlan:
+        size = num_samples(self.data.train)
+        return plan_batches(self.recipe.trainer, self.accelerator.num_processes, size)
+
+    def _prepare(self) -> None:
+        """Hand models, optimizers and everything that is saved to the engine."""
+        step, accelerator = self.step, self.accelerator
+        for model in step.models.values():
+            if not model.training:  # as `from_pretrained` of several libraries returns it
+                model.train()
+        prepared = accelerator.prepare(*step.models.values(), *step.optimizers.values())
+        everything = iter(prepared if isinstance(prepared, (tuple, list)) else (prepared,))
+        step.models = {name: next(everything) for name in step.models}
+        step.optimizers = {name: next(everything) for name in step.optimizers}
+        self._train_batches = TrainBatches(accelerator, self.data, self.recipe, self.plan)
+        self._eval_batches = {
+            split: None if dataset is None else EvalBatches(accelerator, dataset, self.recipe)
+            for split, dataset in (("validation", self.data.validation), ("test", self.data.test))
+        }
+        schedulers = self._make_schedulers()
+        pairs = [(scheduler, step.optimizers[name]) for name, scheduler in schedulers.items()]
+        self._plateau = [s for s, _ in pairs if isinstance(s, ReduceLROnPlateau)]
+        self._stepping = [p for p in pairs if not isinstance(p[0], ReduceLROnPlateau)]
+        self._may_skip = accelerator.scaler is not None
+        self._on_step = [
+            callback
+            for callback in self.callbacks.values()
+            if type(callback).on_step is not Callback.on_step
+        ]
+        accelerator.register_for_checkpointing(self._run_state(schedulers))
+
+    def _make_schedulers(self) -> dict[str, Any]:
+        total = self.plan.total_steps
+        # A stream without trainer.max_steps has no known end to plan a schedule for.
+        schedulers = self.step.make_schedulers(total or 1)
+        if schedulers and total is None:
+            raise ConfigError(
+                Problem(
+                    "trainer.max_steps=null with a data set of unknown length",
+                    "a learning-rate schedule needs the number of steps",
+                    "Set trainer.max_steps, or scheduler=null for a constant rate.",
+                )
+            )
+        return schedulers
+
+    def _run_state(self, schedulers: Mapping[str, Any]) -> RunState:
+        parts: dict[str, Stateful] = {"train": self.state, "meter": self.meter}
+        parts |= {f"scheduler.{name}": scheduler for name, scheduler in schedulers.items()}
+        for name, callback in self.callbacks.items():
+            if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
+                parts[f"callbacks.{name}"] = callback
+        self._saved = RunState(parts)
+        return self._saved
+
+    def _resume(self) -> None:
+        """Restore the checkpoint, or seed the generators that training draws from."""
+        set_seed(self.recipe.seed, device_specific=True)
+        if self.resume_from is None:
+            return
+        state = self.state
+        self.accelerator.load_state(self.resume_from)
+        state.move_to(self.plan.global_batch)
+        self._seconds_before = state.seconds
+        self._samples_before = self._samples_at_log = state.samples
+        if not self.saver.resumed(self.resume_from):
+            self.display.note(
+                f"The best state (step {state.best_step}) is in no checkpoint any more: "
+                "the best is looked for anew."
+            )
+            state.best = state.best_step = None
+        for names, what in ((self._saved.added, "start anew"), (self._saved.dropped, "are gone")):
+            if names:
+                self.display.note(f"Not in both the checkpoint and the recipe: {names} {what}.")
+
+    def _open(self) -> None:
+        """Open what the run writes to, and show the header."""
+        self.recorder.open(resumed=self.resume_from is not None)
+        self.display.header(self.recipe.name, header_rows(self))
+
+    def _profiler(self) -> AbstractContextManager[Any]:
+        """Return the profiler's context; its traces go into the run directory by default."""
+        handler = self.recipe.profile
+        if handler is None:
+            return contextlib.nullcontext()
+        if handler.output_trace_dir is None and handler.on_trace_ready is None:
+            handler = replace(handler, output_trace_dir=str(self.run_dir / "profile"))
+        return self.accelerator.profile(handler)
+
+    def _call(self, event: str, *values: Any) -> None:
+        """Tell the callbacks that answer `event`; what they draw at random changes no training."""
+        for callback in self.callbacks.values():
+            if getattr(type(callback), event) is not getattr(Callback, event):
+                with preserved():
+                    getattr(callback, event)(self, *values)
+
+    # -- why it ends -----------------------------------------------------------------------
+
+    def _end(self, kind: str, reason: str) -> None:
+        """Set why training ends; the first reason stays."""
+        if self.stopped is None:
+            self.stopped = Stop(kind, reason)
+
+    def _check_limits(self, resumed: bool = False) -> None:
+        state, trainer = self.state, self.recipe.trainer
+        if trainer.max_steps is not None and state.step >= trainer.max_steps:
+            self._end("max_steps", f"trainer.max_steps={trainer.max_steps} reached")
+        if trainer.epochs is not None and state.epoch >= trainer.epochs:
+            self._end("epochs", f"trainer.epochs={trainer.epochs} completed")
+        if trainer.stop_after == state.step and not resumed:
+            self._end("stop_after", f"trainer.stop_after={trainer.stop_after} reached")
+
+    def _check_requests(self) -> None:
+        """Stop if any process was asked to, or if time is up; all processes agree."""
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self.stop_flag.request(TIME_IS_UP)
+        if self.stopped is None and self.stop_flag.agreed(self.accelerator):
+            if self.stop_flag.reason == TIME_IS_UP:
+                self._end("max_time", f"trainer.max_time={self.recipe.trainer.max_time} is over")
+            else:
+                self._end("signal", f"{self.stop_flag.reason} received")
+
+    # -- log points ------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        """Read the values of the steps since the last read; the one wait for the device."""
+        self.meter.drain()
+        if self.recipe.trainer.stop_on_nan:
+            self.meter.check(self.state.step)
+
+    def _log(self) -> None:
+        self._drain()
+        values = self.meter.take()
+        seconds = self.watch.lap()
+        samples = self.state.samples - self._samples_at_log
+        self._samples_at_log = self.state.samples
+        if self._skipped_steps:
+            values["skipped_steps"], self._skipped_steps = float(self._skipped_steps), 0
+        values |= learning_rates(self.step.optimizers)
+        values["samples_per_second"] = samples / seconds if seconds > 0 else 0.0
+        self.recorder.write("train", values, self.seconds)
+        self.display.values(values)
+        self._call("on_log", values)
+
+    # -- evaluation ------------------------------------------------------------------------
+
+    def _evaluate_if_due(self) -> None:
+        state, every = self.state, self.recipe.trainer.eval_every
+        due = state.step_in_epoch == 0 if every is None else state.step % every == 0
+        hurried = self.stopped is not None and self.stopped.kind == "signal"
+        if due and state.step > 0 and not hurried:
+            self._validate()
+
+    def _validate(self) -> None:
+        """Evaluate the validation data once per step, and note whether it is the best so far."""
+        state = self.state
+        if self._eval_batches["validation"] is None or state.evaluated_step == state.step:
+            return
+        metrics = self._evaluate("validation")
+        if metrics is None:
+            return
+        state.evaluated_step = state.step
+        value = self._monitored(metrics)
+        improved = state.improves(value, self.mode)
+        if improved:
+            state.best, state.best_step = value, state.step
+            self._improved = self.recipe.checkpoint.save_best
+        for scheduler in self._plateau:
+            scheduler.step(value)
+        self._report("validation", metrics, improved)
+
+    def _evaluate(self, split: str) -> dict[str, float] | None:
+        """Return the metrics of a split; None if the evaluation was left for a stop."""
+        batches = self._eval_batches[split]
+
+        def on_batch(index: int) -> bool:
+            self.display.evaluating(split, index, batches.num_batches)
+            agreed = self.stop_flag.agreed(self.accelerator, "evaluation")
+            return agreed and self.stop_flag.reason != TIME_IS_UP
+
+        try:
+            with self.watch.paused():
+                return evaluate(self.accelerator, self.step, batches, on_batch, batches.num_samples)
+        except Interrupted:
+            self.stopped = Stop("signal", f"{self.stop_flag.reason} received in evaluation")
+            return None
+
+    def _report(self, split: str, metrics: dict[str, float], best: bool = False) -> None:
+        self.metrics[split] = metrics
+        self.recorder.write(split, metrics, self.seconds)
+        self.display.evaluation(split, self.state.step, self.state.epoch_number, metrics, best)
+        self._call("on_evaluate", split, metrics)
+
+    def _monitored(self, metrics: Mapping[str, float]) -> float:
+        if self.monitor not in metrics:
+            raise ConfigError(
+                Problem(
+                    f"checkpoint.monitor={self.monitor!r}",
+                    f"the evaluation measures {', '.join(metrics)}",
+                    nearest(self.monitor, metrics),
+                )
+            )
+        return metrics[self.monitor]
+
+    # -- checkpoints -----------------------------------------------------------------------
+
+    def _save(self) -> None:
+        self._drain()
+        state = self.state
+        state.seconds = self.seconds
+        with self.watch.paused():
+            path = self.saver.save(
+                {
+                    "run": self.run_dir.name,
+                    "step": state.step,
+                    "epoch": state.epoch,
+                    "samples": state.samples,
+                    "samples_in_epoch": state.samples_in_epoch,
+                    "num_processes": self.accelerator.num_processes,
+                    "global_batch_size": self.plan.global_batch,
+                    "monitor": self.monitor,
+                    "metrics": self.metrics.get("validation", {}),
+                }
+            )
+            if self._improved and state.best is not None:
+                self.saver.point(self.monitor, state.best)
+            self._improved = False
+        self._call("on_checkpoint", path)
+
+    # -- the end ---------------------------------------------------------------------------
+
+    def _finish(self) -> dict[str, Any]:
+        """Evaluate and save what is still due, test the best state, and sum up."""
+        if self.complete:
+            if not self.meter.empty:
+                self._log()
+            if self.stop_flag.reason == TIME_IS_UP:
+                self._save()  # whoever set the limit may not wait for an evaluation
+            self._validate()
+        self._save_last()
+        if self.complete:
+            self._test()
+        self._call("on_end")
+        summary = summary_of(self)
+        if self.accelerator.is_main_process:
+            write_summary(self.run_dir, summary)
+        self.display.final(self.recipe.name, final_rows(self, summary))
+        return summary
+
+    def _save_last(self) -> None:
+        wanted = self.recipe.checkpoint.at_end or not self.complete
+        if self._improved or (wanted and self.saver.saved_step != self.state.step):
+            self._save()
+
+    def _test(self) -> None:
+        self.saver.load_best()
+        if self._eval_batches["test"] is None:
+            return
+        metrics = self._evaluate("test")
+        if metrics is not None:
+            self._report("test", metrics)
+
+
+def with_last(
+    windows: Iterator[Window], num_before: int, num_windows: int | None
+) -> Iterator[tuple[Window, bool]]:
+    """Yield each window and whether it is the last of its epoch.
+
+    Args:
+        windows: of one epoch, from `num_before` on.
+        num_before: how many of the epoch were skipped.
+        num_windows: how many the whole epoch has; None: unknown, so each is fetched one ahead.
+    """
+    if num_windows is not None:
+        for number, window in enumerate(windows, start=num_before + 1):
+            yield window, number == num_windows
+        return
+    ahead = next(windows, None)
+    while ahead is not None:
+        window, ahead = ahead, next(windows, None)
+        yield window, ahead is None

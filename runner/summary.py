@@ -1,0 +1,170 @@
+"""What a run says of itself: the rows of its header and of its final table, and summary.json."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from runner.display import clock, number, short
+
+if TYPE_CHECKING:
+    from accel import Accelerator
+    from runner.batch_plan import BatchPlan
+    from runner.data import Data
+    from runner.loop import Loop
+
+Row = tuple[str, str]
+
+
+def count_parameters(models: Mapping[str, torch.nn.Module]) -> tuple[int, int]:
+    """Return (all, trainable) parameters of several models; shared ones count once."""
+    found = {id(p): p for model in models.values() for p in model.parameters()}.values()
+    return sum(p.numel() for p in found), sum(p.numel() for p in found if p.requires_grad)
+
+
+def header_rows(loop: Loop) -> list[Row]:
+    """Return what a person wants to know before a run starts."""
+    rows = [
+        ("directory", str(loop.run_dir)),
+        ("device", device_line(loop.accelerator)),
+        ("model", model_line(loop.step.models, loop.num_parameters)),
+        ("data", data_line(loop.data)),
+        ("batch", batch_line(loop.plan)),
+        ("length", length_line(loop)),
+    ]
+    if loop.recipe.tags:
+        rows.append(("tags", ", ".join(loop.recipe.tags)))
+    if loop.resume_from is not None:
+        where = f"step {loop.state.step}, epoch {loop.state.epoch + 1}"
+        rows.append(("resumed", f"{Path(loop.resume_from).name} ({where})"))
+    return rows
+
+
+def device_line(accelerator: Accelerator) -> str:
+    """Return e.g. "cuda (NVIDIA H100) · 8 processes · bf16"."""
+    device, count = accelerator.device, accelerator.num_processes
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    precision = accelerator.mixed_precision
+    return " · ".join(
+        (
+            f"{device.type}{name}",
+            f"{count} process{'' if count == 1 else 'es'}",
+            "fp32" if precision == "no" else str(precision),
+        )
+    )
+
+
+def model_line(models: Mapping[str, torch.nn.Module], num_parameters: tuple[int, int]) -> str:
+    """Return e.g. "Cnn · 123,456 parameters, all trainable"."""
+    total, trainable = num_parameters
+    names = ", ".join(type(model).__name__ for model in models.values())
+    share = "all trainable" if trainable == total else f"{trainable:,} trainable"
+    return f"{names} · {total:,} parameters, {share}"
+
+
+def data_line(data: Data) -> str:
+    """Return e.g. "train 1,257 · validation 180 · test 360"; a stream's length is unknown."""
+    splits = {"train": data.train, "validation": data.validation, "test": data.test}
+    parts = []
+    for split, dataset in splits.items():
+        if dataset is not None:
+            size = num_samples(dataset)
+            parts.append(f"{split} {'stream' if size is None else f'{size:,}'}")
+    return " · ".join(parts)
+
+
+def num_samples(dataset: Any) -> int | None:
+    """Return the length of a data set; None for a stream."""
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def batch_line(plan: BatchPlan) -> str:
+    """Return the batch arithmetic, e.g. "global batch 64 = 2 processes × 32 × 1 accumulated"."""
+    processes = f"{plan.num_processes} process{'' if plan.num_processes == 1 else 'es'}"
+    return (
+        f"global batch {plan.global_batch} = {processes} × {plan.micro_batch}"
+        f" × {plan.accumulation} accumulated"
+    )
+
+
+def length_line(loop: Loop) -> str:
+    """Return how long the run is, e.g. "20 epochs × 20 steps = 400 steps"."""
+    trainer, plan = loop.recipe.trainer, loop.plan
+    epochs = "" if trainer.epochs is None else f"{trainer.epochs} epochs"
+    if plan.total_steps is None:
+        return epochs or f"{trainer.max_steps} steps"
+    if not epochs or plan.steps_per_epoch is None:
+        return f"{plan.total_steps} steps"
+    whole = trainer.epochs * plan.steps_per_epoch if trainer.epochs else 0
+    line = f"{epochs} × {plan.steps_per_epoch} steps = {whole} steps"
+    return line if whole == plan.total_steps else f"{plan.total_steps} steps (of {line})"
+
+
+def summary_of(loop: Loop) -> dict[str, Any]:
+    """Return what `summary.json` holds."""
+    state, stopped = loop.state, loop.stopped
+    seconds = loop.watch.training
+    best = None
+    if state.best is not None:
+        checkpoint = loop.saver.best.checkpoint if loop.saver.best else None
+        best = {
+            "metric": loop.monitor,
+            "mode": loop.mode,
+            "value": state.best,
+            "step": state.best_step,
+            "checkpoint": checkpoint,
+        }
+    return {
+        "name": loop.recipe.name,
+        "run_dir": str(loop.run_dir),
+        "stopped": None if stopped is None else stopped.kind,
+        "reason": None if stopped is None else stopped.reason,
+        "complete": stopped is not None and stopped.complete,
+        "step": state.step,
+        "epoch": state.epoch,
+        "samples": state.samples,
+        "seconds": round(loop.seconds, 3),
+        "samples_per_second": loop.samples_here / seconds if seconds > 0 else 0.0,
+        "num_processes": loop.accelerator.num_processes,
+        "num_parameters": loop.num_parameters[0],
+        "best": best,
+        "metrics": loop.metrics,
+        "checkpoint": loop.saver.last,
+        **loop.results,
+    }
+
+
+def final_rows(loop: Loop, summary: Mapping[str, Any]) -> list[Row]:
+    """Return the final table: what came out, how fast, where things are."""
+    rows: list[Row] = []
+    if summary["best"] is not None:
+        best = summary["best"]
+        rows.append(
+            ("best", f"validation {best['metric']} {number(best['value'])} at step {best['step']}")
+        )
+    for split, metrics in summary["metrics"].items():
+        rows.append((split, "  ".join(f"{name} {number(v)}" for name, v in metrics.items())))
+    rows += loop.rows
+    rows += [
+        ("stopped", f"{summary['reason']} (step {summary['step']}, epoch {summary['epoch']})"),
+        ("time", f"{clock(summary['seconds'])} · {short(summary['samples_per_second'])} samples/s"),
+        ("directory", str(loop.run_dir)),
+    ]
+    if loop.saver.last is not None:
+        rows.append(("checkpoint", _below(loop.saver.last, loop.run_dir)))
+    if loop.saver.best is not None:
+        best_path = loop.saver.folder / loop.saver.best.checkpoint
+        rows.append(("best state", _below(best_path, loop.run_dir)))
+    if not summary["complete"]:
+        rows.append(("go on", f"runner resume={shlex.quote(str(loop.run_dir))}"))
+    return rows
+
+
+def _below(path: str | Path, folder: Path) -> str:
+    """Return `path` relative to `folder` where it lies in it."""
+    whole, root = Path(path).resolve(), folder.resolve()
+    return str(whole.relative_to(root)) if whole.is_relative_to(root) else str(path)
