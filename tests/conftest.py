@@ -13,7 +13,10 @@ import pytest
 from tests.helpers import close_pools, pool_pids, reset_accel
 
 # Set by libraries at import, or by pytest itself.
-IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "COLUMNS"}
+IGNORED_VARIABLES = {
+    *("PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "COLUMNS"),
+    "TORCHINDUCTOR_CACHE_DIR",
+}
 # Threads that libraries keep on purpose, once per process.
 IGNORED_THREADS = ("pydevd", "QueueFeederThread", "tqdm", "ThreadPoolExecutor", "asyncio")
 

@@ -61,6 +61,11 @@ def random_states_name(rank: int) -> str:
     return f"random_states_{rank}.pkl"
 
 
+def positions_name(rank: int) -> str:
+    """Return the file name of the positions of a rank's stateful loaders."""
+    return f"dataloader_positions_{rank}.bin"
+
+
 def custom_name(index: int) -> str:
     """Return the file name of the `index`-th object registered for checkpointing."""
     return f"custom_checkpoint_{index}.pkl"

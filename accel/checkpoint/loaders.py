@@ -1,8 +1,8 @@
-"""The state of a data loader: what decides the order of its samples."""
+"""The state of data loaders: what decides the order of their samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,15 @@ from accel.errors import CheckpointError, Problem
 
 
 def loader_state(loader: Any) -> dict[str, Any]:
-    """Return what decides the order of a loader's samples.
+    """Return what decides the order of a loader's samples, the same on every rank.
 
     Returns:
-        loader: its own `state_dict()`, if it has one (torchdata's stateful loaders).
-        samplers: those of its samplers that have one, outermost first.
+        epoch: that of the current pass, None where the loader does not know it.
+        samplers: the states of its samplers that have one, outermost first.
         generators: the states of the generators of the loader and its samplers.
     """
     return {
-        "loader": loader.state_dict() if hasattr(loader, "state_dict") else None,
+        "epoch": getattr(loader, "epoch", None),
         "samplers": [sampler.state_dict() for sampler in _stateful(loader)],
         "generators": [generator.get_state() for generator in _generators(loader)],
     }
@@ -30,31 +30,45 @@ def load_loader_state(loader: Any, state: dict[str, Any]) -> None:
     """Take over what `loader_state` returned.
 
     Raises:
-        CheckpointError: if the loader is built in another way than the saved one.
+        CheckpointError: if the loader has other samplers than the saved one.
     """
-    samplers, generators = list(_stateful(loader)), list(_generators(loader))
-    own = state["loader"]
-    if (own is None) == hasattr(loader, "load_state_dict") or len(samplers) != len(
-        state["samplers"]
-    ):
-        raise CheckpointError(
-            str(
-                Problem(
-                    f"data loader with {len(samplers)} samplers that have a state",
-                    f"the saved one has {len(state['samplers'])}"
-                    f"{'' if own is None else ' and a state of its own'}",
-                    "Build the loader, and set use_seedable_sampler and use_stateful_dataloader, "
-                    "as when it was saved.",
-                )
-            )
-        )
-    if own is not None:
-        loader.load_state_dict(own)
+    samplers = list(_stateful(loader))
+    if len(samplers) != len(state["samplers"]):
+        rule = f"the saved one has {len(state['samplers'])}"
+        remedy = "Build the loader, and set use_seedable_sampler, as when it was saved."
+        value = f"a data loader with {len(samplers)} samplers that have a state"
+        raise CheckpointError(str(Problem(value, rule, remedy)))
+    if state["epoch"] is not None and hasattr(loader, "set_epoch"):
+        loader.set_epoch(state["epoch"])
     for sampler, saved in zip(samplers, state["samplers"], strict=True):
         sampler.load_state_dict(saved)
-    # A generator may come or go (synchronised over ranks, say) without a change of order.
-    for generator, saved in zip(generators, state["generators"], strict=False):
+    # A generator may come or go (one that is synchronised over ranks, say) and change no order.
+    for generator, saved in zip(_generators(loader), state["generators"], strict=False):
         generator.set_state(saved)
+
+
+def positions(loaders: Sequence[Any]) -> list[dict[str, Any] | None]:
+    """Return the position of each loader that knows one (torchdata's), which is this rank's own."""
+    return [loader.state_dict() if hasattr(loader, "state_dict") else None for loader in loaders]
+
+
+def load_positions(loaders: Sequence[Any], saved: Sequence[dict[str, Any] | None]) -> None:
+    """Take over what `positions` returned on this rank.
+
+    Raises:
+        CheckpointError: if a loader knows its position and no state was saved for it.
+    """
+    for index, loader in enumerate(loaders):
+        if not hasattr(loader, "load_state_dict"):
+            continue
+        state = saved[index] if index < len(saved) else None
+        if state is None:
+            rule = "the checkpoint holds no position of it on this rank"
+            remedy = (
+                "Resume with use_stateful_dataloader and as many processes as when it was saved."
+            )
+            raise CheckpointError(str(Problem(f"stateful data loader {index}", rule, remedy)))
+        loader.load_state_dict(state)
 
 
 def _samplers(loader: Any) -> Iterator[Any]:

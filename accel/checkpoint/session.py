@@ -19,7 +19,12 @@ from accel import rng
 from accel.checkpoint import files
 from accel.checkpoint.common import load_plain, read_model, save_plain, write_model
 from accel.checkpoint.files import Manifest, numbered
-from accel.checkpoint.loaders import load_loader_state, loader_state
+from accel.checkpoint.loaders import (
+    load_loader_state,
+    load_positions,
+    loader_state,
+    positions,
+)
 from accel.checkpoint.optimizers import ParameterNames, load_by_name, state_by_name
 from accel.errors import CheckpointError, Problem
 from accel.logging import get_logger
@@ -226,9 +231,11 @@ def _write(accelerator: Accelerator, folder: Path, options: SaveOptions) -> None
             write_model(state, folder, index, options.safe)
         for name, state, what in _shared_states(accelerator):
             save_plain(state, folder / name, what)
-    save_plain(
-        rng.capture(), folder / files.random_states_name(accelerator.comm.rank), "random states"
-    )
+    rank = accelerator.comm.rank
+    save_plain(rng.capture(), folder / files.random_states_name(rank), "random states")
+    own = positions(objects.dataloaders)
+    if any(state is not None for state in own):
+        save_plain(own, folder / files.positions_name(rank), "data loaders")
 
 
 def _indexed(remaining: list[Any], every: list[Any], what: str) -> list[tuple[int, Any]]:
@@ -298,6 +305,7 @@ def load(
             hook(models, fspath(path))
         _restore_models(accelerator, path, models, strict)
         _restore_objects(accelerator, path, manifest)
+        _restore_positions(accelerator, path, manifest)
         _restore_random_states(comm.rank, path, manifest)
     _continue_numbering(accelerator, path)
     return path
@@ -368,6 +376,14 @@ def _restore_scaler(scaler: torch.amp.GradScaler, path: Path, manifest: Manifest
         path,
         manifest.engine["mixed_precision"],
     )
+
+
+def _restore_positions(accelerator: Accelerator, path: Path, manifest: Manifest) -> None:
+    comm = accelerator.comm
+    name = files.positions_name(comm.rank)
+    # On other numbers of processes a rank reads other samples: its old position means nothing.
+    same = manifest.engine["world_size"] == comm.world_size and name in manifest.files
+    load_positions(accelerator._objects.dataloaders, load_plain(path / name) if same else [])
 
 
 def _restore_random_states(rank: int, path: Path, manifest: Manifest) -> None:

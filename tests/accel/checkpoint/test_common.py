@@ -1,0 +1,188 @@
+"""Portable contents: what is written can be read back without running code, bit for bit."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import pickle
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+from accel.checkpoint import common
+from accel.errors import CheckpointError
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return logging.error, ("code ran",)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def round_trip(value: Any, folder: Path) -> Any:
+    common.save_plain(value, folder / "value.bin", "value")
+    return common.load_plain(folder / "value.bin")
+
+
+# -- plain values --------------------------------------------------------------------------
+
+
+def test_plain_values_come_back_as_they_are(tmp_path: Path) -> None:
+    value = {
+        "step": 3,
+        "rates": [0.1, (1, None, True)],
+        "milestones": Counter({30: 1}),
+        "ordered": OrderedDict(a=b"bytes", z={1, 2}),
+        "dtype": torch.bfloat16,
+        "size": torch.Size([2, 3]),
+    }
+    assert round_trip(value, tmp_path) == value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_tensors_come_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = (torch.randn(7, 3) * 3).to(dtype)
+    assert torch.equal(round_trip({"x": tensor}, tmp_path)["x"], tensor)
+
+
+def test_numpy_scalars_become_numbers(tmp_path: Path) -> None:
+    found = round_trip({"best": np.float64(0.1), "counts": [np.int64(3)]}, tmp_path)
+    assert found == {"best": 0.1, "counts": [3]}
+    assert type(found["best"]) is float
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"fn": lambda step: step}, r"scheduler 0\['fn'\] is a builtins\.function"),
+        ({"a": [1, {"kind": Color.RED}]}, r"scheduler 0\['a'\]\[1\]\['kind'\].*Color"),
+        ({"history": np.zeros(3)}, r"scheduler 0\['history'\] is a numpy\.ndarray"),
+        ({Path("x"): 1}, "the key .*Path"),
+        ([Evil()], r"scheduler 0\[0\].*Evil"),
+    ],
+)
+def test_what_could_not_be_read_back_is_refused_when_saved(
+    tmp_path: Path, value: Any, place: str
+) -> None:
+    with pytest.raises(CheckpointError, match=place):
+        common.save_plain(value, tmp_path / "scheduler.bin", "scheduler 0")
+
+
+def test_a_full_disk_is_not_taken_for_a_bad_value(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"does not exist"):
+        common.save_plain({"x": 1}, tmp_path / "missing" / "x.bin", "x")
+
+
+def test_a_file_that_would_run_code_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for writer in (torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))):
+        writer(Evil(), tmp_path / "evil.pkl")
+        with pytest.raises(CheckpointError, match="could run code"):
+            common.load_plain(tmp_path / "evil.pkl")
+    assert "code ran" not in caplog.text
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    for read in (common.load_plain, common.read_tensors):
+        with pytest.raises(CheckpointError, match=r"holds no x\.bin"):
+            read(tmp_path / "x.bin")
+
+
+# -- tensors -------------------------------------------------------------------------------
+
+
+def test_shared_tensors_are_stored_once_and_come_back_under_every_name(tmp_path: Path) -> None:
+    model, path = Tied(), tmp_path / "model.safetensors"
+    common.write_tensors(model.state_dict(), path)
+    assert list(load_file(path)) == ["embedding.weight"]
+    state = common.read_tensors(path)
+    assert state.keys() == model.state_dict().keys()
+    fresh = Tied()
+    fresh.load_state_dict(state)
+    assert fresh.head.weight is fresh.embedding.weight
+    assert torch.equal(fresh.head.weight, model.head.weight)
+
+
+def test_safetensors_own_reader_understands_shared_tensors(tmp_path: Path) -> None:
+    model, fresh = Tied(), Tied()
+    common.write_tensors(model.state_dict(), tmp_path / "model.safetensors")
+    assert load_model(fresh, tmp_path / "model.safetensors") == (set(), [])
+    assert torch.equal(fresh.head.weight, model.head.weight)
+
+
+def test_overlapping_strided_and_empty_tensors_are_each_stored_whole(tmp_path: Path) -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    state = {
+        "base": base,
+        "row": base[1],
+        "transposed": base.t(),
+        "empty": torch.empty(0),
+        "none": torch.empty(0, 4),
+        "scalar": torch.tensor(2.5),
+    }
+    common.write_tensors(state, tmp_path / "x.safetensors")
+    found = common.read_tensors(tmp_path / "x.safetensors")
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 4)), max_size=8))
+def test_any_mix_of_views_comes_back(views: list[tuple[int, int, int]]) -> None:
+    bases = [torch.randn(8) for _ in range(3)]
+    state = {f"t{i}": bases[b][start : start + n] for i, (b, start, n) in enumerate(views)}
+    kept, aliases = common.split_shared(state)
+    assert kept.keys() | aliases.keys() == state.keys()
+    for name, tensor in state.items():
+        assert torch.equal(kept[aliases.get(name, name)], tensor)
+    owners = [t.untyped_storage().data_ptr() for t in kept.values() if t.numel()]
+    assert len(owners) == len(set(owners))
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(2, 2).to_sparse(), torch.empty(2, device="meta")], ids=["sparse", "meta"]
+)
+def test_tensors_that_the_format_cannot_hold_are_named(tmp_path: Path, tensor: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"tensor 'layer\.weight'"):
+        common.write_tensors({"layer.weight": tensor}, tmp_path / "x.safetensors")
+
+
+def test_a_cut_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    common.write_tensors({"x": torch.ones(100)}, path)
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match="no whole safetensors file"):
+        common.read_tensors(path)
+
+
+# -- models --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_models_keep_values_that_are_no_tensors(tmp_path: Path, safe: bool) -> None:
+    state = {"weight": torch.randn(3), "_extra_state": {"seen": 5}}
+    common.write_model(state, tmp_path, index=1, safe=safe)
+    found = common.read_model(tmp_path, index=1)
+    assert found["_extra_state"] == {"seen": 5}
+    assert torch.equal(found["weight"], state["weight"])

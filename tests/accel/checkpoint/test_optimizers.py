@@ -1,0 +1,173 @@
+"""Optimizer state by name: bit-equal, whatever the order, the wrapper or the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel.checkpoint.common import load_plain, save_plain
+from accel.checkpoint.optimizers import ParameterNames, load_by_name, state_by_name
+from accel.errors import CheckpointError
+
+Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+def build(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    torch.manual_seed(7)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+
+
+def moved(saved: dict[str, Any], folder: Path) -> Any:
+    save_plain(saved, folder / "optimizer.bin", "optimizer 0")
+    return load_plain(folder / "optimizer.bin")
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "tensor_lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2)),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_moments_come_back_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    model = build()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    train(model, optimizer)
+    saved = moved(state_by_name(optimizer, ParameterNames([model])), tmp_path)
+    assert set(saved["state"]) == {f"model:{name}" for name, _ in model.named_parameters()}
+
+    fresh = build(1)
+    fresh.load_state_dict(model.state_dict())
+    restored = OPTIMIZERS[kind](fresh.parameters())
+    load_by_name(restored, saved, ParameterNames([fresh]))
+    assert same(restored.state_dict(), optimizer.state_dict())
+    train(model, optimizer)
+    train(fresh, restored)
+    assert same(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+def test_the_order_of_parameters_does_not_matter(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    saved = moved(state_by_name(optimizer, ParameterNames([model])), tmp_path)
+    backwards = torch.optim.AdamW(reversed(list(model.parameters())))
+    load_by_name(backwards, saved, ParameterNames([model]))
+    for parameter in model.parameters():
+        assert same(backwards.state[parameter], optimizer.state[parameter])
+
+
+def test_groups_keep_their_settings(tmp_path: Path) -> None:
+    def groups(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            [{"params": model[0].parameters(), "lr": rate}, {"params": model[2].parameters()}],
+            lr=0.5,
+        )
+
+    model = build()
+    optimizer = groups(model, 0.1)
+    optimizer.param_groups[0]["initial_lr"] = 0.1
+    saved = moved(state_by_name(optimizer, ParameterNames([model])), tmp_path)
+    restored = groups(model, 0.9)
+    load_by_name(restored, saved, ParameterNames([model]))
+    assert [group["lr"] for group in restored.param_groups] == [0.1, 0.5]
+    assert restored.param_groups[0]["initial_lr"] == 0.1
+
+
+def test_two_models_in_one_optimizer_and_shared_parameters(tmp_path: Path) -> None:
+    first, second = build(), build(1)
+    second[2].weight = first[2].weight
+    optimizer = torch.optim.AdamW([*first.parameters(), second[0].weight])
+    for model in (first, second):
+        train(model, optimizer)
+    names = ParameterNames([first, second])
+    saved = moved(state_by_name(optimizer, names), tmp_path)
+    assert "model_1:0.weight" in saved["state"]
+    assert "model:2.weight" in saved["state"]
+    assert saved["unnamed"] == []
+    restored = torch.optim.AdamW([*first.parameters(), second[0].weight])
+    load_by_name(restored, saved, names)
+    assert same(restored.state_dict(), optimizer.state_dict())
+
+
+def test_an_alias_names_the_same_parameter(tmp_path: Path) -> None:
+    class Two(nn.Module):
+        def __init__(self, first: str, second: str) -> None:
+            super().__init__()
+            weight = nn.Parameter(torch.ones(2))
+            self.register_parameter(first, weight)
+            self.register_parameter(second, weight)
+
+    one, other = Two("a", "b"), Two("b", "a")
+    optimizer = torch.optim.SGD([one.a], lr=0.1, momentum=0.9)
+    one.a.sum().backward()
+    optimizer.step()
+    saved = moved(state_by_name(optimizer, ParameterNames([one])), tmp_path)
+    assert list(saved["state"]) == ["model:a"]
+    restored = torch.optim.SGD([other.a], lr=0.1, momentum=0.9)
+    load_by_name(restored, saved, ParameterNames([other]))
+    assert torch.equal(restored.state[other.a]["momentum_buffer"], torch.ones(2))
+
+
+def test_parameters_of_no_model_are_kept_by_position(tmp_path: Path) -> None:
+    model, temperature = build(), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([*model.parameters(), temperature])
+    train(model, optimizer)
+    temperature.sum().backward()
+    optimizer.step()
+    saved = moved(state_by_name(optimizer, ParameterNames([model])), tmp_path)
+    assert saved["unnamed"] == ["#4"]
+    restored = torch.optim.AdamW([*model.parameters(), temperature])
+    load_by_name(restored, saved, ParameterNames([model]))
+    assert same(restored.state_dict(), optimizer.state_dict())
+    assert restored.state[temperature]["exp_avg"].item() == pytest.approx(0.1)
+
+
+def test_state_in_another_dtype_than_its_parameter_stays_so(tmp_path: Path) -> None:
+    model = build().to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum"] = torch.randn(parameter.shape, dtype=torch.float32)
+    saved = moved(state_by_name(optimizer, ParameterNames([model])), tmp_path)
+    restored = torch.optim.SGD(model.parameters(), lr=0.1)
+    load_by_name(restored, saved, ParameterNames([model]))
+    assert same(restored.state_dict(), optimizer.state_dict())
+
+
+def test_other_parameters_or_groups_are_refused(tmp_path: Path) -> None:
+    model = build()
+    names = ParameterNames([model])
+    saved = moved(state_by_name(torch.optim.SGD(model.parameters()), names), tmp_path)
+    with pytest.raises(CheckpointError, match=r"lacks model:2\.bias, model:2\.weight of the saved"):
+        load_by_name(torch.optim.SGD(model[0].parameters()), saved, names)
+    two = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}])
+    with pytest.raises(CheckpointError, match="2 parameter groups: the saved one has 1"):
+        load_by_name(two, saved, names)
+    with pytest.raises(CheckpointError, match="format None"):
+        load_by_name(two, {"state": {}}, names)
