@@ -39,16 +39,19 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         if in_order and not main_process_only:
             self._log_in_order(level, msg, *args, **kwargs)
         elif not main_process_only or _is_main_process():
-            msg, kwargs = self.process(msg, kwargs)
-            self.logger.log(level, msg, *args, **kwargs)
+            self._log_here(level, msg, *args, **kwargs)
+
+    def _log_here(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        kwargs["stacklevel"] += 1
+        processed, options = self.process(msg, kwargs)
+        self.logger.log(level, processed, *args, **options)
 
     def _log_in_order(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         state = PartialState()
         kwargs["stacklevel"] += 1
         for rank in range(state.num_processes):
             if rank == state.process_index:
-                processed, options = self.process(msg, kwargs)
-                self.logger.log(level, processed, *args, **options)
+                self._log_here(level, msg, *args, **kwargs)
             state.wait_for_everyone()
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from accel.errors import ConfigError, Problem
-
 # What torch says in a plain RuntimeError where it has no OutOfMemoryError.
 OUT_OF_MEMORY = (
     "out of memory",
@@ -77,7 +75,7 @@ def find_executable_batch_size(
         The function without its first parameter.
 
     Raises:
-        ConfigError: if a caller passes a batch size, too.
+        TypeError: if a caller passes a batch size, too.
         RuntimeError: if even a batch of one sample does not fit.
 
     Example:
@@ -91,12 +89,10 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    parameters = list(inspect.signature(function).parameters)
-    name = getattr(function, "__name__", "function")
 
     @functools.wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:
-        _check_call(name, parameters, args)
+        _check_call(function, args)
         clear_device_cache(garbage_collection=True)
         batch_size = starting_batch_size
         while batch_size > 0:
@@ -124,14 +120,13 @@ def _attempt(
         return False, None
 
 
-def _check_call(name: str, parameters: list[str], args: tuple[Any, ...]) -> None:
+def _check_call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Refuse more positional arguments than there are parameters after the batch size."""
-    if len(parameters) < len(args) + 1 and parameters[:1] != ["args"]:
-        shown = ", ".join(f"{key}={value!r}" for key, value in zip(parameters[1:], args[1:]))
-        raise ConfigError(
-            Problem(
-                f"{name}: the batch size was passed as the first argument",
-                "the decorator passes it",
-                f"Call {name}({shown}).",
-            )
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    named = [kind for kind in kinds if kind is not inspect.Parameter.KEYWORD_ONLY]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds and len(args) >= len(named):
+        name = getattr(function, "__name__", "function")
+        raise TypeError(
+            f"Batch size was passed into `{name}` as the first argument when called. "
+            "Leave it out: the decorator passes it."
         )

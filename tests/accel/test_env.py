@@ -1,0 +1,105 @@
+"""The environment is read in one place, strictly."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from accel import env
+from accel.env import Environment
+from accel.errors import ConfigError
+
+NAME = "ACCEL_TEST_VARIABLE"
+LAUNCHER = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "ACCELERATE_DEBUG_MODE"),
+    *("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_USE_FSDP", "TORCHELASTIC_RUN_ID"),
+)
+
+
+@pytest.mark.parametrize("text", ["1", "true", "YES", "y", "On", "t"])
+def test_flag_says_yes(text: str) -> None:
+    with env.patched(**{NAME: text}):
+        assert env.flag(NAME)
+
+
+@pytest.mark.parametrize("text", ["", "0", "false", "No", "off", "n", "f", None])
+def test_flag_says_no(text: str | None) -> None:
+    with env.patched(**{NAME: text}):
+        assert not env.flag(NAME)
+
+
+def test_flag_refuses_other_words() -> None:
+    with env.patched(**{NAME: "maybe"}), pytest.raises(ConfigError, match=r"Set \w+=1 or"):
+        env.flag(NAME)
+
+
+def test_integer() -> None:
+    with env.patched(**{NAME: " 7 "}):
+        assert env.integer(NAME) == 7
+    with env.patched(**{NAME: ""}):
+        assert env.integer(NAME, 3) == 3
+    with env.patched(**{NAME: "7.5"}), pytest.raises(ConfigError, match="whole number"):
+        env.integer(NAME)
+
+
+def test_patched_restores_also_after_an_error() -> None:
+    env.set_values({NAME: "before"})
+
+    def fail() -> None:
+        with env.patched(**{NAME: None}):
+            assert NAME not in os.environ
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert env.read(NAME) == "before"
+    env.set_values({NAME: None})
+    assert NAME not in env.copy()
+
+
+def test_an_empty_environment_is_one_process() -> None:
+    with env.patched(**dict.fromkeys(LAUNCHER)):
+        snapshot = Environment.read()
+    assert snapshot.world_size == 1
+    assert snapshot.rank is None
+    assert not snapshot.use_cpu
+    assert snapshot.engines == ()
+
+
+def test_a_launched_environment() -> None:
+    values = {
+        "RANK": 3,
+        "LOCAL_RANK": 1,
+        "WORLD_SIZE": 4,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": 1234,
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": 8,
+        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_DEBUG_MODE": "1",
+        "ACCELERATE_USE_FSDP": "yes",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_RESTART_COUNT": 2,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    with env.patched(**values):
+        snapshot = Environment.read()
+    assert snapshot == Environment(
+        rank=3,
+        local_rank=1,
+        world_size=4,
+        local_world_size=2,
+        master_addr="node0",
+        master_port=1234,
+        restart_count=2,
+        run_id="job",
+        agent_store=True,
+        mixed_precision="bf16",
+        accumulation_steps=8,
+        use_cpu=True,
+        debug=True,
+        engines=("fsdp",),
+    )
