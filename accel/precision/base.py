@@ -30,7 +30,7 @@ class Precision:
         return contextlib.nullcontext()
 
     def wrap_forward(self, model: torch.nn.Module) -> None:
-        """Make `model.forward` compute under autocast and return fp32; undone by `unwrap_forward`."""
+        """Make `model.forward` compute under autocast and return fp32, if the format wants it."""
 
     def unwrap_forward(self, model: torch.nn.Module) -> None:
         """Give `model` its own `forward` back."""

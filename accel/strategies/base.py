@@ -15,11 +15,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from accel.data.prepare import prepare_data_loader
 from accel.enums import DistributedType
+from accel.errors import ConfigError, Problem
+from accel.objects import Objects
+from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
+from accel.scheduler import AcceleratedScheduler
+from accel.wrapping import extract_model_from_parallel
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
-    from accel.objects import Objects
     from accel.plan import Plan
     from accel.precision.base import Precision
 
@@ -79,43 +84,109 @@ class Strategy(ABC):
 
     @property
     def data_rank(self) -> tuple[int, int]:
-        """(index, count) of the data shard this process reads. Ranks of one model replica share it."""
+        """(index, count) of the data shard this process reads; ranks of one replica share it."""
         return self.comm.rank, self.comm.world_size
 
     # -- preparing -------------------------------------------------------------------------
 
     def validate(self, objects: Objects) -> None:
         """Raise `ConfigError` if the backend cannot take these objects together."""
+        most = self.traits.max_models
+        if most is not None and len(objects.models) > most:
+            raise ConfigError(
+                Problem(
+                    f"prepare: {len(objects.models)} models in one call",
+                    f"{self.traits.name} takes {most}",
+                    "Prepare them in calls of their own.",
+                )
+            )
 
-    def prepare(self, objects: Objects, placement: Objects, evaluation: bool = False) -> Objects:
+    def prepare(
+        self,
+        objects: Objects,
+        placement: Objects,
+        prepared: Objects,
+        evaluation: bool = False,
+        slice_fn: Any | None = None,
+    ) -> Objects:
         """Return `objects` wrapped for training.
 
         Args:
             objects: what the caller prepares in one call.
             placement: of the same lengths; booleans that tell what is moved to the device.
+            prepared: what earlier calls returned.
             evaluation: whether the models are only evaluated.
+            slice_fn: takes this process's part of a dispatched batch; None: `slice_tensors`.
         """
-        from accel.objects import Objects
-
+        models = [
+            self.wrap_model(model, place, evaluation)
+            for model, place in zip(objects.models, placement.models, strict=True)
+        ]
+        optimizers = [
+            self.wrap_optimizer(optimizer, place)
+            for optimizer, place in zip(objects.optimizers, placement.optimizers, strict=True)
+        ]
+        known = [*prepared.optimizers, *optimizers]
         return Objects(
-            models=[
-                self.wrap_model(model, place, evaluation)
-                for model, place in zip(objects.models, placement.models, strict=True)
+            models=models,
+            optimizers=optimizers,
+            schedulers=[self.wrap_scheduler(scheduler, known) for scheduler in objects.schedulers],
+            dataloaders=[
+                self.wrap_dataloader(loader, place, slice_fn)
+                for loader, place in zip(objects.dataloaders, placement.dataloaders, strict=True)
             ],
-            optimizers=list(objects.optimizers),
-            schedulers=list(objects.schedulers),
-            dataloaders=list(objects.dataloaders),
         )
 
     def wrap_model(
         self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
     ) -> torch.nn.Module:
-        """Return `model` on the device and, where the backend needs it, in its wrapper."""
-        return model.to(self.device) if place else model
+        """Return `model` on the device, in the run's precision and the backend's wrapper."""
+        if place:
+            model = model.to(self.device)
+        self.precision.wrap_forward(model)
+        return model
+
+    def wrap_optimizer(
+        self, optimizer: torch.optim.Optimizer, place: bool = True
+    ) -> torch.optim.Optimizer:
+        """Return `optimizer` as it steps in this run."""
+        return AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.precision.scaler)
+
+    def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Any:
+        """Return `scheduler` following its own optimizer if that is known, else all of them."""
+        inner = getattr(scheduler, "optimizer", None)
+        own = [known for known in optimizers if unwrap_optimizer(known) is inner or known is inner]
+        return AcceleratedScheduler(
+            scheduler,
+            own or list(optimizers),
+            step_with_optimizer=self.plan.step_scheduler_with_optimizer,
+            split_batches=self.plan.dataloader.split_batches,
+        )
+
+    def wrap_dataloader(self, loader: Any, place: bool = True, slice_fn: Any | None = None) -> Any:
+        """Return a loader that yields this process's batches, on the device if `place`."""
+        index, count = self.data_rank
+        config = self.plan.dataloader
+        return prepare_data_loader(
+            loader,
+            self.device,
+            num_processes=count,
+            process_index=index,
+            split_batches=config.split_batches,
+            put_on_device=place,
+            rng_types=list(self.plan.rng_types),
+            dispatch_batches=config.dispatch_batches,
+            even_batches=config.even_batches,
+            slice_fn_for_dispatch=slice_fn,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+        )
 
     def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the module inside the backend's wrapper."""
-        return model
+        """Return the user's own module; its names are those of a portable state."""
+        return extract_model_from_parallel(model, keep_torch_compile=False)
 
     # -- the step --------------------------------------------------------------------------
 
@@ -128,19 +199,17 @@ class Strategy(ABC):
         return contextlib.nullcontext()
 
     def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Return a context whose next backward exchanges gradients, after forwards under `no_sync`."""
+        """Return a context whose backward exchanges gradients after forwards under `no_sync`."""
         return contextlib.nullcontext()
 
-    def join(
-        self, joinables: Sequence[Any], **kwargs: Any
-    ) -> AbstractContextManager[None]:
+    def join(self, joinables: Sequence[Any], **kwargs: Any) -> AbstractContextManager[None]:
         """Return a context in which ranks may see different numbers of batches."""
         return contextlib.nullcontext()
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Scale gradients so that their total norm is at most `max_norm`; return the norm before."""
+        """Scale gradients to a total norm of at most `max_norm`; return the norm before."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
@@ -166,3 +235,4 @@ class Strategy(ABC):
 
     def release(self) -> None:
         """Drop references to wrapped objects, draining what is under way first."""
+        self.comm.flush()

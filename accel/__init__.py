@@ -1,0 +1,99 @@
+"""A training engine: one loop for any device and any number of processes.
+
+Importing this package imports neither torch nor an optional package; using a name does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel._lazy import attribute
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator as Accelerator
+    from accel.config.handlers import AutocastKwargs as AutocastKwargs
+    from accel.config.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from accel.config.handlers import FP8RecipeKwargs as FP8RecipeKwargs
+    from accel.config.handlers import GradScalerKwargs as GradScalerKwargs
+    from accel.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from accel.config.handlers import KwargsHandler as KwargsHandler
+    from accel.config.handlers import ProfileKwargs as ProfileKwargs
+    from accel.config.training import DataLoaderConfiguration as DataLoaderConfiguration
+    from accel.config.training import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from accel.config.training import ProjectConfiguration as ProjectConfiguration
+    from accel.config.training import TorchDynamoPlugin as TorchDynamoPlugin
+    from accel.data.prepare import prepare_data_loader as prepare_data_loader
+    from accel.data.prepare import skip_first_batches as skip_first_batches
+    from accel.enums import DDPCommunicationHookType as DDPCommunicationHookType
+    from accel.enums import DistributedType as DistributedType
+    from accel.imports import is_rich_available as is_rich_available
+    from accel.memory import find_executable_batch_size as find_executable_batch_size
+    from accel.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+    from accel.rng import synchronize_rng_states as synchronize_rng_states
+    from accel.scheduler import AcceleratedScheduler as AcceleratedScheduler
+    from accel.state import AcceleratorState as AcceleratorState
+    from accel.state import GradientState as GradientState
+    from accel.state import PartialState as PartialState
+
+__all__ = [
+    "AcceleratedOptimizer",
+    "AcceleratedScheduler",
+    "Accelerator",
+    "AcceleratorState",
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "FP8RecipeKwargs",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "GradientState",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "PartialState",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "TorchDynamoPlugin",
+    "find_executable_batch_size",
+    "is_rich_available",
+    "prepare_data_loader",
+    "skip_first_batches",
+    "synchronize_rng_states",
+]
+
+# Where each name is; its module is imported when the name is first used.
+_PLACES = {
+    "AcceleratedOptimizer": "accel.optimizer",
+    "AcceleratedScheduler": "accel.scheduler",
+    "Accelerator": "accel.accelerator",
+    "AcceleratorState": "accel.state",
+    "AutocastKwargs": "accel.config.handlers",
+    "DDPCommunicationHookType": "accel.enums",
+    "DataLoaderConfiguration": "accel.config.training",
+    "DistributedDataParallelKwargs": "accel.config.handlers",
+    "DistributedType": "accel.enums",
+    "FP8RecipeKwargs": "accel.config.handlers",
+    "GradScalerKwargs": "accel.config.handlers",
+    "GradientAccumulationPlugin": "accel.config.training",
+    "GradientState": "accel.state",
+    "InitProcessGroupKwargs": "accel.config.handlers",
+    "KwargsHandler": "accel.config.handlers",
+    "PartialState": "accel.state",
+    "ProfileKwargs": "accel.config.handlers",
+    "ProjectConfiguration": "accel.config.training",
+    "TorchDynamoPlugin": "accel.config.training",
+    "find_executable_batch_size": "accel.memory",
+    "is_rich_available": "accel.imports",
+    "prepare_data_loader": "accel.data.prepare",
+    "skip_first_batches": "accel.data.prepare",
+    "synchronize_rng_states": "accel.rng",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return attribute(__name__, _PLACES, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,298 @@
+"""The part of `Accelerator` that takes objects in, and lets go of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel.data.loaders import PreparedLoader
+from accel.data.prepare import skip_first_batches
+from accel.errors import ConfigError, Problem
+from accel.memory import release_memory
+from accel.objects import Objects
+from accel.optimizer import AcceleratedOptimizer
+from accel.scheduler import AcceleratedScheduler
+from accel.wrapping import extract_model_from_parallel
+
+if TYPE_CHECKING:
+    from accel.comm.base import Communicator
+    from accel.strategies.base import Strategy
+
+KINDS = ("models", "optimizers", "schedulers", "dataloaders")
+PREPARED = (AcceleratedOptimizer, AcceleratedScheduler, PreparedLoader)
+
+
+class PrepareAPI:
+    """Mixin of `Accelerator`: preparing objects, and releasing them."""
+
+    strategy: Strategy
+    comm: Communicator
+    device: torch.device
+    device_placement: bool
+    step: int
+    _objects: Objects
+
+    # -- taking in -----------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Make models, optimizers, loaders and schedulers fit the run, whatever their order.
+
+        Args:
+            args: objects; None stays None, and what is prepared already is returned as it is.
+            device_placement: for each object, whether it is moved to the device; None: as the
+                `Accelerator` does.
+
+        Returns:
+            The prepared objects in the order of `args`; for one argument, that object itself.
+
+        Raises:
+            ConfigError: if the objects do not fit together.
+
+        Example:
+            >>> model, optimizer, loader, scheduler = accelerator.prepare(
+            ...     model, optimizer, loader, scheduler
+            ... )
+        """
+        places = self._places(args, device_placement)
+        kinds = [self._kind(item) for item in args]
+        new, placement = Objects(), Objects()
+        for item, kind, place in zip(args, kinds, places, strict=True):
+            if kind is not None:
+                getattr(new, kind).append(item)
+                getattr(placement, kind).append(place)
+        done = self._take_in(new, placement)
+        ready = {kind: iter(getattr(done, kind)) for kind in KINDS}
+        result = [
+            item if kind is None else next(ready[kind])
+            for item, kind in zip(args, kinds, strict=True)
+        ]
+        return result[0] if len(result) == 1 else tuple(result)
+
+    def prepare_model(
+        self,
+        model: torch.nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> torch.nn.Module:
+        """Make a model fit the run.
+
+        Args:
+            model: the model.
+            device_placement: whether it is moved to the device; None: as the `Accelerator` does.
+            evaluation_mode: whether it is only evaluated: then nothing prepares it for training.
+        """
+        return self._take_in_one("models", model, device_placement, evaluation=evaluation_mode)
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Make an optimizer fit the run.
+
+        Args:
+            optimizer: the optimizer.
+            device_placement: whether state that it brings along is moved to the device.
+        """
+        return self._take_in_one("optimizers", optimizer, device_placement)
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Make a learning-rate scheduler fit the run; prepare its optimizer before."""
+        return self._take_in_one("schedulers", scheduler, None)
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> DataLoader[Any]:
+        """Make a loader fit the run.
+
+        Args:
+            data_loader: the loader.
+            device_placement: whether batches are moved to the device.
+            slice_fn_for_dispatch: with `dispatch_batches`, takes a process's part of a batch; None:
+                `slice_tensors`.
+        """
+        return self._take_in_one(
+            "dataloaders", data_loader, device_placement, slice_fn=slice_fn_for_dispatch
+        )
+
+    def _take_in_one(self, kind: str, item: Any, place: bool | None, **options: Any) -> Any:
+        if self._is_prepared(item):
+            return item
+        placed = self.device_placement if place is None else place
+        new, placement = Objects(**{kind: [item]}), Objects(**{kind: [placed]})
+        return getattr(self._take_in(new, placement, **options), kind)[0]
+
+    def _take_in(
+        self,
+        new: Objects,
+        placement: Objects,
+        evaluation: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+    ) -> Objects:
+        """Prepare `new`, remember the result and return it."""
+        if new.models:
+            self._refuse_device_maps(new.models)
+        self.strategy.validate(new)
+        before = {id(p): p for model in new.models for p in model.parameters()}
+        done = self.strategy.prepare(new, placement, self._objects, evaluation, slice_fn)
+        self._objects.extend(done)
+        if new.models and new.optimizers:
+            self._check_parameters(new.optimizers, before)
+        return done
+
+    def _places(self, args: Sequence[Any], given: Sequence[bool | None] | None) -> Sequence[bool]:
+        if given is None:
+            return [self.device_placement] * len(args)
+        if len(given) != len(args):
+            raise ConfigError(
+                Problem(
+                    f"prepare: device_placement has {len(given)} entries for {len(args)} objects",
+                    "there is one for each object",
+                    "Give as many, or leave it out.",
+                )
+            )
+        return [self.device_placement if place is None else place for place in given]
+
+    def _kind(self, item: Any) -> str | None:
+        """Return what `item` is, a field of `Objects`; None for what is left as it is."""
+        if item is None or self._is_prepared(item):
+            return None
+        if isinstance(item, torch.nn.Module):
+            return "models"
+        if isinstance(item, torch.optim.Optimizer):
+            return "optimizers"
+        if isinstance(item, DataLoader):
+            return "dataloaders"
+        if all(hasattr(item, name) for name in ("step", "state_dict", "load_state_dict")):
+            return "schedulers"
+        warnings.warn(
+            f"prepare: {type(item).__name__} is no model, optimizer, DataLoader or scheduler, and "
+            "is returned as it is.",
+            stacklevel=3,
+        )
+        return None
+
+    def _is_prepared(self, item: Any) -> bool:
+        known = (self._objects.models, self._objects.optimizers, self._objects.dataloaders)
+        return isinstance(item, PREPARED) or any(item is entry for kind in known for entry in kind)
+
+    def _refuse_device_maps(self, models: Iterable[torch.nn.Module]) -> None:
+        _, num_replicas = self.strategy.data_rank
+        if num_replicas > 1 and any(self.verify_device_map(model) for model in models):
+            raise ConfigError(
+                Problem(
+                    "prepare: a model with a device map over several devices",
+                    f"each of the {num_replicas} processes computes on one device",
+                    "Load the model without device_map='auto', or start one process.",
+                )
+            )
+
+    def _check_parameters(
+        self, optimizers: Iterable[torch.optim.Optimizer], before: dict[int, torch.Tensor]
+    ) -> None:
+        """Refuse optimizers that would update tensors which no model computes with (any more).
+
+        Args:
+            optimizers: those of this call, as they were given.
+            before: the parameters of the call's models, as they were given, by id.
+        """
+        known = {id(p) for model in self._objects.models for p in model.parameters()}
+        problems = []
+        for index, optimizer in enumerate(optimizers):
+            entries = [p for group in optimizer.param_groups for p in group["params"]]
+            strange = [p for p in entries if id(p) not in known]
+            replaced = sum(id(p) in before for p in strange)
+            apart = sum(
+                self.comm.world_size > 1 or p.device.type != self.device.type for p in strange
+            )
+            if replaced or apart:
+                problems.append(_parameter_problem(index, len(strange), replaced > 0))
+        ConfigError.raise_if(problems)
+
+    # -- what was taken in ---------------------------------------------------------------------
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        return self._objects.models
+
+    @property
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        return self._objects.optimizers
+
+    @property
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        return self._objects.schedulers
+
+    @property
+    def _dataloaders(self) -> list[Any]:
+        return self._objects.dataloaders
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return self._objects.custom
+
+    # -- around it -----------------------------------------------------------------------------
+
+    def unwrap_model(
+        self,
+        model: torch.nn.Module,
+        keep_fp32_wrapper: bool = True,
+        keep_torch_compile: bool = True,
+    ) -> torch.nn.Module:
+        """Return the module inside what `prepare` put around it.
+
+        Args:
+            model: prepared or not.
+            keep_fp32_wrapper: whether its forward pass stays in mixed precision.
+            keep_torch_compile: whether a compiled module stays compiled.
+        """
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> DataLoader[Any]:
+        """Return a loader that leaves out the first `num_batches` batches of `dataloader`."""
+        return skip_first_batches(dataloader, num_batches=num_batches)
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Return whether `model` was spread over several devices by a map such as ``"auto"``."""
+        maps = (getattr(module, "hf_device_map", None) for module in model.modules())
+        return any(device_map is not None and len(device_map) > 1 for device_map in maps)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Let go of everything that was prepared, set `step` to 0 and collect garbage.
+
+        Call it between trainings of different models.
+
+        Args:
+            objects: more to let go of.
+
+        Returns:
+            As many None as there are `objects`: ``a, b = accelerator.free_memory(a, b)``.
+        """
+        self._objects.clear()
+        self.step = 0
+        return release_memory(*objects)
+
+    def clear(self, *objects: Any) -> list[None]:
+        """Do what `free_memory` does."""
+        return self.free_memory(*objects)
+
+
+def _parameter_problem(index: int, count: int, replaced: bool) -> Problem:
+    tensors = f"{count} parameter{'s' if count > 1 else ''}"
+    if replaced:
+        return Problem(
+            f"prepare: {tensors} of optimizer {index}",
+            "moving the model to the device replaced them, so they would never be trained",
+            "Build the optimizer from model.parameters() after prepare(model).",
+        )
+    return Problem(
+        f"prepare: {tensors} of optimizer {index} in no prepared model",
+        "what no model holds is neither moved to the device nor kept equal on all processes",
+        "Prepare the model that holds them in the same call or before (a lone parameter: put it "
+        "into a module).",
+    )

@@ -1,0 +1,325 @@
+"""The part of `Accelerator` that makes a step: accumulation, gradients, clipping, precision."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel.config.handlers import AutocastKwargs
+from accel.errors import ConfigError, Problem, StateError
+from accel.objects import Objects
+from accel.optimizer import unwrap_optimizer
+from accel.state import GradientState
+
+if TYPE_CHECKING:
+    from accel.comm.base import Communicator
+    from accel.plan import Plan
+    from accel.precision.base import Precision
+    from accel.strategies.base import Strategy
+
+
+class StepAPI:
+    """Mixin of `Accelerator`: everything between a batch and an optimizer step."""
+
+    comm: Communicator
+    plan: Plan
+    precision: Precision
+    strategy: Strategy
+    gradient_state: GradientState
+    scaler: Any
+    step: int
+    _objects: Objects
+    _divides_loss: bool
+
+    # -- accumulation --------------------------------------------------------------------------
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """The micro-batches of an optimizer step."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, num_steps: int) -> None:
+        plugin = dataclasses.replace(self.plan.accumulation, num_steps=num_steps)
+        self.gradient_state = GradientState(plugin)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch ends an optimizer step."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state._set_sync_gradients(sync_gradients)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether any optimizer's last step was left out because gradients overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._objects.optimizers)
+
+    def accumulate(
+        self, *models: torch.nn.Module, sync_gradients: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Return the context of one micro-batch.
+
+        In all but the last of a window, optimizers and schedulers do not step, gradients are not
+        dropped, and backward passes through `models` exchange none.
+
+        Args:
+            models: the models that the micro-batch trains.
+            sync_gradients: whether this micro-batch ends the window; None: counts them, and the end
+                of a loader ends a window, too.
+
+        Example:
+            >>> for inputs, targets in loader:
+            ...     with accelerator.accumulate(model):
+            ...         accelerator.backward(loss_function(model(inputs), targets))
+            ...         optimizer.step()
+            ...         scheduler.step()
+            ...         optimizer.zero_grad()
+        """
+        return _MicroBatchContext(self, models, sync_gradients)
+
+    def no_sync(self, model: torch.nn.Module | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which backward passes exchange no gradients.
+
+        Args:
+            model: the model; None: every prepared one.
+        """
+        if model is not None:
+            return self.strategy.no_sync(model)
+        stack = ExitStack()
+        for prepared in self._objects.models:
+            stack.enter_context(self.strategy.no_sync(prepared))
+        return stack
+
+    def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Return a context whose backward exchanges gradients after forwards under `no_sync`.
+
+        Args:
+            model: the prepared model.
+        """
+        return self.strategy.trigger_sync(model)
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """Let processes that run out of batches wait for the others without a deadlock.
+
+        Does nothing for one process.
+
+        Args:
+            joinables: prepared models, or optimizers that shard their state.
+            even_batches: takes the place of the loaders' own setting inside the context. Streams
+                keep theirs.
+        """
+        if self.comm.world_size == 1:
+            yield
+            return
+        with self._even_batches(even_batches), self.strategy.join(joinables):
+            yield
+
+    @contextlib.contextmanager
+    def _even_batches(self, even_batches: bool | None) -> Iterator[None]:
+        if even_batches is None:
+            yield
+            return
+        before = []
+        for loader in self._objects.dataloaders:
+            target = _evens_batches(loader)
+            if target is None:
+                warnings.warn(
+                    "join_uneven_inputs: even_batches does not concern a loader over a stream.",
+                    stacklevel=4,
+                )
+            else:
+                before.append((target, target.even_batches))
+                target.even_batches = even_batches
+        try:
+            yield
+        finally:
+            for target, value in before:
+                target.even_batches = value
+
+    # -- the step ------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients of `loss` over the micro-batches of a step, scaled under fp16.
+
+        Args:
+            loss: [] of one micro-batch.
+            kwargs: for `torch.Tensor.backward`; `learning_rate` for LOMO optimizers.
+        """
+        num_steps = self.gradient_state.num_steps
+        if num_steps != 1 and self._divides_loss:
+            loss = loss / num_steps
+        if "learning_rate" in kwargs:
+            self.lomo_backward(loss, kwargs["learning_rate"])
+            return
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        self.strategy.backward(loss, **kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Compute gradients and update at once, as LOMO optimizers do.
+
+        Args:
+            loss: [] loss.
+            learning_rate: of this update.
+
+        Raises:
+            ConfigError: if no prepared optimizer can.
+
+        Source: https://arxiv.org/abs/2306.09782
+        """
+        fused = [o for o in self._objects.optimizers if hasattr(o.optimizer, "fused_backward")]
+        if not fused:
+            raise ConfigError(
+                Problem(
+                    "lomo_backward",
+                    "no prepared optimizer has a fused backward pass",
+                    "Prepare a LOMO optimizer, or call backward(loss).",
+                )
+            )
+        for optimizer in fused:
+            optimizer.optimizer.fused_backward(loss, learning_rate)
+
+    def autocast(
+        self, autocast_handler: AutocastKwargs | None = None
+    ) -> AbstractContextManager[Any]:
+        """Return a context that computes in the run's precision, as prepared models do anyway.
+
+        Args:
+            autocast_handler: takes the place of the run's own, for instance
+                ``AutocastKwargs(enabled=False)`` to compute in fp32.
+        """
+        return self.precision.autocast(autocast_handler)
+
+    def unscale_gradients(
+        self, optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None
+    ) -> None:
+        """Divide gradients by the scale of fp16; nothing in other precisions, or a second time.
+
+        Args:
+            optimizer: one or several; None: every prepared one that has gradients.
+        """
+        if self.scaler is None:
+            return
+        if optimizer is None:
+            chosen: Iterable[torch.optim.Optimizer] = self._objects.optimizers
+        else:
+            chosen = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        for entry in chosen:
+            own = unwrap_optimizer(entry)
+            if any(p.grad is not None for group in own.param_groups for p in group["params"]):
+                self.scaler.unscale_once(own)
+
+    def clip_grad_norm_(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2,
+    ) -> torch.Tensor:
+        """Scale gradients so that their total norm is at most `max_norm`.
+
+        Args:
+            parameters: whose gradients.
+            max_norm: largest norm.
+            norm_type: order of the norm.
+
+        Returns:
+            [] the norm before.
+
+        Raises:
+            StateError: under fp16 while gradients are still accumulated.
+        """
+        tensors = self._unscaled(parameters)
+        return self.strategy.clip_grad_norm_(tensors, max_norm, norm_type=norm_type)
+
+    def clip_grad_value_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float
+    ) -> None:
+        """Clamp each element of the gradients to ±`clip_value`.
+
+        Args:
+            parameters: whose gradients.
+            clip_value: largest magnitude.
+
+        Raises:
+            StateError: under fp16 while gradients are still accumulated.
+        """
+        self.strategy.clip_grad_value_(self._unscaled(parameters), clip_value)
+
+    def _unscaled(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return `parameters` as a list, after unscaling the optimizers that hold any of them."""
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if self.scaler is None or not self.scaler.is_enabled():
+            return tensors
+        if not self.gradient_state.sync_gradients:
+            raise StateError(
+                "Gradients are clipped while they are accumulated, and what is added later is "
+                "still scaled. Clip inside `if accelerator.sync_gradients:`."
+            )
+        ids = {id(tensor) for tensor in tensors}
+        for optimizer in self._objects.optimizers:
+            if any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
+                self.unscale_gradients(optimizer)
+        return tensors
+
+
+class _MicroBatchContext:
+    """The context of one micro-batch. A class with slots: it is entered at every step."""
+
+    __slots__ = ("_accelerator", "_exits", "_models", "_sync")
+
+    def __init__(
+        self, accelerator: StepAPI, models: tuple[torch.nn.Module, ...], sync: bool | None
+    ) -> None:
+        self._accelerator = accelerator
+        self._models = models
+        self._sync = sync
+        self._exits: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        accelerator, sync = self._accelerator, self._sync
+        state = accelerator.gradient_state
+        accelerator.step += 1
+        if sync is None:
+            if state.sync_with_dataloader and state.end_of_dataloader:
+                sync, accelerator.step = True, 0
+            else:
+                sync = accelerator.step % state.num_steps == 0
+        elif sync:
+            accelerator.step = 0
+        state.sync_gradients = sync
+        if not sync and self._models and not state.sync_each_batch:
+            self._exits = ExitStack()
+            for model in self._models:
+                self._exits.enter_context(accelerator.strategy.no_sync(model))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._exits is not None:
+            self._exits.close()
+
+
+def _evens_batches(loader: Any) -> Any | None:
+    """Return the part of a prepared loader that completes last batches, None for a stream."""
+    for candidate in (loader, loader.batch_sampler, loader.sampler):
+        while candidate is not None:
+            if hasattr(candidate, "even_batches"):
+                return candidate
+            candidate = getattr(candidate, "batch_sampler", None)
+    return None

@@ -1,0 +1,148 @@
+"""The part of `Accelerator` that records experiments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel.errors import ConfigError, Problem, StateError, nearest
+from accel.trackers.base import GeneralTracker
+
+if TYPE_CHECKING:
+    from accel.plan import Plan
+    from accel.state import AcceleratorState
+    from accel.trackers.table import Choice
+
+
+class TrackingAPI:
+    """Trackers of a run. A tracker that logs on the main process alone exists there alone."""
+
+    log_with: list[Choice]
+    trackers: list[GeneralTracker]
+    state: AcceleratorState
+    plan: Plan
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Open a run in every tracker of `log_with`, and record the hyper-parameters.
+
+        Args:
+            project_name: name of the run or project, as the tracker takes it.
+            config: hyper-parameters; may be nested.
+            init_kwargs: arguments of each tracker by its name, e.g.
+                ``{"tensorboard": {"flush_secs": 10}}``.
+
+        Raises:
+            ConfigError: if `init_kwargs` names no tracker of this run.
+        """
+        arguments = dict(init_kwargs or {})
+        names = [choice.name for choice in self.log_with]
+        ConfigError.raise_if(
+            [
+                Problem(f"init_kwargs[{name!r}]", "no such tracker is used", nearest(name, names))
+                for name in arguments
+                if name not in names
+            ]
+        )
+        self.trackers = []
+        for choice in self.log_with:
+            if not choice.main_process_only or self.state.is_main_process:
+                self.trackers.append(self._open(choice, project_name, arguments))
+        for tracker in self.trackers:
+            tracker.start()
+            if config is not None:
+                tracker.store_init_configuration(dict(config))
+
+    def _open(self, choice: Choice, project_name: str, arguments: dict[str, Any]) -> GeneralTracker:
+        if not inspect.isclass(choice):
+            return choice
+        given = arguments.get(choice.name, {})
+        if choice.requires_logging_directory is True:
+            return choice(project_name, self.plan.project.logging_dir, **given)  # type: ignore[call-arg]
+        return choice(project_name, **given)  # type: ignore[call-arg]
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker of this run.
+
+        Args:
+            name: its name, e.g. "tensorboard".
+            unwrap: whether to return the object of the tracking library instead.
+
+        Returns:
+            The tracker. On a process where it does not log: one whose methods do nothing, or None
+            for `unwrap`.
+
+        Raises:
+            ConfigError: if no tracker of that name is used.
+            StateError: before `init_trackers`.
+        """
+        for tracker in self.trackers:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        names = [choice.name for choice in self.log_with]
+        if name not in names:
+            raise ConfigError(
+                Problem(f"get_tracker({name!r})", "no such tracker is used", nearest(name, names))
+            )
+        if self.state.is_main_process:
+            raise StateError(f"get_tracker({name!r}): call init_trackers(…) first.")
+        return None if unwrap else SilentTracker()
+
+    def log(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record values in every tracker.
+
+        Args:
+            values: by name: numbers, 0-d tensors, text or dicts of numbers.
+            step: optimizer step.
+            log_kwargs: arguments of each tracker's own call, by its name.
+        """
+        for tracker in self.trackers:
+            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def log_images(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record images in every tracker.
+
+        Args:
+            values: by name: images [N, ...], as the trackers take them.
+            step: optimizer step.
+            log_kwargs: arguments of each tracker's own call, by its name.
+        """
+        for tracker in self.trackers:
+            tracker.log_images(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+
+class SilentTracker(GeneralTracker):
+    """Stands for a tracker on a process where that does not log: every method does nothing."""
+
+    name = "silent"
+    requires_logging_directory = False
+    main_process_only = False
+
+    @property
+    def tracker(self) -> None:
+        """None."""
+        return
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Do nothing."""

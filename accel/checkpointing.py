@@ -1,0 +1,7 @@
+"""Checkpoint directories, at the documented path: re-exports of `accel.checkpoint`."""
+
+from __future__ import annotations
+
+from accel.checkpoint.files import is_complete, newest_complete, prune, read_manifest, verify
+
+__all__ = ["is_complete", "newest_complete", "prune", "read_manifest", "verify"]

@@ -1,0 +1,57 @@
+"""How the losses of an optimizer step are weighted: the one place that knows.
+
+The gradient of a step is that of the summed loss over the summed weight (samples or tokens), over
+all processes and micro-batches; N accumulated micro-batches on one process and one micro-batch on
+each of N processes give the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from accel.comm.base import Communicator
+
+Total = TypeVar("Total", float, torch.Tensor)
+
+
+def normalize_loss(
+    total: Total, global_weight: float | torch.Tensor, *, num_processes: int, num_steps: int
+) -> Total:
+    """Return what to give to `Accelerator.backward`, so that the step's gradient is the exact mean.
+
+    DDP averages gradients over processes and `backward` divides by the micro-batches of a step;
+    both are undone here, so that what remains is ``d(sum of all losses) / global_weight``.
+
+    Args:
+        total: [] summed loss of one micro-batch of this process.
+        global_weight: summed weight of the whole step, over all processes and micro-batches.
+        num_processes: how many processes' gradients are averaged.
+        num_steps: what `backward` divides by: `Accelerator.gradient_accumulation_steps`.
+
+    Returns:
+        [] the loss to differentiate.
+    """
+    return total * (num_processes * num_steps) / global_weight  # type: ignore[return-value]
+
+
+def global_weight(weights: Sequence[torch.Tensor | int], comm: Communicator) -> torch.Tensor | int:
+    """Return the summed weight of an optimizer step over all processes. Never waits for the device.
+
+    Args:
+        weights: one per micro-batch. Integers are weights that every process knows to be global
+            (the count of real samples over all processes); tensors ([] or [B]) are this process's
+            own.
+        comm: how this process talks to the others.
+
+    Returns:
+        The sum: an integer if all weights are, else a 0-d tensor (one all-reduce).
+    """
+    local = [weight.sum() for weight in weights if isinstance(weight, torch.Tensor)]
+    known = sum(weight for weight in weights if not isinstance(weight, torch.Tensor))
+    if not local:
+        return known
+    summed = comm.all_reduce(torch.stack(local).sum(), "sum")
+    return summed + known if known else summed

@@ -1,0 +1,164 @@
+"""The optimizer as `prepare` returns it: it steps only where a window of micro-batches ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accel.errors import ConfigError, Problem
+from accel.precision.amp import step_unless_overflow
+from accel.state import GradientState
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose `step` and `zero_grad` do nothing while gradients are accumulated.
+
+    Everything else is the wrapped optimizer's own.
+
+    Args:
+        optimizer: the optimizer to wrap.
+        device_placement: whether state that the optimizer brings along is moved to the device of
+            its parameters.
+        scaler: the gradient scaler of fp16 training, or None.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.device_placement = device_placement
+        self.gradient_state = GradientState()
+        self._skipped = False
+        if device_placement:
+            self._place_state()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not there yet while being unpickled
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state by parameter."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's default options."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out because gradients overflowed under fp16."""
+        return self._skipped
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters if gradients are complete.
+
+        Args:
+            closure: computes the loss anew; not under fp16.
+
+        Returns:
+            What the wrapped optimizer returns; None where nothing was done.
+
+        Raises:
+            ConfigError: for a closure under fp16.
+        """
+        if not self.gradient_state.sync_gradients:
+            return None
+        if self.scaler is None:
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        if closure is not None and self.scaler.is_enabled():
+            raise ConfigError(
+                Problem(
+                    "optimizer.step(closure) with mixed_precision='fp16'",
+                    "a closure cannot be called again under a gradient scaler",
+                    "Use mixed_precision='bf16', or an optimizer that needs no closure.",
+                )
+            )
+        self._skipped = step_unless_overflow(self.scaler, self.optimizer)
+        return None
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop the gradients if a window of micro-batches is complete.
+
+        Args:
+            set_to_none: whether gradients become None and not zeros; None: torch's default.
+        """
+        if not self.gradient_state.sync_gradients:
+            return
+        if set_to_none is None:
+            self.optimizer.zero_grad()
+        else:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned; tensors go to the device of their parameters."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """Switch an optimizer that distinguishes the two (schedule-free ones) to training."""
+        self._call_if_there("train")
+
+    def eval(self) -> None:
+        """Switch an optimizer that distinguishes the two (schedule-free ones) to evaluation."""
+        self._call_if_there("eval")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "gradient_state": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.gradient_state = GradientState()
+
+    def _call_if_there(self, name: str) -> None:
+        method = getattr(self.optimizer, name, None)
+        if callable(method):
+            method()
+
+    def _place_state(self) -> None:
+        """Let torch cast state to its parameters where any lies on another device."""
+        for parameter, state in self.optimizer.state.items():
+            tensors = (v for k, v in state.items() if k != "step" and isinstance(v, torch.Tensor))
+            if any(tensor.device != parameter.device for tensor in tensors):
+                self.optimizer.load_state_dict(self.optimizer.state_dict())
+                return
+
+
+def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that `prepare` was given."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

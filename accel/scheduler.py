@@ -1,0 +1,87 @@
+"""The learning-rate scheduler as `prepare` returns it: it steps when its optimizer did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from accel.state import GradientState, PartialState
+
+
+class AcceleratedScheduler:
+    """A scheduler that steps only when its optimizers stepped.
+
+    The schedule is one written for one process: each step stands for as many steps as there are
+    processes, because each process takes a batch of its own. (A `ReduceLROnPlateau` counts
+    measurements, so it steps once.) Where batches are split over processes, a step is a step.
+
+    Everything else is the wrapped scheduler's own.
+
+    Args:
+        scheduler: anything with `step`, such as a `torch.optim.lr_scheduler.LRScheduler`.
+        optimizers: the prepared optimizer, or several, whose skipped steps are skipped here.
+        step_with_optimizer: whether steps follow the optimizer's; if not, `step` is passed on.
+        split_batches: whether loaders split their batches over processes.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Any,
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+    ) -> None:
+        several = isinstance(optimizers, Sequence)
+        self.scheduler = scheduler
+        self.optimizers: list[torch.optim.Optimizer] = list(optimizers) if several else [optimizers]
+        self.split_batches = split_batches
+        self.step_with_optimizer = step_with_optimizer
+        self.gradient_state = GradientState()
+        once = split_batches or isinstance(scheduler, ReduceLROnPlateau)
+        self._repeats = 1 if once else PartialState().num_processes
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # not there yet while being unpickled
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Move on if the optimizers did: once per process, and not past a schedule's last step."""
+        scheduler = self.scheduler
+        if not self.step_with_optimizer:
+            scheduler.step(*args, **kwargs)
+            return
+        if not self.gradient_state.sync_gradients:
+            self._count_call()
+            return
+        for optimizer in self.optimizers:
+            if getattr(optimizer, "step_was_skipped", False):
+                return
+        for _ in range(self._repeats):
+            total_steps = getattr(scheduler, "total_steps", None)
+            if total_steps is None or scheduler.last_epoch < total_steps:
+                scheduler.step(*args, **kwargs)
+
+    def _count_call(self) -> None:
+        """Count a call between optimizer steps, so that torch's check of the call order holds."""
+        if self.gradient_state.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
+            self.scheduler._step_count += 1
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return self.scheduler.get_last_lr()
+
+    def get_lr(self) -> list[float]:
+        """Return what the wrapped scheduler computes for its current step."""
+        return self.scheduler.get_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped scheduler's state."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self.scheduler.load_state_dict(state_dict)

@@ -1,0 +1,172 @@
+"""DistributedDataParallel: every process holds the whole model and a part of each batch.
+
+Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    powerSGD_hook,
+)
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.config.handlers import DistributedDataParallelKwargs
+from accel.enums import DDPCommunicationHookType as Hook
+from accel.errors import ConfigError, Problem, nearest
+from accel.objects import Objects
+from accel.optimizer import unwrap_optimizer
+from accel.strategies.base import Strategy, Traits
+
+HOOKS: dict[Hook, Callable[..., Any]] = {
+    Hook.NO: default_hooks.allreduce_hook,
+    Hook.FP16: default_hooks.fp16_compress_hook,
+    Hook.BF16: default_hooks.bf16_compress_hook,
+    Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
+    Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+}
+WRAPPERS: dict[Hook, Callable[..., Any]] = {
+    Hook.FP16: default_hooks.fp16_compress_wrapper,
+    Hook.BF16: default_hooks.bf16_compress_wrapper,
+}
+POWER_SGD = (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD)
+HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
+
+
+@final
+class DDPStrategy(Strategy):
+    """Gradients are averaged over processes while they are computed."""
+
+    traits = Traits(name="ddp")
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._wrapped: list[weakref.ref[DistributedDataParallel]] = []
+
+    def validate(self, objects: Objects) -> None:
+        """Raise `ConfigError` if the arguments of the communication hook do not fit it."""
+        super().validate(objects)
+        if objects.models:
+            ConfigError.raise_if(_hook_problems(self.plan.ddp))
+
+    def wrap_model(
+        self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
+    ) -> torch.nn.Module:
+        """Return `model` in DDP, unless it is one already, or has nothing to train."""
+        if isinstance(model, DistributedDataParallel):
+            return model
+        model = super().wrap_model(model, place, evaluation)
+        if evaluation or not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        handler = self.plan.ddp
+        arguments = {k: v for k, v in handler.to_kwargs().items() if k not in HOOK_FIELDS}
+        wrapped = DistributedDataParallel(model, device_ids=self._device_ids(model), **arguments)
+        register_hook(wrapped, handler)
+        self._wrapped.append(weakref.ref(wrapped))
+        return wrapped
+
+    def _device_ids(self, model: torch.nn.Module) -> list[torch.device] | None:
+        """Return the one accelerator that the model lies on, or None (CPU, or several)."""
+        devices = {parameter.device for parameter in model.parameters()}
+        single = devices.pop() if len(devices) == 1 else None
+        return None if single is None or single.type == "cpu" else [single]
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which backward passes through `model` exchange no gradients."""
+        if isinstance(model, DistributedDataParallel):
+            return model.no_sync()
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def trigger_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Exchange gradients in the next backward, though the forward ran under `no_sync`.
+
+        Raises:
+            ConfigError: with `find_unused_parameters`, which needs the outputs of the forward.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        if model.find_unused_parameters:
+            raise ConfigError(
+                Problem(
+                    "trigger_sync_in_backward with find_unused_parameters=True",
+                    "unused parameters are looked for in a forward pass that synchronises",
+                    "Run the last forward pass outside of no_sync.",
+                )
+            )
+        before = model.require_backward_grad_sync
+        model.require_backward_grad_sync = True
+        # What a forward outside of no_sync does: the reducer waits for every parameter's gradient.
+        model.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync = before
+
+    def join(self, joinables: Sequence[Any], **kwargs: Any) -> AbstractContextManager[Any]:
+        """Return a context in which processes that run out of batches shadow the others.
+
+        Source: https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
+        """
+        own: list[Any] = [unwrap_optimizer(joinable) for joinable in joinables]
+        return Join(own, **kwargs)
+
+    def release(self) -> None:
+        """Take the reducers from the models, so that no thread of theirs outlives the group."""
+        for reference in self._wrapped:
+            model = reference()
+            if model is not None:
+                _detach(model)
+        self._wrapped.clear()
+        super().release()
+
+
+def _detach(model: DistributedDataParallel) -> None:
+    """Let go of the reducer of `model`, whose forward is from now on that of its module."""
+    model.require_backward_grad_sync = False
+    model.require_forward_param_sync = False
+
+
+def register_hook(model: DistributedDataParallel, handler: DistributedDataParallelKwargs) -> None:
+    """Give `model` the communication hook that `handler` names."""
+    if handler.comm_hook == Hook.NO and handler.comm_wrapper == Hook.NO:
+        return
+    hook = HOOKS[handler.comm_hook]
+    if handler.comm_wrapper != Hook.NO:
+        hook = WRAPPERS[handler.comm_wrapper](hook)
+    state = None
+    if handler.comm_hook in POWER_SGD:
+        state = powerSGD_hook.PowerSGDState(None, **handler.comm_state_option)
+    model.register_comm_hook(state, hook)
+
+
+def _hook_problems(handler: DistributedDataParallelKwargs) -> list[Problem]:
+    if not handler.comm_state_option:
+        return []
+    hook = str(handler.comm_hook)
+    if handler.comm_hook not in POWER_SGD:
+        return [
+            Problem(
+                f"comm_state_option={handler.comm_state_option!r} with comm_hook={hook!r}",
+                f"only {' and '.join(POWER_SGD)} have a state",
+                "Leave comm_state_option empty, or choose one of these hooks.",
+            )
+        ]
+    known = list(inspect.signature(powerSGD_hook.PowerSGDState).parameters)[1:]
+    return [
+        Problem(
+            f"comm_state_option[{name!r}]", f"{handler.comm_hook} has none", nearest(name, known)
+        )
+        for name in handler.comm_state_option
+        if name not in known
+    ]

@@ -1,0 +1,15 @@
+"""One process: the defaults of `Strategy` are right as they are."""
+
+from __future__ import annotations
+
+from typing import final
+
+from accel.enums import DistributedType
+from accel.strategies.base import Strategy, Traits
+
+
+@final
+class SingleProcessStrategy(Strategy):
+    """The whole model in one process."""
+
+    traits = Traits(name="single", distributed_type=DistributedType.NO)

@@ -1,0 +1,47 @@
+"""The table of backends: a name, and where its class is. Imported only when chosen."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from accel.errors import ConfigError, Problem, nearest
+from accel.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from accel.comm.base import Communicator
+    from accel.plan import Plan
+    from accel.precision.base import Precision
+
+STRATEGIES: dict[str, str] = {
+    "single": "accel.strategies.single:SingleProcessStrategy",
+    "ddp": "accel.strategies.ddp:DDPStrategy",
+}
+
+
+def find_strategy(name: str) -> type[Strategy]:
+    """Return the class behind `name`.
+
+    Raises:
+        ConfigError: if the table has no such name.
+    """
+    if name not in STRATEGIES:
+        raise ConfigError(
+            Problem(
+                f"strategy={name!r}",
+                f"it is one of {', '.join(STRATEGIES)}",
+                nearest(name, STRATEGIES),
+            )
+        )
+    module, _, attribute = STRATEGIES[name].partition(":")
+    found: type[Strategy] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def build_strategy(
+    plan: Plan, comm: Communicator, device: torch.device, precision: Precision
+) -> Strategy:
+    """Return the backend that `plan` names."""
+    return find_strategy(plan.strategy)(plan, comm, device, precision)

@@ -1,0 +1,110 @@
+"""TensorBoard event files.
+
+Source: https://docs.pytorch.org/docs/stable/tensorboard.html
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel.trackers.base import GeneralTracker, flatten, on_main_process
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+HPARAM_TYPES = (bool, int, float, str)
+
+
+class TensorBoardTracker(GeneralTracker):
+    """Writes to ``<logging_dir>/<run_name>``.
+
+    Args:
+        run_name: folder of the run.
+        logging_dir: folder of all runs.
+        kwargs: for `SummaryWriter`.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir = str(Path(logging_dir) / run_name)
+        self._kwargs = kwargs
+        self._writer: SummaryWriter | None = None
+
+    @property
+    def tracker(self) -> SummaryWriter:
+        """The writer; made on first use."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(self.logging_dir, **self._kwargs)
+        return self._writer
+
+    @on_main_process
+    def start(self) -> None:
+        """Open the event file."""
+        self.tracker.flush()
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record hyper-parameters in the event file, and as they are in ``hparams.yml``."""
+        flat = flatten(values)
+        plain = {k: v if isinstance(v, HPARAM_TYPES) else str(v) for k, v in flat.items()}
+        self.tracker.add_hparams(plain, metric_dict={}, run_name=".")
+        self.tracker.flush()
+        # JSON is YAML.
+        path = Path(self.logging_dir) / "hparams.yml"
+        path.write_text(json.dumps(values, indent=2, default=str) + "\n")
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record numbers as scalars, text as text, dicts of numbers as scalars of one chart."""
+        writer = self.tracker
+        for name, value in values.items():
+            if isinstance(value, str):
+                writer.add_text(name, value, global_step=step, **kwargs)
+            elif isinstance(value, Mapping):
+                writer.add_scalars(name, value, global_step=step, **kwargs)
+            else:
+                writer.add_scalar(name, _number(name, value), global_step=step, **kwargs)
+        writer.flush()
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record images: [N, C, H, W] unless ``dataformats`` says otherwise."""
+        for name, images in values.items():
+            self.tracker.add_images(name, images, global_step=step, **kwargs)
+        self.tracker.flush()
+
+    @on_main_process
+    def finish(self) -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a number or a tensor of one element as a float.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value.item())
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"log: {name}={value!r}: a value is a number, a tensor of one element, text or a dict "
+            "of numbers. Reduce it first, or use log_images."
+        ) from None

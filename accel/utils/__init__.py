@@ -1,0 +1,180 @@
+"""Functions and classes of the documented `utils`: re-exports of the working modules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel._lazy import attribute
+
+if TYPE_CHECKING:
+    from accel.config.handlers import AutocastKwargs as AutocastKwargs
+    from accel.config.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from accel.config.handlers import FP8RecipeKwargs as FP8RecipeKwargs
+    from accel.config.handlers import GradScalerKwargs as GradScalerKwargs
+    from accel.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from accel.config.handlers import KwargsHandler as KwargsHandler
+    from accel.config.handlers import ProfileKwargs as ProfileKwargs
+    from accel.config.training import DataLoaderConfiguration as DataLoaderConfiguration
+    from accel.config.training import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from accel.config.training import ProjectConfiguration as ProjectConfiguration
+    from accel.config.training import TorchDynamoPlugin as TorchDynamoPlugin
+    from accel.enums import BaseEnum as BaseEnum
+    from accel.enums import DDPCommunicationHookType as DDPCommunicationHookType
+    from accel.enums import DistributedType as DistributedType
+    from accel.enums import DynamoBackend as DynamoBackend
+    from accel.enums import LoggerType as LoggerType
+    from accel.enums import PrecisionType as PrecisionType
+    from accel.enums import RNGType as RNGType
+    from accel.errors import DistributedOperationException as DistributedOperationException
+    from accel.imports import compare_versions as compare_versions
+    from accel.imports import is_bf16_available as is_bf16_available
+    from accel.imports import is_cuda_available as is_cuda_available
+    from accel.imports import is_mps_available as is_mps_available
+    from accel.imports import is_rich_available as is_rich_available
+    from accel.imports import is_tensorboard_available as is_tensorboard_available
+    from accel.imports import is_torch_version as is_torch_version
+    from accel.imports import is_torchdata_available as is_torchdata_available
+    from accel.imports import is_xpu_available as is_xpu_available
+    from accel.memory import clear_device_cache as clear_device_cache
+    from accel.memory import find_executable_batch_size as find_executable_batch_size
+    from accel.memory import release_memory as release_memory
+    from accel.memory import should_reduce_batch_size as should_reduce_batch_size
+    from accel.ops import broadcast as broadcast
+    from accel.ops import broadcast_object_list as broadcast_object_list
+    from accel.ops import concatenate as concatenate
+    from accel.ops import convert_outputs_to_fp32 as convert_outputs_to_fp32
+    from accel.ops import convert_to_fp32 as convert_to_fp32
+    from accel.ops import find_batch_size as find_batch_size
+    from accel.ops import gather as gather
+    from accel.ops import gather_object as gather_object
+    from accel.ops import pad_across_processes as pad_across_processes
+    from accel.ops import reduce as reduce
+    from accel.ops import send_to_device as send_to_device
+    from accel.ops import slice_tensors as slice_tensors
+    from accel.ops import wait_for_everyone as wait_for_everyone
+    from accel.rng import set_seed as set_seed
+    from accel.rng import synchronize_rng_state as synchronize_rng_state
+    from accel.rng import synchronize_rng_states as synchronize_rng_states
+    from accel.tree import honor_type as honor_type
+    from accel.tree import is_namedtuple as is_namedtuple
+    from accel.tree import recursively_apply as recursively_apply
+    from accel.wrapping import extract_model_from_parallel as extract_model_from_parallel
+
+__all__ = [
+    "AutocastKwargs",
+    "BaseEnum",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedOperationException",
+    "DistributedType",
+    "DynamoBackend",
+    "FP8RecipeKwargs",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "LoggerType",
+    "PrecisionType",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "RNGType",
+    "TorchDynamoPlugin",
+    "broadcast",
+    "broadcast_object_list",
+    "clear_device_cache",
+    "compare_versions",
+    "concatenate",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "extract_model_from_parallel",
+    "find_batch_size",
+    "find_executable_batch_size",
+    "gather",
+    "gather_object",
+    "honor_type",
+    "is_bf16_available",
+    "is_cuda_available",
+    "is_mps_available",
+    "is_namedtuple",
+    "is_rich_available",
+    "is_tensorboard_available",
+    "is_torch_version",
+    "is_torchdata_available",
+    "is_xpu_available",
+    "pad_across_processes",
+    "recursively_apply",
+    "reduce",
+    "release_memory",
+    "send_to_device",
+    "set_seed",
+    "should_reduce_batch_size",
+    "slice_tensors",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
+    "wait_for_everyone",
+]
+
+# Where each name is; its module is imported when the name is first used.
+_PLACES = {
+    "AutocastKwargs": "accel.config.handlers",
+    "BaseEnum": "accel.enums",
+    "DDPCommunicationHookType": "accel.enums",
+    "DataLoaderConfiguration": "accel.config.training",
+    "DistributedDataParallelKwargs": "accel.config.handlers",
+    "DistributedOperationException": "accel.errors",
+    "DistributedType": "accel.enums",
+    "DynamoBackend": "accel.enums",
+    "FP8RecipeKwargs": "accel.config.handlers",
+    "GradScalerKwargs": "accel.config.handlers",
+    "GradientAccumulationPlugin": "accel.config.training",
+    "InitProcessGroupKwargs": "accel.config.handlers",
+    "KwargsHandler": "accel.config.handlers",
+    "LoggerType": "accel.enums",
+    "PrecisionType": "accel.enums",
+    "ProfileKwargs": "accel.config.handlers",
+    "ProjectConfiguration": "accel.config.training",
+    "RNGType": "accel.enums",
+    "TorchDynamoPlugin": "accel.config.training",
+    "broadcast": "accel.ops",
+    "broadcast_object_list": "accel.ops",
+    "clear_device_cache": "accel.memory",
+    "compare_versions": "accel.imports",
+    "concatenate": "accel.ops",
+    "convert_outputs_to_fp32": "accel.ops",
+    "convert_to_fp32": "accel.ops",
+    "extract_model_from_parallel": "accel.wrapping",
+    "find_batch_size": "accel.ops",
+    "find_executable_batch_size": "accel.memory",
+    "gather": "accel.ops",
+    "gather_object": "accel.ops",
+    "honor_type": "accel.tree",
+    "is_bf16_available": "accel.imports",
+    "is_cuda_available": "accel.imports",
+    "is_mps_available": "accel.imports",
+    "is_namedtuple": "accel.tree",
+    "is_rich_available": "accel.imports",
+    "is_tensorboard_available": "accel.imports",
+    "is_torch_version": "accel.imports",
+    "is_torchdata_available": "accel.imports",
+    "is_xpu_available": "accel.imports",
+    "pad_across_processes": "accel.ops",
+    "recursively_apply": "accel.tree",
+    "reduce": "accel.ops",
+    "release_memory": "accel.memory",
+    "send_to_device": "accel.ops",
+    "set_seed": "accel.rng",
+    "should_reduce_batch_size": "accel.memory",
+    "slice_tensors": "accel.ops",
+    "synchronize_rng_state": "accel.rng",
+    "synchronize_rng_states": "accel.rng",
+    "wait_for_everyone": "accel.ops",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return attribute(__name__, _PLACES, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

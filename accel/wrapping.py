@@ -1,0 +1,111 @@
+"""What lies around a user's module: wrappers of a backend, and a forward pass under autocast."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from accel.ops import convert_to_fp32
+
+MakeContext = Callable[[], AbstractContextManager[Any]]
+# Wrappers whose `module` attribute is what they wrap.
+PARALLEL_WRAPPERS: tuple[type[torch.nn.Module], ...] = (DistributedDataParallel, DataParallel)
+
+
+class WrappedForward:
+    """A module's `forward` inside a context, its floating outputs converted to fp32.
+
+    An object and not a closure: a deep copy of the module (an average of its weights, say) then
+    calls the copy's own `forward`, not the original's.
+
+    Args:
+        forward: the bound method of the module.
+        make_context: gives a fresh context for each call.
+    """
+
+    def __init__(self, forward: Callable[..., Any], make_context: MakeContext) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+        self.make_context = make_context
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.make_context():
+            outputs = self.forward(*args, **kwargs)
+        return convert_to_fp32(outputs)
+
+
+def wrap_forward(model: torch.nn.Module, make_context: MakeContext) -> None:
+    """Run `model.forward` in a context and return fp32; done once at most."""
+    if not isinstance(model.__dict__.get("forward"), WrappedForward):
+        model.forward = WrappedForward(model.forward, make_context)
+
+
+def unwrap_forward(model: torch.nn.Module) -> None:
+    """Give `model` the `forward` back that it had before `wrap_forward`."""
+    wrapped = model.__dict__.get("forward")
+    if not isinstance(wrapped, WrappedForward):
+        return
+    own = wrapped.forward
+    if getattr(own, "__func__", None) is type(model).forward:
+        del model.__dict__["forward"]
+    else:
+        model.forward = own
+
+
+def is_compiled(model: object) -> bool:
+    """Return whether `model` is what `torch.compile` returned for a module."""
+    return isinstance(model, torch.nn.Module) and "_orig_mod" in model._modules
+
+
+def compiled_from(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that `torch.compile` was given for `model`."""
+    return model.get_submodule("_orig_mod")
+
+
+def extract_model_from_parallel(
+    model: torch.nn.Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
+) -> torch.nn.Module:
+    """Return the module inside its distributed containers.
+
+    Args:
+        model: any module.
+        keep_fp32_wrapper: whether a forward pass under mixed precision stays so.
+        keep_torch_compile: whether a compiled module inside the containers stays compiled.
+            (Containers *inside* a compiled module are only reached by taking it apart.)
+        recursive: whether containers deeper in the module are removed from it, too.
+
+    Returns:
+        The user's own module.
+    """
+    while True:
+        if isinstance(model, PARALLEL_WRAPPERS):
+            model = model.get_submodule("module")
+        elif is_compiled(model) and (not keep_torch_compile or _holds_container(model)):
+            model = compiled_from(model)
+        else:
+            break
+    if recursive:
+        _remove_containers(model)
+    if not keep_fp32_wrapper:
+        unwrap_forward(compiled_from(model) if is_compiled(model) else model)
+    return model
+
+
+def _holds_container(compiled: torch.nn.Module) -> bool:
+    inner = compiled_from(compiled)
+    return isinstance(inner, PARALLEL_WRAPPERS) or is_compiled(inner)
+
+
+def _remove_containers(model: torch.nn.Module) -> None:
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, PARALLEL_WRAPPERS):
+                setattr(parent, name, extract_model_from_parallel(child, recursive=True))
