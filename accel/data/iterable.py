@@ -1,0 +1,145 @@
+"""Iterable data sets: the share of one process, and whether workers would repeat samples."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from torch.utils.data import IterableDataset, IterDataPipe
+
+from accel.data.samplers import cycle_to, split_problems
+from accel.errors import ConfigError, Problem
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """The samples of one process out of those of an iterable data set.
+
+    Every process reads the whole stream and keeps its own samples, a whole number of batches. The
+    last round is completed with samples from the beginning, or left out with `drop_last`.
+
+    Args:
+        dataset: the stream, the same on every process.
+        batch_size: samples per batch of one process; with `split_batches`, of all together.
+        drop_last: whether a last round that is too small is left out.
+        num_processes: how many processes share the stream.
+        process_index: which of them this one is.
+        split_batches: whether `batch_size` counts the samples of all processes.
+
+    Attributes:
+        remainder: after a whole pass in this process, how many samples of the last round over all
+            processes are real; 0 where all are. -1 before, and where worker processes read.
+
+    Raises:
+        ConfigError: if the batch size cannot be split.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        if split_batches:
+            ConfigError.raise_if(split_problems(batch_size, num_processes))
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.remainder = -1
+
+    @property
+    def round_size(self) -> int:
+        """How many samples all processes together read in a full round."""
+        return self.batch_size * (1 if self.split_batches else self.num_processes)
+
+    def __len__(self) -> int:
+        samples = len(self.dataset)
+        rounds = samples // self.round_size if self.drop_last else -(-samples // self.round_size)
+        return rounds * (self.round_size // self.num_processes)
+
+    def __iter__(self) -> Iterator[Any]:
+        size = self.round_size
+        mine = slice(
+            self.process_index * (size // self.num_processes),
+            (self.process_index + 1) * (size // self.num_processes),
+        )
+        stream = iter(self.dataset)
+        first: list[Any] = []
+        self.remainder = 0
+        while samples := list(itertools.islice(stream, size)):
+            first = first or samples
+            if len(samples) < size:
+                if self.drop_last:
+                    return
+                self.remainder = len(samples)
+                samples += cycle_to(first, size - len(samples))
+            yield from samples[mine]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Hand the epoch to the data set, if it wants it."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+
+def worker_problems(dataset: Any, num_workers: int, worker_init_fn: Any = None) -> list[Problem]:
+    """Return what is wrong with reading an iterable data set in `num_workers` processes.
+
+    Each worker iterates over a copy of its own, so a data set that does not share out its samples
+    by `torch.utils.data.get_worker_info` gives each of them `num_workers` times.
+    """
+    if num_workers < 2 or worker_init_fn is not None or shards_by_worker(dataset):
+        return []
+    name = type(dataset).__name__
+    return [
+        Problem(
+            f"num_workers={num_workers} with the iterable data set {name}",
+            f"it does not ask `torch.utils.data.get_worker_info()`, so each sample would come "
+            f"{num_workers} times",
+            "Share the samples out by worker in its `__iter__` (and set `shards_by_worker = True` "
+            "on it if that happens out of sight), or set num_workers=1.",
+        )
+    ]
+
+
+def shards_by_worker(dataset: Any) -> bool:
+    """Tell whether an iterable data set shares its samples out by loader worker.
+
+    It does if it says so by an attribute `shards_by_worker`, if torch does it (`IterDataPipe`), if
+    it counts its shards (`num_shards` of Hugging Face data sets), or if its code asks for the
+    worker.
+    """
+    declared = getattr(dataset, "shards_by_worker", None)
+    if declared is not None:
+        return bool(declared)
+    if isinstance(dataset, IterDataPipe) or hasattr(dataset, "num_shards"):
+        return True
+    return _asks_for_worker(dataset, depth=4)
+
+
+def _asks_for_worker(value: Any, depth: int) -> bool:
+    """Look for `get_worker_info` in the code of `value`, its classes and what it holds."""
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        return _names_worker_info(code)
+    methods = [item for kind in type(value).__mro__[:-1] for item in vars(kind).values()]
+    codes = [getattr(method, "__code__", None) for method in methods]
+    if any(_names_worker_info(code) for code in codes if code is not None):
+        return True
+    held = [*getattr(value, "__dict__", {}).values()] if depth else []
+    return any(
+        _asks_for_worker(item, depth - 1)
+        for item in held
+        if callable(item) or (hasattr(item, "__iter__") and hasattr(item, "__dict__"))
+    )
+
+
+def _names_worker_info(code: CodeType) -> bool:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return "get_worker_info" in code.co_names or any(_names_worker_info(part) for part in inner)

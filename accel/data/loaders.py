@@ -1,0 +1,363 @@
+"""The prepared loaders: torch loaders that know their place among the processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel.data.base import PreparedLoader, index_sampler
+from accel.data.iterable import IterableDatasetShard
+from accel.data.samplers import last_batch_remainder, total_batch_size
+from accel.data.transfer import (
+    Round,
+    SliceFunction,
+    batch_length,
+    complete,
+    join_batches,
+    receive_round,
+    send_round,
+    slice_batch,
+    with_next,
+)
+from accel.imports import require
+from accel.ops import send_to_device
+from accel.state import PartialState
+from accel.tree import iterate, recursively_apply
+
+__all__ = ["DataLoaderDispatcher", "DataLoaderShard", "PreparedLoader", "SkipDataLoader"]
+
+_DISPATCHER_ARGUMENTS = (
+    "split_batches",
+    "slice_fn",
+    "device",
+    "rng_types",
+    "synchronized_generator",
+    "even_batches",
+    "num_processes",
+    "process_index",
+    "_drop_last",
+    "_non_blocking",
+)
+_END = object()
+
+
+class DataLoaderShard(PreparedLoader):
+    """A loader that yields this process's batches on its device.
+
+    It fetches one batch ahead, so that `end_of_dataloader` is known while the last one is in hand.
+
+    Args:
+        dataset: the data set.
+        device: where batches are put; None leaves them where they are.
+        rng_types: generators that ranks synchronise at the start of each pass: "torch", "cuda",
+            "xla", "generator".
+        synchronized_generator: the one called "generator".
+        skip_batches: how many batches are fetched and left out at the start of each pass.
+        use_stateful_dataloader: whether it is a `torchdata.stateful_dataloader.StatefulDataLoader`.
+        _drop_last: whether the original loader left out a short last batch.
+        _non_blocking: whether copies to the device overlap with computation.
+        torch_device_mesh: not needed here: the sampler decides what this process reads.
+        kwargs: of `torch.utils.data.DataLoader`.
+
+    Raises:
+        MissingPackageError: if a stateful loader is asked for and torchdata is not installed.
+    """
+
+    def __new__(cls, *args: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> Any:
+        return super().__new__(stateful_class(cls) if use_stateful_dataloader else cls)
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: Iterable[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            dataset,
+            device=device,
+            rng_types=rng_types,
+            synchronized_generator=synchronized_generator,
+            skip_batches=skip_batches,
+            non_blocking=_non_blocking,
+            **kwargs,
+        )
+        self._drop_last = _drop_last
+
+    def _own_arguments(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "rng_types": self.rng_types,
+            "synchronized_generator": self.synchronized_generator,
+            "_drop_last": self._drop_last,
+            "_non_blocking": self._non_blocking,
+        }
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        epoch, outer = self.epoch, self._enter()
+        try:
+            self._synchronize()
+            batches = self._followed(super().__iter__())
+            for _ in itertools.islice(batches, self.skip_batches):
+                pass
+            current = next(batches, _END)
+            if current is not _END:
+                place = self._placement(current)
+                while (following := next(batches, _END)) is not _END:
+                    yield current if place is None else place(current)
+                    current = following
+                self._end(self._last_remainder())
+                yield current if place is None else place(current)
+            self._complete(epoch)
+        finally:
+            self._leave(outer)
+
+    def _placement(self, batch: Any) -> Callable[[Any], Any] | None:
+        """Return what puts a batch on the device, None where batches like `batch` are there."""
+        if self.device is None:
+            return None
+        if self.device.type == "cpu" and all(t.device.type == "cpu" for t in iterate(batch)):
+            return None
+        return partial(send_to_device, device=self.device, non_blocking=self._non_blocking)
+
+    def _last_remainder(self) -> int:
+        if isinstance(self.dataset, IterableDatasetShard):
+            return self.dataset.remainder
+        if isinstance(self.dataset, IterableDataset):
+            return 0
+        return last_batch_remainder(index_sampler(self))
+
+    @property
+    def total_batch_size(self) -> int:
+        """The samples of one batch over all processes."""
+        if isinstance(self.dataset, IterableDatasetShard):
+            return self.dataset.round_size
+        return total_batch_size(index_sampler(self))
+
+    @property
+    def total_dataset_length(self) -> int:
+        """The samples of the data set; a stream is counted before it is shared out."""
+        if isinstance(self.dataset, IterableDatasetShard):
+            return len(self.dataset.dataset)
+        return super().total_dataset_length
+
+
+class DataLoaderDispatcher(PreparedLoader):
+    """A loader that reads on the main process, which gives each process its slice of every batch.
+
+    Args:
+        dataset: the data set; only the main process reads it.
+        split_batches: whether each batch is cut into a slice per process; else as many batches as
+            there are processes are read and joined.
+        skip_batches: how many rounds are read and left out at the start of each pass.
+        use_stateful_dataloader: whether it is a `torchdata.stateful_dataloader.StatefulDataLoader`.
+        _drop_last: whether a last round that is too small is left out; else it is completed with
+            samples from the beginning, so that each process gets as many.
+        _non_blocking: whether copies to the device overlap with computation.
+        slice_fn: cuts a batch, as ``slice_fn(batch, slice, process_index=…, num_processes=…)``.
+        torch_device_mesh: not needed here: `num_processes` and `process_index` say which slice.
+        device: where slices are put; None leaves them on the CPU.
+        rng_types: generators that ranks synchronise at the start of each pass.
+        synchronized_generator: the one called "generator".
+        even_batches: whether a last round that cannot be cut evenly is completed.
+        num_processes: how many slices; None: one per process.
+        process_index: which slice; None: the rank.
+        kwargs: of `torch.utils.data.DataLoader`.
+
+    Raises:
+        MissingPackageError: if a stateful loader is asked for and torchdata is not installed.
+    """
+
+    def __new__(cls, *args: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> Any:
+        return super().__new__(stateful_class(cls) if use_stateful_dataloader else cls)
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: SliceFunction | None = None,
+        torch_device_mesh: Any = None,
+        *,
+        device: torch.device | None = None,
+        rng_types: Iterable[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        even_batches: bool = True,
+        num_processes: int | None = None,
+        process_index: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            dataset,
+            device=device,
+            rng_types=rng_types,
+            synchronized_generator=synchronized_generator,
+            skip_batches=skip_batches,
+            non_blocking=_non_blocking,
+            **kwargs,
+        )
+        state = PartialState()
+        self.split_batches = split_batches
+        self.slice_fn = slice_batch if slice_fn is None else slice_fn
+        self.even_batches = even_batches
+        self.num_processes = state.num_processes if num_processes is None else num_processes
+        self.process_index = state.process_index if process_index is None else process_index
+        self._drop_last = _drop_last
+
+    def _own_arguments(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _DISPATCHER_ARGUMENTS}
+
+    @property
+    def _entries_per_batch(self) -> int:  # type: ignore[override]
+        return 1 if self.split_batches else self.num_processes
+
+    @property
+    def _reader_batch_size(self) -> int | None:
+        return self.batch_size or getattr(self.batch_sampler, "batch_size", None)
+
+    @property
+    def total_batch_size(self) -> int:
+        """The samples of one batch over all processes."""
+        return (self._reader_batch_size or 1) * self._entries_per_batch
+
+    def __len__(self) -> int:
+        batches = DataLoader.__len__(self)
+        rounds = -(-batches // self._entries_per_batch)
+        if self._drop_last:
+            rounds = batches // self._entries_per_batch
+        elif not self.even_batches and batches and self._last_slice_is_empty(batches):
+            rounds -= 1
+        return max(0, rounds - self.skip_batches)
+
+    def _last_slice_is_empty(self, batches: int) -> bool:
+        sampler: Any = getattr(self.batch_sampler, "sampler", None)
+        if self._reader_batch_size is None or not hasattr(sampler, "__len__"):
+            return False
+        real = len(sampler) - (batches - 1) // self._entries_per_batch * self.total_batch_size
+        return self._slice(real).start >= real
+
+    def _slice(self, size: int) -> slice:
+        """Return which of `size` samples this process gets."""
+        share = -(-size // self.num_processes)
+        return slice(self.process_index * share, (self.process_index + 1) * share)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        state = PartialState()
+        epoch, outer = self.epoch, self._enter()
+        try:
+            self._synchronize()
+            rounds = self._rounds() if state.is_main_process else iter(())
+            while (found := self._exchange(state, rounds)) is not None:
+                mine = self._slice(found.size)
+                following = found.following
+                if following is None or self._slice(following).start >= following:
+                    self._end(found.real if found.real < self._round_size(found) else 0)
+                if mine.start < found.size:
+                    yield self._cut(found.batch, mine)
+            self._complete(epoch)
+        finally:
+            self._leave(outer)
+
+    def _round_size(self, found: Round) -> int:
+        """Return from how many samples on a round counts as full, 0 if none is ever completed."""
+        if not self.even_batches:
+            return 0
+        return self.total_batch_size if self._reader_batch_size else found.size
+
+    def _exchange(self, state: PartialState, rounds: Iterator[Round]) -> Round | None:
+        if state.num_processes == 1:
+            return next(rounds, None)
+        if state.is_main_process:
+            return send_round(state.comm, rounds, state.device)
+        return receive_round(state.comm, state.device)
+
+    def _cut(self, batch: Any, mine: slice) -> Any:
+        if self.num_processes > 1:
+            batch = self.slice_fn(
+                batch, mine, process_index=self.process_index, num_processes=self.num_processes
+            )
+        device = torch.device("cpu") if self.device is None else self.device
+        return send_to_device(batch, device, non_blocking=self._non_blocking)
+
+    def _rounds(self) -> Iterator[Round]:
+        """Read the rounds (on the main process)."""
+        for (batch, size, real), following in with_next(self._followed(self._completed())):
+            yield Round(batch, size, real, None if following is None else following[1])
+
+    def _completed(self) -> Iterator[tuple[Any, int, int]]:
+        batches = super().__iter__()
+        per_round = self._entries_per_batch
+        for _ in itertools.islice(batches, self.skip_batches * per_round):
+            pass
+        first: Any = None
+        while group := list(itertools.islice(batches, per_round)):
+            batch = join_batches(group)
+            real = size = batch_length(batch)
+            short = len(group) < per_round or real < (self._reader_batch_size or 0) * per_round
+            if short and self._drop_last:
+                return
+            if self.even_batches and self.num_processes > 1:
+                if first is None:
+                    head = slice_batch(batch, slice(0, self.num_processes))
+                    first = recursively_apply(torch.clone, head)
+                batch, size = complete(batch, size, first, self.num_processes)
+            yield batch, size, real
+
+
+class SkipDataLoader(DataLoader[Any]):
+    """A loader that leaves out its first batches, for data that can only be read in order.
+
+    Args:
+        dataset: the data set.
+        skip_batches: how many batches are fetched and left out at the start of each pass.
+        use_stateful_dataloader: whether it is a `torchdata.stateful_dataloader.StatefulDataLoader`.
+        kwargs: of `torch.utils.data.DataLoader`.
+
+    Raises:
+        MissingPackageError: if a stateful loader is asked for and torchdata is not installed.
+    """
+
+    def __new__(cls, *args: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> Any:
+        return super().__new__(stateful_class(cls) if use_stateful_dataloader else cls)
+
+    def __init__(
+        self,
+        dataset: Any,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, **kwargs)
+        self.skip_batches = skip_batches
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return itertools.islice(super().__iter__(), self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self.skip_batches)
+
+
+def stateful_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    """Return the variant of a loader class that is torchdata's `StatefulDataLoader`.
+
+    Raises:
+        MissingPackageError: if torchdata is not installed.
+    """
+    require("torchdata", "use_stateful_dataloader=True", extra="stateful")
+    from accel.data import stateful
+
+    return stateful.VARIANTS.get(kind, kind)

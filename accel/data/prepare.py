@@ -1,0 +1,285 @@
+"""Turning a loader into one that reads this process's share."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from accel.data.base import PreparedLoader, index_arguments, index_sampler, loader_arguments
+from accel.data.iterable import IterableDatasetShard, worker_problems
+from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
+from accel.data.samplers import (
+    BatchSamplerShard,
+    SamplerShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    split_problems,
+)
+from accel.enums import RNGType
+from accel.errors import ConfigError, Problem
+from accel.state import PartialState
+
+_SHARED_DATA_AXES = ("tp", "cp", "sp", "pp")
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Iterable[str | RNGType] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+) -> DataLoader[Any]:
+    """Return a loader that yields the batches of one process.
+
+    Args:
+        dataloader: the loader to share out; one that is prepared already is returned as it is.
+        device: where batches are put; None: where the process state says.
+        num_processes: how many processes share the data; None: as the process state says.
+        process_index: which of them this one is; None: as the process state says.
+        split_batches: whether each batch is cut into a piece per process; its size must divide by
+            their number. Else each process gets whole batches in turn, and all of them together see
+            `num_processes` times the loader's batch size.
+        put_on_device: whether batches (nested lists, tuples and mappings of tensors) are put there.
+        rng_types: generators that ranks synchronise at the start of each pass: "torch", "cuda",
+            "xla", and "generator", that of the sampler or of the iterable data set.
+        dispatch_batches: whether only the main process reads and gives the others their slices;
+            None: where several processes share an iterable data set.
+        even_batches: whether the last batches are completed from the beginning of the data, so that
+            each process has as many. Batch samplers whose batches vary in size want False.
+        slice_fn_for_dispatch: cuts a dispatched batch, as ``f(batch, slice, process_index=…,
+            num_processes=…)``; None: tensors along dim 0, and lists of plain objects.
+        use_seedable_sampler: whether random samplers are replaced by `SeedableRandomSampler`.
+        data_seed: its seed; None: the initial seed of the sampler's generator, or of torch's.
+        non_blocking: whether copies to the device overlap with computation (wants pinned memory).
+        use_stateful_dataloader: whether the loader is torchdata's `StatefulDataLoader`.
+        torch_device_mesh: ranks along its axes "tp", "cp", "sp" and "pp" share their data.
+
+    Returns:
+        A `DataLoaderShard` or `DataLoaderDispatcher`; both are torch loaders.
+
+    Raises:
+        ConfigError: if batches cannot be split, cannot be made even, or would be read repeatedly by
+            several workers.
+        MissingPackageError: if a stateful loader is asked for and torchdata is not installed.
+    """
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader
+    state = PartialState()
+    count, index = _data_rank(state, torch_device_mesh)
+    count = count if num_processes is None else num_processes
+    index = index if process_index is None else process_index
+    streamed = isinstance(dataloader.dataset, IterableDataset)
+    dispatched = streamed and count > 1 if dispatch_batches is None else dispatch_batches
+    _check(dataloader, count, split_batches)
+
+    sampler = _shared_sampler(dataloader, state, count, use_seedable_sampler, data_seed)
+    arguments = loader_arguments(dataloader)
+    dataset: Any = dataloader.dataset
+    if streamed:
+        if count > 1 and not dispatched:
+            dataset = _stream_shard(dataloader, count, index, split_batches)
+            arguments["batch_size"] = dataloader.batch_size and dataset.round_size // count
+    else:
+        if count > 1 and not dispatched:
+            sampler = _sampler_shard(dataloader, sampler, count, index, split_batches, even_batches)
+        arguments.update(index_arguments(dataloader, sampler))
+
+    generator = _generator(dataset, sampler)
+    arguments.update(
+        device=(state.device if device is None else device) if put_on_device else None,
+        rng_types=_usable(rng_types, generator),
+        synchronized_generator=generator,
+        use_stateful_dataloader=use_stateful_dataloader,
+        _drop_last=_drops_last(dataloader),
+        _non_blocking=non_blocking,
+    )
+    if not dispatched:
+        return DataLoaderShard(dataset, **arguments)
+    if arguments["generator"] is None and count > 1:
+        # Only the main process makes iterators; their base seed must not come from torch's own
+        # generator, or that of the ranks would drift apart.
+        arguments["generator"] = torch.Generator().manual_seed(torch.initial_seed())
+    return DataLoaderDispatcher(
+        dataset,
+        split_batches=split_batches,
+        slice_fn=slice_fn_for_dispatch,
+        even_batches=even_batches,
+        num_processes=count,
+        process_index=index,
+        **arguments,
+    )
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """Return a loader like `dataloader` without its first `num_batches` batches.
+
+    Of a map-style data set nothing is fetched for them; a stream is read and passed over. Epochs
+    are counted together with `dataloader`, which goes on where the new loader ends.
+
+    Args:
+        dataloader: any torch loader, prepared or not.
+        num_batches: how many batches of this process are left out.
+
+    Raises:
+        ConfigError: if `num_batches` is negative.
+    """
+    if num_batches < 0:
+        raise ConfigError(
+            Problem(f"num_batches={num_batches}", "it is at least 0", "Give how many to skip.")
+        )
+    if num_batches == 0:
+        return dataloader
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader._skipping(num_batches)
+    arguments = loader_arguments(dataloader)
+    if isinstance(dataloader.dataset, IterableDataset):
+        skipped = num_batches + getattr(dataloader, "skip_batches", 0)
+        return SkipDataLoader(dataloader.dataset, skip_batches=skipped, **arguments)
+    sampler = SkipBatchSampler(index_sampler(dataloader), num_batches)
+    return DataLoader(dataloader.dataset, **arguments, **index_arguments(dataloader, sampler))
+
+
+def _data_rank(state: PartialState, mesh: Any) -> tuple[int, int]:
+    """Return how many shares the data has and which is this process's."""
+    if mesh is None:
+        return state.num_processes, state.process_index
+    count, index = 1, 0
+    for axis in mesh.mesh_dim_names or ():
+        if axis not in _SHARED_DATA_AXES:
+            size = mesh[axis].size()
+            count, index = count * size, index * size + mesh.get_local_rank(axis)
+    return count, index
+
+
+def _check(dataloader: DataLoader[Any], count: int, split_batches: bool) -> None:
+    problems: list[Problem] = []
+    size = dataloader.batch_size or getattr(dataloader.batch_sampler, "batch_size", None)
+    if split_batches and size is not None:
+        problems += split_problems(size, count)
+    if isinstance(dataloader.dataset, IterableDataset):
+        problems += worker_problems(
+            dataloader.dataset, dataloader.num_workers, dataloader.worker_init_fn
+        )
+    ConfigError.raise_if(problems)
+    kind = type(dataloader)
+    if kind.__iter__ not in (DataLoader.__iter__, SkipDataLoader.__iter__):
+        warnings.warn(
+            f"{kind.__name__} has an `__iter__` of its own, which the prepared loader does not "
+            "use: it reads the same data set with the same samplers and `collate_fn`.",
+            stacklevel=3,
+        )
+
+
+def _drops_last(dataloader: DataLoader[Any]) -> bool:
+    inner = getattr(index_sampler(dataloader), "drop_last", False)
+    return bool(dataloader.drop_last or inner)
+
+
+def _stream_shard(
+    dataloader: DataLoader[Any], count: int, index: int, split_batches: bool
+) -> IterableDatasetShard:
+    return IterableDatasetShard(
+        dataloader.dataset,
+        batch_size=dataloader.batch_size or 1,
+        drop_last=dataloader.drop_last,
+        num_processes=count,
+        process_index=index,
+        split_batches=split_batches and dataloader.batch_size is not None,
+    )
+
+
+def _sampler_shard(
+    dataloader: DataLoader[Any],
+    sampler: Any,
+    count: int,
+    index: int,
+    split_batches: bool,
+    even_batches: bool,
+) -> Any:
+    if dataloader.batch_sampler is None and not isinstance(sampler, BatchSampler):
+        return SamplerShard(sampler, count, index, even_batches)
+    return BatchSamplerShard(sampler, count, index, split_batches, even_batches)
+
+
+def _shared_sampler(
+    dataloader: DataLoader[Any],
+    state: PartialState,
+    count: int,
+    use_seedable_sampler: bool,
+    data_seed: int | None,
+) -> Any:
+    """Return the loader's index sampler, drawing the same order on every process.
+
+    The caller's own objects are left as they are.
+    """
+    outer = index_sampler(dataloader)
+    if isinstance(dataloader.dataset, IterableDataset):
+        return outer
+    inner = getattr(outer, "sampler", None)
+    drawing = outer if inner is None else inner
+    if isinstance(drawing, SeedableRandomSampler):
+        return outer
+    if use_seedable_sampler and isinstance(drawing, RandomSampler):
+        seed = _agreed(state, data_seed if data_seed is not None else _initial_seed(drawing))
+        replaced: Any = SeedableRandomSampler(
+            drawing.data_source, drawing.replacement, drawing._num_samples, data_seed=seed
+        )
+    elif count > 1 and getattr(drawing, "generator", _MISSING) is None:
+        replaced = copy.copy(drawing)
+        seed = _agreed(state, torch.initial_seed() if data_seed is None else data_seed)
+        replaced.generator = torch.Generator().manual_seed(seed)
+    else:
+        return outer
+    if inner is None:
+        return replaced
+    outer = copy.copy(outer)
+    outer.sampler = replaced
+    return outer
+
+
+_MISSING = object()
+
+
+def _initial_seed(sampler: RandomSampler) -> int:
+    generator = torch.default_generator if sampler.generator is None else sampler.generator
+    return int(generator.initial_seed())
+
+
+def _agreed(state: PartialState, seed: int) -> int:
+    """Return the main process's seed."""
+    return int(state.comm.broadcast_objects([seed])[0]) if state.num_processes > 1 else seed
+
+
+def _generator(dataset: Any, sampler: Any) -> torch.Generator | None:
+    """Return the generator that "generator" in `rng_types` means, if there is one."""
+    if isinstance(dataset, IterableDatasetShard):
+        dataset = dataset.dataset
+    if isinstance(dataset, IterableDataset):
+        found = getattr(dataset, "generator", None)
+    else:
+        inner = getattr(sampler, "sampler", None)
+        found = getattr(sampler if inner is None else inner, "generator", None)
+    return found if isinstance(found, torch.Generator) else None
+
+
+def _usable(
+    rng_types: Iterable[str | RNGType] | None, generator: torch.Generator | None
+) -> list[str | RNGType] | None:
+    if rng_types is None:
+        return None
+    return [kind for kind in rng_types if generator is not None or kind != RNGType.GENERATOR]

@@ -1,0 +1,385 @@
+"""Samplers: who reads which indices, in an order that is a function of seed and epoch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, Sampler
+
+from accel.errors import ConfigError, Problem
+
+_MASK = (1 << 64) - 1
+
+
+def mix_seeds(*values: int) -> int:
+    """Return a well-mixed seed in [0, 2**63) that is a function of `values` and their order.
+
+    Unlike a sum, neighbouring seeds and epochs share no seed.
+
+    Source: the finaliser of SplitMix64, https://prng.di.unimi.it/splitmix64.c
+    """
+    state = 0
+    for value in values:
+        state = (state + (value & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A random sampler whose order is a function of (seed, epoch) alone.
+
+    Iterating twice gives the same order until `set_epoch` is called; prepared loaders call it at
+    the end of each pass.
+
+    Args:
+        args: of `torch.utils.data.RandomSampler`.
+        data_seed: the seed; None takes the initial seed of `generator`, or of torch's own.
+        kwargs: of `torch.utils.data.RandomSampler`.
+
+    Attributes:
+        seed: the seed in use.
+        epoch: the epoch whose order the next pass has.
+    """
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if data_seed is None:
+            source = self.generator if self.generator is not None else torch.default_generator
+            data_seed = source.initial_seed()
+        self.seed = int(data_seed)
+        self.epoch = 0
+        self.generator = None  # passes make their own
+
+    def __iter__(self) -> Iterator[int]:
+        # A generator per pass, so that passes that overlap do not disturb each other.
+        draw = RandomSampler(
+            self.data_source,
+            self.replacement,
+            self._num_samples,
+            torch.Generator().manual_seed(mix_seeds(self.seed, self.epoch)),
+        )
+        return iter(draw)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next pass has."""
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what decides the order."""
+        return {"seed": self.seed, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take over what `state_dict` returned."""
+        self.seed, self.epoch = int(state["seed"]), int(state["epoch"])
+
+
+class SkipBatchSampler(Sampler[Any]):
+    """A sampler without the first `skip_batches` entries of another; nothing is fetched for them.
+
+    Args:
+        batch_sampler: a batch sampler (or any sampler).
+        skip_batches: how many entries are left out.
+    """
+
+    def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of indices inside the batch sampler, or None."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def batch_size(self) -> int | None:
+        """The batch size of the sampler inside."""
+        return getattr(self.batch_sampler, "batch_size", None)
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether the sampler inside leaves out a short last batch."""
+        return bool(getattr(self.batch_sampler, "drop_last", False))
+
+    @property
+    def remainder(self) -> int:
+        """See `BatchSamplerShard.remainder`."""
+        return last_batch_remainder(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self.batch_sampler, self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.batch_sampler) - self.skip_batches)  # type: ignore[arg-type]
+
+
+def cycle_to(items: Sequence[Any], length: int) -> list[Any]:
+    """Return the first `length` entries of `items` repeated without end."""
+    return list(itertools.islice(itertools.cycle(items), length))
+
+
+class BatchSamplerShard(BatchSampler):
+    """The batches of one process out of those of a batch sampler.
+
+    With `even_batches`, every process gets as many batches, all of the same size: the last ones are
+    completed with indices from the beginning. A sampler with `drop_last` stops instead at the first
+    batch that is too small or not there for every process.
+
+    Args:
+        batch_sampler: yields lists of indices.
+        num_processes: how many processes share them.
+        process_index: which of them this one is.
+        split_batches: whether each batch is cut into a piece per process, or whole batches are
+            dealt out in turn.
+        even_batches: whether the last batches are completed; wants a sampler with a `batch_size`.
+            Where it is False, some processes may get a smaller last batch, or one batch less.
+
+    Attributes:
+        remainder: after a whole pass, how many samples of the last round over all processes are
+            real; 0 where all are. -1 before the first.
+
+    Raises:
+        ConfigError: if the batch size cannot be split, or even batches are wanted of a sampler
+            whose batches vary.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        self.remainder = -1
+        self._check()
+
+    def _check(self) -> None:
+        name = type(self.batch_sampler).__name__
+        problems = []
+        if not 0 <= self.process_index < self.num_processes:
+            problems.append(
+                Problem(
+                    f"process_index={self.process_index} of {self.num_processes} processes",
+                    "it is a rank below the number of processes",
+                    "Leave both out to take them from the process state.",
+                )
+            )
+        if self.batch_size is None and (self.even_batches or self.split_batches):
+            problems.append(
+                Problem(
+                    f"a {name} without `batch_size`",
+                    "even or split batches want to know the size of a full batch",
+                    "Give the sampler an attribute `batch_size`, or set even_batches=False "
+                    "and split_batches=False.",
+                )
+            )
+        if self.batch_size is not None and self.split_batches:
+            problems += split_problems(self.batch_size, self.num_processes)
+        ConfigError.raise_if(problems)
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of indices inside the batch sampler, or None."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self.batch_sampler.sampler = sampler
+
+    @property
+    def total_length(self) -> int:
+        """How many batches the sampler inside yields."""
+        return len(self.batch_sampler)
+
+    @property
+    def round_size(self) -> int:
+        """How many samples all processes together read in a full round."""
+        return int(self.batch_size) * (1 if self.split_batches else self.num_processes)
+
+    def __len__(self) -> int:
+        batches = len(self.batch_sampler)
+        if self.split_batches:
+            return batches - int(self._last_piece_is_empty(batches))
+        if self.drop_last:
+            return batches // self.num_processes
+        if self.even_batches:
+            return -(-batches // self.num_processes)
+        return len(range(self.process_index, batches, self.num_processes))
+
+    def _last_piece_is_empty(self, batches: int) -> bool:
+        if self.even_batches or self.drop_last or batches == 0:
+            return False
+        if not hasattr(self.sampler, "__len__"):
+            return False
+        last = len(self.sampler) - (batches - 1) * self.batch_size
+        return last <= self.process_index * (self.batch_size // self.num_processes)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.even_batches:
+            return self._iterate_even()
+        return self._iterate_split() if self.split_batches else self._iterate_dealt()
+
+    def _rounds(self) -> Iterator[list[list[int]]]:
+        """Yield the batches that the processes read at the same time."""
+        per_round = 1 if self.split_batches else self.num_processes
+        batches = iter(self.batch_sampler)
+        while group := list(itertools.islice(batches, per_round)):
+            yield group
+
+    def _piece(self, samples: Sequence[int]) -> list[int]:
+        size = self.round_size // self.num_processes
+        return list(samples[self.process_index * size : (self.process_index + 1) * size])
+
+    def _iterate_even(self) -> Iterator[list[int]]:
+        size = self.round_size
+        first: list[int] = []
+        ended = False
+        self.remainder = 0
+        for group in self._rounds():
+            samples = group[0] if len(group) == 1 else list(itertools.chain.from_iterable(group))
+            if ended or len(samples) > size:
+                raise self._varying_size()
+            first = first or samples
+            if len(samples) == size:
+                yield self._piece(samples)
+                continue
+            ended = True
+            if not self.drop_last:
+                self.remainder = len(samples)
+                missing = size - len(samples)
+                yield self._piece([*samples, *cycle_to(first, missing)])
+
+    def _varying_size(self) -> ConfigError:
+        return ConfigError(
+            Problem(
+                f"a {type(self.batch_sampler).__name__} whose batches vary in size",
+                f"with even_batches=True only the last one may differ from {self.batch_size}",
+                "Set even_batches=False.",
+            )
+        )
+
+    def _iterate_split(self) -> Iterator[list[int]]:
+        self.remainder = 0
+        for (batch,) in self._rounds():
+            piece = self._piece(batch)
+            if piece and not (self.drop_last and len(batch) < self.round_size):
+                yield piece
+
+    def _iterate_dealt(self) -> Iterator[list[int]]:
+        self.remainder = 0
+        for group in self._rounds():
+            whole = len(group) == self.num_processes
+            if self.process_index < len(group) and (whole or not self.drop_last):
+                yield group[self.process_index]
+
+
+def split_problems(batch_size: int, num_processes: int) -> list[Problem]:
+    """Return what is wrong with cutting batches of `batch_size` into `num_processes` pieces."""
+    if batch_size % num_processes == 0:
+        return []
+    below = batch_size - batch_size % num_processes
+    sizes = [str(size) for size in (below, below + num_processes) if size > 0]
+    return [
+        Problem(
+            f"split_batches=True with batch_size={batch_size} on {num_processes} processes",
+            "the batch size divides by the number of processes",
+            f"The nearest batch size: {' or '.join(sizes)}.",
+        )
+    ]
+
+
+class SamplerShard(Sampler[Any]):
+    """The entries of one process out of those of a sampler that yields single indices.
+
+    For loaders that do not batch (``batch_size=None``): each entry counts as a batch of one.
+
+    Args:
+        sampler: yields indices.
+        num_processes: how many processes share them.
+        process_index: which of them this one is.
+        even_batches: whether the last round is completed from the beginning.
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        num_processes: int = 1,
+        process_index: int = 0,
+        even_batches: bool = True,
+    ) -> None:
+        self.sampler = sampler
+        self._shard = BatchSamplerShard(
+            BatchSampler(sampler, 1, False), num_processes, process_index, False, even_batches
+        )
+
+    @property
+    def remainder(self) -> int:
+        """See `BatchSamplerShard.remainder`."""
+        return self._shard.remainder
+
+    def __iter__(self) -> Iterator[Any]:
+        return (entry for (entry,) in self._shard)
+
+    def __len__(self) -> int:
+        return len(self._shard)
+
+
+def last_batch_remainder(sampler: Any) -> int:
+    """Return how many samples of the last round were real, 0 if all.
+
+    For a sampler that is not sharded, it is the size of its short last batch (0 if that is full).
+    """
+    known = getattr(sampler, "remainder", None)
+    if known is not None:
+        return int(known)
+    inner, size = getattr(sampler, "sampler", None), getattr(sampler, "batch_size", None)
+    if inner is None or not size or getattr(sampler, "drop_last", False):
+        return 0
+    return len(inner) % size if hasattr(inner, "__len__") else 0
+
+
+def set_sampler_epoch(sampler: Any, epoch: int) -> None:
+    """Hand `epoch` to every sampler inside `sampler` that wants it."""
+    while sampler is not None:
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        sampler = inner_sampler(sampler)
+
+
+def inner_sampler(sampler: Any) -> Any:
+    """Return the sampler that `sampler` draws from, or None."""
+    inner = getattr(sampler, "batch_sampler", None)
+    return getattr(sampler, "sampler", None) if inner is None else inner
+
+
+def sampler_epoch(sampler: Any) -> int | None:
+    """Return the epoch of the outermost sampler inside `sampler` that has one."""
+    while sampler is not None:
+        epoch = getattr(sampler, "epoch", None)
+        if isinstance(epoch, int) and hasattr(sampler, "set_epoch"):
+            return epoch
+        sampler = inner_sampler(sampler)
+    return None
+
+
+def total_batch_size(sampler: Any) -> int:
+    """Return how many samples all processes together read in a full round; 1 for single indices."""
+    found = 1
+    while sampler is not None:
+        if isinstance(sampler, BatchSamplerShard):
+            return sampler.round_size
+        found = max(found, getattr(sampler, "batch_size", None) or 1)
+        sampler = getattr(sampler, "batch_sampler", None)
+    return found

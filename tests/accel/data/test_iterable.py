@@ -1,0 +1,119 @@
+"""Each process's share of a stream."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+
+from accel.data.iterable import IterableDatasetShard, shards_by_worker, worker_problems
+from accel.errors import ConfigError
+
+
+class Stream(IterableDataset[int]):
+    """The numbers below `length`."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epoch = 0
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.length
+
+
+class ByWorker(Stream):
+    """Shares its numbers out by worker."""
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        start, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(start, self.length, step))
+
+
+class Around(IterableDataset[int]):
+    def __init__(self, inner: IterableDataset[int]) -> None:
+        self.inner = inner
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(0, 200),
+    st.integers(1, 9),
+    st.integers(1, 8),
+    st.booleans(),
+    st.booleans(),
+)
+def test_shares_are_whole_batches_and_hold_every_sample(
+    n: int, size: int, count: int, split: bool, drop_last: bool
+) -> None:
+    piece = size
+    size = size * count if split else size
+    made = [
+        IterableDatasetShard(Sized(n), size, drop_last, count, rank, split) for rank in range(count)
+    ]
+    found = [list(shard) for shard in made]
+    assert [len(shard) for shard in made] == [len(samples) for samples in found]
+    assert all(len(samples) % piece == 0 for samples in found)
+    rounds = len(found[0]) // piece
+    seen = [
+        sample
+        for r in range(rounds)
+        for samples in found
+        for sample in samples[r * piece : (r + 1) * piece]
+    ]
+    total = piece * count
+    wanted = n // total * total if drop_last else -(-n // total) * total
+    assert seen == list(itertools.islice(itertools.cycle(range(n or 1)), wanted))
+    assert {shard.remainder for shard in made} == {0 if drop_last else n % total}
+
+
+def test_the_documented_example() -> None:
+    def share(rank: int, split: bool) -> list[int]:
+        return list(IterableDatasetShard(Stream(8), 4, False, 2, rank, split))
+
+    assert [share(0, False), share(1, False)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [share(0, True), share(1, True)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_the_epoch_reaches_the_stream() -> None:
+    stream = Stream(3)
+    IterableDatasetShard(stream, 1, False, 2, 0).set_epoch(4)
+    assert stream.epoch == 4
+
+
+def test_a_batch_that_does_not_split_is_refused() -> None:
+    with pytest.raises(ConfigError, match="batch_size=3 on 2 processes"):
+        IterableDatasetShard(Stream(8), 3, False, 2, 0, split_batches=True)
+
+
+def test_what_shares_out_by_worker_is_found() -> None:
+    assert shards_by_worker(ByWorker(4))
+    assert shards_by_worker(Around(Around(ByWorker(4))))
+    assert not shards_by_worker(Stream(4))
+    declared = Around(Stream(4))
+    declared.shards_by_worker = True
+    assert shards_by_worker(declared)
+
+
+def test_workers_that_would_repeat_samples_are_a_problem() -> None:
+    (problem,) = worker_problems(Stream(4), 2)
+    assert "each sample would come 2 times" in str(problem)
+    assert "num_workers=1" in str(problem)
+    assert worker_problems(Stream(4), 1) == []
+    assert worker_problems(ByWorker(4), 2) == []
+    assert worker_problems(Stream(4), 2, worker_init_fn=print) == []

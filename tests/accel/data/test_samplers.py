@@ -1,0 +1,238 @@
+"""Each process's share of the indices, for every flag and size."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+
+from accel.data.samplers import (
+    BatchSamplerShard,
+    SamplerShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    mix_seeds,
+    set_sampler_epoch,
+    total_batch_size,
+)
+from accel.errors import ConfigError
+
+
+def shards(n: int, size: int, count: int, drop_last: bool, **flags: bool) -> list[list[list[int]]]:
+    made = [
+        BatchSamplerShard(
+            BatchSampler(SequentialSampler(range(n)), size, drop_last), count, rank, **flags
+        )
+        for rank in range(count)
+    ]
+    found = [list(shard) for shard in made]
+    for shard, batches in zip(made, found, strict=True):
+        assert len(shard) == len(batches)
+    return found
+
+
+LENGTH = st.integers(0, 200)
+SIZE = st.integers(1, 9)
+COUNT = st.integers(1, 8)
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTH, SIZE, COUNT, st.booleans())
+def test_even_batches_complete_the_last_round_from_the_beginning(
+    n: int, size: int, count: int, split: bool
+) -> None:
+    piece = size
+    size = size * count if split else size
+    found = shards(n, size, count, False, split_batches=split, even_batches=True)
+    rounds = [list(itertools.chain(*group)) for group in zip(*found, strict=True)]
+    seen = list(itertools.chain(*rounds))
+    assert all(len(batch) == piece for batches in found for batch in batches)
+    wanted = -(-n // (piece * count)) * piece * count
+    assert seen == list(itertools.islice(itertools.cycle(range(n)), wanted)) if n else seen == []
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTH, SIZE, COUNT, st.booleans(), st.booleans())
+def test_drop_last_keeps_whole_rounds_only(
+    n: int, size: int, count: int, split: bool, even: bool
+) -> None:
+    piece = size
+    size = size * count if split else size
+    found = shards(n, size, count, True, split_batches=split, even_batches=even)
+    seen = [i for group in zip(*found, strict=True) for batch in group for i in batch]
+    assert seen == list(range(n // (piece * count) * piece * count))
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTH, SIZE, COUNT, st.booleans())
+def test_uneven_batches_hold_each_index_once(n: int, size: int, count: int, split: bool) -> None:
+    size = size * count if split else size
+    found = shards(n, size, count, False, split_batches=split, even_batches=False)
+    seen = [
+        index
+        for group in itertools.zip_longest(*found, fillvalue=[])
+        for batch in group
+        for index in batch
+    ]
+    assert seen == list(range(n))
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(LENGTH, SIZE, COUNT, st.booleans(), st.booleans(), st.booleans())
+def test_remainder_counts_the_real_samples_of_the_last_round(
+    n: int, size: int, count: int, split: bool, even: bool, drop_last: bool
+) -> None:
+    size = size * count if split else size
+    inner = BatchSampler(SequentialSampler(range(n)), size, drop_last)
+    shard = BatchSamplerShard(inner, count, 0, split, even)
+    assert shard.remainder == -1
+    list(shard)
+    total = size if split else size * count
+    assert shard.remainder == (n % total if even and not drop_last else 0)
+    assert total_batch_size(SkipBatchSampler(shard, 1)) == total
+
+
+def test_the_documented_examples() -> None:
+    inner = BatchSampler(SequentialSampler(range(8)), 4, False)
+    assert list(BatchSamplerShard(inner, 2, 0)) == [[0, 1, 2, 3]]
+    assert list(BatchSamplerShard(inner, 2, 1)) == [[4, 5, 6, 7]]
+    assert list(BatchSamplerShard(inner, 2, 0, split_batches=True)) == [[0, 1], [4, 5]]
+    assert list(BatchSamplerShard(inner, 2, 1, split_batches=True)) == [[2, 3], [6, 7]]
+
+
+def test_fewer_samples_than_processes() -> None:
+    assert shards(1, 2, 4, False, even_batches=True) == [[[0, 0]]] * 4
+    assert shards(0, 2, 4, False, even_batches=True) == [[]] * 4
+
+
+class Bare(Sampler[list[int]]):
+    """A batch sampler with neither `batch_size` nor `drop_last`, of batches that vary."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def __iter__(self):
+        start = 0
+        for size in self.sizes:
+            yield list(range(start, start + size))
+            start += size
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+def test_a_sampler_without_batch_size_is_shared_out_unevenly_or_refused() -> None:
+    with pytest.raises(ConfigError, match=r"without `batch_size`.*even_batches=False"):
+        BatchSamplerShard(Bare([3, 1, 2]), 2, 0)
+    found = [list(BatchSamplerShard(Bare([3, 1, 2]), 2, r, even_batches=False)) for r in (0, 1)]
+    assert found == [[[0, 1, 2], [4, 5]], [[3]]]
+
+
+def test_even_batches_refuse_a_short_batch_in_the_middle() -> None:
+    sampler = Bare([3, 1, 3, 3])
+    sampler.batch_size = 3
+    with pytest.raises(ConfigError, match=r"vary in size.*even_batches=False"):
+        list(BatchSamplerShard(sampler, 2, 0))
+
+
+def test_a_batch_that_does_not_split_names_the_nearest_sizes() -> None:
+    inner = BatchSampler(SequentialSampler(range(8)), 5, False)
+    with pytest.raises(ConfigError, match=r"batch_size=5 on 4 processes.*4 or 8"):
+        BatchSamplerShard(inner, 4, 0, split_batches=True)
+
+
+def test_a_rank_beyond_the_processes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="process_index=2 of 2"):
+        BatchSamplerShard(BatchSampler(SequentialSampler(range(8)), 4, False), 2, 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 40), st.integers(1, 5), st.booleans())
+def test_single_indices_are_dealt_out(n: int, count: int, even: bool) -> None:
+    found = [list(SamplerShard(SequentialSampler(range(n)), count, r, even)) for r in range(count)]
+    seen = [i for group in itertools.zip_longest(*found) for i in group if i is not None]
+    assert sorted(set(seen)) == list(range(n))
+    assert (len({len(indices) for indices in found}) == 1) or not even
+
+
+def test_skipping_asks_for_no_more_than_it_leaves() -> None:
+    inner = BatchSampler(SequentialSampler(range(10)), 3, False)
+    skipping = SkipBatchSampler(inner, 2)
+    assert list(skipping) == [[6, 7, 8], [9]]
+    assert (len(skipping), skipping.batch_size, skipping.drop_last) == (2, 3, False)
+    assert len(SkipBatchSampler(inner, 9)) == 0
+    assert list(SkipBatchSampler(skipping, 1)) == [[9]]
+
+
+# -- order ---------------------------------------------------------------------------------------
+
+
+def test_the_order_is_a_function_of_seed_and_epoch() -> None:
+    sampler = SeedableRandomSampler(range(50), data_seed=3)
+    first = list(sampler)
+    torch.rand(7)
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    again = SeedableRandomSampler(range(50), data_seed=3)
+    again.set_epoch(1)
+    assert list(again) == list(sampler)
+    again.load_state_dict({"seed": 3, "epoch": 0})
+    assert list(again) == first
+    assert sorted(first) == list(range(50))
+
+
+def test_neighbouring_seeds_and_epochs_share_no_order() -> None:
+    orders = set()
+    for seed in range(4):
+        sampler = SeedableRandomSampler(range(50), data_seed=seed)
+        for epoch in range(4):
+            sampler.set_epoch(epoch)
+            orders.add(tuple(sampler))
+    assert len(orders) == 16
+    assert mix_seeds(1, 2) != mix_seeds(2, 1)
+    assert 0 <= mix_seeds(-5, 2**70) < 2**63
+
+
+def test_the_seed_defaults_to_that_of_a_generator() -> None:
+    generator = torch.Generator().manual_seed(11)
+    assert SeedableRandomSampler(range(5), generator=generator).seed == 11
+    torch.manual_seed(12)
+    assert SeedableRandomSampler(range(5)).seed == 12
+
+
+def test_drawing_an_order_leaves_the_training_generator_alone() -> None:
+    sampler = SeedableRandomSampler(range(20), data_seed=0)
+    before = torch.get_rng_state()
+    list(sampler)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_overlapping_passes_do_not_disturb_each_other() -> None:
+    sampler = SeedableRandomSampler(range(100), replacement=True, num_samples=100, data_seed=0)
+    alone = list(sampler)
+    one, other = iter(sampler), iter(sampler)
+    woven = [next(pass_) for _ in range(100) for pass_ in (one, other)]
+    assert woven[::2] == alone
+    assert woven[1::2] == alone
+
+
+def test_it_is_a_random_sampler_and_pickles() -> None:
+    sampler = SeedableRandomSampler(range(20), data_seed=4)
+    sampler.set_epoch(2)
+    copied = pickle.loads(pickle.dumps(sampler))
+    assert isinstance(copied, RandomSampler)
+    assert list(copied) == list(sampler)
+
+
+def test_an_epoch_reaches_every_sampler_inside() -> None:
+    sampler = SeedableRandomSampler(range(20), data_seed=4)
+    shard = BatchSamplerShard(BatchSampler(sampler, 2, False), 2, 0)
+    set_sampler_epoch(SkipBatchSampler(shard, 1), 7)
+    assert sampler.epoch == 7
