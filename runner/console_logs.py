@@ -1,0 +1,60 @@
+"""Who writes to the terminal: rank 0. What other ranks print goes to files. Free of torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from runner.outcomes import log_folder
+
+TAIL_BYTES = 4000
+
+
+def log_file(run_dir: Path, rank: int) -> Path:
+    """Return the file that receives what `rank` prints."""
+    return log_folder(run_dir) / f"rank_{rank}.log"
+
+
+def leave_terminal_to_rank_zero(run_dir: Path, rank: int) -> None:
+    """Send what this process and its children print to its log, unless it is rank 0.
+
+    The file descriptors themselves are moved, so that output of C++ libraries goes along. Text is
+    appended: a resumed run adds to the log.
+    """
+    if rank == 0:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    file = os.open(log_file(run_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in _standard_streams():
+        os.dup2(file, stream.fileno())
+    os.close(file)
+    for stream in _standard_streams():
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+    print(f"--- rank {rank}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}")
+
+
+def close_input() -> None:
+    """Read nothing from the terminal: several processes cannot share what is typed."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+def tail(path: Path, num_lines: int = 15) -> list[str]:
+    """Return the last lines of a log; none if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()[-num_lines:]
+
+
+def _standard_streams() -> Iterator[TextIO]:
+    yield sys.stdout
+    yield sys.stderr

@@ -1,0 +1,181 @@
+"""From a frozen job to processes: this one, fresh workers, or those that torchrun has started.
+started.
+
+Every process reads the same frozen recipe from the run directory; none of them sees overrides. The
+exit code is 0 (done), 1 (failed), 2 (configuration refused), 75 (stopped by SIGTERM or SIGUSR1 with
+its state saved; ``resume`` goes on) or 130 (Ctrl-C).
+
+Free of torch at import.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner import console_logs, outcomes, processes, threads
+from runner.outcomes import CLEAN, DONE, FAILED, INTERRUPTED, STOPPED, Outcome
+from runner.processes import Adopted
+from runner.schema import Recipe
+
+if TYPE_CHECKING:
+    from runner.job import Job
+
+TRAIN = "runner.worker:run"
+# The interpreter runs with -P, so that nothing in the working directory is taken for `accel`,
+# `runner` or a module of the standard library; the user's code is found behind everything else.
+BOOTSTRAP = (
+    "import json, sys; order = json.loads(sys.argv[1]); "
+    "sys.path.extend(path for path in order['path'] if path not in sys.path); "
+    "from runner.worker import main; main(order)"
+)
+
+
+def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
+    """Run a job and return the exit code of the command.
+
+    Args:
+        job: the claimed run directory and where it was started from; saved already.
+        recipe: the frozen recipe.
+        fresh: whether a run of one process gets a process of its own, too (a sweep: no state of one
+            job reaches the next). Else it runs in this process, where a debugger can reach it.
+
+    Returns:
+        The exit code, after the cause of a failure has been printed.
+
+    Raises:
+        ConfigError: if the number of processes contradicts the machine or the launcher.
+    """
+    number = processes.count(recipe.distributed)
+    place = processes.adopted()
+    threads.settle(job.run_dir, recipe, place.local_world_size if place else number)
+    if place is not None:
+        from runner import torchrun
+
+        torchrun.publish(job.run_dir)
+        return run_adopted(job.run_dir, place)
+    if number == 1 and not fresh:
+        return run_here(job.run_dir)
+    return run_group(job.run_dir, number, Path(job.cwd))
+
+
+def follow() -> int | None:
+    """Join the run that rank 0 composes, if torchrun has started this process as another rank.
+
+    Returns:
+        The exit code; None: this process is the one that composes.
+
+    Raises:
+        ConfigError: if a launcher has started several processes without saying how they meet.
+    """
+    place = processes.adopted()
+    if place is None or place.rank == 0:
+        return None
+    from runner import torchrun
+
+    run_dir = torchrun.receive()
+    console_logs.leave_terminal_to_rank_zero(run_dir, place.rank)
+    return run_adopted(run_dir, place)
+
+
+def run_adopted(run_dir: Path, place: Adopted) -> int:
+    """Run a job in this process, one of several that a launcher has started."""
+    from runner import worker
+
+    code = run_here(run_dir, place.rank)
+    if code not in CLEAN:
+        worker.leave(code)
+    return code
+
+
+def run_here(run_dir: Path, rank: int = 0) -> int:
+    """Run a job in this process.
+
+    Args:
+        run_dir: the run directory with the frozen job.
+        rank: this process among those of a launcher.
+
+    Returns:
+        The exit code, after the cause of a failure has been printed.
+    """
+    from runner import worker
+
+    try:
+        return worker.run(run_dir)
+    except KeyboardInterrupt:
+        if rank == 0:
+            outcomes.tell_interrupted(run_dir)
+        return INTERRUPTED
+    except (Exception, SystemExit) as error:
+        outcome = outcomes.of_error(error, rank)
+        outcome.write(run_dir, _new_launch())
+        outcomes.tell(outcome, run_dir)
+        return outcome.code
+
+
+def run_group(run_dir: Path, num_processes: int, cwd: Path, target: str = TRAIN) -> int:
+    """Run a job in fresh worker processes.
+
+    Args:
+        run_dir: the run directory with the frozen job.
+        num_processes: number of workers.
+        cwd: the user's directory; code there can be imported.
+        target: ``module:function`` that each worker calls with the run directory and its stop flag.
+
+    Returns:
+        The exit code, after the cause of a failure has been printed.
+    """
+    from runner import elastic
+
+    launch_id = _new_launch()
+    order = {
+        "run_dir": str(run_dir),
+        "launch": launch_id,
+        "target": target,
+        "parent": os.getpid(),
+        "path": [str(Path(__file__).resolve().parents[1]), str(cwd)],
+    }
+    command = elastic.worker_command(BOOTSTRAP, json.dumps(order))
+    try:
+        failed = elastic.run_group(command, num_processes)
+    except KeyboardInterrupt:
+        outcomes.tell_interrupted(run_dir)
+        return INTERRUPTED
+    return _conclude(run_dir, launch_id, failed, num_processes)
+
+
+def _conclude(run_dir: Path, launch_id: str, failed: dict[int, int], num_processes: int) -> int:
+    """Return the exit code of a group, and say what went wrong first."""
+    left = outcomes.read_outcomes(run_dir, launch_id)
+    # A process that left no word died in native code or was killed; the others failed in its wake.
+    silent = failed.keys() - {outcome.rank for outcome in left}
+    causes = [_without_word(run_dir, rank, failed[rank]) for rank in sorted(silent)]
+    causes += [outcome for outcome in left if outcome.code not in CLEAN]
+    if causes:
+        outcomes.tell(causes[0], run_dir, num_processes)
+        return causes[0].code
+    return STOPPED if left else DONE
+
+
+def _without_word(run_dir: Path, rank: int, status: int) -> Outcome:
+    """Describe the end of a process by its exit status and the last lines of its log."""
+    how = f"exited with {status}" if status >= 0 else f"was ended by {signal.Signals(-status).name}"
+    if status == -signal.SIGKILL:
+        how += " (out of memory?)"
+    log = console_logs.log_file(run_dir, rank)
+    printed = console_logs.tail(log)
+    return Outcome(
+        rank=rank,
+        time=0.0,
+        code=FAILED,
+        message=f"its process {how}",
+        traceback="\n".join([f"The end of {log}:", *printed]) if printed else "",
+    )
+
+
+def _new_launch() -> str:
+    return f"launch_{uuid.uuid4().hex[:8]}"

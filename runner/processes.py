@@ -1,0 +1,141 @@
+"""How many processes a recipe asks for, and who has started them. Free of torch at import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel import env
+from accel.env import Environment
+from accel.errors import ConfigError, Problem
+from runner.schema import Distributed
+
+DEFAULT_CPU_PROCESSES = 2
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """A group of processes that torchrun (or alike) has started, and this process's place in it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+
+def adopted() -> Adopted | None:
+    """Return this process's place among those that a launcher has started; None: it is alone.
+
+    Raises:
+        ConfigError: if a launcher has started several processes without saying how they meet.
+    """
+    here = Environment.read()
+    if here.world_size > 1 and here.rank is not None:
+        return Adopted(
+            here.rank,
+            here.local_rank or 0,
+            here.world_size,
+            here.local_world_size or here.world_size,
+        )
+    tasks = env.integer("SLURM_STEP_NUM_TASKS") or 1
+    if tasks > 1:
+        raise ConfigError(
+            Problem(
+                f"srun with {tasks} tasks",
+                "the runner starts its own processes, or takes those of torchrun",
+                "Start one task (srun --ntasks=1); the runner or torchrun starts the processes.",
+            )
+        )
+    return None
+
+
+def count(distributed: Distributed) -> int:
+    """Return the number of processes of a run.
+
+    Raises:
+        ConfigError: if the recipe contradicts itself, the machine or the launcher.
+    """
+    problems: list[Problem] = []
+    number = _wanted(distributed, problems)
+    place = adopted()
+    if place is not None:
+        if distributed.num_processes not in (None, place.world_size):
+            problems.append(
+                Problem(
+                    f"distributed.num_processes={distributed.num_processes}",
+                    f"the launcher has started {place.world_size} processes",
+                    "Leave distributed.num_processes out, or start as many.",
+                )
+            )
+        number = place.world_size
+    ConfigError.raise_if(problems)
+    return number
+
+
+def device(distributed: Distributed) -> str | None:
+    """Return the kind of device of a run; None: the machine's accelerator, else the CPU."""
+    if distributed.kind == "multi_cpu":
+        return "cpu"
+    return None if distributed.device == "auto" else distributed.device
+
+
+def _wanted(distributed: Distributed, problems: list[Problem]) -> int:
+    number = distributed.num_processes
+    if distributed.kind == "multi_gpu":
+        return _on_accelerators(distributed, problems)
+    if distributed.kind == "multi_cpu":
+        if distributed.device not in ("auto", "cpu"):
+            problems.append(
+                _contradiction(distributed, "computes on the CPU", "distributed=multi_gpu")
+            )
+        return DEFAULT_CPU_PROCESSES if number is None else number
+    if number not in (None, 1):
+        problems.append(
+            Problem(
+                f"distributed.num_processes={number} with distributed=none",
+                "distributed=none is one process",
+                "Say where the processes run: distributed=multi_cpu or distributed=multi_gpu.",
+            )
+        )
+    return 1
+
+
+def _on_accelerators(distributed: Distributed, problems: list[Problem]) -> int:
+    if distributed.device == "cpu":
+        problems.append(_contradiction(distributed, "computes on GPUs", "distributed=multi_cpu"))
+        return 1
+    present = num_accelerators()
+    number = present if distributed.num_processes is None else distributed.num_processes
+    if present == 0:
+        problems.append(
+            Problem(
+                "distributed=multi_gpu",
+                "torch finds no GPU on this machine",
+                "Use distributed=multi_cpu for several processes on the CPU, or distributed=none.",
+            )
+        )
+    elif number > present:
+        problems.append(
+            Problem(
+                f"distributed.num_processes={number}",
+                f"each process has a GPU of its own, and this machine has {present}",
+                f"Set distributed.num_processes={present} or leave it out.",
+            )
+        )
+    return max(1, number)
+
+
+def num_accelerators() -> int:
+    """Return how many GPUs (or alike) torch finds here, without touching them."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return 0
+    return int(torch.accelerator.device_count())
+
+
+def _contradiction(distributed: Distributed, rule: str, other: str) -> Problem:
+    return Problem(
+        f"distributed.device={distributed.device} with distributed={distributed.kind}",
+        f"distributed={distributed.kind} {rule}",
+        f"Leave distributed.device out, or use {other}.",
+    )

@@ -1,0 +1,187 @@
+"""Requests to stop: a signal sets a flag, and all processes act on it at the same step boundary.
+
+SIGTERM and SIGUSR1 (what schedulers send before they take a machine away) mean: save and stop.
+Their handlers only set a flag. Processes receive them at different steps, and a process that left
+the loop alone would leave the others waiting in a collective for ever. So rank 0 decides, and the
+others follow:
+
+* A *boundary* is a call of `StopFlag.agreed`. Every process makes the same calls in the same order.
+* At some boundaries, the same ones on all processes, rank 0 writes its decision and the number of
+  the next such boundary to the store that the processes met through; the others read it. This is a
+  message on the host, not a collective: nothing waits for a device, and rank 0 waits for nobody.
+* These boundaries lie about `INTERVAL_SECONDS` apart, so that the cost per step vanishes, and never
+  more than `MAX_INTERVAL` boundaries, so that a loop that becomes slow still hears of a signal.
+
+Free of torch at import.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+INTERVAL_SECONDS = 0.25
+MAX_INTERVAL = 64
+# Decisions are removed once so many newer ones exist. Rank 0 can be ahead of the others by what
+# fits between two points where it waits for them; that is far less.
+KEPT_DECISIONS = 10_000
+
+STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
+)
+
+
+class Processes(Protocol):
+    """What is needed of an `Accelerator`."""
+
+    @property
+    def num_processes(self) -> int: ...
+
+    @property
+    def process_index(self) -> int: ...
+
+
+class StopFlag:
+    """Whether this run has been asked to stop."""
+
+    def __init__(self) -> None:
+        self._requested = ""
+        self._decided = ""
+        self._clocks: dict[str, _Clock] = {}
+        self._store: Store | None = None
+
+    @property
+    def reason(self) -> str:
+        """What asked for the stop that all processes agreed on, e.g. "SIGTERM"; empty: none yet."""
+        return self._decided
+
+    def request(self, reason: str) -> None:
+        """Ask for a stop at the next boundary. The first reason stays."""
+        self._requested = self._requested or reason
+
+    def requested_locally(self) -> bool:
+        """Return whether this process has been asked to stop."""
+        return bool(self._requested)
+
+    def agreed(self, processes: Processes, phase: str = "train") -> bool:
+        """Return whether all processes stop here: the same answer on each of them.
+
+        Args:
+            processes: the accelerator.
+            phase: kind of boundary. Kinds of different duration keep different intervals.
+        """
+        if self._decided:
+            return True
+        if processes.num_processes == 1:
+            self._decided = self._requested
+            return bool(self._decided)
+        clock = self._clocks.get(phase)
+        if clock is None:
+            clock = self._clocks[phase] = _Clock()
+        clock.tick += 1
+        if clock.tick < clock.next_tick:
+            return False
+        self._exchange(processes, phase, clock)
+        return bool(self._decided)
+
+    def _exchange(self, processes: Processes, phase: str, clock: _Clock) -> None:
+        if self._store is None:
+            self._store = _own_connection()
+        key = f"{phase}/{clock.tick}"
+        if processes.process_index == 0:
+            if not self._requested and self._store.check(["requested"]):
+                self._requested = self._store.get("requested").decode()
+            self._decided = self._requested
+            clock.advance()
+            self._store.set(key, json.dumps([self._decided, clock.next_tick]))
+            clock.forget(self._store, key)
+            return
+        if self._requested:
+            self._store.set("requested", self._requested)
+        self._decided, clock.next_tick = json.loads(self._store.get(key))
+
+    @contextmanager
+    def installed(self) -> Iterator[StopFlag]:
+        """Listen to the stop signals in the context; handlers found there are called as well."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self  # only the main thread may have handlers; its owner decides
+            return
+        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.request(signal.Signals(number).name)
+            earlier = before.get(signal.Signals(number))
+            if callable(earlier):
+                earlier(number, frame)
+
+        for number in STOP_SIGNALS:
+            signal.signal(number, handle)
+        try:
+            yield self
+        finally:
+            restore(before)
+
+
+class _Clock:
+    """Which boundaries of one kind exchange a decision."""
+
+    def __init__(self) -> None:
+        self.tick = 0
+        self.next_tick = 1
+        self._interval = 1
+        self._last = time.monotonic()
+        self._keys: list[str] = []
+
+    def advance(self) -> None:
+        """Choose the next boundary from the pace since the last one (rank 0)."""
+        now = time.monotonic()
+        seconds_per_tick = max((now - self._last) / self._interval, 1e-9)
+        wanted = int(INTERVAL_SECONDS / seconds_per_tick)
+        self._interval = max(1, min(wanted, 2 * self._interval, MAX_INTERVAL))
+        self._last = now
+        self.next_tick = self.tick + self._interval
+
+    def forget(self, store: Store, key: str) -> None:
+        """Remove a decision that every process has read long ago."""
+        self._keys.append(key)
+        if len(self._keys) > KEPT_DECISIONS:
+            store.delete_key(self._keys.pop(0))
+
+
+def _own_connection() -> Store:
+    """Return a connection of our own to the store that the processes met through."""
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    store: Any = _get_default_store()  # `clone` is documented, and missing in torch's type stubs
+    return PrefixStore("runner/stop", store.clone())
+
+
+@contextmanager
+def held_back(numbers: Sequence[int]) -> Iterator[None]:
+    """Deliver `numbers` only after the context; processes started inside hold them back, too."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def release(numbers: Sequence[int]) -> None:
+    """Deliver signals that the parent held back while it started this process."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
+def restore(handlers: dict[signal.Signals, Any]) -> None:
+    """Set handlers as `signal.getsignal` returned them."""
+    for number, handler in handlers.items():
+        # None: it was not installed from Python, and cannot be put back from there.
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,55 @@
+"""Under torchrun: rank 0 composes the job, the other ranks receive its run directory."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed.distributed_c10d import DistError, PrefixStore, Store, TCPStore
+
+from accel.env import Environment
+from accel.errors import StateError
+
+KEY = "run_dir"
+# Composing a recipe may import large packages of the user's.
+WAIT = timedelta(minutes=10)
+
+
+def publish(run_dir: Path) -> None:
+    """Tell the other ranks where the frozen job lies (rank 0)."""
+    _store().set(KEY, str(run_dir))
+
+
+def receive() -> Path:
+    """Wait for rank 0 and return the run directory (other ranks).
+
+    Raises:
+        StateError: if rank 0 does not answer.
+    """
+    try:
+        return Path(_store().get(KEY).decode())
+    except DistError as error:
+        raise StateError(
+            f"Rank 0 named no run directory within {WAIT}. Its own output tells why."
+        ) from error
+
+
+def _store() -> Store:
+    """Return the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it where the agent does not."""
+    here = Environment.read()
+    if here.master_addr is None or here.master_port is None:
+        raise StateError("A launcher sets MASTER_ADDR and MASTER_PORT beside WORLD_SIZE.")
+    store = TCPStore(
+        here.master_addr,
+        here.master_port,
+        is_master=here.rank == 0 and not here.agent_store,
+        timeout=WAIT,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    _KEPT.append(store)
+    return PrefixStore(f"runner/{here.restart_count}", store)
+
+
+# The host of a store serves for as long as it is referenced.
+_KEPT: list[Store] = []

@@ -1,0 +1,62 @@
+"""No process outlives its parent: what a worker does when the process that started it is killed.
+
+A SIGKILL cannot be handled, so the parent cannot tell its workers. Each of them waits for the
+parent's end in a thread, and then kills its own process group, in which its data-loading children
+live, too. Free of torch.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+
+POLL_SECONDS = 0.5
+
+
+def lead_own_group() -> None:
+    """Make this process the leader of a process group, unless it is one."""
+    if os.getpgid(0) != os.getpid():
+        os.setpgid(0, 0)
+
+
+def die_with(parent: int) -> threading.Thread:
+    """Kill this process's group as soon as the process `parent`, which started it, is gone.
+
+    Args:
+        parent: process id of the parent.
+
+    Returns:
+        The thread that waits.
+    """
+    lead_own_group()
+    thread = threading.Thread(target=_wait_and_kill, args=(parent,), name="parent", daemon=True)
+    thread.start()
+    return thread
+
+
+def _wait_and_kill(parent: int) -> None:
+    wait_for_end(parent)
+    os.killpg(0, signal.SIGKILL)
+
+
+def wait_for_end(parent: int) -> None:
+    """Return when `parent` is no longer the parent of this process."""
+    try:
+        file = os.pidfd_open(parent)
+    except (AttributeError, OSError):  # not Linux, an old kernel, a sandbox; or it is gone
+        _poll_for_end(parent)
+        return
+    try:
+        # The number may have been given to another process before it was opened.
+        if os.getppid() == parent:
+            select.select([file], [], [])
+    finally:
+        os.close(file)
+
+
+def _poll_for_end(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(POLL_SECONDS)

@@ -1,0 +1,129 @@
+"""One process of a run: reads the frozen job, trains, and leaves word of how it ended.
+
+Free of torch at import: the number of threads is set before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from accel.env import Environment
+from runner import console_logs, outcomes, threads, watch
+from runner.job import Job
+from runner.outcomes import DONE, INTERRUPTED, STOPPED, Outcome
+from runner.schema import Recipe
+from runner.signals import STOP_SIGNALS, StopFlag, release
+
+
+def main(order: Mapping[str, Any]) -> None:
+    """Be one of several workers, and exit.
+
+    Args:
+        order: run_dir, launch (id), target ("module:function"), parent (process id).
+    """
+    watch.die_with(order["parent"])
+    run_dir, rank = Path(order["run_dir"]), Environment.read().rank or 0
+    console_logs.close_input()
+    console_logs.leave_terminal_to_rank_zero(run_dir, rank)
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stop = StopFlag()
+    try:
+        with stop.installed():
+            code = _attempt(order, run_dir, rank, stop)
+    except KeyboardInterrupt:  # the parent says: end now
+        code = INTERRUPTED
+    leave(code)
+
+
+def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag) -> int:
+    """Run the target and return the exit status of this process."""
+    release((*STOP_SIGNALS, signal.SIGINT))
+    try:
+        code = resolve(order["target"])(run_dir, stop)
+    except (Exception, SystemExit) as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends anyway
+        # Written before anything is torn down: other ranks fail as soon as this one is gone.
+        outcome = outcomes.of_error(error, rank)
+        outcome.write(run_dir, order["launch"])
+        if rank > 0:
+            print(outcome.traceback or outcome.message, file=sys.stderr)
+        return outcome.code
+    if code == DONE:
+        return DONE
+    outcome = Outcome(rank, 0.0, code, stop.reason)
+    outcome.write(run_dir, order["launch"])
+    # The agent takes any other status for a failure and would end the other ranks.
+    return DONE if code == STOPPED else code
+
+
+def leave(code: int) -> None:
+    """End this process.
+
+    After a failure nothing is destroyed on the way out: process groups whose peers are gone would
+    wait for them, or abort and cover the cause.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == DONE:
+        sys.exit(DONE)
+    os._exit(code)
+
+
+def resolve(target: str) -> Callable[[Path, StopFlag], int]:
+    """Return the function that ``module:function`` names."""
+    module, _, name = target.partition(":")
+    function: Callable[[Path, StopFlag], int] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def run(run_dir: Path, stop: StopFlag | None = None) -> int:
+    """Train the job that is frozen in `run_dir`, as one of its processes.
+
+    Args:
+        run_dir: the run directory.
+        stop: where requests to stop arrive; None: listen to the stop signals here.
+
+    Returns:
+        0 where the run is complete or has reached a limit of its own, 75 where a signal stopped it.
+    """
+    numerics = threads.read(run_dir)
+    with numerics.exported():  # before anything loads a numeric library
+        job, recipe = Job.load(run_dir)
+        numerics.apply()
+        if stop is not None:
+            return _train(job, recipe, stop)
+        with StopFlag().installed() as own:
+            return _train(job, recipe, own)
+
+
+def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
+    from accel.rng import set_seed
+    from runner import build, engine
+    from runner.batch_plan import plan_batches
+    from runner.loop import Loop
+
+    plan = plan_batches(recipe.trainer, Environment.read().world_size, None)
+    with engine.running(recipe, job.run_dir, plan) as accelerator:
+        # The same on all ranks: each builds the same weights.
+        set_seed(recipe.seed, deterministic=recipe.deterministic)
+        parts = build.build_parts(recipe)
+        loop = Loop(
+            recipe,
+            job.run_dir,
+            accelerator,
+            parts.step,
+            parts.data,
+            parts.callbacks,
+            resume_from=job.resume_from,
+            stop_flag=stop,
+        )
+        summary = loop.run()
+    return STOPPED if summary["stopped"] == "signal" else DONE

@@ -1,0 +1,201 @@
+"""Fresh worker processes: how they start, how they end, and that none of them stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner import launch, outcomes
+from tests.helpers import python
+
+ROOT = Path(__file__).resolve().parents[2]
+PARENT = """
+import signal, sys
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from runner import launch
+run_dir = Path(sys.argv[1])
+sys.exit(launch.run_group(run_dir, 2, run_dir, f"tests.runner.jobs:{sys.argv[2]}"))
+"""
+
+
+def group(run_dir: Path, job: str, num_processes: int = 2) -> int:
+    return launch.run_group(run_dir, num_processes, run_dir, f"tests.runner.jobs:{job}")
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process runs; one that merely waits to be collected does not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def pids(run_dir: Path) -> list[int]:
+    """Return the processes that both workers wrote down: themselves and a child each."""
+    files = [run_dir / f"pids_{rank}" for rank in range(2)]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def none_left(run_dir: Path, within: float = 5.0) -> bool:
+    noted = pids(run_dir)
+    deadline = time.monotonic() + within
+    while any(map(alive, noted)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return len(noted) == 4 and not any(map(alive, noted))
+
+
+class Parent:
+    """A process that launches a job, as a person would."""
+
+    def __init__(self, run_dir: Path, job: str) -> None:
+        self.run_dir = run_dir
+        self.process = subprocess.Popen(
+            python("-c", PARENT, str(run_dir), job),
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def signal(self, number: int) -> tuple[int, str, float]:
+        """Send a signal when all workers are up; return exit code, output and seconds taken."""
+        pids(self.run_dir)
+        began = time.monotonic()
+        self.process.send_signal(number)
+        output, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, output, time.monotonic() - began
+
+
+@pytest.fixture
+def parents() -> Iterator[list[Parent]]:
+    started: list[Parent] = []
+    yield started
+    for parent in started:
+        parent.process.kill()
+        parent.process.communicate()
+
+
+def test_workers_know_their_place_and_rank_zero_has_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "accel").mkdir()
+    (tmp_path / "accel" / "__init__.py").write_text("raise SystemExit('the wrong accel')")
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
+    assert group(tmp_path, "report") == 0
+    assert (tmp_path / "seen_0").read_text() == "0 2"
+    assert (tmp_path / "seen_1").read_text() == "1 2"
+    printed = capfd.readouterr().out
+    assert "hello from rank 0 of 2" in printed
+    assert "hello from rank 1" not in printed
+    log = (tmp_path / "logs" / "rank_1.log").read_text()
+    assert "hello from rank 1 of 2" in log
+    assert f"accel is {ROOT / 'accel'}" in log
+    path = next(line for line in log.splitlines() if line.startswith("path ")).split()
+    assert path[-1] == str(tmp_path)
+
+
+def test_handlers_and_log_levels_are_as_before(tmp_path: Path) -> None:
+    import logging
+
+    before = [signal.getsignal(number) for number in range(1, 32)]
+    assert group(tmp_path, "report", 1) == 0
+    assert [signal.getsignal(number) for number in range(1, 32)] == before
+    name = "torch.distributed.elastic.agent.server.api"
+    assert logging.getLogger(name).level <= logging.WARNING
+
+
+def test_a_failed_worker_is_named_with_its_traceback_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert group(tmp_path, "second_fails") == 1
+    printed = capfd.readouterr().err
+    assert printed.count("Traceback") == 1
+    assert "in second_fails" in printed
+    assert "worker.py" not in printed
+    assert "rank 1 failed first: ValueError: the second one broke\n" in printed
+    assert none_left(tmp_path)
+
+
+def test_the_first_failure_is_the_cause(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert group(tmp_path, "cascade") == 1
+    printed = capfd.readouterr().err
+    assert "rank 1 failed first: ValueError: the cause" in printed
+    assert "connection closed" not in printed
+    assert read_all(tmp_path)[0].message == "ValueError: the cause"
+
+
+def test_a_worker_that_is_killed_is_the_cause(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert group(tmp_path, "crash") == 1
+    printed = capfd.readouterr().err
+    assert "rank 1 failed first: its process was ended by SIGKILL (out of memory?)" in printed
+    assert "the last words of rank 1" in printed
+    assert none_left(tmp_path)
+
+
+def test_a_mistake_found_by_workers_is_told_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert group(tmp_path, "refuse") == 2
+    printed = capfd.readouterr().err
+    assert printed == "model.width=0: it is at least 1. Set model.width=1.\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_signal_is_handed_on(
+    number: signal.Signals, tmp_path: Path, parents: list[Parent]
+) -> None:
+    parents.append(Parent(tmp_path, "wait_for_signal"))
+    code, printed, _ = parents[0].signal(number)
+    assert code == 75
+    assert (tmp_path / "saved_0").exists()
+    assert (tmp_path / "saved_1").exists()
+    assert printed == ""
+    assert none_left(tmp_path)
+
+
+@pytest.mark.parametrize("job", ["wait_for_signal", "stay_blocked"])
+def test_control_c_ends_everything_soon(job: str, tmp_path: Path, parents: list[Parent]) -> None:
+    parents.append(Parent(tmp_path, job))
+    code, printed, seconds = parents[0].signal(signal.SIGINT)
+    assert code == 130
+    assert printed.startswith("Interrupted.")
+    assert printed.endswith(f" runner resume={tmp_path}\n")
+    assert printed.count("\n") == 1
+    assert seconds < 20
+    assert none_left(tmp_path)
+
+
+def test_nobody_survives_a_killed_parent(tmp_path: Path, parents: list[Parent]) -> None:
+    parents.append(Parent(tmp_path, "stay_blocked"))
+    code, _, _ = parents[0].signal(signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert none_left(tmp_path)
+
+
+def read_all(run_dir: Path) -> list[outcomes.Outcome]:
+    files = (run_dir / "logs").glob("*.json")
+    found = [outcomes.Outcome(**json.loads(file.read_text())) for file in files]
+    return sorted(found, key=lambda outcome: outcome.time)
+
+
+def test_importing_the_launcher_costs_no_torch() -> None:
+    code = "import sys, runner.launch, runner.worker; print('torch' in sys.modules)"
+    answer = subprocess.run(
+        python("-c", code), cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert answer.stdout == "False\n"

@@ -1,0 +1,90 @@
+"""How many processes a recipe asks for, and what contradicts the machine or the launcher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accel import env
+from accel.errors import ConfigError
+from runner import processes
+from runner.schema import Distributed
+
+ALONE = {"RANK": None, "LOCAL_RANK": None, "WORLD_SIZE": None, "SLURM_STEP_NUM_TASKS": None}
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Any:
+    with env.patched(**ALONE):
+        yield
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(processes, "num_accelerators", lambda: request.param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "number"),
+    [
+        ({}, 1),
+        ({"num_processes": 1}, 1),
+        ({"kind": "multi_cpu"}, 2),
+        ({"kind": "multi_cpu", "num_processes": 5}, 5),
+    ],
+)
+def test_count_without_gpus(fields: dict[str, Any], number: int) -> None:
+    assert processes.count(Distributed(**fields)) == number
+
+
+@pytest.mark.parametrize("gpus", [4], indirect=True)
+@pytest.mark.usefixtures("gpus")
+def test_one_process_per_gpu() -> None:
+    assert processes.count(Distributed(kind="multi_gpu")) == 4
+    assert processes.count(Distributed(kind="multi_gpu", num_processes=3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("gpus", "fields", "words"),
+    [
+        (0, {"kind": "multi_gpu"}, ["distributed=multi_gpu", "no GPU", "distributed=multi_cpu"]),
+        (2, {"kind": "multi_gpu", "num_processes": 4}, ["num_processes=4", "has 2"]),
+        (2, {"kind": "multi_gpu", "device": "cpu"}, ["device=cpu", "distributed=multi_cpu"]),
+        (2, {"kind": "multi_cpu", "device": "cuda"}, ["device=cuda", "distributed=multi_gpu"]),
+        (2, {"num_processes": 2}, ["num_processes=2", "is one process", "multi_cpu"]),
+    ],
+    indirect=["gpus"],
+)
+@pytest.mark.usefixtures("gpus")
+def test_contradictions(fields: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        processes.count(Distributed(**fields))
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_processes_of_torchrun_are_adopted() -> None:
+    with env.patched(RANK=1, LOCAL_RANK=1, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2):
+        assert processes.adopted() == processes.Adopted(1, 1, 2, 2)
+        assert processes.count(Distributed()) == 2
+        with pytest.raises(ConfigError, match="the launcher has started 2 processes"):
+            processes.count(Distributed(kind="multi_cpu", num_processes=4))
+
+
+def test_several_tasks_of_srun_are_refused() -> None:
+    with env.patched(SLURM_STEP_NUM_TASKS=4), pytest.raises(ConfigError, match="srun with 4 tasks"):
+        processes.adopted()
+
+
+@pytest.mark.parametrize(
+    ("fields", "device"),
+    [
+        ({}, None),
+        ({"device": "cuda"}, "cuda"),
+        ({"kind": "multi_cpu"}, "cpu"),
+        ({"device": "cpu"}, "cpu"),
+    ],
+)
+def test_device(fields: dict[str, Any], device: str | None) -> None:
+    assert processes.device(Distributed(**fields)) == device

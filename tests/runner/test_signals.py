@@ -1,0 +1,183 @@
+"""The stop flag: a signal only sets it, and all processes act on it at the same boundary."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import dataclass
+
+import pytest
+
+from runner import signals
+from runner.signals import StopFlag
+from tests.helpers import run_distributed
+
+
+@dataclass
+class Processes:
+    """What the flag needs of an accelerator."""
+
+    num_processes: int = 1
+    process_index: int = 0
+
+
+def connect() -> Processes:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return Processes(dist.get_world_size(), dist.get_rank())
+
+
+def leave() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_sets_the_flag_and_nothing_else(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopFlag().installed() as stop:
+        assert not stop.requested_locally()
+        assert not stop.agreed(Processes())
+        os.kill(os.getpid(), number)
+        assert stop.requested_locally()
+        assert stop.reason == ""
+        assert stop.agreed(Processes())
+        assert stop.reason == number.name
+    assert signal.getsignal(number) == before
+
+
+def test_the_first_request_stays() -> None:
+    stop = StopFlag()
+    stop.request("max_time")
+    stop.request("SIGTERM")
+    assert stop.agreed(Processes())
+    assert stop.reason == "max_time"
+
+
+def test_a_handler_that_was_there_is_called_as_well() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        with StopFlag().installed() as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.requested_locally()
+        assert seen == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_another_thread_leaves_the_handlers_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    inside: list[object] = []
+
+    def listen() -> None:
+        with StopFlag().installed():
+            inside.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert inside == [before]
+
+
+def stops_at(asked: int, at: int, limit: int) -> tuple[int, int, str]:
+    """Return (boundary at which this process stopped, decisions exchanged, reason)."""
+    import torch.distributed as dist
+
+    processes, stop = connect(), StopFlag()
+    exchanged = 0
+    exchange = stop._exchange
+
+    def counted(*args: object) -> None:
+        nonlocal exchanged
+        exchanged += 1
+        exchange(*args)  # type: ignore[arg-type]
+
+    stop._exchange = counted  # type: ignore[method-assign]
+    boundary = 0
+    for boundary in range(1, limit + 1):
+        if boundary == at and processes.process_index == asked:
+            stop.request("SIGTERM")
+        if stop.agreed(processes):
+            break
+        dist.barrier()  # in place of the step
+    assert stop.agreed(processes) == bool(stop.reason)
+    leave()
+    return boundary, exchanged, stop.reason
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_all_processes_stop_at_the_same_boundary(asked: int) -> None:
+    answers = run_distributed(stops_at, 2, asked, 500, 2000)
+    assert answers[0] == answers[1]
+    boundary, exchanged, reason = answers[0]
+    # Another rank's request reaches rank 0 at one exchange and is decided at that or the next.
+    assert 500 <= boundary <= 500 + 3 * signals.MAX_INTERVAL
+    assert reason == "SIGTERM"
+    assert exchanged < 50
+
+
+def test_nobody_stops_unasked() -> None:
+    answers = run_distributed(stops_at, 2, 0, 0, 300)
+    assert [answer[0] for answer in answers] == [300, 300]
+    assert [answer[2] for answer in answers] == ["", ""]
+
+
+def phases() -> list[str]:
+    """Return where a process stops that is asked in the middle of an evaluation."""
+    processes, stop = connect(), StopFlag()
+    seen = []
+    for step in range(200):
+        if stop.agreed(processes):
+            seen.append(f"train {step}")
+            break
+        for batch in range(4):
+            if step == 20 and batch == 1 and processes.process_index == 1:
+                stop.request("SIGUSR1")
+            if stop.agreed(processes, "evaluation"):
+                seen.append(f"evaluation {step} {batch}")
+                break
+    leave()
+    return seen
+
+
+def test_evaluation_counts_its_own_boundaries() -> None:
+    answers = run_distributed(phases, 2)
+    assert answers[0] == answers[1]
+    assert answers[0]
+
+
+def removes_decisions() -> int:
+    """Return how many keys the store holds after many exchanges."""
+    import torch.distributed as dist
+
+    processes, stop = connect(), StopFlag()
+    signals.KEPT_DECISIONS, before = 5, signals.KEPT_DECISIONS
+    signals.MAX_INTERVAL, interval = 1, signals.MAX_INTERVAL
+    try:
+        for _ in range(40):
+            stop.agreed(processes)
+            dist.barrier()  # else rank 0 may be far ahead
+        assert stop._store is not None
+        kept = sum(stop._store.check([f"train/{tick}"]) for tick in range(1, 41))
+        leave()
+        return kept
+    finally:
+        signals.KEPT_DECISIONS, signals.MAX_INTERVAL = before, interval
+
+
+def test_old_decisions_are_removed() -> None:
+    kept = run_distributed(removes_decisions, 2)
+    assert kept == [5, 5]
+
+
+def test_signals_are_held_back_and_released() -> None:
+    with StopFlag().installed() as stop:
+        with signals.held_back(signals.STOP_SIGNALS):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not stop.requested_locally()
+        assert stop.requested_locally()

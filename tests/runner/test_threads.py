@@ -1,0 +1,94 @@
+"""Threads per process: chosen once, written down, and kept where results must be bit-equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel import env
+from runner import threads
+from runner.schema import Distributed, Recipe
+from runner.threads import Numerics
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(threads, "cores", lambda: 4)
+    with env.patched(OMP_NUM_THREADS=None):
+        yield
+
+
+@pytest.fixture
+def torch_settings() -> Iterator[None]:
+    number = torch.get_num_threads()
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    yield
+    torch.set_num_threads(number)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+
+
+def recipe(num_threads: int | None = None, deterministic: bool = False) -> Recipe:
+    return Recipe(
+        distributed=Distributed(kind="multi_cpu", num_threads=num_threads),
+        deterministic=deterministic,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "variable", "processes", "deterministic", "number"),
+    [
+        (None, None, 1, False, None),
+        (None, None, 1, True, 4),
+        (None, None, 2, False, 2),
+        (None, None, 8, False, 1),
+        (None, 3, 2, False, 3),
+        (1, 3, 2, False, 1),
+    ],
+)
+def test_choice(
+    asked: int | None,
+    variable: int | None,
+    processes: int,
+    deterministic: bool,
+    number: int | None,
+) -> None:
+    with env.patched(OMP_NUM_THREADS=variable):
+        assert threads.choose(recipe(asked, deterministic), processes) == number
+
+
+def test_a_deterministic_run_keeps_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads.settle(tmp_path, recipe(deterministic=True), 2)
+    monkeypatch.setattr(threads, "cores", lambda: 16)
+    threads.settle(tmp_path, recipe(deterministic=True), 2)
+    assert threads.read(tmp_path).num_threads == 2
+    threads.settle(tmp_path, recipe(), 2)
+    assert threads.read(tmp_path).num_threads == 8
+
+
+def test_nothing_recorded(tmp_path: Path) -> None:
+    assert threads.read(tmp_path) == Numerics()
+
+
+@pytest.mark.usefixtures("torch_settings")
+def test_apply() -> None:
+    Numerics(1, deterministic=True).apply()
+    assert torch.get_num_threads() == 1
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.deterministic
+    assert not torch.backends.cudnn.benchmark
+
+
+def test_what_libraries_read_is_set_for_a_while() -> None:
+    with env.patched(OMP_NUM_THREADS=None, CUBLAS_WORKSPACE_CONFIG=None):
+        with Numerics().exported():
+            assert env.read("OMP_NUM_THREADS") is None
+        with Numerics(3, deterministic=True).exported():
+            assert env.read("OMP_NUM_THREADS") == "3"
+            assert env.read("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+        assert env.read("OMP_NUM_THREADS") is None
