@@ -114,7 +114,8 @@ class Display:
             return
         self._next = time.monotonic() + self._every
         status = f"{split}: batch {_count(batch, num_batches)}"
-        self._progress.update(self._progress.task_ids[0], status=status, refresh=True)
+        task = self._progress.task_ids[0]
+        self._progress.update(task, completed=self._step, status=status, refresh=True)
 
     def evaluation(
         self, split: str, step: int, epoch: int, metrics: Mapping[str, float], best: bool = False
@@ -123,7 +124,8 @@ class Display:
         if not self.enabled:
             return
         listed = "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
-        place = f"step {step}  epoch {_count(epoch, self._epochs)}"
+        width = len(str(self._total or ""))
+        place = f"step {step:>{width}}  epoch {_count(epoch, self._epochs)}"
         line = Text(f"{split:<10}  {place}  {listed}")
         if best:
             line.append("  best", style="bold green")
@@ -139,7 +141,9 @@ class Display:
         if not self.enabled:
             return
         if self.live:
-            self.console.print(Panel(Text(body), title=title, title_align="left", box=box.ROUNDED))
+            self.console.print(
+                Panel(Text(body), title=title, title_align="left", box=box.ROUNDED, expand=False)
+            )
         else:
             self._print(f"{title}:\n{body}")
 
@@ -218,11 +222,13 @@ def _panel(title: str, rows: Rows) -> Panel:
     table.add_column(overflow="fold")
     for label, value in rows:
         table.add_row(Text(label), Text(value))
-    return Panel(table, title=Text(title, style="bold"), title_align="left", box=box.ROUNDED)
+    return Panel(
+        table, title=Text(title, style="bold"), title_align="left", box=box.ROUNDED, expand=False
+    )
 
 
 def _count(done: int, total: int | None) -> str:
-    return f"{done}" if total is None else f"{done}/{total}"
+    return f"{done}" if total is None else f"{done:>{len(str(total))}}/{total}"
 
 
 def number(value: Any) -> str:

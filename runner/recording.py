@@ -77,9 +77,10 @@ class Recorder:
 
     def _tracker_arguments(self, resumed: bool) -> dict[str, dict[str, Any]]:
         """Return the trackers' arguments; TensorBoard hides what a resumed run will write anew."""
-        tracker = self._recipe.tracker
-        arguments = {name: dict(given) for name, given in tracker.init_kwargs.items()}
-        if resumed and "tensorboard" in tracker.log_with:
+        given = self._recipe.tracker.init_kwargs
+        arguments = {name: dict(values) for name, values in given.items()}
+        names = [choice.name for choice in self._accelerator.log_with]
+        if resumed and "tensorboard" in names:
             arguments.setdefault("tensorboard", {}).setdefault("purge_step", self._state.step + 1)
         return arguments
 
