@@ -232,10 +232,16 @@ def newest_complete(folder: str | os.PathLike[str]) -> Path | None:
 # -- commit --------------------------------------------------------------------------------
 
 
+def tidy(final: str | os.PathLike[str]) -> None:
+    """Finish or remove what earlier attempts to write `final` left behind."""
+    target = Path(final)
+    repair(target)
+    for leftover in _leftovers(target):
+        shutil.rmtree(leftover)
+
+
 def stage(final: str | os.PathLike[str]) -> Path:
     """Create and return the directory to write in before `publish` gives it the name `final`.
-
-    What an earlier attempt under the same name left behind is finished or removed first.
 
     Raises:
         CheckpointError: if `final` exists and is no directory.
@@ -243,15 +249,11 @@ def stage(final: str | os.PathLike[str]) -> Path:
     target = Path(final)
     if target.exists() and not target.is_dir():
         raise broken(target, "a file has that name", "Give the name of a directory.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    repair(target)
-    for leftover in _leftovers(target):
-        shutil.rmtree(leftover)
     token = secrets.token_hex(4)
     inside = target / f".partial-{token}"
     beside = target.parent / f".{target.name}.partial-{token}"
     staged = inside if target.is_dir() else beside
-    staged.mkdir()
+    staged.mkdir(parents=True)
     return staged
 
 

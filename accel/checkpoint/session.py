@@ -185,6 +185,9 @@ def _stage(accelerator: Accelerator, final: Path) -> Path:
     comm, plan = accelerator.comm, accelerator.plan
     mine: Path | None = None
     with together(comm, f"creating {final}"):
+        if writes(accelerator):
+            files.tidy(final)
+    with together(comm, f"creating {final}"):
         mine = files.stage(final) if writes(accelerator) else None
     nodes = comm.all_gather_object((None if mine is None else fspath(mine), plan.local_rank))
     writers = [rank for rank, (path, _) in enumerate(nodes) if path is not None]

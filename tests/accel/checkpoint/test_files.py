@@ -17,6 +17,7 @@ from tests.helpers import python
 
 
 def commit(path: Path, content: dict[str, str] | None = None, **metadata: int) -> Path:
+    files.tidy(path)
     staged = files.stage(path)
     fill(staged, content or {"a.bin": "alpha", "unet/b.bin": "beta"})
     files.seal(staged, {"world_size": 1}, metadata)
@@ -185,7 +186,7 @@ def test_the_next_save_finishes_a_take_over_before_it_starts(tmp_path: Path) -> 
     fill(staged, {"a.bin": "new"})
     files.seal(staged, {}, {"step": 2})
     (path / "manifest.json").unlink()
-    files.discard(files.stage(path))
+    files.tidy(path)
     assert files.verify(path).metadata == {"step": 2}
 
 

@@ -1,0 +1,364 @@
+"""Whole states on one process: exact restore, naming, rotation, hooks, refusals."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from accel.checkpoint import files
+from accel.errors import CheckpointError, ConfigError
+from tests.accel.checkpoint.parts import automatic, build, equal
+from tests.helpers import reset_accel
+
+
+class Counter:
+    def __init__(self, value: Any = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# -- restore -------------------------------------------------------------------------------
+
+
+def test_a_fresh_run_restores_what_the_saved_one_does_next(tmp_path: Path) -> None:
+    run = build()
+    run.train(epochs=2)
+    assert run.accelerator.save_state(tmp_path / "state") == str(tmp_path / "state")
+    saved = run.everything()
+    expected, after = run.train(), run.everything()
+
+    fresh = build(seed=9)
+    fresh.accelerator.load_state(tmp_path / "state")
+    assert equal(fresh.everything(), saved)
+    assert fresh.scheduler.get_last_lr() == [pytest.approx(1e-2 * 0.7**2)]
+    assert fresh.train() == expected
+    assert equal(fresh.everything(), after)
+
+
+def test_a_state_can_be_loaded_back_into_the_same_run(tmp_path: Path) -> None:
+    run = build()
+    run.train()
+    run.accelerator.save_state(tmp_path)
+    expected = run.train()
+    run.accelerator.load_state(str(tmp_path))
+    assert run.train() == expected
+
+
+def test_random_states_come_back(tmp_path: Path) -> None:
+    run = build()
+
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), torch.rand(1).item()
+
+    run.accelerator.save_state(tmp_path)
+    expected = draw()
+    draw()
+    run.accelerator.load_state(tmp_path)
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_the_files_have_the_documented_names(tmp_path: Path, safe: bool) -> None:
+    run = build(mixed_precision="fp16")
+    run.accelerator.register_for_checkpointing(Counter())
+    run.accelerator.save_state(tmp_path, safe_serialization=safe)
+    weights = "model.safetensors" if safe else "pytorch_model.bin"
+    assert names(tmp_path) == sorted(
+        [
+            *("custom_checkpoint_0.pkl", "manifest.json", weights, "optimizer.bin"),
+            *("random_states_0.pkl", "sampler.bin", "scaler.pt", "scheduler.bin"),
+        ]
+    )
+    before = run.everything()
+    run.train()
+    run.accelerator.load_state(tmp_path)
+    assert equal(run.everything(), before)
+
+
+def test_the_scaler_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = build(mixed_precision="fp16")
+    run.accelerator.save_state(tmp_path / "lazy")
+    run.accelerator.scaler.scale(torch.ones(1))
+    run.accelerator.scaler.update(128.0)
+    run.accelerator.save_state(tmp_path / "used")
+    run.accelerator.load_state(tmp_path / "lazy")
+    assert run.accelerator.scaler.get_scale() == 65536.0
+    run.accelerator.load_state(tmp_path / "used")
+    assert run.accelerator.scaler.get_scale() == 128.0
+
+
+def test_a_new_scaler_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build().accelerator.save_state(tmp_path)
+    reset_accel()
+    run = build(mixed_precision="fp16")
+    with caplog.at_level(logging.WARNING):
+        run.accelerator.load_state(tmp_path)
+    assert "starts at its initial scale" in caplog.text
+
+
+def test_several_models_optimizers_and_registered_objects(tmp_path: Path) -> None:
+    run = build()
+    critic = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
+    critic, optimizer = run.accelerator.prepare(critic, optimizer)
+    counters = [Counter(3), Counter({"history": [1.5], "tensor": torch.ones(2)})]
+    run.accelerator.register_for_checkpointing(*counters)
+    critic(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    weight = critic.weight.detach().clone()
+    run.accelerator.save_state(tmp_path)
+    assert {"model_1.safetensors", "optimizer_1.bin", "custom_checkpoint_1.pkl"} < set(
+        names(tmp_path)
+    )
+    counters[0].value = counters[1].value = None
+    nn.init.zeros_(critic.weight)
+    optimizer.state.clear()
+    run.accelerator.load_state(tmp_path)
+    assert counters[0].value == 3
+    assert counters[1].value["history"] == [1.5]
+    assert torch.equal(critic.weight, weight)
+    assert torch.equal(optimizer.state[critic.weight]["momentum_buffer"], torch.ones(2, 2))
+
+
+def test_the_manifest_tells_of_the_run(tmp_path: Path) -> None:
+    build().accelerator.save_state(tmp_path, metadata={"step": 5, "samples": 320})
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["metadata"] == {"step": 5, "samples": 320}
+    engine = manifest["engine"]
+    assert (engine["world_size"], engine["strategy"]) == (1, "single")
+    assert engine["objects"]["models"] == 1
+    assert set(manifest["files"]) == set(names(tmp_path)) - {"manifest.json"}
+
+
+def test_a_half_counted_window_is_restored(tmp_path: Path) -> None:
+    run = build()
+    run.accelerator.step = 3
+    run.accelerator.save_state(tmp_path)
+    run.accelerator.step = 0
+    run.accelerator.load_state(tmp_path)
+    assert run.accelerator.step == 3
+
+
+# -- automatic naming ----------------------------------------------------------------------
+
+
+def test_automatic_names_count_up_and_the_oldest_go(tmp_path: Path) -> None:
+    run = build(project_config=automatic(tmp_path, limit=2))
+    paths = [Path(run.accelerator.save_state()) for _ in range(4)]
+    assert [path.name for path in paths] == [f"checkpoint_{i}" for i in range(4)]
+    assert names(tmp_path / "checkpoints") == ["checkpoint_2", "checkpoint_3"]
+
+
+def test_the_protected_checkpoint_stays(tmp_path: Path) -> None:
+    run = build(project_config=automatic(tmp_path, limit=1))
+    best = run.accelerator.save_state()
+    for _ in range(3):
+        run.accelerator.save_state(protected=[best])
+    assert names(tmp_path / "checkpoints") == ["checkpoint_0", "checkpoint_3"]
+
+
+def test_numbering_goes_on_after_a_load(tmp_path: Path) -> None:
+    run = build(project_config=automatic(tmp_path))
+    for _ in range(3):
+        run.accelerator.save_state()
+    fresh = build(project_config=automatic(tmp_path))
+    with pytest.raises(CheckpointError, match="never overwrites a checkpoint"):
+        fresh.accelerator.save_state()
+    # Also after a load of an older one: what is there is not overwritten, the new one is newest.
+    loaded = fresh.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0")
+    assert Path(loaded).name == "checkpoint_0"
+    assert Path(fresh.accelerator.save_state()).name == "checkpoint_3"
+    given = build(project_config=automatic(tmp_path, iteration=7))
+    assert Path(given.accelerator.save_state()).name == "checkpoint_7"
+
+
+def test_without_a_directory_the_newest_complete_one_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = build(project_config=automatic(tmp_path))
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        run.accelerator.load_state()
+    paths = [Path(run.accelerator.save_state()) for _ in range(3)]
+    content = bytearray((paths[2] / "optimizer.bin").read_bytes())
+    content[-100] ^= 4
+    (paths[2] / "optimizer.bin").write_bytes(content)
+    fresh = build(seed=4, project_config=automatic(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert fresh.accelerator.load_state() == str(paths[1])
+    assert "checkpoint_2" in caplog.text
+    assert Path(fresh.accelerator.save_state()).name == "checkpoint_3"
+
+
+def test_no_directory_at_all_is_refused() -> None:
+    run = build()
+    for call in (run.accelerator.save_state, run.accelerator.load_state):
+        with pytest.raises(CheckpointError, match="no directory was given"):
+            call()
+
+
+# -- hooks ---------------------------------------------------------------------------------
+
+
+def test_hooks_save_and_load_in_their_own_way(tmp_path: Path) -> None:
+    run = build()
+    original = run.weights()
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        assert len(models) == 1
+        (Path(folder) / "unet").mkdir()
+        torch.save(weights.pop(), Path(folder) / "unet" / "own.bin")
+
+    def load(models: list[Any], folder: str) -> None:
+        own = torch.load(Path(folder) / "unet" / "own.bin", weights_only=True)
+        models.pop().load_state_dict(own)
+
+    handles = [
+        run.accelerator.register_save_state_pre_hook(save),
+        run.accelerator.register_load_state_pre_hook(load),
+    ]
+    run.accelerator.save_state(tmp_path / "state")
+    assert "model.safetensors" not in names(tmp_path / "state")
+    assert "unet/own.bin" in files.verify(tmp_path / "state").files
+    run.train()
+    run.accelerator.load_state(tmp_path / "state")
+    assert equal(list(run.weights().values()), list(original.values()))
+
+    for handle in handles:
+        handle.remove()
+    run.accelerator.save_state(tmp_path / "plain")
+    assert "model.safetensors" in names(tmp_path / "plain")
+
+
+def test_a_hook_that_takes_out_one_of_two_models(tmp_path: Path) -> None:
+    run = build()
+    second = run.accelerator.prepare(nn.Linear(2, 2))
+    run.accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.pop(0))
+    run.accelerator.save_state(tmp_path)
+    assert "model_1.safetensors" in names(tmp_path)
+    run.accelerator.register_load_state_pre_hook(lambda models, folder: models.pop(0))
+    bias = second.bias.detach().clone()
+    nn.init.zeros_(second.bias)
+    run.accelerator.load_state(tmp_path)
+    assert torch.equal(second.bias, bias)
+
+
+# -- refusals ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "missing", "manifest"])
+def test_a_broken_checkpoint_is_never_loaded(tmp_path: Path, damage: str) -> None:
+    run = build()
+    run.accelerator.save_state(tmp_path)
+    file = tmp_path / ("manifest.json" if damage == "manifest" else "model.safetensors")
+    content = bytearray(file.read_bytes())
+    if damage in ("missing", "manifest"):
+        file.unlink()
+    elif damage == "cut":
+        file.write_bytes(content[:-1])
+    else:
+        content[-1] ^= 1
+        file.write_bytes(content)
+    before = run.everything()
+    with pytest.raises(CheckpointError, match=file.name):
+        run.accelerator.load_state(tmp_path)
+    assert equal(run.everything(), before)
+
+
+def test_a_state_with_less_than_the_run_has_is_refused(tmp_path: Path) -> None:
+    run = build()
+    run.accelerator.save_state(tmp_path)
+    run.accelerator.register_for_checkpointing(Counter())
+    with pytest.raises(CheckpointError, match="holds only 0 of 1 custom"):
+        run.accelerator.load_state(tmp_path)
+
+
+def test_what_is_saved_and_not_registered_is_not_loaded(tmp_path: Path) -> None:
+    run = build()
+    run.accelerator.register_for_checkpointing(Counter(1))
+    run.accelerator.save_state(tmp_path)
+    other = build(seed=5)
+    other.accelerator.load_state(tmp_path)
+    assert equal(other.everything(), run.everything())
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    run = build()
+    run.accelerator.save_state(tmp_path)
+    other = build()
+    other.model[3] = nn.Linear(16, 4)
+    with pytest.raises(CheckpointError, match="do not fit model 0"):
+        other.accelerator.load_state(tmp_path)
+
+
+def test_what_could_not_be_read_back_fails_the_save_and_leaves_nothing(tmp_path: Path) -> None:
+    run = build(project_config=automatic(tmp_path))
+    run.accelerator.save_state()
+    bad = Counter(lambda: None)
+    run.accelerator.register_for_checkpointing(bad)
+    with pytest.raises(CheckpointError, match=r"registered object 0 \(Counter\)\['value'\]"):
+        run.accelerator.save_state()
+    assert names(tmp_path / "checkpoints") == ["checkpoint_0"]
+    bad.value = 1
+    assert Path(run.accelerator.save_state()).name == "checkpoint_1"
+
+
+def test_schedules_with_functions_keep_what_torch_keeps(tmp_path: Path) -> None:
+    run = build()
+    plain = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 0.5**step)
+    run.accelerator._objects.schedulers.append(schedule)
+    plain.step()
+    schedule.step()
+    run.accelerator.save_state(tmp_path)
+    schedule.last_epoch = 9
+    run.accelerator.load_state(tmp_path)
+    assert schedule.last_epoch == 1
+
+
+def test_only_objects_with_a_state_can_be_registered() -> None:
+    run = build()
+    with pytest.raises(ConfigError) as caught:
+        run.accelerator.register_for_checkpointing(Counter(), 3, "x")
+    assert len(caught.value.problems) == 2
+    assert run.accelerator._custom_objects == []
+
+
+def test_unknown_arguments_are_refused(tmp_path: Path) -> None:
+    run = build()
+    with pytest.raises(ConfigError, match="Did you mean 'metadata'"):
+        run.accelerator.save_state(tmp_path, metdata={})
+    with pytest.raises(ConfigError, match="Did you mean 'strict'"):
+        run.accelerator.load_state(tmp_path, stict=False)
+    with pytest.raises(ConfigError, match="map_location='cuda:3'"):
+        run.accelerator.load_state(tmp_path, map_location="cuda:3")
+
+
+# -- exports -------------------------------------------------------------------------------
+
+
+def test_models_are_exported_and_single_objects_saved(tmp_path: Path) -> None:
+    run = build()
+    run.accelerator.save_model(run.model, tmp_path, max_shard_size=500)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == run.weights().keys()
+    run.accelerator.save({"a": 1}, tmp_path / "a.bin")
+    assert torch.load(tmp_path / "a.bin") == {"a": 1}
+    with pytest.raises(ConfigError, match="max_shard_size"):
+        run.accelerator.save_model(run.model, tmp_path, max_shard_size="10 parsecs")
