@@ -5,7 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed.distributed_c10d import DistError, PrefixStore, Store, TCPStore
+from torch._C import _DistError
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from accel.env import Environment
 from accel.errors import StateError
@@ -28,7 +29,7 @@ def receive() -> Path:
     """
     try:
         return Path(_store().get(KEY).decode())
-    except DistError as error:
+    except _DistError as error:
         raise StateError(
             f"Rank 0 named no run directory within {WAIT}. Its own output tells why."
         ) from error
