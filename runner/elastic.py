@@ -29,6 +29,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -147,6 +148,13 @@ class GroupAgent(LocalElasticAgent):
             except subprocess.TimeoutExpired:
                 kill_group(process.pid)
                 process.wait()
+
+    def _construct_event(
+        self, state: str, source: EventSource, *args: Any, **options: Any
+    ) -> Event:
+        # The agent's own looks up this host's full name each time, which takes seconds where no
+        # name server answers. Nobody reads these events.
+        return Event(f"torchelastic.worker.status.{state}", source=source)
 
     def kill_groups(self) -> None:
         """Kill what workers have left behind: the data-loading processes of one that crashed."""

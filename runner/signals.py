@@ -18,6 +18,7 @@ Free of torch at import.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 import time
@@ -116,8 +117,12 @@ class StopFlag:
             yield self  # only the main thread may have handlers; its owner decides
             return
         before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        owner = os.getpid()
 
         def handle(number: int, frame: FrameType | None) -> None:
+            if os.getpid() != owner:
+                _in_forked_child(number)
+                return
             self.request(signal.Signals(number).name)
             earlier = before.get(signal.Signals(number))
             if callable(earlier):
@@ -129,6 +134,17 @@ class StopFlag:
             yield self
         finally:
             restore(before)
+
+
+def _in_forked_child(number: int) -> None:
+    """Do what a child of a process with our handlers does: it has nothing to save.
+
+    SIGTERM ends it, as its parent expects of `Process.terminate`. Schedulers send SIGUSR1 to whole
+    trees of processes; data loaders outlast it, since training goes on to the next boundary.
+    """
+    if number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 class _Clock:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -82,6 +85,27 @@ def test_another_thread_leaves_the_handlers_alone() -> None:
     thread.start()
     thread.join()
     assert inside == [before]
+
+
+def sleep_on(ready: Any) -> None:
+    ready.set()
+    time.sleep(120)
+
+
+def test_a_forked_child_outlasts_sigusr1_and_can_be_terminated() -> None:
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    with StopFlag().installed() as stop:
+        child = context.Process(target=sleep_on, args=(ready,))
+        child.start()
+        assert ready.wait(30)
+        os.kill(child.pid or 0, signal.SIGUSR1)
+        child.join(0.3)
+        assert child.is_alive()
+        child.terminate()
+        child.join(30)
+        assert child.exitcode == -signal.SIGTERM
+        assert not stop.requested_locally()
 
 
 def stops_at(asked: int, at: int, limit: int) -> tuple[int, int, str]:
