@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel.data.samplers import SkipBatchSampler, sampler_epoch, set_sampler_epoch
+from accel.data.samplers import SkipBatchSampler, sampler_epoch, samplers, set_sampler_epoch
 from accel.rng import synchronize_rng_states
 from accel.state import GradientState
 
@@ -91,6 +91,7 @@ class PreparedLoader(DataLoader[Any]):
         self.remainder = -1
         self._non_blocking = non_blocking
         self._passes = _Passes()
+        self._started: list[torch.Tensor] | None = None
         sampler = getattr(self.batch_sampler, "sampler", None)
         if sampler is not None:
             # torch puts a sequential one here; `loader.sampler` should be the one in use.
@@ -132,6 +133,21 @@ class PreparedLoader(DataLoader[Any]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
+    def generators(self) -> list[torch.Generator]:
+        """Return the generators that the loader and its samplers draw from."""
+        owners = [self, *samplers(index_sampler(self))]
+        found = [getattr(owner, "generator", None) for owner in owners]
+        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+    def generator_states(self) -> list[torch.Tensor]:
+        """Return the states of `generators`; those at the start of a pass that is under way.
+
+        With these states a new pass has the order of the one under way.
+        """
+        if self._started is not None:
+            return self._started
+        return [generator.get_state() for generator in self.generators()]
+
     @property
     def total_batch_size(self) -> int:
         """The samples of one batch over all processes."""
@@ -155,6 +171,7 @@ class PreparedLoader(DataLoader[Any]):
     def _synchronize(self) -> None:
         if self.rng_types:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        self._started = [generator.get_state() for generator in self.generators()]
 
     def _followed(self, units: Iterator[Any]) -> Iterator[Any]:
         """Return `units`, which are read one ahead; stateful loaders note their state."""
@@ -172,5 +189,6 @@ class PreparedLoader(DataLoader[Any]):
 
     def _leave(self, outer: tuple[bool, int]) -> None:
         """End a pass, whole or broken off."""
+        self._started = None
         self.end_of_dataloader, self.remainder = outer
         GradientState()._remove_dataloader(self)

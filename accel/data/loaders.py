@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel.data.base import PreparedLoader, index_sampler
 from accel.data.iterable import IterableDatasetShard
-from accel.data.samplers import last_batch_remainder, total_batch_size
+from accel.data.samplers import added_indices, last_batch_remainder, total_batch_size
 from accel.data.transfer import (
     Round,
     SliceFunction,
@@ -296,26 +296,44 @@ class DataLoaderDispatcher(PreparedLoader):
     def _rounds(self) -> Iterator[Round]:
         """Read the rounds (on the main process)."""
         for (batch, size, real), following in with_next(self._followed(self._completed())):
-            yield Round(batch, size, real, None if following is None else following[1])
+            if following is None:
+                yield Round(batch, size, real - added_indices(index_sampler(self)), None)
+            else:
+                yield Round(batch, size, real, following[1])
 
     def _completed(self) -> Iterator[tuple[Any, int, int]]:
-        batches = super().__iter__()
-        per_round = self._entries_per_batch
-        for _ in itertools.islice(batches, self.skip_batches * per_round):
-            pass
-        first: Any = None
-        while group := list(itertools.islice(batches, per_round)):
-            batch = join_batches(group)
-            real = size = batch_length(batch)
-            short = len(group) < per_round or real < (self._reader_batch_size or 0) * per_round
-            if short and self._drop_last:
-                return
-            if self.even_batches and self.num_processes > 1:
-                if first is None:
-                    head = slice_batch(batch, slice(0, self.num_processes))
-                    first = recursively_apply(torch.clone, head)
-                batch, size = complete(batch, size, first, self.num_processes)
+        """Yield the batch of each round, its size, and how many of its samples are real."""
+        head: Any = None
+        for number, batch in enumerate(self._joined(super().__iter__())):
+            size = real = batch_length(batch)
+            if head is None and self.num_processes > 1 and self.even_batches:
+                first = slice_batch(batch, slice(0, self.num_processes))
+                head = recursively_apply(torch.clone, first)
+            if number < self.skip_batches:
+                continue
+            if head is not None:
+                batch, size = complete(batch, size, head, self.num_processes)
             yield batch, size, real
+
+    def _joined(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Join the batches of each round; a short one in between (a worker's last) is filled."""
+        per_round = self._entries_per_batch
+        full: int | None = None
+        rest: list[Any] = []
+        while group := list(itertools.islice(batches, per_round)):
+            batch = join_batches([*rest, *group])
+            size, rest = batch_length(batch), []
+            if full is None:
+                full = size if size == self.total_batch_size else 0
+            if full in (0, size):
+                if not self._drop_last or len(group) == per_round:
+                    yield batch
+                continue
+            starts = range(0, size - size % full, full)
+            yield from (slice_batch(batch, slice(start, start + full)) for start in starts)
+            rest = [slice_batch(batch, slice(len(starts) * full, size))] if size % full else []
+        if rest and not self._drop_last:
+            yield rest[0]
 
 
 class SkipDataLoader(DataLoader[Any]):

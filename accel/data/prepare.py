@@ -15,6 +15,7 @@ from accel.data.iterable import IterableDatasetShard, worker_problems
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accel.data.samplers import (
     BatchSamplerShard,
+    CompletedBatchSampler,
     SamplerShard,
     SeedableRandomSampler,
     SkipBatchSampler,
@@ -97,6 +98,8 @@ def prepare_data_loader(
     else:
         if count > 1 and not dispatched:
             sampler = _sampler_shard(dataloader, sampler, count, index, split_batches, even_batches)
+        elif count > 1 and even_batches and not _drops_last(dataloader) and _size(dataloader):
+            sampler = CompletedBatchSampler(sampler, count)
         arguments.update(index_arguments(dataloader, sampler))
 
     generator = _generator(dataset, sampler)
@@ -168,7 +171,7 @@ def _data_rank(state: PartialState, mesh: Any) -> tuple[int, int]:
 
 def _check(dataloader: DataLoader[Any], count: int, split_batches: bool) -> None:
     problems: list[Problem] = []
-    size = dataloader.batch_size or getattr(dataloader.batch_sampler, "batch_size", None)
+    size = _size(dataloader)
     if split_batches and size is not None:
         problems += split_problems(size, count)
     if isinstance(dataloader.dataset, IterableDataset):
@@ -183,6 +186,10 @@ def _check(dataloader: DataLoader[Any], count: int, split_batches: bool) -> None
             "use: it reads the same data set with the same samplers and `collate_fn`.",
             stacklevel=3,
         )
+
+
+def _size(dataloader: DataLoader[Any]) -> int | None:
+    return dataloader.batch_size or getattr(dataloader.batch_sampler, "batch_size", None)
 
 
 def _drops_last(dataloader: DataLoader[Any]) -> bool:

@@ -300,6 +300,60 @@ def split_problems(batch_size: int, num_processes: int) -> list[Problem]:
     ]
 
 
+class CompletedBatchSampler(BatchSampler):
+    """The batches of another sampler, completed to a multiple of the number of processes.
+
+    For batches that one process reads for all: what completes the last round is then known by its
+    indices, so that a pass that skips batches ends with the same samples as a whole one.
+
+    Args:
+        batch_sampler: yields lists of at most `batch_size` indices.
+        num_processes: the number of indices yielded is a multiple of it.
+
+    Attributes:
+        added: after a whole pass, how many indices were added at its end.
+    """
+
+    def __init__(self, batch_sampler: Any, num_processes: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.batch_size: int = batch_sampler.batch_size
+        self.drop_last = False
+        self.added = 0
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of indices inside the batch sampler, or None."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self.batch_sampler.sampler = sampler
+
+    def __len__(self) -> int:
+        length = len(self.batch_sampler)
+        if not length or not hasattr(self.sampler, "__len__"):
+            return length
+        completed = -(-len(self.sampler) // self.num_processes) * self.num_processes
+        return max(length, -(-completed // self.batch_size))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.added = 0
+        seen = 0
+        head: list[int] = []
+        batch: list[int] = []
+        for following in self.batch_sampler:
+            head += following[: self.num_processes - len(head)]
+            if batch:
+                yield batch
+            batch = following
+            seen += len(batch)
+        self.added = -seen % self.num_processes
+        batch = [*batch, *cycle_to(head, self.added)]
+        for start in range(0, len(batch), self.batch_size):
+            yield batch[start : start + self.batch_size]
+
+
 class SamplerShard(Sampler[Any]):
     """The entries of one process out of those of a sampler that yields single indices.
 
@@ -350,36 +404,46 @@ def last_batch_remainder(sampler: Any) -> int:
     return len(inner) % size if hasattr(inner, "__len__") else 0
 
 
-def set_sampler_epoch(sampler: Any, epoch: int) -> None:
-    """Hand `epoch` to every sampler inside `sampler` that wants it."""
-    while sampler is not None:
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-        sampler = inner_sampler(sampler)
-
-
 def inner_sampler(sampler: Any) -> Any:
     """Return the sampler that `sampler` draws from, or None."""
     inner = getattr(sampler, "batch_sampler", None)
     return getattr(sampler, "sampler", None) if inner is None else inner
 
 
+def samplers(sampler: Any) -> Iterator[Any]:
+    """Yield `sampler` and those inside it, outermost first."""
+    while sampler is not None:
+        yield sampler
+        sampler = inner_sampler(sampler)
+
+
+def set_sampler_epoch(sampler: Any, epoch: int) -> None:
+    """Hand `epoch` to every sampler inside `sampler` that wants it."""
+    for inner in samplers(sampler):
+        if hasattr(inner, "set_epoch"):
+            inner.set_epoch(epoch)
+
+
 def sampler_epoch(sampler: Any) -> int | None:
     """Return the epoch of the outermost sampler inside `sampler` that has one."""
-    while sampler is not None:
-        epoch = getattr(sampler, "epoch", None)
-        if isinstance(epoch, int) and hasattr(sampler, "set_epoch"):
+    for inner in samplers(sampler):
+        epoch = getattr(inner, "epoch", None)
+        if isinstance(epoch, int) and hasattr(inner, "set_epoch"):
             return epoch
-        sampler = inner_sampler(sampler)
     return None
 
 
 def total_batch_size(sampler: Any) -> int:
     """Return how many samples all processes together read in a full round; 1 for single indices."""
     found = 1
-    while sampler is not None:
-        if isinstance(sampler, BatchSamplerShard):
-            return sampler.round_size
-        found = max(found, getattr(sampler, "batch_size", None) or 1)
-        sampler = getattr(sampler, "batch_sampler", None)
+    for inner in samplers(sampler):
+        if isinstance(inner, BatchSamplerShard):
+            return inner.round_size
+        found = max(found, getattr(inner, "batch_size", None) or 1)
     return found
+
+
+def added_indices(sampler: Any) -> int:
+    """Return how many indices at the end of a pass only complete the last round."""
+    found = (inner for inner in samplers(sampler) if isinstance(inner, CompletedBatchSampler))
+    return next((inner.added for inner in found), 0)

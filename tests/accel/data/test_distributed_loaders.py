@@ -1,0 +1,226 @@
+"""Prepared loaders on two real processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+
+from accel.data.prepare import prepare_data_loader, skip_first_batches
+from accel.errors import StateError
+from accel.ops import gather
+from accel.state import GradientState, PartialState
+from tests.helpers import run_distributed
+
+
+class Stream(IterableDataset):
+    """The numbers below `length`; only the main process may read where `guarded`."""
+
+    def __init__(self, length: int, guarded: bool = False) -> None:
+        self.length = length
+        self.guarded = guarded
+
+    def __iter__(self):
+        if self.guarded and not PartialState().is_main_process:
+            raise AssertionError("only the main process reads")
+        for number in range(self.length):
+            yield {"id": torch.tensor(number), "x": torch.tensor([float(number)] * 3)}
+
+
+class Sharded(IterableDataset):
+    """Shares its numbers out by worker."""
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        return iter(range(info.id, 9, info.num_workers))
+
+
+def shuffled_passes(rng_types: list[str] | None, seedable: bool) -> list[list[int]]:
+    PartialState(cpu=True)
+    torch.manual_seed(PartialState().process_index)  # the ranks do not agree
+    loader = prepare_data_loader(
+        DataLoader(range(22), batch_size=3, shuffle=True),
+        rng_types=rng_types,
+        use_seedable_sampler=seedable,
+    )
+    passes = []
+    for epoch in range(3):
+        torch.rand(PartialState().process_index + epoch)
+        passes.append([i for batch in loader for i in batch.tolist()])
+        if epoch == 1:
+            for _ in loader:
+                break
+    return passes
+
+
+@pytest.mark.parametrize("seedable", [True, False])
+@pytest.mark.parametrize("rng_types", [None, ["generator"], ["torch", "generator"]])
+def test_ranks_shuffle_alike_though_their_generators_differ(rng_types, seedable) -> None:
+    ranks = run_distributed(shuffled_passes, 2, rng_types, seedable)
+    orders = [tuple(one + other) for one, other in zip(*ranks, strict=True)]
+    for order in orders:
+        assert sorted(set(order)) == list(range(22))
+        assert len(order) == 24
+    assert len(set(orders)) == 3
+
+
+def weighted() -> list[int]:
+    torch.manual_seed(PartialState(cpu=True).process_index)
+    sampler = WeightedRandomSampler([1.0] * 16, 16, replacement=False)
+    loader = prepare_data_loader(DataLoader(range(16), batch_size=2, sampler=sampler))
+    return [i for batch in loader for i in batch.tolist()]
+
+
+def test_other_random_samplers_agree_too() -> None:
+    one, other = run_distributed(weighted, 2)
+    assert sorted(one + other) == list(range(16))
+
+
+def dispatched(length: int, split: bool, drop_last: bool, even: bool) -> dict:
+    state = PartialState(cpu=True)
+    calls = {"objects": 0, "tensors": 0}
+    for name, kind in (("broadcast_objects", "objects"), ("broadcast", "tensors")):
+        original = getattr(state.comm, name)
+
+        def counted(*args, _original=original, _kind=kind, **kwargs):
+            calls[_kind] += 1
+            return _original(*args, **kwargs)
+
+        setattr(state.comm, name, counted)
+    loader = prepare_data_loader(
+        DataLoader(Stream(length, guarded=True), batch_size=4, drop_last=drop_last),
+        split_batches=split,
+        even_batches=even,
+        put_on_device=True,
+    )
+    ids, ends, remainder = [], [], None
+    for batch in loader:
+        assert torch.equal(batch["x"][:, 0].long(), batch["id"])
+        ids.append(batch["id"].tolist())
+        ends.append(GradientState().end_of_dataloader)
+        remainder = GradientState().remainder
+    return {"ids": ids, "ends": ends, "remainder": remainder, "calls": calls}
+
+
+@pytest.mark.parametrize(
+    ("length", "split", "drop_last", "even", "wanted", "remainder"),
+    [
+        (9, True, False, True, [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [0]]], [1, 1]),
+        (9, True, True, True, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], [0, 0]),
+        (9, True, False, False, [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7]]], [0, 0]),
+        (11, False, False, True, [[[0, 1, 2, 3], [8, 9]], [[4, 5, 6, 7], [10, 0]]], [3, 3]),
+        (8, False, False, True, [[[0, 1, 2, 3]], [[4, 5, 6, 7]]], [0, 0]),
+        (1, False, False, True, [[[0]], [[0]]], [1, 1]),
+        (0, False, False, True, [[], []], [None, None]),
+    ],
+)
+def test_the_main_process_reads_for_all(length, split, drop_last, even, wanted, remainder) -> None:
+    ranks = run_distributed(dispatched, 2, length, split, drop_last, even)
+    assert [rank["ids"] for rank in ranks] == wanted
+    assert [rank["remainder"] for rank in ranks] == remainder
+    for rank in ranks:
+        assert rank["ends"] == [False] * (len(rank["ids"]) - 1) + [True] * bool(rank["ids"])
+        rounds = max(len(ids) for ids in wanted)
+        # one description a round and one for the end; one collective per dtype
+        assert rank["calls"] == {"objects": rounds + 1, "tensors": 2 * rounds}
+
+
+class Failing(IterableDataset):
+    def __iter__(self):
+        yield 1
+        yield 2
+        raise OSError("disk")
+
+
+def failing() -> str:
+    PartialState(cpu=True)
+    loader = prepare_data_loader(DataLoader(Failing()))
+    try:
+        list(loader)
+    except (OSError, StateError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_failure_to_read_reaches_every_rank() -> None:
+    main, other = run_distributed(failing, 2, timeout=20)
+    assert main == "OSError: disk"
+    assert "main process failed to read" in other
+    assert "OSError: disk" in other
+
+
+def broken_off() -> list[list[int]]:
+    PartialState(cpu=True)
+    loader = prepare_data_loader(DataLoader(Stream(12), batch_size=2))
+    seen = []
+    for _ in range(2):
+        for batch in loader:
+            seen.append(batch["id"].tolist())
+            if len(seen) % 2 == 0:
+                break
+    skipping = skip_first_batches(loader, 2)
+    return [*seen, *(batch["id"].tolist() for batch in skipping)]
+
+
+def test_broken_off_dispatch_starts_again_and_skips() -> None:
+    main, other = run_distributed(broken_off, 2)
+    assert main == [[0, 1], [4, 5], [0, 1], [4, 5], [8, 9]]
+    assert other == [[2, 3], [6, 7], [2, 3], [6, 7], [10, 11]]
+
+
+def worker_ends() -> list[list[int]]:
+    PartialState(cpu=True)
+    original = DataLoader(Sharded(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    loader = prepare_data_loader(original)
+    return [batch.tolist() for batch in loader]
+
+
+def test_short_batches_of_workers_make_no_repetitions_in_between() -> None:
+    main, other = run_distributed(worker_ends, 2)
+    assert len(main) == len(other) == 3
+    seen = [i for pair in zip(main, other, strict=True) for batch in pair for i in batch]
+    assert sorted(seen[:9]) == list(range(9))
+
+
+def dispatched_order(seedable: bool) -> list:
+    state = PartialState(cpu=True)
+    torch.manual_seed(0)
+    loader = prepare_data_loader(
+        DataLoader(range(10), batch_size=2, shuffle=True),
+        dispatch_batches=True,
+        use_seedable_sampler=seedable,
+        rng_types=["generator"],
+    )
+    rounds = [gather(batch).tolist() for _ in range(2) for batch in loader]
+    return [rounds, loader.epoch, torch.rand(1).item(), state.process_index]
+
+
+@pytest.mark.parametrize("seedable", [True, False])
+def test_dispatch_of_map_data_leaves_the_ranks_generators_alike(seedable: bool) -> None:
+    main, other = run_distributed(dispatched_order, 2, seedable)
+    assert main[:3] == other[:3]
+    seen = [i for batch in main[0][:3] for i in batch]
+    assert sorted(set(seen)) == list(range(10))
+    assert main[1] == 1 * 2
+
+
+def metrics(count: int, dispatch: bool, split: bool) -> list[int]:
+    PartialState(cpu=True)
+    loader = prepare_data_loader(
+        DataLoader(range(count), batch_size=4), dispatch_batches=dispatch, split_batches=split
+    )
+    state, found = GradientState(), []
+    for batch in loader:
+        gathered = gather(batch)
+        if state.end_of_dataloader and state.remainder > 0:
+            gathered = gathered[: state.remainder]
+        found += gathered.tolist()
+    return found
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("count", [1, 4, 9, 13, 16])
+def test_a_gathered_evaluation_counts_each_sample_once(count, dispatch, split) -> None:
+    for found in run_distributed(metrics, 2, count, dispatch, split):
+        assert found == list(range(count))
