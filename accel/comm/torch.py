@@ -124,6 +124,7 @@ class TorchCommunicator(Communicator):
         self.device = plan.device
         self._closed = False
         self._debug = plan.debug
+        self._timeout = plan.init.timeout or default_pg_timeout
         if not dist.is_initialized():
             _build_group(plan)
         self._check_group()
@@ -157,7 +158,7 @@ class TorchCommunicator(Communicator):
         if self.backend == "nccl":
             dist.barrier(device_ids=[self.device.index])
         elif self._debug and self.backend == "gloo":
-            dist.monitored_barrier(wait_all_ranks=True)
+            dist.monitored_barrier(timeout=self._timeout, wait_all_ranks=True)
         else:
             dist.barrier()
 

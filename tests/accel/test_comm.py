@@ -1,0 +1,284 @@
+"""Every transport keeps the contract of `Communicator`, at every world size."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel.comm.base import Communicator
+from accel.comm.connect import connect
+from accel.comm.local import LocalCommunicator
+from accel.config.handlers import InitProcessGroupKwargs
+from accel.env import Environment
+from accel.errors import StateError
+from accel.plan import Arguments, Plan, resolve
+from tests.helpers import run_distributed
+
+WORLD_SIZES = [1, 2, 3]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def plan(**init: Any) -> Plan:
+    handlers = [InitProcessGroupKwargs(**init)]
+    return resolve(Arguments(cpu=True, kwargs_handlers=handlers), Environment.read())
+
+
+def collect() -> dict[str, Any]:
+    """Call every collective once."""
+    comm = connect(plan())
+    rank, size = comm.rank, comm.world_size
+    own = torch.tensor([[rank, 10 * rank]])
+    result = {
+        "who": (rank, size, comm.local_rank, comm.local_world_size, comm.backend),
+        "gathered": comm.all_gather(own).tolist(),
+        "gathered_empty": list(comm.all_gather(torch.zeros(0, 3)).shape),
+        "objects": comm.all_gather_object({"rank": rank}),
+        "sum": comm.all_reduce(own).tolist(),
+        "mean": comm.all_reduce(own, op="mean").tolist(),
+        "min": comm.all_reduce(own - 1, op="min").tolist(),
+        "max": comm.all_reduce(own, op="max").tolist(),
+        "scaled": comm.all_reduce(own.float(), scale=0.5).tolist(),
+        "counted": comm.all_reduce(torch.tensor([True, rank == 0])).tolist(),
+        "sent": comm.broadcast(own, source=size - 1).tolist(),
+        "sent_empty": list(comm.broadcast(torch.zeros(2, 0)).shape),
+        "sent_objects": comm.broadcast_objects([rank, "x"], source=size - 1),
+        "untouched": own.tolist(),
+    }
+    comm.barrier()
+    comm.flush()
+    comm.close()
+    comm.close()
+    return result
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_the_contract(size: int) -> None:
+    everywhere = run_distributed(collect, size)
+    total, last = sum(range(size)), size - 1
+    backend = "gloo" if size > 1 else None
+    for rank, result in enumerate(everywhere):
+        assert result["who"] == (rank, size, rank, size, backend)
+        assert result["gathered"] == [[r, 10 * r] for r in range(size)]
+        assert result["gathered_empty"] == [0, 3]
+        assert result["objects"] == [{"rank": r} for r in range(size)]
+        assert result["sum"] == [[total, 10 * total]]
+        assert result["mean"] == [[total / size, 10 * total / size]]
+        assert result["min"] == [[-1, -1]]
+        assert result["max"] == [[last, 10 * last]]
+        assert result["scaled"] == [[total / 2, 5 * total]]
+        assert result["counted"] == [size, 1]
+        assert result["sent"] == [[last, 10 * last]]
+        assert result["sent_empty"] == [2, 0]
+        assert result["sent_objects"] == [last, "x"]
+        assert result["untouched"] == [[rank, 10 * rank]]
+
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+    *(torch.bool, torch.complex64, torch.float8_e4m3fn),
+)
+
+
+def move_every_dtype() -> list[bool]:
+    comm = connect(plan())
+    equal = []
+    for dtype in DTYPES:
+        own = torch.tensor([comm.rank, 1]).to(dtype)
+        wanted = torch.tensor([[rank, 1] for rank in range(comm.world_size)]).to(dtype)
+        gathered, sent = comm.all_gather(own[None]), comm.broadcast(own, source=1)
+        equal.append(gathered.dtype == sent.dtype == dtype)
+        as_bytes = [t.contiguous().view(torch.uint8).tolist() for t in (gathered, wanted)]
+        equal.append(as_bytes[0] == as_bytes[1])
+        equal.append(sent.view(torch.uint8).tolist() == wanted[1].view(torch.uint8).tolist())
+    comm.close()
+    return equal
+
+
+def test_every_dtype_travels() -> None:
+    for equal in run_distributed(move_every_dtype, 2):
+        assert all(equal)
+
+
+def reduce_low_precision(dtype: torch.dtype) -> list[float]:
+    comm = connect(plan())
+    values: list[float] = comm.all_reduce(torch.full((2,), 1.5, dtype=dtype), op="mean").tolist()
+    comm.close()
+    return values
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_is_reduced(dtype: torch.dtype) -> None:
+    assert run_distributed(reduce_low_precision, 2, dtype) == [[1.5, 1.5]] * 2
+
+
+def not_contiguous() -> list[Any]:
+    comm = connect(plan())
+    own = torch.arange(6).reshape(2, 3).t().requires_grad_(False)
+    results = [comm.all_gather(own), comm.broadcast(own), comm.all_reduce(own)]
+    comm.close()
+    return [result.tolist() for result in results]
+
+
+def test_views_travel() -> None:
+    gathered, sent, reduced = run_distributed(not_contiguous, 2)[1]
+    assert gathered == [[0, 3], [1, 4], [2, 5]] * 2
+    assert sent == [[0, 3], [1, 4], [2, 5]]
+    assert reduced == [[0, 6], [2, 8], [4, 10]]
+
+
+def close_and_connect_again() -> list[Any]:
+    seen = []
+    for _ in range(3):
+        comm = connect(plan())
+        seen.append(comm.all_gather_object(comm.rank))
+        comm.close()
+        assert not dist.is_initialized()
+    try:
+        comm.barrier()
+    except StateError as error:
+        seen.append(str(error))
+    return seen
+
+
+def test_a_process_may_build_groups_one_after_the_other() -> None:
+    for seen in run_distributed(close_and_connect_again, 2):
+        assert seen[:3] == [[0, 1]] * 3
+        assert "end_training" in seen[3]
+
+
+def adopt_a_group() -> tuple[list[int], bool]:
+    dist.init_process_group("gloo")
+    comm = connect(plan())
+    ranks = comm.all_gather_object(comm.rank)
+    comm.close()
+    stays = dist.is_initialized()
+    dist.destroy_process_group()
+    return ranks, stays
+
+
+def test_a_group_of_the_users_own_is_taken_over_and_left_in_place() -> None:
+    assert run_distributed(adopt_a_group, 2) == [([0, 1], True)] * 2
+
+
+def disagree_with_a_group() -> str:
+    dist.init_process_group("gloo")
+    wrong = dataclasses.replace(plan(), world_size=3)
+    with pytest.raises(StateError) as caught:
+        connect(wrong)
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_a_group_of_another_size_is_refused() -> None:
+    messages = run_distributed(disagree_with_a_group, 2)
+    assert messages[1].startswith("The process group has rank 1 of 2, the environment says 1 of 3")
+
+
+def options_of_the_group(path: str) -> tuple[float, list[int]]:
+    comm = connect(plan(timeout=77, init_method=f"file://{path}", backend="gloo"))
+    options = dist.group.WORLD._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
+    ranks = comm.all_gather_object(comm.rank)
+    comm.close()
+    return options._timeout.total_seconds(), ranks
+
+
+def test_the_handler_reaches_the_group(tmp_path: Path) -> None:
+    answers = run_distributed(options_of_the_group, 2, str(tmp_path / "meeting"))
+    assert answers == [(77.0, [0, 1])] * 2
+
+
+def late_rank() -> str:
+    comm = connect(dataclasses.replace(plan(timeout=2), debug=True))
+    message = ""
+    if comm.rank == 0:
+        with pytest.raises(RuntimeError) as caught:
+            comm.barrier()
+        message = str(caught.value)
+    dist.destroy_process_group()
+    return message
+
+
+def test_in_debug_mode_a_timeout_names_the_missing_rank() -> None:
+    message = run_distributed(late_rank, 2)[0]
+    assert "Ranks 1 failed to pass monitoredBarrier" in message
+
+
+def test_one_process_gets_copies() -> None:
+    comm: Communicator = LocalCommunicator()
+    own = torch.ones(2, requires_grad=True)
+    for result in (comm.all_gather(own), comm.broadcast(own), comm.all_reduce(own)):
+        assert result.data_ptr() != own.data_ptr()
+        assert not result.requires_grad
+    assert comm.all_reduce(torch.tensor([1, 2]), op="mean").tolist() == [1.0, 2.0]
+
+
+def test_save_writes_what_torch_loads(tmp_path: Path) -> None:
+    LocalCommunicator().save({"a": torch.ones(2)}, tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt", weights_only=True)["a"].tolist() == [1.0, 1.0]
+
+
+SCRIPT = """
+import os, sys
+from accel.state import PartialState
+
+state = PartialState(cpu=True)
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+assert state.comm.all_gather_object(state.process_index) == [0, 1]
+if attempt == 0 and state.process_index == 1:
+    os._exit(3)
+state.wait_for_everyone()
+state.destroy_process_group()
+PartialState._reset_state()
+again = PartialState(cpu=True)
+assert again.comm.all_gather_object(attempt) == [attempt, attempt]
+with open(f"{sys.argv[1]}/done-{again.process_index}", "w") as file:
+    file.write(str(attempt))
+# and it ends without leaving the group
+"""
+
+
+def test_restarts_and_an_end_without_farewell_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [sys.executable, *launcher, "--max_restarts=1", str(script), str(tmp_path)]
+    environment = {
+        "PATH": "",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HOME": str(tmp_path),
+    }
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=90, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"done-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+@pytest.mark.gpu
+def test_nccl_moves_tensors_of_device_and_host() -> None:
+    arguments = Arguments(kwargs_handlers=[InitProcessGroupKwargs(timeout=60)])
+    base = resolve(arguments, Environment(master_addr="127.0.0.1", master_port=0))
+    comm = connect(dataclasses.replace(base, backend="nccl"))
+    try:
+        assert comm.backend == "nccl"
+        comm.barrier()
+        on_device = torch.ones(2, 2, device="cuda")
+        assert comm.all_gather(on_device).device.type == "cuda"
+        assert comm.all_gather(torch.ones(2)).device.type == "cpu"
+        assert comm.all_reduce(torch.tensor([3]), op="mean").tolist() == [3.0]
+        assert comm.broadcast(torch.tensor([True])).tolist() == [True]
+        assert comm.all_gather_object("x") == ["x"]
+        assert comm.broadcast_objects(["y"]) == ["y"]
+    finally:
+        comm.close()
+    assert not dist.is_initialized()

@@ -1,0 +1,377 @@
+"""One state per process, process control, and a reset that is a reset."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel import env
+from accel.config.training import GradientAccumulationPlugin
+from accel.enums import DistributedType
+from accel.errors import ConfigError, NotBuiltError, StateError
+from accel.plan import Arguments, resolve
+from accel.state import AcceleratorState, GradientState, PartialState, current_environment
+from tests.helpers import run_distributed
+
+WORLD_SIZES = [1, 2, 3]
+
+
+# -- one process -------------------------------------------------------------------------------
+
+
+def test_instances_share_one_state() -> None:
+    first, second = PartialState(cpu=True), PartialState()
+    assert first.__dict__ is second.__dict__
+    assert first.comm is second.comm
+    assert first.device == torch.device("cpu")
+    assert first.distributed_type is DistributedType.NO
+    assert (first.num_processes, first.process_index, first.local_process_index) == (1, 0, 0)
+    assert first.is_main_process
+    assert first.is_local_main_process
+    assert first.is_last_process
+    assert not first.use_distributed
+    assert not first.debug
+    assert first.mixed_precision == "no"
+    assert first.backend is None
+    assert first.default_device.type in ("cpu", "cuda", "xpu", "mps")
+
+
+def test_accelerator_state_is_built_on_the_partial_one() -> None:
+    state = AcceleratorState(mixed_precision="bf16", cpu=True)
+    assert state.comm is PartialState().comm
+    assert state.mixed_precision == "bf16"
+    assert state.initialized
+    assert state.dynamo_plugin.backend == "no"
+    assert "Mixed precision: bf16" in repr(state)
+    assert "Device: cpu" in repr(state)
+
+
+def test_debug_comes_from_the_environment() -> None:
+    with env.patched(ACCELERATE_DEBUG_MODE="1"):
+        assert PartialState(cpu=True).debug
+
+
+def test_use_after_reset_is_an_error() -> None:
+    partial, full, gradients = PartialState(cpu=True), AcceleratorState(cpu=True), GradientState()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    assert not partial.initialized
+    for use in (
+        lambda: partial.device,
+        lambda: partial.num_processes,
+        lambda: full.mixed_precision,
+        lambda: full.print("x"),
+        lambda: gradients.sync_gradients,
+        lambda: gradients.end_of_dataloader,
+    ):
+        with pytest.raises(StateError, match="was reset"):
+            use()
+    assert not hasattr(partial, "no_such_attribute")
+    assert "reset" in repr(partial)
+    assert PartialState(cpu=True).num_processes == 1
+    assert partial.num_processes == 1  # shares the new state
+
+
+def test_reset_of_the_accelerator_alone_keeps_the_partial_state() -> None:
+    state = AcceleratorState(cpu=True)
+    AcceleratorState._reset_state()
+    assert PartialState().initialized
+    assert not state.initialized
+
+
+def test_what_was_set_up_cannot_change() -> None:
+    AcceleratorState(mixed_precision="bf16", cpu=True)
+    assert AcceleratorState().mixed_precision == "bf16"
+    assert AcceleratorState("bf16").mixed_precision == "bf16"
+    with pytest.raises(ConfigError, match=r"mixed_precision='fp16'.*set up with 'bf16'"):
+        AcceleratorState("fp16")
+    PartialState().device = torch.device("meta")
+    with pytest.raises(ConfigError, match="cpu=True"):
+        PartialState(cpu=True)
+
+
+def test_a_plan_is_taken_over() -> None:
+    partial = PartialState(cpu=True)
+    plan = resolve(Arguments(mixed_precision="bf16"), current_environment())
+    state = AcceleratorState(_from_accelerator=True, _plan=plan)
+    assert state.mixed_precision == "bf16"
+    assert state.plan.device == partial.device
+    later = resolve(Arguments(gradient_accumulation_steps=4), current_environment())
+    settled = state.settle(later)
+    assert settled.mixed_precision == "bf16"
+    assert settled.accumulation.num_steps == 4
+
+
+def test_the_environment_is_settled_with_the_first_state() -> None:
+    PartialState(cpu=True)
+    with env.patched(WORLD_SIZE="8", RANK="3", ACCELERATE_MIXED_PRECISION="bf16"):
+        environment = current_environment()
+    assert environment.world_size == 1
+    assert environment.rank is None
+    assert environment.mixed_precision == "bf16"
+
+
+def test_a_state_made_for_the_cpu_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    PartialState(cpu=True)
+    monkeypatch.setattr("accel.state.default_device_type", lambda: "cuda")
+    assert current_environment().use_cpu
+
+
+def test_unknown_arguments() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'backend'"):
+        PartialState(bakend="gloo")
+    assert not PartialState._shared_state
+    with pytest.raises(NotBuiltError, match="fsdp_plugin"):
+        AcceleratorState(fsdp_plugin=object())
+
+
+def test_decorators_in_both_forms() -> None:
+    state = PartialState(cpu=True)
+
+    @state.on_main_process
+    def bare() -> str:
+        return "ran"
+
+    @state.on_last_process()
+    def called() -> str:
+        return "ran"
+
+    @state.on_process(process_index=7)  # the only process runs everything
+    def seventh() -> str:
+        return "ran"
+
+    functions = (bare, called, seventh, state.on_local_main_process(bare))
+    assert [function() for function in functions] == ["ran"] * 4
+    assert bare.__name__ == "bare"
+    with pytest.raises(ConfigError, match="process_index=None"):
+        state.on_process(bare)
+    with pytest.raises(ConfigError, match="local_process_index=None"):
+        state.on_local_process()(bare)
+
+
+def test_print(capsys: pytest.CaptureFixture[str]) -> None:
+    PartialState(cpu=True).print("a", "b", sep="-")
+    assert capsys.readouterr().out == "a-b\n"
+
+
+def test_one_process_gets_everything() -> None:
+    data = [1, 2, 3]
+    with PartialState(cpu=True).split_between_processes(data, apply_padding=True) as part:
+        assert part is data
+    with pytest.raises(ValueError, match="inside"):
+        raise_inside(PartialState())
+
+
+def raise_inside(state: PartialState) -> None:
+    with state.split_between_processes([1]):
+        raise ValueError("inside")
+
+
+# -- several processes -------------------------------------------------------------------------
+
+
+def who() -> dict[str, Any]:
+    state = AcceleratorState(cpu=True)
+    rank = state.process_index
+
+    def name() -> int:
+        return rank
+
+    result = {
+        "type": str(state.distributed_type),
+        "is": (state.is_main_process, state.is_local_main_process, state.is_last_process),
+        "main": state.on_main_process(name)(),
+        "local_main": state.on_local_main_process()(name)(),
+        "last": state.on_last_process(name)(),
+        "process": state.on_process(process_index=1)(name)(),
+        "local_process": state.on_local_process(name, local_process_index=1)(),
+        "repr": repr(state).splitlines()[:4],
+    }
+    with state.split_between_processes({"x": [0, 1, 2, 3]}) as part:
+        result["part"] = part["x"]
+    with state.split_between_processes(torch.arange(4), apply_padding=True) as tensor:
+        result["padded"] = state.comm.all_gather(tensor).tolist()
+    state.wait_for_everyone()
+    state.destroy_process_group()
+    return result
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_process_control(size: int) -> None:
+    for rank, result in enumerate(run_distributed(who, size)):
+        alone = size == 1
+        assert result["type"] == ("NO" if alone else "MULTI_CPU")
+        assert result["is"] == (rank == 0, rank == 0, rank == size - 1)
+        assert result["main"] == (0 if rank == 0 else None)
+        assert result["local_main"] == result["main"]
+        assert result["last"] == (rank if rank == size - 1 else None)
+        assert result["process"] == (rank if alone or rank == 1 else None)
+        assert result["local_process"] == result["process"]
+        assert result["repr"][1:] == [
+            f"Num processes: {size}",
+            f"Process index: {rank}",
+            f"Local process index: {rank}",
+        ]
+        parts = {1: [[0, 1, 2, 3]], 2: [[0, 1], [2, 3]], 3: [[0, 1], [2], [3]]}
+        assert result["part"] == parts[size][rank]
+        padded = {1: [0, 1, 2, 3], 2: [0, 1, 2, 3], 3: [0, 1, 2, 2, 3, 3]}
+        assert result["padded"] == padded[size]
+
+
+def write_in_turn(folder: str) -> bool:
+    state = PartialState(cpu=True)
+    mark = Path(folder, "first")
+    with state.main_process_first():
+        if state.is_main_process:
+            time.sleep(0.2)
+            mark.write_text("done")
+        seen = mark.exists()
+    with state.local_main_process_first():
+        seen = seen and mark.exists()
+    state.destroy_process_group()
+    return seen
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_the_main_process_goes_first(size: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert run_distributed(write_in_turn, size, folder) == [True] * size
+
+
+def fail_first() -> str:
+    state = PartialState(cpu=True)
+    try:
+        with state.main_process_first():
+            if state.is_main_process:
+                raise ValueError("download failed")
+    except ValueError as error:
+        return str(error)
+    finally:
+        state.destroy_process_group()
+    return "went on"
+
+
+def test_a_failure_of_the_first_does_not_leave_the_others_waiting() -> None:
+    assert run_distributed(fail_first, 2) == ["download failed", "went on"]
+
+
+def reset_and_build_again() -> list[int]:
+    first = PartialState(cpu=True)
+    PartialState._reset_state()
+    second = PartialState(cpu=True)  # takes the group over
+    ranks = second.comm.all_gather_object(second.process_index)
+    assert first.comm is second.comm
+    second.destroy_process_group()
+    return ranks
+
+
+def test_the_group_outlives_a_reset() -> None:
+    assert run_distributed(reset_and_build_again, 2) == [[0, 1]] * 2
+
+
+def group_of_ones_own() -> list[int]:
+    state = PartialState(cpu=True)
+    group = torch.distributed.new_group([0, 1])
+    state.destroy_process_group(group)
+    ranks = state.comm.all_gather_object(state.process_index)
+    state.destroy_process_group()
+    return ranks
+
+
+def test_a_group_of_ones_own_can_be_left() -> None:
+    assert run_distributed(group_of_ones_own, 2) == [[0, 1]] * 2
+
+
+def without_ranks() -> str:
+    os.environ.pop("LOCAL_RANK")
+    with pytest.raises(ConfigError) as caught:
+        PartialState(cpu=True)
+    return str(caught.value)
+
+
+def test_an_incomplete_launch_is_refused_before_anything_hangs() -> None:
+    assert "LOCAL_RANK is not set" in run_distributed(without_ranks, 2)[0]
+
+
+# -- gradient state ----------------------------------------------------------------------------
+
+
+class Loader:
+    """What the state asks of a loader."""
+
+    end_of_dataloader = False
+    remainder = -1
+
+
+def test_gradient_state_starts_in_sync() -> None:
+    state = GradientState()
+    assert state.sync_gradients
+    assert (state.num_steps, state.adjust_scheduler, state.sync_with_dataloader) == (1, True, True)
+    assert not state.sync_each_batch
+    assert not state.in_dataloader
+    assert not state.end_of_dataloader
+    assert state.remainder == -1
+    assert state.dataloader_references == [None]
+
+
+def test_a_plugin_configures_and_the_lack_of_one_does_not() -> None:
+    plugin = GradientAccumulationPlugin(
+        num_steps=4, adjust_scheduler=False, sync_with_dataloader=False, sync_each_batch=True
+    )
+    first = GradientState(plugin)
+    second = GradientState()
+    assert (second.num_steps, second.adjust_scheduler) == (4, False)
+    assert (second.sync_with_dataloader, second.sync_each_batch) == (False, True)
+    assert second.plugin_kwargs == plugin.to_kwargs()
+    GradientState(GradientAccumulationPlugin(num_steps=2))
+    assert (first.num_steps, first.adjust_scheduler) == (2, True)
+    assert "num_steps" in repr(first)
+
+
+def test_sync_gradients_is_shared() -> None:
+    first, second = GradientState(), GradientState()
+    first._set_sync_gradients(False)
+    assert second.sync_gradients is False
+
+
+def test_the_innermost_loader_is_active() -> None:
+    state, outer, inner = GradientState(), Loader(), Loader()
+    state._add_dataloader(outer)
+    state._add_dataloader(inner)
+    inner.end_of_dataloader, inner.remainder = True, 3
+    assert state.active_dataloader is inner
+    assert state.in_dataloader
+    assert state.end_of_dataloader
+    assert state.remainder == 3
+    assert state.dataloader_references == [None, outer, inner]
+    state._remove_dataloader(inner)
+    assert state.active_dataloader is outer
+    assert not state.end_of_dataloader
+    state._remove_dataloader(inner)  # an iteration that ends twice
+    state._remove_dataloader(outer)
+    assert state.active_dataloader is None
+
+
+def test_a_loader_may_be_iterated_in_itself() -> None:
+    state, loader = GradientState(), Loader()
+    state._add_dataloader(loader)
+    state._add_dataloader(loader)
+    state._remove_dataloader(loader)
+    assert state.active_dataloader is loader
+
+
+def test_a_loader_that_is_gone_is_forgotten() -> None:
+    state, outer, inner = GradientState(), Loader(), Loader()
+    state._add_dataloader(outer)
+    state._add_dataloader(inner)
+    del inner
+    gc.collect()
+    assert state.active_dataloader is outer
+    assert state.dataloader_references == [None, outer]
