@@ -201,10 +201,12 @@ class Loop:
         for callback in self._on_step:
             callback.on_step(self)
         self.display.step(state.step, state.epoch_number)
-        if state.step % self.recipe.trainer.log_every == 0:
-            self._log()
         self._check_limits()
         self._check_requests()
+        if self.complete or state.step % self.recipe.trainer.log_every == 0:
+            self._log()
+        if self.complete and self.stop_flag.reason == TIME_IS_UP:
+            self._save()  # whoever set the limit may not wait for an evaluation
         self._evaluate_if_due()
         if self.saver.due() or self._improved:
             self._save()
@@ -360,7 +362,7 @@ class Loop:
         state, every = self.state, self.recipe.trainer.eval_every
         due = state.step_in_epoch == 0 if every is None else state.step % every == 0
         hurried = self.stopped is not None and self.stopped.kind == "signal"
-        if due and state.step > 0 and not hurried:
+        if (due or self.complete) and state.step > 0 and not hurried:
             self._validate()
 
     def _validate(self) -> None:
@@ -442,12 +444,10 @@ class Loop:
     # -- the end ---------------------------------------------------------------------------
 
     def _finish(self) -> dict[str, Any]:
-        """Evaluate and save what is still due, test the best state, and sum up."""
-        if self.complete:
+        """Do what is still due, test the best state, and sum up."""
+        if self.complete:  # a callback may have ended it after the boundary's own evaluation
             if not self.meter.empty:
                 self._log()
-            if self.stop_flag.reason == TIME_IS_UP:
-                self._save()  # whoever set the limit may not wait for an evaluation
             self._validate()
         self._save_last()
         if self.complete:

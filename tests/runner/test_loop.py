@@ -1,0 +1,371 @@
+"""The loop on a small problem: where it ends, what it measures, saves and writes."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from accel.accelerator import Accelerator
+from accel.checkpoint.files import checkpoints, read_manifest
+from accel.config.handlers import ProfileKwargs
+from accel.config.training import ProjectConfiguration
+from accel.errors import ConfigError
+from runner.callbacks.base import Callback
+from runner.data import Data
+from runner.display import Display
+from runner.loop import Loop, with_last
+from runner.meters import NonFiniteError
+from runner.schema import Checkpoint
+from runner.signals import StopFlag
+from tests.runner.loops import (
+    NUM_TRAIN,
+    NUM_VALIDATION,
+    Exploding,
+    Fit,
+    Points,
+    Spy,
+    build,
+    losses,
+    newest,
+    plateau,
+    recipe_of,
+    records,
+    run,
+)
+
+# -- where it ends -------------------------------------------------------------------------
+
+
+def test_a_run_of_some_epochs_ends_with_them(tmp_path: Path) -> None:
+    spy = Spy()
+    summary = run(tmp_path, recipe_of(trainer__epochs=2), callbacks={"spy": spy})
+    assert (summary["stopped"], summary["step"], summary["epoch"]) == ("epochs", 10, 2)
+    assert summary["samples"] == 2 * NUM_TRAIN
+    assert summary == json.loads((tmp_path / "summary.json").read_text())
+    assert spy.steps("start") == [0]
+    assert spy.steps("log") == list(range(1, 11))
+    assert spy.calls == 10
+    assert spy.steps("evaluate") == [5, 10, 10]
+    assert spy.steps("checkpoint") == [5, 10]
+    assert spy.steps("end") == [10]
+    assert [record["epoch"] for record in records(tmp_path)] == [1] * 5 + [2] * 5
+    assert [record["samples"] for record in records(tmp_path)] == list(range(8, 81, 8))
+
+
+def test_training_makes_progress_and_counts_every_sample(tmp_path: Path) -> None:
+    summary = run(tmp_path, recipe_of(trainer__epochs=12))
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] / 3
+    assert summary["metrics"]["validation"]["count"] == NUM_VALIDATION
+    assert summary["metrics"]["test"]["count"] == 9
+    assert summary["best"]["value"] == min(r["loss"] for r in records(tmp_path, "validation"))
+
+
+def test_max_steps_may_end_a_run_within_an_epoch(tmp_path: Path) -> None:
+    summary = run(tmp_path, recipe_of(trainer__max_steps=7))
+    assert (summary["stopped"], summary["step"], summary["epoch"]) == ("max_steps", 7, 1)
+    assert [record["step"] for record in records(tmp_path, "validation")] == [5, 7]
+    assert read_manifest(newest(tmp_path)).metadata["step"] == 7
+
+
+def test_stop_after_ends_an_invocation_and_not_the_schedule(tmp_path: Path) -> None:
+    summary = run(tmp_path / "cut", recipe_of(trainer__stop_after=3))
+    assert (summary["stopped"], summary["step"]) == ("stop_after", 3)
+    assert not summary["complete"]
+    assert read_manifest(newest(tmp_path / "cut")).metadata["samples_in_epoch"] == 24
+    assert records(tmp_path / "cut", "test") == []
+    run(tmp_path / "whole", recipe_of())
+    rates = [record["lr"] for record in records(tmp_path / "whole")]
+    assert [record["lr"] for record in records(tmp_path / "cut")] == rates[:3]
+
+
+def test_a_callback_may_end_a_run(tmp_path: Path) -> None:
+    summary = run(tmp_path, recipe_of(), callbacks={"spy": Spy(stop_at=4)})
+    assert (summary["stopped"], summary["reason"], summary["step"]) == ("callback", "enough", 4)
+    assert summary["metrics"]["test"]["count"] == 9
+
+
+def test_a_run_out_of_time_saves_and_says_so(tmp_path: Path) -> None:
+    summary = run(tmp_path, recipe_of(trainer__max_time=1e-9))
+    assert (summary["stopped"], summary["step"]) == ("max_time", 1)
+    assert read_manifest(newest(tmp_path)).metadata["step"] == 1
+    assert summary["metrics"]["validation"]["count"] == NUM_VALIDATION
+
+
+class Kill(Callback):
+    """Asks for a stop as a signal does."""
+
+    def __init__(self, flag: StopFlag, step: int, event: str = "on_step") -> None:
+        self.flag, self.step, self.event = flag, step, event
+
+    def on_step(self, loop: Loop) -> None:
+        if loop.state.step == self.step:
+            self.flag.request("SIGTERM")
+
+
+def test_a_signal_saves_before_an_evaluation_that_is_due(tmp_path: Path) -> None:
+    flag, recipe = StopFlag(), recipe_of(trainer__epochs=2)
+    summary = run(tmp_path, recipe, callbacks={"kill": Kill(flag, 5)}, stop_flag=flag)
+    assert (summary["stopped"], summary["reason"]) == ("signal", "SIGTERM received")
+    assert records(tmp_path, "validation") == []
+    summary = run(tmp_path, recipe, resume_from=newest(tmp_path))
+    assert summary["stopped"] == "epochs"
+    assert [record["step"] for record in records(tmp_path, "validation")] == [5, 10]
+    assert summary["best"]["step"] in (5, 10)
+
+
+class KillInEvaluation(Fit):
+    def __init__(self, flag: StopFlag) -> None:
+        self.flag = flag
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
+        self.flag.request("SIGUSR1")
+        return super().evaluate(model, batch)
+
+
+def test_a_signal_in_an_evaluation_leaves_it(tmp_path: Path) -> None:
+    flag = StopFlag()
+    summary = run(tmp_path, recipe_of(), objective=KillInEvaluation(flag), stop_flag=flag)
+    assert (summary["stopped"], summary["step"]) == ("signal", 5)
+    assert records(tmp_path, "validation") == []
+    assert read_manifest(newest(tmp_path)).metadata["step"] == 5
+
+
+# -- evaluations and log points ------------------------------------------------------------
+
+
+def test_evaluations_come_every_some_steps(tmp_path: Path) -> None:
+    run(tmp_path, recipe_of(trainer__max_steps=9, trainer__eval_every=4))
+    assert [record["step"] for record in records(tmp_path, "validation")] == [4, 8, 9]
+
+
+def test_evaluating_changes_no_training(tmp_path: Path) -> None:
+    run(tmp_path / "often", recipe_of(trainer__eval_every=1), dropout=0.3)
+    run(tmp_path / "never", recipe_of(), dropout=0.3, data=Data(Points(NUM_TRAIN)))
+    assert losses(tmp_path / "often") == losses(tmp_path / "never")
+
+
+def test_modes_of_modules_are_put_back(tmp_path: Path) -> None:
+    loop = build(tmp_path, recipe_of(trainer__epochs=1))
+    frozen = loop.step.models["model"][1]
+    frozen.eval()
+    loop.run()
+    assert not frozen.training
+    assert loop.step.models["model"].training
+
+
+def test_a_log_point_gives_the_mean_of_its_steps(tmp_path: Path) -> None:
+    run(tmp_path / "each", recipe_of(trainer__max_steps=7))
+    run(tmp_path / "third", recipe_of(trainer__max_steps=7, trainer__log_every=3))
+    each = losses(tmp_path / "each")
+    third = records(tmp_path / "third")
+    assert [record["step"] for record in third] == [3, 6, 7]
+    means = [sum(each[:3]) / 3, sum(each[3:6]) / 3, each[6]]
+    assert [record["loss"] for record in third] == pytest.approx(means, rel=1e-6)
+    assert third[-1]["lr"] == records(tmp_path / "each")[-1]["lr"]
+
+
+def test_the_device_is_read_at_log_points_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(
+        trainer__epochs=2,
+        trainer__log_every=5,
+        trainer__clip_grad_norm=1.0,
+        checkpoint__at_end=False,
+        checkpoint__every_epochs=None,
+    )
+    loop = build(tmp_path, recipe, data=Data(Points(NUM_TRAIN)))
+    drained: list[int] = []
+    drain = loop.meter.drain
+    monkeypatch.setattr(loop.meter, "drain", lambda: (drained.append(loop.state.step), drain()))
+    loop.run()
+    assert drained == [5, 10]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=r"loss=nan at step 3.*stop_on_nan=false"):
+        run(tmp_path, recipe_of(trainer__log_every=4), objective=Exploding())
+
+
+def test_or_is_counted(tmp_path: Path) -> None:
+    recipe = recipe_of(trainer__max_steps=4, trainer__log_every=4, trainer__stop_on_nan=False)
+    data = Data(Points(NUM_TRAIN))
+    run(tmp_path, recipe, objective=Exploding(), data=data)
+    (record,) = records(tmp_path)
+    assert record["loss_nonfinite"] == 2.0  # the third, and the fourth with the weights it left
+    assert math.isfinite(record["loss"])
+
+
+def test_an_unknown_monitor_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"monitor='los'.*Did you mean 'loss'"):
+        run(tmp_path, recipe_of(checkpoint__monitor="los"))
+
+
+def test_a_plateau_schedule_follows_the_monitored_metric(tmp_path: Path) -> None:
+    recipe = recipe_of(trainer__epochs=3, checkpoint__monitor="count", checkpoint__mode="min")
+    run(tmp_path, recipe, make_scheduler=plateau)  # the count never changes
+    rates = {record["epoch"]: record["lr"] for record in records(tmp_path)}
+    assert rates == {1: 0.02, 2: 0.02, 3: 0.01}
+
+
+def test_the_schedule_waits_where_a_step_was_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accel.optimizer import AcceleratedOptimizer
+
+    skipped = iter([True, False, True, False])
+    real = AcceleratedOptimizer.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        self._skipped = next(skipped)
+        return None if self._skipped else real(self)
+
+    monkeypatch.setattr(AcceleratedOptimizer, "step", step)
+    recipe = recipe_of(trainer__max_steps=4, precision__mode="no")
+    run(tmp_path, recipe, data=Data(Points(NUM_TRAIN)))
+    rates = [record["lr"] for record in records(tmp_path)]
+    assert rates[0] == 0.02
+    assert rates[0] > rates[1] == rates[2] > rates[3]
+
+
+def test_skipped_steps_of_fp16_are_counted(tmp_path: Path) -> None:
+    recipe = recipe_of(trainer__max_steps=2, precision__mode="fp16", trainer__log_every=2)
+    recipe.precision.scaler.init_scale = 2.0**40
+    run(tmp_path, recipe, data=Data(Points(NUM_TRAIN)))
+    (record,) = records(tmp_path)
+    assert record["skipped_steps"] == 2.0
+    assert record["lr"] == 0.02
+
+
+# -- checkpoints ---------------------------------------------------------------------------
+
+
+def steps_saved(run_dir: Path) -> list[int]:
+    return [read_manifest(p).metadata["step"] for p in checkpoints(run_dir / "checkpoints")]
+
+
+def test_checkpoints_come_when_the_recipe_says(tmp_path: Path) -> None:
+    project = ProjectConfiguration(automatic_checkpoint_naming=True)
+    settings = Checkpoint(project=project, every_steps=4, every_epochs=2, save_best=False)
+    recipe = recipe_of(trainer__max_steps=14)
+    recipe.checkpoint = settings
+    run(tmp_path, recipe)
+    assert steps_saved(tmp_path) == [4, 8, 10, 12, 14]
+    metadata = read_manifest(newest(tmp_path)).metadata
+    assert metadata["samples"] == 14 * 8
+    assert (metadata["num_processes"], metadata["global_batch_size"]) == (1, 8)
+
+
+def test_at_end_may_be_off(tmp_path: Path) -> None:
+    recipe = recipe_of(trainer__max_steps=7, checkpoint__at_end=False, checkpoint__save_best=False)
+    run(tmp_path, recipe)
+    assert steps_saved(tmp_path) == [5]
+
+
+class Worsening(Fit):
+    """The first evaluation is the best."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        self.value += 1.0
+        return {**super().summarize(values), "loss": self.value}
+
+
+def test_the_best_state_outlives_pruning_and_is_the_one_tested(tmp_path: Path) -> None:
+    recipe = recipe_of(trainer__epochs=6)  # keeps 3
+    seen: list[torch.Tensor] = []
+
+    class Look(Callback):
+        def on_end(self, loop: Loop) -> None:
+            seen.append(next(loop.step.models["model"].parameters()).detach().clone())
+
+    summary = run(tmp_path, recipe, objective=Worsening(), callbacks={"look": Look()})
+    assert steps_saved(tmp_path) == [5, 20, 25, 30]
+    assert summary["best"]["step"] == 5
+    pointer = json.loads((tmp_path / "checkpoints" / "best.json").read_text())
+    assert (pointer["step"], pointer["metric"]) == (5, "loss")
+    from safetensors.torch import load_file
+
+    best = load_file(tmp_path / "checkpoints" / pointer["checkpoint"] / "model.safetensors")
+    assert torch.equal(seen[0], best["0.weight"])
+
+
+def test_a_resumed_run_knows_the_best_state(tmp_path: Path) -> None:
+    recipe = recipe_of(trainer__epochs=3, trainer__stop_after=10)
+    run(tmp_path, recipe, objective=Worsening())
+    (tmp_path / "checkpoints" / "best.json").unlink()  # as if cut off before it was written
+    recipe.trainer.stop_after = None
+    objective = Worsening()
+    objective.value = 2.0
+    summary = run(tmp_path, recipe, objective=objective, resume_from=newest(tmp_path))
+    assert (summary["best"]["step"], summary["best"]["value"]) == (5, 1.0)
+
+
+# -- what else it writes -------------------------------------------------------------------
+
+
+def test_trackers_get_the_values_under_their_names(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recipe = recipe_of(trainer__epochs=1, tracker__log_with=["tensorboard"])
+    loop = build(tmp_path, recipe)
+    loop.run()
+    loop.accelerator.end_training()
+    events = [path.parent for path in tmp_path.rglob("events.out.tfevents.*")]
+    accumulator = EventAccumulator(str(min(events, key=lambda path: len(path.parts))))
+    accumulator.Reload()
+    expected = {"train/loss", "validation/loss", "test/loss", "lr", "samples_per_second"}
+    assert expected <= set(accumulator.Tags()["scalars"])
+    assert [event.step for event in accumulator.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+
+
+def test_a_profile_lies_in_the_run_directory(tmp_path: Path) -> None:
+    schedule = {"wait": 1, "warmup": 1, "active": 1, "repeat": 1}
+    recipe = recipe_of(trainer__epochs=1, profile=ProfileKwargs(schedule_option=schedule))
+    run(tmp_path, recipe)
+    assert list((tmp_path / "profile").iterdir())
+
+
+def test_the_header_and_the_table_say_what_runs_and_where(tmp_path: Path) -> None:
+    out = io.StringIO()
+    shown = Display(console=Console(file=out, width=200))
+    recipe = recipe_of(trainer__epochs=2, trainer__micro_batch_size=4, tags=["a", "b"])
+    run(tmp_path, recipe, display=shown)
+    text = out.getvalue()
+    for part in (
+        "cpu · 1 process · fp32",
+        "Sequential · 49 parameters, all trainable",
+        "train 40 · validation 13 · test 9",
+        "global batch 8 = 1 process × 4 × 2 accumulated",
+        "2 epochs × 5 steps = 10 steps",
+        "tags",
+        str(tmp_path),
+        "trainer.epochs=2 completed (step 10, epoch 2)",
+        "samples/s",
+        "checkpoints/checkpoint_",
+    ):
+        assert part in text, part
+
+
+def test_the_last_window_of_an_epoch_is_known_before_it_is_over() -> None:
+    windows: Any = iter("abc")
+    assert list(with_last(windows, 0, None)) == [("a", False), ("b", False), ("c", True)]
+    assert list(with_last(iter("bc"), 1, 3)) == [("b", False), ("c", True)]  # type: ignore[arg-type]
+    assert list(with_last(iter(""), 0, None)) == []  # type: ignore[arg-type]
+
+
+def test_an_engine_of_the_plan_is_used(tmp_path: Path) -> None:
+    loop = build(tmp_path, recipe_of(trainer__micro_batch_size=2))
+    assert isinstance(loop.accelerator, Accelerator)
+    assert loop.accelerator.gradient_accumulation_steps == loop.plan.accumulation == 4
