@@ -112,7 +112,9 @@ def tell(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> None:
 
 def tell_interrupted(run_dir: Path) -> None:
     """Say on standard error that a run was cut off by Ctrl-C, and how it goes on."""
-    command = f"runner resume={shlex.quote(str(run_dir))}"
-    print(
-        f"Interrupted. From its newest checkpoint the run goes on with: {command}", file=sys.stderr
-    )
+    if any(run_dir.glob("checkpoints/checkpoint_*")):
+        command = f"runner resume={shlex.quote(str(run_dir))}"
+        line = f"Interrupted. From its last checkpoint the run goes on with: {command}"
+    else:
+        line = f"Interrupted before the first checkpoint of {run_dir}."
+    print(line, file=sys.stderr, flush=True)

@@ -66,6 +66,9 @@ def test_control_c_tells_how_to_go_on(
     run_dir = tmp_path / "a run"
     run_dir.mkdir()
     assert launch.run_here(run_dir) == 130
+    assert capsys.readouterr().err.startswith("Interrupted before the first checkpoint")
+    (run_dir / "checkpoints" / "checkpoint_0").mkdir(parents=True)
+    assert launch.run_here(run_dir) == 130
     assert capsys.readouterr().err.endswith(f"runner resume='{run_dir}'\n")
 
 
@@ -118,11 +121,10 @@ def test_one_process_stays_here(
     assert (tmp_path / "threads.json").exists()
 
 
-def test_nobody_follows_without_a_launcher() -> None:
-    with env.patched(**ALONE):
-        assert launch.follow() is None
+def test_a_sweep_does_not_share_the_processes_of_torchrun(tmp_path: Path) -> None:
     with env.patched(**ALONE | {"RANK": 0, "WORLD_SIZE": 2}):
-        assert launch.follow() is None
+        with pytest.raises(ConfigError, match="a sweep under torchrun"):
+            launch.launch(Job(tmp_path), Recipe(), fresh=True)
 
 
 def adopt(folder: str) -> tuple[str, int]:
