@@ -1,8 +1,8 @@
 """Factories by name: what `model.name=cnn` and its like look up. Free of torch.
 
 A user registers with ``@register.model("my_model")`` in a package that the project trusts
-(`[tool.runner] imports` in its pyproject.toml). Built-in factories are listed here by dotted name and
-imported when first asked for, so that names can be listed without importing torch.
+(`[tool.runner] imports` in its pyproject.toml). Built-in factories are listed here by dotted name
+and imported when first asked for, so that names can be listed without importing torch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Registry:
                     f"{self.kind}.name={name!r}",
                     f"no {self.kind} factory has that name",
                     f"{nearest(name, self.names())} Register your own with "
-                    f"@register.{self.kind}({name!r}) in a package that [tool.runner] imports names.",
+                    f"@register.{self.kind}({name!r}) in a package named by [tool.runner] imports.",
                 )
             )
         return self._factories[name]

@@ -1,4 +1,4 @@
-"""The typed schema of a recipe. Free of torch; the plugin dataclasses of `accel.config` are its nodes.
+"""The typed schema of a recipe, free of torch. The dataclasses of `accel.config` are its nodes.
 
 YAML only chooses; defaults live here. A node of type `Any` (model, data, step, …) names a factory
 (`name=` from the registry or `_target_=`) and gives its arguments, which are checked against the
@@ -26,10 +26,34 @@ from accel.config.training import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accel.enums import PrecisionType
-from accel.errors import ConfigError, Problem
+from accel.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
+from accel.errors import ConfigError, Problem, nearest
+from runner.state import parse_duration
 
 DISTRIBUTED_KINDS = ("none", "multi_cpu", "multi_gpu")
+SEEDS = 2**32  # NumPy takes no larger ones
+
+
+def check_each(owner: object, name: str, known: list[str], problems: list[Problem]) -> None:
+    """Add a problem for each element of the list field `name` of `owner` that is not in `known`."""
+    for value in getattr(owner, name) or ():
+        if str(value) not in known:
+            problems.append(
+                Problem(
+                    f"{type(owner).__name__}.{name}: {value!r}",
+                    f"each is one of {', '.join(known)}",
+                    nearest(str(value), known),
+                )
+            )
+
+
+def check_given(owner: object, names: tuple[str, ...], problems: list[Problem]) -> None:
+    """Add a problem for each field of `names` that is null."""
+    for name in names:
+        if getattr(owner, name) is None:
+            problems.append(
+                Problem(f"{type(owner).__name__}.{name}=null", "it has a value", f"Give {name}=…")
+            )
 
 
 @dataclass
@@ -54,6 +78,7 @@ class Distributed:
 
     def __post_init__(self) -> None:
         problems: list[Problem] = []
+        check_given(self, ("kind",), problems)
         check_choice(self, "kind", DISTRIBUTED_KINDS, problems)
         check_minimum(self, "num_processes", 1, problems)
         check_minimum(self, "num_threads", 1, problems)
@@ -77,7 +102,10 @@ class Precision:
     fp8: FP8RecipeKwargs | None = None
 
     def __post_init__(self) -> None:
+        if self.mode is False:  # YAML reads a bare `no` so
+            self.mode = "no"
         problems: list[Problem] = []
+        check_given(self, ("mode",), problems)
         check_choice(self, "mode", PrecisionType.list(), problems)
         ConfigError.raise_if(problems)
 
@@ -88,7 +116,7 @@ class DataLoader(DataLoaderConfiguration):
 
     Args:
         num_workers: reader processes per training process.
-        pin_memory: whether batches are page-locked for faster copies; None: where the device is a GPU.
+        pin_memory: whether batches are page-locked for faster copies; None: if the device is a GPU.
         prefetch_factor: batches each reader keeps ready; None: torch's default.
         persistent_workers: whether readers live across epochs.
         seed_samples: whether Python, NumPy and torch are reseeded per sample, so that each random
@@ -106,6 +134,15 @@ class DataLoader(DataLoaderConfiguration):
         problems: list[Problem] = []
         check_minimum(self, "num_workers", 0, problems)
         check_minimum(self, "prefetch_factor", 1, problems)
+        for name, unset in (("prefetch_factor", None), ("persistent_workers", False)):
+            if self.num_workers == 0 and getattr(self, name) != unset:
+                problems.append(
+                    Problem(
+                        f"DataLoader.{name}={getattr(self, name)} with num_workers=0",
+                        "it concerns reader processes, and there are none",
+                        f"Set num_workers to 1 or more, or leave {name} out.",
+                    )
+                )
         ConfigError.raise_if(problems)
 
 
@@ -184,15 +221,20 @@ class Trainer:
             if value is not None and not whole and not fraction:
                 problems.append(
                     Problem(
-                        f"trainer.{name}={value!r}",
+                        f"Trainer.{name}={value!r}",
                         "it is a count of at least 1 or a fraction in (0, 1]",
                         f"Give trainer.{name}=10 for ten batches or 0.1 for a tenth.",
                     )
                 )
+        check_each(self, "rng_types", RNGType.list(), problems)
+        try:
+            parse_duration(self.max_time, "Trainer.max_time")
+        except ConfigError as error:
+            problems += error.problems
         if self.epochs is None and self.max_steps is None:
             problems.append(
                 Problem(
-                    "trainer.epochs=null with trainer.max_steps=null",
+                    "Trainer.epochs=null with trainer.max_steps=null",
                     "a run needs an end",
                     "Set one of them.",
                 )
@@ -249,6 +291,29 @@ class Tracker:
     project_name: str | None = None
     init_kwargs: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        check_each(self, "log_with", LoggerType.list(), problems)
+        for name in self.init_kwargs:
+            if name not in self.log_with and "all" not in self.log_with:
+                problems.append(
+                    Problem(
+                        f"Tracker.init_kwargs.{name}",
+                        "these are arguments of a tracker that is on",
+                        f"Add {name} to tracker.log_with, or leave them out.",
+                    )
+                )
+        ConfigError.raise_if(problems)
+
+
+# What the keys are there for already, and what holds until they do something.
+NOT_BUILT = {
+    "fsdp": "Leave it out: each process then has the whole model (DDP).",
+    "deepspeed": "Leave it out: each process then has the whole model (DDP).",
+    "compile": "Leave it out: models run as they are.",
+    "precision": "Use precision=bf16.",
+}
+
 
 @dataclass
 class Recipe:
@@ -266,7 +331,7 @@ class Recipe:
         dataloader: how batches are read and spread.
         fsdp: fully sharded training, null for off.
         deepspeed: DeepSpeed, null for off.
-        step: how one optimizer step is made; `supervised` uses model, objective, optimizer, scheduler.
+        step: how one optimizer step is made; `supervised` uses the four nodes after `data`.
         model: factory of the model.
         data: factory of the data sets.
         objective: what is minimised and measured.
@@ -303,3 +368,32 @@ class Recipe:
     callbacks: Any = field(default_factory=dict)
     compile: TorchDynamoPlugin | None = None
     profile: ProfileKwargs | None = None
+
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        if not self.name or self.name.startswith(".") or "/" in self.name:
+            problems.append(
+                Problem(
+                    f"name={self.name!r}",
+                    "it names a folder, so it is not empty, has no slash and starts with no dot",
+                    "Give name=my_run.",
+                )
+            )
+        if not 0 <= self.seed < SEEDS:
+            problems.append(
+                Problem(f"seed={self.seed}", f"it is from 0 to {SEEDS - 1}", "Give seed=0 or more.")
+            )
+        problems += [
+            Problem(value, "this version does not offer it yet", NOT_BUILT[name])
+            for name, value in self._asked_for().items()
+        ]
+        ConfigError.raise_if(problems)
+
+    def _asked_for(self) -> dict[str, str]:
+        """Return what is on and not built yet, by node."""
+        asked = {name: name for name in ("fsdp", "deepspeed") if getattr(self, name) is not None}
+        if self.compile is not None and self.compile.backend not in (None, DynamoBackend.NO):
+            asked["compile"] = f"compile.backend={self.compile.backend}"
+        if self.precision.mode == "fp8" or self.precision.fp8 is not None:
+            asked["precision"] = "precision=fp8"
+        return asked

@@ -1,0 +1,13 @@
+"""``python -m runner``."""
+
+from __future__ import annotations
+
+import sys
+
+from runner import paths
+
+if __name__ == "__main__":
+    paths.settle()
+    from runner.cli import main
+
+    sys.exit(main())

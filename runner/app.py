@@ -1,0 +1,337 @@
+"""What each form of the command line does, and how it ends. Free of torch until a job starts."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from accel import env
+from accel.errors import (
+    AccelError,
+    CheckpointError,
+    ConfigError,
+    MissingPackageError,
+    Problem,
+)
+from runner import flags as command_line
+from runner import outcomes, paths, trust
+from runner.outcomes import DONE, FAILED, INTERRUPTED, REFUSED, STOPPED
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from runner.compose import Examined
+    from runner.schema import Recipe
+
+DISTRIBUTION = "accel-runner"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line and return its exit code; what went wrong is on standard error."""
+    try:
+        imports, rest = command_line.take_imports(arguments)
+        with _trusting(imports):
+            return _dispatch(rest)
+    except (ConfigError, MissingPackageError) as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    except AccelError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else FAILED if end.code else DONE
+    except Exception as error:
+        print("".join(outcomes.user_traceback(error)), end="", file=sys.stderr)
+        return FAILED
+
+
+@contextlib.contextmanager
+def _trusting(imports: Sequence[str]) -> Iterator[None]:
+    """Trust packages inside the context, in this process and in workers that it starts."""
+    given = [name for name in (env.read(trust.VARIABLE) or "").split(",") if name]
+    with env.patched(**{trust.VARIABLE: ",".join([*given, *imports]) or None}):
+        yield
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    command = command_line.command(arguments)
+    if command is not None:
+        return _command(command, list(arguments[1:]))
+    flags = command_line.parse(arguments)
+    overrides = command_line.searched(flags)
+    if flags.help:
+        return _help()
+    if flags.version:
+        return _version()
+    if flags.shell_completion or flags.hydra_help or flags.info:
+        # Completion reads the line from the environment, with a flag that Hydra does not know.
+        line = re.sub(r"\s--import[\s=]+\S*", "", env.read("COMP_LINE") or "")
+        with env.patched(COMP_LINE=line or None):
+            return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _nothing)
+    if flags.cfg and flags.multirun:
+        raise ConfigError(Problem("--cfg with --multirun", "a sweep has many recipes", "Drop one."))
+    if flags.cfg in ("hydra", "all"):
+        return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _nothing)
+    if flags.cfg:
+        return _show(overrides, flags.config_name, flags.package)
+    return _train(overrides, flags.config_name, flags.multirun)
+
+
+def _help() -> int:
+    from runner import help_text
+
+    print(help_text.text())
+    return DONE
+
+
+def _version() -> int:
+    try:
+        print(f"runner {importlib.metadata.version(DISTRIBUTION)}")
+    except importlib.metadata.PackageNotFoundError:
+        print(f"runner, a checkout at {paths.conf_folder().parent}")
+    return DONE
+
+
+def _command(name: str, arguments: list[str]) -> int:
+    from runner import commands
+
+    return int(commands.main(name, arguments))
+
+
+def _show(overrides: Sequence[str], config_name: str, package: str | None) -> int:
+    """Print the recipe that would run."""
+    from omegaconf import OmegaConf
+
+    from runner import compose, hydra_setup
+
+    with hydra_setup.session():
+        examined, _ = _examine(overrides, config_name)
+        recipe = compose.require(examined)
+    shown: Any = OmegaConf.create(compose.to_yaml(recipe))
+    if package is not None:
+        shown = OmegaConf.select(shown, package)
+    print(OmegaConf.to_yaml(shown).rstrip() if OmegaConf.is_config(shown) else shown)
+    return DONE
+
+
+def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
+    """Train one job, or those of a sweep; all are composed and checked before the first starts."""
+    from runner import processes
+
+    place = processes.adopted()
+    if place is not None and place.rank > 0:
+        return _follow(place.rank)
+    if place is not None and multirun:
+        rule = "a sweep starts the processes of each job itself"
+        raise ConfigError(Problem("--multirun under torchrun", rule, "Start it without torchrun."))
+    from runner import hydra_setup
+
+    missing = _import_packages()
+    with hydra_setup.session():
+        jobs = _sweep(overrides, config_name) if multirun else [_examine(overrides, config_name)]
+    _require(jobs, missing)
+    if not multirun:
+        return _train_one(*jobs[0], overrides)
+    return _train_all(jobs, overrides)
+
+
+def _import_packages() -> list[Problem]:
+    """Import the user's packages, and return what is wrong with them."""
+    try:
+        trust.import_packages()
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def _follow(rank: int) -> int:
+    """Be another rank than 0 under a launcher: rank 0 composes the job."""
+    from runner import launch, torchrun
+
+    return launch.run_here(torchrun.receive(), rank)
+
+
+def _sweep(overrides: Sequence[str], config_name: str) -> list[tuple[Examined, bool]]:
+    from runner import compose, hydra_setup
+
+    if any(hydra_setup.key_of(override) == "resume" for override in overrides):
+        rule = "a sweep starts new runs"
+        raise ConfigError(Problem("resume with --multirun", rule, "Resume each run by itself."))
+    lists = hydra_setup.expand(overrides)
+    return [(compose.anew(job, config_name, number), False) for number, job in enumerate(lists)]
+
+
+def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool]:
+    """Compose one job; also whether it goes on with a run (`resume` is then set in the recipe)."""
+    from runner import compose, hydra_setup, rundir
+
+    new = [override for override in overrides if hydra_setup.key_of(override) != "resume"]
+    asked = next((o for o in overrides if hydra_setup.key_of(o) == "resume"), "")
+    value = asked.partition("=")[2].strip("'\"")
+    if asked and value not in (rundir.AUTO, "null", ""):
+        run_dir = rundir.existing(value, "resume=")
+        return _resumed(compose.resumed(run_dir, new), str(run_dir)), True
+    examined = compose.anew(overrides, config_name)
+    if examined.problems or examined.recipe.resume is None:
+        return examined, False
+    found, _ = rundir.resolve_resume(examined.recipe)
+    if found is None:
+        return replace(examined, recipe=replace(examined.recipe, resume=None)), False
+    return _resumed(compose.resumed(found, new), str(found)), True
+
+
+def _resumed(examined: Examined, run_dir: str) -> Examined:
+    return replace(examined, recipe=replace(examined.recipe, resume=run_dir))
+
+
+def _require(jobs: Sequence[tuple[Examined, bool]], missing: Sequence[Problem]) -> None:
+    """Raise everything that is wrong with any of the jobs, each thing once."""
+    from runner import build
+
+    problems = dict.fromkeys(missing)
+    for examined, _ in jobs:
+        problems.update(dict.fromkeys(examined.problems))
+        problems.update(dict.fromkeys(build.check_factories(examined.recipe)))
+        if not examined.problems:
+            problems.update(dict.fromkeys(build.check_sizes(examined.recipe)))
+    ConfigError.raise_if(list(problems))
+
+
+def _train_one(examined: Examined, goes_on: bool, overrides: Sequence[str]) -> int:
+    if goes_on:  # its recipe is the frozen one: there is nothing for Hydra to compose
+        return start(examined.recipe, examined.overrides, examined.config_name)
+    codes: list[int] = []
+
+    def task(config: DictConfig) -> None:
+        codes.append(start(_recipe(config), examined.overrides, examined.config_name))
+
+    line = ["--config-name", examined.config_name, *_for_hydra(overrides)]
+    return _hydra(line, task) or codes[0]
+
+
+def _train_all(jobs: Sequence[tuple[Examined, bool]], overrides: Sequence[str]) -> int:
+    """Train the jobs of a sweep one after the other, each in fresh processes."""
+    codes: list[int] = []
+
+    def task(config: DictConfig) -> None:
+        examined, _ = jobs[len(codes)]
+        print(f"job {len(codes) + 1} of {len(jobs)}: {' '.join(examined.overrides)}", flush=True)
+        code = start(_recipe(config), examined.overrides, examined.config_name, fresh=True)
+        if code in (STOPPED, INTERRUPTED):
+            raise SystemExit(code)
+        codes.append(code)
+
+    with tempfile.TemporaryDirectory() as folder:
+        line = ["--config-name", jobs[0][0].config_name, "--multirun"]
+        where = [f"hydra.sweep.dir='{folder}'", "hydra.sweep.subdir=."]
+        ended = _hydra([*line, *_for_hydra(overrides), *where], task)
+    failed = [number for number, code in enumerate(codes, start=1) if code != DONE]
+    if failed:
+        numbers = ", ".join(map(str, failed))
+        print(f"{len(failed)} of {len(jobs)} jobs failed: {numbers}", file=sys.stderr)
+    return ended or max(codes, default=DONE)
+
+
+def _recipe(config: DictConfig) -> Recipe:
+    from runner.build import recipe_from_config
+
+    return replace(recipe_from_config(config), resume=None)
+
+
+def start(
+    recipe: Recipe, overrides: Sequence[str], config_name: str, *, fresh: bool = False
+) -> int:
+    """Claim or find the run directory, freeze the job there and launch it.
+
+    Args:
+        recipe: checked; where `resume` is set the run goes on.
+        overrides: what the command line changed.
+        config_name: the primary file.
+        fresh: whether the job gets processes of its own in any case.
+
+    Returns:
+        The exit code.
+    """
+    from runner import launch, rundir
+    from runner.job import Job
+
+    try:
+        run_dir, checkpoint = rundir.resolve_resume(recipe)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    frozen = replace(recipe, resume=None)
+    if run_dir is None:
+        run_dir = rundir.claim(recipe.output_dir, recipe.name)
+    job = Job(
+        run_dir=run_dir,
+        overrides=tuple(overrides),
+        resume_from=None if checkpoint is None else str(checkpoint),
+        imports=tuple(trust.trusted()),
+        cwd=os.getcwd(),
+        config_name=config_name,
+    )
+    job.save(frozen)
+    rundir.write_environment(run_dir)
+    return launch.launch(job, frozen, fresh=fresh)
+
+
+def _nothing(config: DictConfig) -> None:
+    """Train nothing: Hydra only tells something."""
+
+
+def _for_hydra(overrides: Sequence[str]) -> list[str]:
+    from runner import hydra_setup
+
+    with hydra_setup.session():
+        return [*hydra_setup.opened(overrides), *hydra_setup.FIXED]
+
+
+def _hydra(line: Sequence[str], task: Callable[[DictConfig], None]) -> int:
+    """Run Hydra's own main with a command line.
+
+    Returns:
+        0, or the code with which the task has ended the process.
+    """
+    import hydra
+
+    from runner import diagnose, hydra_setup
+
+    raised: list[Exception] = []
+
+    def guarded(config: DictConfig) -> None:
+        try:
+            task(config)
+        except Exception as error:  # Hydra would wrap it in its own words; it is raised below
+            raised.append(error)
+            raise SystemExit(FAILED) from error
+
+    hydra_setup.prepare()
+    main = hydra.main(
+        version_base=hydra_setup.VERSION_BASE,
+        config_path=str(paths.conf_folder()),
+        config_name=hydra_setup.PRIMARY,
+    )(guarded)
+    before, sys.argv = sys.argv, ["runner", *line]
+    try:
+        # With this variable Hydra raises what has happened instead of printing it and exiting.
+        with env.patched(HYDRA_FULL_ERROR="1"):
+            main()
+    except diagnose.MISTAKES as error:
+        raise ConfigError(diagnose.translate(error, hydra_setup.PRIMARY)) from error
+    except SystemExit as end:
+        if raised:
+            raise raised[0] from None
+        return end.code if isinstance(end.code, int) else FAILED if end.code else DONE
+    finally:
+        sys.argv = before
+    return DONE

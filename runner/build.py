@@ -1,0 +1,323 @@
+"""The only place where a recipe becomes objects. Free of torch until one is built or checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from accel.errors import ConfigError, Problem
+from runner import recipe as recipes
+from runner import signatures, trust
+from runner.keys import FACTORY_NODES
+from runner.registry import Registry, register
+from runner.schema import Recipe
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from runner.callbacks.base import Callback
+    from runner.data import Data
+    from runner.step import Step
+
+# Parameters of a step's constructor that receive what these nodes build.
+STEP_PARTS = ("model", "objective", "optimizer", "scheduler")
+# How many arguments the runner gives first: to a factory called by name, and to a `_target_`.
+NUM_GIVEN = {"optimizer": (1, 1), "scheduler": (2, 1)}
+
+
+@dataclass(frozen=True)
+class Factory:
+    """What a node of a recipe names, and what it gives to it.
+
+    Attributes:
+        key: the node.
+        label: what the factory is called in messages.
+        by_name: whether it comes from the registry.
+        function: the factory.
+        arguments: by name, as plain containers.
+    """
+
+    key: str
+    label: str
+    by_name: bool
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_given(self) -> int:
+        """How many first arguments the runner gives."""
+        by_name, by_target = NUM_GIVEN.get(self.key, (0, 0))
+        return by_name if self.by_name else by_target
+
+    def problems(self, given: tuple[str, ...] = ()) -> list[Problem]:
+        """Return what is wrong with the arguments."""
+        signature = signatures.read(self.function, self.num_given, given)
+        wrong = signatures.check(signature, self.arguments, self.key, self.label)
+        return [*wrong, *_distrusted(self.arguments, self.key)]
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """Call the factory: with what the runner gives first, then the arguments of the recipe."""
+        return self.function(*given, **named, **self._instantiated())
+
+    def _instantiated(self) -> dict[str, Any]:
+        if next(_targets(self.arguments, self.key), None) is None:
+            return dict(self.arguments)
+        from hydra.utils import instantiate
+
+        ConfigError.raise_if(_distrusted(self.arguments, self.key))
+        return dict(instantiate(dict(self.arguments), _convert_="all"))
+
+
+@dataclass
+class Parts:
+    """What a recipe builds besides the engine.
+
+    Attributes:
+        step: owns models and optimizers.
+        data: the data sets.
+        callbacks: by name, in the recipe's order.
+    """
+
+    step: Step
+    data: Data
+    callbacks: dict[str, Callback]
+
+
+def recipe_from_config(config: DictConfig | Mapping[str, Any]) -> Recipe:
+    """Return the typed recipe that a composed configuration describes.
+
+    Raises:
+        ConfigError: naming every unknown key, every value that is not allowed, and every reference
+            that leads nowhere.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    plain: Any = config
+    if OmegaConf.is_config(config):
+        try:
+            plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        except OmegaConfBaseException as error:
+            from runner.compose import unresolved
+
+            raise ConfigError(unresolved(error)) from error
+    return recipes.from_plain(plain)
+
+
+def check(recipe: Recipe) -> None:
+    """Check what the schema cannot: factories and their arguments, batch arithmetic, the machine.
+
+    Imports the factories, and so torch.
+
+    Raises:
+        ConfigError: naming everything that is wrong.
+    """
+    ConfigError.raise_if([*check_factories(recipe), *check_sizes(recipe)])
+
+
+def check_sizes(recipe: Recipe) -> list[Problem]:
+    """Return what is wrong with the number of processes and the batch sizes."""
+    from runner import processes
+    from runner.batch_plan import plan_batches
+
+    try:
+        plan_batches(recipe.trainer, processes.count(recipe.distributed), None)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def check_factories(recipe: Recipe) -> list[Problem]:
+    """Return what is wrong with the nodes that name factories."""
+    problems: list[Problem] = []
+    found: dict[str, Factory] = {}
+    for key, node, registry in _nodes(recipe, problems):
+        try:
+            found[key] = _factory(key, node, registry)
+        except ConfigError as error:
+            problems += error.problems
+    for key, factory in found.items():
+        problems += factory.problems(STEP_PARTS if key == "step" else ())
+    for key in ("step", "data"):
+        if getattr(recipe, key) is None:
+            names = ", ".join(getattr(register, key).names())
+            problems.append(
+                Problem(f"{key}=null", "a run needs it", f"Choose {key}.name from: {names}.")
+            )
+    if "step" in found:
+        problems += _step_problems(recipe, found["step"])
+    return problems
+
+
+def _step_problems(recipe: Recipe, step: Factory) -> Iterator[Problem]:
+    """Yield parts that the step needs and lacks, and those that it would not use."""
+    signature = signatures.read(step.function)
+    for key in STEP_PARTS:
+        parameter = signature.parameters.get(key)
+        given = getattr(recipe, key) is not None
+        if parameter is None and given:
+            yield Problem(
+                f"{key}={_label(getattr(recipe, key))} with step={step.label}",
+                f"{step.label} builds its own and takes no {key}",
+                f"Set {key}=null.",
+            )
+        elif parameter is not None and parameter.default is parameter.empty and not given:
+            yield Problem(
+                f"{key}=null with step={step.label}",
+                f"{step.label} needs a {key}",
+                f"Choose {key}=…",
+            )
+
+
+def build_parts(recipe: Recipe) -> Parts:
+    """Build the step with its models and optimizers, the data sets and the callbacks.
+
+    The weights are drawn from torch's generator: seed it first.
+
+    Raises:
+        ConfigError: if a factory or an argument is wrong.
+    """
+    ConfigError.raise_if(check_factories(recipe))
+    callbacks = {
+        key.removeprefix("callbacks."): _factory(key, node, registry)()
+        for key, node, registry in _nodes(recipe, [])
+        if registry is register.callback
+    }
+    return Parts(step=build_step(recipe), data=build_data(recipe), callbacks=callbacks)
+
+
+def build_data(recipe: Recipe) -> Data:
+    """Build the data sets."""
+    return _part(recipe, "data")()
+
+
+def build_step(recipe: Recipe) -> Step:
+    """Build the step with its models and optimizers."""
+    step = _part(recipe, "step")
+    wanted = signatures.read(step.function).parameters
+    return step(**{key: _step_part(recipe, key) for key in STEP_PARTS if key in wanted})
+
+
+def _step_part(recipe: Recipe, key: str) -> Any:
+    """Return what the parameter `key` of a step's constructor receives."""
+    if getattr(recipe, key) is None:
+        return None
+    factory = _part(recipe, key)
+    if key == "optimizer":
+        return factory if factory.by_name else partial(_of_parameters, factory)
+    if key == "scheduler":
+        return factory if factory.by_name else partial(_without_steps, factory)
+    return factory()
+
+
+def _of_parameters(factory: Factory, model: Any) -> Any:
+    return factory(model.parameters())
+
+
+def _without_steps(factory: Factory, optimizer: Any, num_steps: int) -> Any:
+    return factory(optimizer)
+
+
+def _part(recipe: Recipe, key: str) -> Factory:
+    return _factory(key, getattr(recipe, key), getattr(register, key))
+
+
+def _nodes(recipe: Recipe, problems: list[Problem]) -> Iterator[tuple[str, Any, Registry]]:
+    """Yield (key, node, registry) of each node that names a factory and is not null."""
+    for key in FACTORY_NODES:
+        if getattr(recipe, key) is not None:
+            yield key, getattr(recipe, key), getattr(register, key)
+    callbacks = recipe.callbacks or {}
+    if not isinstance(callbacks, Mapping):
+        problems.append(
+            Problem(
+                f"callbacks={callbacks!r}", "it maps names to factories", "Write callbacks.x.name=…"
+            )
+        )
+        return
+    for name, node in callbacks.items():
+        if node is not None:
+            yield f"callbacks.{name}", _named(node, str(name)), register.callback
+
+
+def _named(node: Any, name: str) -> Any:
+    """Return a callback's node; where it names no factory, it is the one called as the node is."""
+    if isinstance(node, Mapping) and not {"name", "_target_"} & set(node):
+        return {"name": name, **node}
+    return node
+
+
+def _factory(key: str, node: Any, registry: Registry) -> Factory:
+    """Return the factory that a node names.
+
+    Raises:
+        ConfigError: if there is none, or it is not trusted.
+    """
+    if not isinstance(node, Mapping):
+        raise ConfigError(
+            Problem(
+                f"{key}={node!r}", "it names a factory", f"Write {key}.name={node}, or {key}=null."
+            )
+        )
+    arguments = {
+        str(name): value for name, value in node.items() if name not in ("name", "_target_")
+    }
+    name, target = node.get("name"), node.get("_target_")
+    if (name is None) == (target is None):
+        rule = "it names a factory by `name` or by `_target_`, not both"
+        if name is None:
+            rule = "nothing is chosen: it names a factory by `name` or `_target_`"
+        known = ", ".join(registry.names())
+        raise ConfigError(
+            Problem(f"{key}={dict(node)}", rule, f"Set {key}.name to one of: {known}.")
+        )
+    if target is not None:
+        label = str(target).rpartition(".")[2]
+        return Factory(key, label, False, trust.resolve(str(target), f"{key}._target_"), arguments)
+    try:
+        return Factory(key, str(name), True, registry.get(str(name)), arguments)
+    except ConfigError as error:
+        raise _under(error, registry.kind, key) from error
+
+
+def _under(error: ConfigError, kind: str, key: str) -> ConfigError:
+    """Return the error with the node's own key in place of the kind of factory."""
+    return ConfigError(
+        *(
+            Problem(
+                problem.value.replace(f"{kind}.name", f"{key}.name"), problem.rule, problem.remedy
+            )
+            for problem in error.problems
+        )
+    )
+
+
+def _label(node: Any) -> str:
+    if isinstance(node, Mapping):
+        return str(node.get("name") or node.get("_target_"))
+    return str(node)
+
+
+def _targets(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield (key, dotted name) of each `_target_` in nested arguments."""
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            yield f"{key}._target_", str(value["_target_"])
+        for name, item in value.items():
+            yield from _targets(item, f"{key}.{name}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _targets(item, f"{key}[{index}]")
+
+
+def _distrusted(arguments: Mapping[str, Any], key: str) -> list[Problem]:
+    """Return what is wrong with the `_target_`s in nested arguments."""
+    problems: list[Problem] = []
+    for place, name in _targets(arguments, key):
+        try:
+            trust.resolve(name, place)
+        except ConfigError as error:
+            problems += error.problems
+    return problems

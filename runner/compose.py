@@ -1,0 +1,128 @@
+"""From a command line to the recipe of a run: composed anew, or that of a run that goes on.
+
+Free of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from accel.errors import ConfigError, Problem
+from runner import diagnose, hydra_setup, recipe, resume
+from runner.job import CONFIG, Job
+from runner.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A recipe, as far as it could be built.
+
+    Attributes:
+        recipe: with defaults for the nodes that have problems.
+        problems: what is wrong with it.
+        overrides: what the command line changed.
+        config_name: the primary file.
+    """
+
+    recipe: Recipe
+    problems: list[Problem]
+    overrides: tuple[str, ...]
+    config_name: str
+
+
+def anew(overrides: Sequence[str], config_name: str, number: int = 0) -> Examined:
+    """Compose a recipe from `conf/` and overrides, inside a session.
+
+    Args:
+        overrides: as on the command line, no sweeps.
+        config_name: the primary file.
+        number: index of the job in a sweep.
+    """
+    config, problems = diagnose.examine(overrides, config_name, number)
+    found, wrong = _examine(config)
+    return Examined(found, [*problems, *wrong], tuple(overrides), config_name)
+
+
+def _examine(config: DictConfig) -> tuple[Recipe, list[Problem]]:
+    try:
+        return recipe.examine(hydra_setup.plain(config))
+    except OmegaConfBaseException as error:
+        return Recipe(), [unresolved(error)]
+
+
+def unresolved(error: OmegaConfBaseException) -> Problem:
+    """Return the problem with an interpolation that leads nowhere, or a value that is missing."""
+    key = str(getattr(error, "full_key", None) or "the recipe")
+    rule = str(getattr(error, "msg", None) or error).splitlines()[0]
+    return Problem(key, rule, "Give it a value.")
+
+
+def resumed(run_dir: str | Path, overrides: Sequence[str] = ()) -> Examined:
+    """Return the recipe with which a run goes on: its own frozen one, and what is new.
+
+    What its files in `conf/` say by now does not matter: only what the new overrides change is
+    taken from today's. Call it inside a session.
+
+    Args:
+        run_dir: the run.
+        overrides: what the new command line changes, without `resume`.
+
+    Raises:
+        ConfigError: if the directory is no run.
+    """
+    job, _ = Job.read(run_dir)
+    frozen = resume.without_limits(recipe.read_yaml(job.run_dir / CONFIG))
+    if not overrides:
+        found, problems = recipe.examine(frozen)
+        return Examined(found, problems, job.overrides, job.config_name)
+    limits = {".".join(path) for path in resume.PER_INVOCATION}
+    own = [o for o in job.overrides if hydra_setup.key_of(o) not in limits]
+    merged = hydra_setup.merge(own, overrides)
+    after, problems = diagnose.examine(merged, job.config_name)
+    before, _ = diagnose.examine(own, job.config_name)
+    try:
+        changed = resume.carry_over(frozen, _plain(before), _plain(after))
+    except OmegaConfBaseException as error:
+        return Examined(Recipe(), [*problems, unresolved(error)], tuple(merged), job.config_name)
+    found, wrong = recipe.examine(changed)
+    return Examined(
+        found, [*problems, *wrong, *_moved(frozen, found)], tuple(merged), job.config_name
+    )
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    return hydra_setup.plain(config) if len(config) else {}
+
+
+def _moved(frozen: dict[str, Any], found: Recipe) -> list[Problem]:
+    """Return the problem that a run which goes on has a place already."""
+    return [
+        Problem(
+            f"{name}={getattr(found, name)} with resume",
+            f"the run goes on where it is ({name}={frozen[name]})",
+            f"Leave {name} out.",
+        )
+        for name in ("name", "output_dir")
+        if getattr(found, name) != frozen[name]
+    ]
+
+
+def to_yaml(found: Recipe) -> str:
+    """Return a recipe as YAML: every key with its value."""
+    return OmegaConf.to_yaml(OmegaConf.create(recipe.to_plain(found)))
+
+
+def require(examined: Examined) -> Recipe:
+    """Return the recipe, or raise everything that is wrong with it.
+
+    Raises:
+        ConfigError: if there is anything.
+    """
+    ConfigError.raise_if(examined.problems)
+    return examined.recipe

@@ -1,0 +1,247 @@
+"""Why a recipe does not compose: every mistake, each with its remedy. Free of torch.
+
+Hydra stops at the first mistake and speaks of it in its own terms. Once composing has failed, the
+overrides are therefore looked at one by one, and what is left is composed and checked as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from accel.errors import ConfigError, Problem, nearest
+from runner import hydra_setup, keys
+
+# What composing raises for a mistake of the user's: OmegaConf asserts on null nodes.
+MISTAKES = (HydraException, OmegaConfBaseException, YAMLError, AssertionError, ValueError, OSError)
+COMMANDS = ("eval", "predict")
+
+
+def compose(overrides: Sequence[str], config_name: str, number: int = 0) -> DictConfig:
+    """Compose a recipe inside a session, as `hydra_setup.compose` does.
+
+    Raises:
+        ConfigError: naming everything that is wrong with the overrides and the recipe.
+    """
+    config, problems = examine(overrides, config_name, number)
+    ConfigError.raise_if(problems)
+    return config
+
+
+def examine(
+    overrides: Sequence[str], config_name: str, number: int = 0
+) -> tuple[DictConfig, list[Problem]]:
+    """Compose as much of a recipe as can be, and return what is wrong with the overrides.
+
+    Returns:
+        The configuration of all that is right, and the problems.
+    """
+    problems = [*repeated(overrides), *hydra_setup.hydra_problems(overrides)]
+    accepted = [o for o in unique(overrides) if not hydra_setup.hydra_problems([o])]
+    try:
+        return hydra_setup.compose(accepted, config_name, number), problems
+    except ConfigError as error:
+        return OmegaConf.create(), [*problems, *error.problems]
+    except MISTAKES as error:
+        config, found = explain(accepted, config_name, error)
+        return config, [*problems, *found]
+
+
+def unique(overrides: Sequence[str]) -> list[str]:
+    """Return the last override of each key."""
+    return list({hydra_setup.key_of(override): override for override in overrides}.values())
+
+
+def repeated(overrides: Sequence[str]) -> list[Problem]:
+    """Return a problem for each key that is set twice."""
+    counts = Counter(hydra_setup.key_of(override) for override in overrides)
+    return [
+        Problem(
+            " and ".join(o for o in overrides if hydra_setup.key_of(o) == key),
+            "one place sets a value",
+            f"Keep one {key}=…",
+        )
+        for key, count in counts.items()
+        if count > 1
+    ]
+
+
+def explain(
+    overrides: Sequence[str], config_name: str, error: Exception
+) -> tuple[DictConfig, list[Problem]]:
+    """Find out what is wrong, after composing `overrides` has failed with `error`.
+
+    Returns:
+        The configuration of all that is right, and the problems.
+    """
+    problems: list[Problem] = []
+    choices: list[str] = []
+    values: list[Override] = []
+    for override in overrides:
+        try:
+            parsed = hydra_setup.parse([override])[0]
+        except HydraException as failure:
+            problems.append(_unreadable(override, failure))
+            continue
+        group = parsed.key_or_group in hydra_setup.groups()
+        wrong = _sweep_problem(parsed, override)
+        if group and wrong is None:
+            wrong = _choice_problem(parsed, override)
+        if wrong is not None:
+            problems.append(wrong)
+        elif group or hydra_setup.key_of(override).startswith("hydra"):
+            choices.append(override)
+        else:
+            values.append(parsed)
+    try:
+        config = hydra_setup.compose(choices, config_name)
+    except ConfigError as failure:
+        return OmegaConf.create(), [*problems, *failure.problems]
+    except MISTAKES as failure:
+        return OmegaConf.create(), [*problems, translate(failure, config_name)]
+    for parsed in values:
+        problems += _apply(parsed, config)
+    return config, problems or [translate(error, config_name)]
+
+
+def options_of(group: str) -> list[str]:
+    """Return the names of the files of a group; "" stands for the primary files."""
+    loader = GlobalHydra.instance().config_loader()
+    return list(loader.get_group_options(group, ObjectType.CONFIG))
+
+
+def _unreadable(override: str, failure: HydraException) -> Problem:
+    if "=" not in override:
+        known = [*COMMANDS, *(f"{group}=" for group in hydra_setup.groups())]
+        return Problem(override, "it is neither a command nor key=value", nearest(override, known))
+    return Problem(
+        override,
+        f"it cannot be read: {str(failure).splitlines()[0]}",
+        "Quote values with special characters: \"key='a, b'\". A list is [a,b], a mapping {a: 1}.",
+    )
+
+
+def _choice_problem(parsed: Override, override: str) -> Problem | None:
+    """Return what is wrong with the choice of a group's file."""
+    group, known = parsed.key_or_group, options_of(parsed.key_or_group)
+    if parsed.package is not None:
+        return Problem(override, f"{group} has one place in a recipe", f"Write {group}=…")
+    value = None if parsed.is_delete() else parsed.value()
+    for option in value if isinstance(value, list) else [] if value is None else [value]:
+        if not isinstance(option, str):
+            rule = f"{group}= takes the name of a file of conf/{group}"
+            remedy = f"Choose one of {', '.join(known)}; set single values with {group}.key=…"
+            return Problem(override, rule, remedy)
+        if option not in known:
+            rule = f"{group} is one of {', '.join(known)}"
+            return Problem(f"{group}={option}", rule, nearest(option, known))
+    return None
+
+
+def _sweep_problem(parsed: Override, override: str) -> Problem | None:
+    if not parsed.is_sweep_override():
+        return None
+    return Problem(
+        override,
+        "several values make several jobs",
+        "Add -m to sweep over them; write a list as key=[a,b].",
+    )
+
+
+def _apply(parsed: Override, config: DictConfig) -> list[Problem]:
+    """Set one value, or return why not."""
+    key, line = parsed.key_or_group, str(parsed.input_line)
+    content: Any = OmegaConf.to_container(config, resolve=False)
+    off = keys.switched_off(key, content)
+    free = keys.is_free(key)
+    if off is not None and off in keys.typed_keys():
+        return [_switched_off(off, line)]
+    known = keys.known_keys(content)
+    if parsed.is_add() and key in known:
+        return [Problem(line, "there is such a key already", f"Leave out the +: {line[1:]}")]
+    if not free and key not in known:
+        return [keys.unknown_key(key, known, f"={_value(line)}")]
+    try:
+        if parsed.is_delete():
+            return [Problem(line, "every key of a recipe has a value", "Set it to null.")]
+        OmegaConf.update(config, key, parsed.value(), merge=True, force_add=free)
+    except (OmegaConfBaseException, AssertionError) as failure:
+        return [_bad_value(line, failure)]
+    return []
+
+
+def _switched_off(node: str, line: str) -> Problem:
+    if node in hydra_setup.groups():
+        known = [f"{node}={option}" for option in options_of(node)]
+        return Problem(line, f"{node} is off", f"Switch it on with {' or '.join(known)}.")
+    head, _, leaf = node.rpartition(".")
+    return Problem(line, f"{node} is off", f"Switch it on with {head}.{leaf}={{}}.")
+
+
+def _bad_value(line: str, failure: Exception) -> Problem:
+    reason = str(getattr(failure, "msg", None) or failure).splitlines()[0]
+    return Problem(line, _in_plain_words(reason), "Correct the value.")
+
+
+TYPES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+
+
+def _in_plain_words(reason: str) -> str:
+    """Return OmegaConf's reason in the words of a person who writes YAML."""
+    found = re.search(r"could not be converted to (\w+)|is not a valid (\w+)", reason)
+    wanted = found and (found.group(1) or found.group(2))
+    if wanted in TYPES:
+        return f"it is {TYPES[wanted]}"
+    if "is not a subclass of" in reason or "Invalid type assigned" in reason:
+        return "it is a node with keys of its own"
+    return reason
+
+
+def _value(line: str) -> str:
+    return line.partition("=")[2]
+
+
+def translate(error: Exception, config_name: str) -> Problem:
+    """Return what a file of `conf/` has wrong, from what composing it raised."""
+    text = str(error).strip()
+    place, rest = _place(text)
+    missing = re.search(r"Could not find '([^']+)'", text)
+    if missing:
+        group, _, option = missing.group(1).rpartition("/")
+        return Problem(
+            f"{place}{group}: {option}", "there is no such file", nearest(option, options_of(group))
+        )
+    if "primary config" in text:
+        return Problem(
+            f"--config-name {config_name}",
+            "there is no such file in any conf folder",
+            nearest(config_name, options_of("")),
+        )
+    key = re.search(r"full_key: (\S+)", text)
+    if key and re.search(r"Key '.*' (not in|is not in)", text):
+        problem = keys.unknown_key(key.group(1), list(keys.typed_keys()))
+        return Problem(f"{place}{problem.value}", problem.rule, problem.remedy)
+    if key:
+        return Problem(f"{place}{key.group(1)}", _in_plain_words(rest), "Correct the file.")
+    if isinstance(error, YAMLError):
+        return Problem("conf", f"a file is no YAML: {' '.join(text.split())}", "Correct the file.")
+    return Problem(place.rstrip(": ") or "conf", " ".join(rest.split()), "Correct the file.")
+
+
+def _place(text: str) -> tuple[str, str]:
+    """Return the file that Hydra's message speaks of, as a prefix, and what it says."""
+    found = re.match(r"In '([^']+)': (?:\w+ raised while composing config:\s*)?(.*)", text, re.S)
+    if found is None:
+        return "", text
+    first = found.group(2).strip().splitlines()
+    return f"conf/{found.group(1)}.yaml: ", first[0] if first else ""

@@ -1,0 +1,253 @@
+"""Composing recipes with Hydra: the schema, the search path, and what a recipe may not touch.
+
+Free of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+
+from accel.errors import ConfigError, Problem
+from runner import keys, paths
+from runner.recipe import to_plain
+from runner.schema import Recipe
+
+VERSION_BASE = "1.3"
+SCHEMA = "recipe_schema"
+PRIMARY = "config"
+# Their options are theirs alone: nothing can be set while they are off.
+ENGINES = ("fsdp", "deepspeed")
+# The run directory, the log and the working directory are the runner's own.
+FIXED = (
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "hydra.job.chdir=false",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+)
+OPEN_TO_USERS = (
+    *("hydra.searchpath", "hydra.verbose", "hydra.sweeper", "hydra.launcher"),
+    *("hydra/sweeper", "hydra/launcher"),
+)
+
+
+class ProjectConf(SearchPathPlugin):
+    """Appends the `conf` folders of the user's project, behind the shipped one."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Append them."""
+        for folder in paths.project_conf_folders():
+            search_path.append("project", f"file://{folder}")
+
+
+def prepare() -> None:
+    """Make the schema and the project's folders known to Hydra."""
+    ConfigStore.instance().store(name=SCHEMA, node=schema(), provider="runner")
+    Plugins.instance().register(ProjectConf)
+
+
+def schema() -> DictConfig:
+    """Return the typed schema, with enumerations as the words that YAML has for them."""
+    node: DictConfig = OmegaConf.structured(Recipe)
+    _spell_out(node)
+    return node
+
+
+def _spell_out(node: DictConfig) -> None:
+    for name in node:
+        value = None if OmegaConf.is_missing(node, name) else node[name]
+        if isinstance(value, DictConfig):
+            _spell_out(value)
+        elif isinstance(value, Enum):
+            node[name] = value.value
+
+
+@contextlib.contextmanager
+def session() -> Iterator[None]:
+    """Let recipes be composed inside the context."""
+    prepare()
+    before = HydraConfig.instance().cfg
+    with initialize_config_dir(
+        config_dir=str(paths.conf_folder()), job_name="runner", version_base=VERSION_BASE
+    ):
+        try:
+            yield
+        finally:
+            HydraConfig.instance().cfg = before
+
+
+def compose(overrides: Sequence[str], config_name: str = PRIMARY, number: int = 0) -> DictConfig:
+    """Compose a recipe inside a `session`.
+
+    Args:
+        overrides: as on the command line, no sweeps.
+        config_name: the primary file.
+        number: index of the job in a sweep, which `${hydra:job.num}` gives.
+
+    Returns:
+        The recipe, without Hydra's own node, which `${hydra:…}` can be resolved with.
+
+    Raises:
+        ConfigError: if a file of the project is shadowed, or Hydra's own node is tampered with.
+        Exception: Hydra's and OmegaConf's own for anything else; `diagnose` translates them.
+    """
+    config = hydra_compose(
+        config_name, overrides=[*FIXED, *opened(overrides)], return_hydra_config=True
+    )
+    ConfigError.raise_if([*_shadowed(config.hydra), *_tampered(config.hydra)])
+    OmegaConf.set_struct(config, False)
+    config.hydra.job.num, config.hydra.job.id = number, str(number)
+    HydraConfig.instance().set_config(config)
+    del config["hydra"]
+    return config
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """Return a composed recipe as plain containers, interpolations resolved."""
+    content = to_plain(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+    return dict(content)
+
+
+def merge(own: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Return `own` overrides and then `new` ones; what is chosen anew replaces a whole node."""
+    chosen = {key_of(override) for override in new}
+    kept = [o for o in own if not any(_covers(key, key_of(o)) for key in chosen)]
+    return [*kept, *new]
+
+
+def _covers(chosen: str, key: str) -> bool:
+    return key == chosen or key.startswith(f"{chosen}.")
+
+
+def key_of(override: str) -> str:
+    """Return the dotted key, or the group, that an override sets."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def opened(overrides: Sequence[str]) -> list[str]:
+    """Return overrides as Hydra wants them.
+
+    Open mappings take new keys without a ``+``, and a group is switched off by ``group=null``.
+    """
+    return [_opened(override) for override in overrides]
+
+
+def _opened(override: str) -> str:
+    key, _, value = override.partition("=")
+    if value == "null" and key in groups():
+        return f"{key}=[]" if key == "callbacks" else f"~{key}"
+    if key[:1] not in ("+", "~") and keys.is_free(key) and key.split(".")[0] not in ENGINES:
+        return f"++{override}"
+    return override
+
+
+def groups() -> list[str]:
+    """Return the names of all groups of `conf/`, the project's own included."""
+    found: list[str] = GlobalHydra.instance().config_loader().list_groups("")
+    return [name for name in found if name != "hydra"]
+
+
+def expand(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each job of a sweep, in the basic sweeper's order.
+
+    Raises:
+        ConfigError: if a value is a range without steps, or would switch a group off.
+    """
+    choices: list[list[str]] = []
+    problems = []
+    for override in parse(overrides):
+        line, key = str(override.input_line), override.get_key_element()
+        if not override.is_sweep_override():
+            choices.append([line])
+        elif not override.is_discrete_sweep():
+            rule = "the basic sweeper goes through lists of values"
+            problems.append(Problem(line, rule, f"Give {key}=a,b,c."))
+        else:
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+            if override.key_or_group in groups() and f"{key}=null" in choices[-1]:
+                rule = "a sweep goes through the files of a group"
+                problems.append(Problem(line, rule, f"Start the job with {key}=null by itself."))
+    ConfigError.raise_if(problems)
+    return [list(job) for job in itertools.product(*choices)]
+
+
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """Parse overrides inside a `session`."""
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    return parser.parse_overrides(list(overrides))
+
+
+def hydra_problems(overrides: Sequence[str]) -> list[Problem]:
+    """Return the problems of overrides of Hydra's own configuration."""
+    return [
+        Problem(
+            override,
+            "the run directory, the log and the process are the runner's own",
+            "Set output_dir and name, or leave it out. Open are: " + ", ".join(OPEN_TO_USERS) + ".",
+        )
+        for override in overrides
+        if re.match(r"hydra([./@]|$)", key_of(override))
+        and not key_of(override).startswith(OPEN_TO_USERS)
+    ]
+
+
+def _tampered(hydra: DictConfig) -> Iterator[Problem]:
+    """Yield what files have set in Hydra's node that would run code or change the process."""
+    node: Any = OmegaConf.to_container(hydra, resolve=False)
+    found = {
+        "hydra.callbacks": node.get("callbacks"),
+        "hydra.sweeper.params": (node.get("sweeper") or {}).get("params"),
+        "hydra.job.env_set": node["job"].get("env_set"),
+        "hydra.job.env_copy": node["job"].get("env_copy"),
+        **{f"hydra.{name}": _log_settings(node[name]) for name in ("job_logging", "hydra_logging")},
+    }
+    for key, value in found.items():
+        if value:
+            yield Problem(
+                f"{key}={value}",
+                "a recipe does not change the process it runs in",
+                "Take it out of the file. Set variables in the shell that starts the runner.",
+            )
+    if str(node.get("mode") or "RUN").rpartition(".")[2] != "RUN":
+        yield Problem(f"hydra.mode={node['mode']}", "the command line decides", "Use -m.")
+
+
+def _log_settings(node: Mapping[str, Any]) -> dict[str, Any]:
+    harmless = ("version", "disable_existing_loggers")
+    return {name: value for name, value in node.items() if value and name not in harmless}
+
+
+def _shadowed(hydra: DictConfig) -> Iterator[Problem]:
+    """Yield files of the user's that would never be read, since an earlier folder has that name."""
+    seen: dict[str, Path] = {}
+    for source in hydra.runtime.config_sources:
+        if source.schema != "file":
+            continue
+        folder = Path(source.path)
+        for path in sorted(folder.rglob("*.yaml")) if folder.is_dir() else ():
+            name = path.relative_to(folder).as_posix()
+            first = seen.setdefault(name, path)
+            if first != path and first.read_bytes() != path.read_bytes():
+                yield Problem(
+                    str(path),
+                    f"{first} has the same name and is read instead",
+                    "Rename your file, and choose it by its new name.",
+                )

@@ -1,0 +1,133 @@
+"""A recipe as an object, as plain containers and as YAML. Free of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accel.errors import ConfigError, Problem
+from runner import keys, trust
+from runner.schema import Recipe
+
+Node = TypeVar("Node")
+
+# Dotted names that a handler imports when it is made: trusted or refused before that.
+CALLABLES = ("profile.on_trace_ready",)
+
+
+def from_plain(plain: Mapping[str, Any]) -> Recipe:
+    """Build a recipe from plain containers whose types are right.
+
+    Args:
+        plain: what `to_plain` returns; keys that are missing take the schema's default.
+
+    Raises:
+        ConfigError: naming every unknown key and every value that is not allowed.
+    """
+    recipe, problems = examine(plain)
+    ConfigError.raise_if(problems)
+    return recipe
+
+
+def examine(plain: Mapping[str, Any]) -> tuple[Recipe, list[Problem]]:
+    """Build as much of a recipe as can be, and return what is wrong with the rest.
+
+    Returns:
+        The recipe, with defaults for the nodes that have problems, and the problems.
+    """
+    problems = [wrong for key in CALLABLES if (wrong := _distrust(plain, key)) is not None]
+    if problems:
+        plain = {key: value for key, value in plain.items() if key != "profile"}
+    recipe = _node(Recipe, plain, "", problems, keys.known_keys(plain))
+    for name in (*keys.FACTORY_NODES, "callbacks"):
+        setattr(recipe, name, plain.get(name))
+    return recipe, problems
+
+
+def _distrust(plain: Mapping[str, Any], key: str) -> Problem | None:
+    node: Any = plain
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return trust.distrust(node, key) if isinstance(node, str) else None
+
+
+def _node(
+    kind: type[Node],
+    values: Mapping[str, Any],
+    prefix: str,
+    problems: list[Problem],
+    known: list[str],
+) -> Node:
+    """Build one node, adding what is wrong with it to `problems` and going on with its default."""
+    arguments: dict[str, Any] = {}
+    inner = keys.nodes(kind)
+    for name, value in values.items():
+        nested = inner.get(name)
+        if name not in inner:
+            valid = [key for key in known if not key.startswith(prefix + name)]
+            problems.append(keys.unknown_key(prefix + str(name), valid, f"={value}"))
+        elif nested is not None and isinstance(value, Mapping):
+            arguments[name] = _node(nested, value, f"{prefix}{name}.", problems, known)
+        else:
+            arguments[name] = value
+    try:
+        return kind(**arguments)
+    except ConfigError as error:
+        problems += [_placed(problem, kind, prefix) for problem in error.problems]
+        return kind()
+
+
+def _placed(problem: Problem, kind: type, prefix: str) -> Problem:
+    """Return `problem` with the key of the recipe in place of the name of the class."""
+    return dataclasses.replace(problem, value=problem.value.replace(f"{kind.__name__}.", prefix))
+
+
+def to_plain(value: Any) -> Any:
+    """Return a recipe, or a part of one, as dicts, lists and scalars."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Path):
+        return str(value)
+    if callable(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    return value
+
+
+def write_yaml(path: Path, plain: Any) -> None:
+    """Write plain containers as YAML that reads back as the same."""
+    from omegaconf import OmegaConf
+
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return a frozen recipe as plain containers, checked against the types of the schema.
+
+    Raises:
+        ConfigError: if the file is no recipe.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError  # type: ignore[import-untyped]
+
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.load(path))
+        plain = to_plain(OmegaConf.to_container(merged, resolve=True))
+    except (OmegaConfBaseException, YAMLError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            Problem(str(path), f"it is not the recipe of a run: {reason}", "Name another run.")
+        ) from error
+    return dict(plain)

@@ -1,0 +1,121 @@
+"""Whether arguments of a recipe fit the factory that they are for. Free of torch."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any
+
+from accel.errors import Problem, nearest
+
+SCALARS = (bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What may be given to a factory by a recipe.
+
+    Attributes:
+        parameters: by name, without those that the runner gives.
+        open: whether any other name is taken, too.
+        hints: annotations by name, as far as they can be read.
+    """
+
+    parameters: Mapping[str, Parameter]
+    open: bool
+    hints: Mapping[str, Any]
+
+
+def read(factory: Callable[..., Any], num_given: int = 0, given: Collection[str] = ()) -> Signature:
+    """Return what a recipe may give to `factory`.
+
+    Args:
+        factory: a function or class.
+        num_given: how many first positional parameters the runner gives.
+        given: names of parameters that the runner gives.
+    """
+    try:
+        parameters = list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):  # some built-in functions tell no signature
+        return Signature({}, True, {})
+    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    own = {p.name: p for p in parameters[num_given:] if p.kind in named and p.name not in given}
+    is_open = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
+    return Signature(own, is_open, _hints(factory))
+
+
+def _hints(factory: Callable[..., Any]) -> Mapping[str, Any]:
+    function = getattr(factory, "__init__", factory) if isinstance(factory, type) else factory
+    try:
+        return typing.get_type_hints(function)
+    except (NameError, TypeError, AttributeError):  # names that exist for type checkers only
+        return {}
+
+
+def check(
+    signature: Signature, arguments: Mapping[str, Any], key: str, factory: str
+) -> list[Problem]:
+    """Return what is wrong with `arguments`.
+
+    Args:
+        signature: what the factory takes.
+        arguments: by name.
+        key: the recipe's node, for the message.
+        factory: what the factory is called, for the message.
+    """
+    return [
+        *_unknown(signature, arguments, key, factory),
+        *_missing(signature, arguments, key, factory),
+        *_mistyped(signature, arguments, key),
+    ]
+
+
+def _unknown(
+    signature: Signature, arguments: Mapping[str, Any], key: str, factory: str
+) -> Iterator[Problem]:
+    for name, value in arguments.items():
+        if name in signature.parameters or (signature.open and not name.startswith("_")):
+            continue
+        remedy = nearest(name, signature.parameters)
+        if not signature.parameters:
+            remedy = "It takes no arguments."
+        yield Problem(f"{key}.{name}={value!r}", f"{factory} has no such argument", remedy)
+
+
+def _missing(
+    signature: Signature, arguments: Mapping[str, Any], key: str, factory: str
+) -> Iterator[Problem]:
+    for name, parameter in signature.parameters.items():
+        if parameter.default is Parameter.empty and name not in arguments:
+            yield Problem(f"{key}.{name}", f"{factory} needs it", f"Give {key}.{name}=…")
+
+
+def _mistyped(signature: Signature, arguments: Mapping[str, Any], key: str) -> Iterator[Problem]:
+    for name, value in arguments.items():
+        hint = signature.hints.get(name)
+        if name in signature.parameters and hint is not None and not fits(value, hint):
+            wanted = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
+            yield Problem(
+                f"{key}.{name}={value!r}",
+                f"it is of type {wanted}, not {type(value).__name__}",
+                f"Correct {key}.{name}.",
+            )
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Return whether a value of YAML may be of a type; types that YAML cannot tell always fit."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return any(fits(value, part) for part in typing.get_args(hint))
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
+    if hint is type(None):
+        return value is None
+    if hint not in SCALARS or isinstance(value, Mapping):
+        return True
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is hint
