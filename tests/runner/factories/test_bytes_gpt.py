@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import gzip
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel.errors import ConfigError, StateError
+from runner.data import Data
+from runner.factories.bytes_gpt import (
+    IGNORED,
+    Block,
+    ByteWindows,
+    NextByte,
+    bigram_bits_per_byte,
+    byte_gpt,
+    generate,
+    gzip_bits_per_byte,
+    rotary_tables,
+    rotate,
+    stdlib_bytes,
+)
+
+
+def text_of(part: object) -> torch.Tensor:
+    assert isinstance(part, ByteWindows)
+    return part.text
+
+
+def windows(text: bytes, context: int, random_start: bool = False) -> ByteWindows:
+    return ByteWindows(torch.tensor(list(text), dtype=torch.uint8), context, random_start)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for index in range(30):
+        (tmp_path / f"module_{index}.py").write_bytes(f"# {index}\n".encode() * 20)
+    (tmp_path / "_sysconfigdata_x.py").write_text("secret = 1\n")
+    (tmp_path / "notes.txt").write_text("no source")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "inner.py").write_text("inner = 1\n")
+    return tmp_path
+
+
+def test_the_standard_library_is_found_and_large() -> None:
+    data = stdlib_bytes()
+    train, validation = text_of(data.train), text_of(data.validation)
+    assert train.dtype == torch.uint8
+    assert len(validation) >= 200_000
+    assert len(train) > 2_000_000
+    assert data.test is None
+    inputs, targets = data.train[0]
+    assert inputs.shape == targets.shape == (256,)
+    assert inputs.dtype == targets.dtype == torch.int64
+
+
+def test_files_are_whole_and_in_one_part(folder: Path) -> None:
+    data = stdlib_bytes(context=8, validation_bytes=500, path=str(folder))
+    train, validation = (bytes(text_of(part).tolist()) for part in (data.train, data.validation))
+    assert 500 <= len(validation) < 700
+    for index in range(30):
+        text = (folder / f"module_{index}.py").read_bytes()
+        assert (text in train) != (text in validation)
+    together = train + validation
+    assert len(together) == sum(len(f.read_bytes()) for f in folder.glob("module_*.py"))
+
+
+def test_the_split_of_a_file_depends_on_names_alone(folder: Path) -> None:
+    before = bytes(text_of(stdlib_bytes(8, 500, path=str(folder)).validation).tolist())
+    for file in folder.glob("module_*.py"):
+        file.write_bytes(file.read_bytes().replace(b"#", b"!"))
+    after = bytes(text_of(stdlib_bytes(8, 500, path=str(folder)).validation).tolist())
+    assert after == before.replace(b"#", b"!")
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"validation_bytes": 10**9}, {"validation_bytes": 0}, {"context": 10**6}]
+)
+def test_too_little_text_is_refused(folder: Path, arguments: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"data\.path"):
+        stdlib_bytes(path=str(folder), **arguments)
+
+
+@pytest.mark.parametrize("length", [17, 18, 20, 24, 25])
+def test_windows_predict_each_byte_but_the_first_once(length: int) -> None:
+    text = bytes(range(length))
+    data = windows(text, 8)
+    inputs = torch.cat([data[index][0] for index in range(len(data))])
+    targets = torch.cat([data[index][1] for index in range(len(data))])
+    counted = targets != IGNORED
+    assert targets[counted].tolist() == list(text[1:])
+    assert inputs[counted].tolist() == list(text[:-1])
+    assert all(len(part) == 8 for index in range(len(data)) for part in data[index])
+
+
+def test_random_windows_lie_in_the_text_and_follow_the_seed() -> None:
+    data = windows(bytes(range(100)), 16, random_start=True)
+    starts = set()
+    for index in range(len(data)):
+        for _ in range(30):
+            inputs, targets = data[index]
+            assert torch.equal(inputs[1:], targets[:-1])
+            assert index * 16 <= inputs[0] < (index + 1) * 16 or inputs[0] == 83
+            starts.add(int(inputs[0]))
+    assert len(starts) > 60
+    random.seed(4)
+    first = data[2][0]
+    random.seed(4)
+    assert torch.equal(first, data[2][0])
+
+
+def test_the_model_looks_at_earlier_bytes_alone() -> None:
+    torch.manual_seed(0)
+    model = byte_gpt(dim=16, num_layers=2, num_heads=2)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    values = torch.randint(256, (2, 12))
+    logits = model(values)
+    assert logits.shape == (2, 12, 256)
+    changed = values.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 256
+    difference = (model(changed) - logits).abs().amax(dim=(0, 2))
+    assert float(difference[:7].max()) < 1e-5
+    assert float(difference[7:].min()) > 1e-3
+
+
+def test_it_starts_out_knowing_nothing() -> None:
+    model, objective = byte_gpt(dim=16, num_layers=1, num_heads=2), NextByte()
+    values = torch.randint(256, (3, 10))
+    losses = objective.losses(model, (values, values))
+    torch.testing.assert_close(losses, torch.full((3,), 10 * math.log(256)))
+
+
+def test_blocks_are_named_for_sharding() -> None:
+    model = byte_gpt()
+    named = {type(module).__name__ for module in model.modules()}
+    assert set(model._no_split_modules) <= named  # type: ignore[arg-type]
+    assert sum(isinstance(module, Block) for module in model.modules()) == 3
+    assert 600_000 < sum(p.numel() for p in model.parameters()) < 700_000
+
+
+def test_heads_that_do_not_divide_the_width_are_refused() -> None:
+    with pytest.raises(ConfigError, match="multiple of 10"):
+        byte_gpt(dim=64, num_heads=5)
+
+
+def test_rotary_products_depend_on_the_distance_alone() -> None:
+    cos, sin = rotary_tables(12, 8, torch.device("cpu"))
+    q, k = torch.randn(8), torch.randn(8)
+    rotated_q = rotate(q.expand(1, 1, 12, 8), cos, sin)[0, 0]
+    rotated_k = rotate(k.expand(1, 1, 12, 8), cos, sin)[0, 0]
+    products = rotated_q @ rotated_k.T
+    torch.testing.assert_close(products[3, 1], products[11, 9])
+    torch.testing.assert_close(products[0, 0], q @ k)
+
+
+def test_the_objective_counts_targets() -> None:
+    objective, model = NextByte(), byte_gpt(dim=16, num_layers=1, num_heads=2)
+    torch.nn.init.normal_(model.head.weight)  # type: ignore[union-attr, arg-type]
+    data = windows(bytes(range(30)), 8)
+    values, targets = (
+        torch.stack(parts) for parts in zip(*(data[i] for i in range(4)), strict=True)
+    )
+    assert objective.weights((values, targets)).tolist() == [8, 8, 8, 5]
+    log_probabilities = torch.log_softmax(model(values), dim=-1)
+    nats = -sum(
+        float(log_probabilities[row, column, targets[row, column]])
+        for row in range(4)
+        for column in range(8)
+        if targets[row, column] != IGNORED
+    )
+    metrics = objective.summarize(objective.evaluate(model, (values, targets)))
+    assert metrics["loss"] == pytest.approx(nats / 29, rel=1e-5)
+    assert metrics["bits_per_byte"] == pytest.approx(nats / 29 / math.log(2), rel=1e-5)
+    assert objective.predict(model, (values, targets))["next_byte"].shape == (4, 8)
+
+
+def test_the_baselines() -> None:
+    data = Data(windows(b"ab" * 5000, 8), windows(b"abababab" * 10, 8))
+    # After "a" comes "b" 5000 times, and each of 256 bytes once by the smoothing.
+    ab, ba = math.log2(5256 / 5001), math.log2(5255 / 5000)
+    assert bigram_bits_per_byte(data) == pytest.approx((40 * ab + 39 * ba) / 79)
+    assert gzip_bits_per_byte(data) == 8 * len(gzip.compress(b"ab" * 40, 9)) / 80
+    other = Data([1, 2], [1, 2])  # type: ignore[arg-type]
+    with pytest.raises(StateError, match="ByteWindows"):
+        bigram_bits_per_byte(other)
+    with pytest.raises(StateError, match="ByteWindows"):
+        gzip_bits_per_byte(other)
+
+
+def test_the_library_is_not_trivially_predictable() -> None:
+    data = stdlib_bytes()
+    assert 3.0 < bigram_bits_per_byte(data) < 4.0
+    assert 1.5 < gzip_bits_per_byte(data) < 3.0
+
+
+class _Successor(torch.nn.Module):
+    """Predicts the byte after the last one's value, surely, and records how far it looked back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(50.0))
+        self.lengths: list[int] = []
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        assert not self.training
+        self.lengths.append(values.shape[1])
+        return self.scale * torch.nn.functional.one_hot((values + 1) % 256, 256).float()
+
+
+def test_text_goes_on_from_the_prompt() -> None:
+    model = _Successor()
+    written = generate(model, b"abc", 6, 1.0, torch.Generator().manual_seed(0), context=4)
+    assert written == b"defghi"
+    assert model.lengths == [3, 4, 4, 4, 4, 4]
+    assert model.training
+
+
+def test_text_follows_its_generator_and_temperature() -> None:
+    model = byte_gpt(dim=16, num_layers=1, num_heads=2)
+    state = torch.get_rng_state()
+
+    def write(seed: int, temperature: float = 1.0) -> bytes:
+        return generate(model, b"a", 12, temperature, torch.Generator().manual_seed(seed))
+
+    assert write(1) == write(1) != write(2)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.nn.init.normal_(model.head.weight)  # type: ignore[union-attr, arg-type]
+    assert write(1, temperature=1e-4) == write(2, temperature=1e-4)

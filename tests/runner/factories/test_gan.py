@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from accel import Accelerator
+from runner.factories.digits import digits
+from runner.factories.gan import GANStep, frechet_distance, neighbour_accuracy
+from runner.schema import Trainer
+from runner.step import MicroBatch, Window
+from tests.helpers import run_distributed
+
+
+def images(count: int) -> torch.Tensor:
+    train = digits(augment=False).train
+    assert isinstance(train, TensorDataset)
+    return train.tensors[0][:count]
+
+
+def prepared(accelerator: Accelerator, **arguments: float) -> GANStep:
+    step = GANStep(width=16, latent=4, **arguments)  # type: ignore[arg-type]
+    for name in step.models:
+        step.models[name], step.optimizers[name] = accelerator.prepare(
+            step.models[name], step.optimizers[name]
+        )
+    return step
+
+
+def weights(step: GANStep, name: str) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in step.models[name].parameters()])
+
+
+def window(real: torch.Tensor, num_micro_batches: int = 1, total: int | None = None) -> Window:
+    parts = [MicroBatch([part, None]) for part in real.chunk(num_micro_batches)]
+    return Window(parts, total or len(real))
+
+
+def test_a_step_updates_both_models() -> None:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    step = prepared(accelerator)
+    before = {name: weights(step, name) for name in step.models}
+    values = step.train(accelerator, window(images(8)), Trainer(clip_grad_norm=1.0))
+    assert values.keys() == {
+        "loss",
+        "generator_loss",
+        "generator_grad_norm",
+        "discriminator_grad_norm",
+    }
+    assert all(value.shape == () and value.isfinite() for value in values.values())
+    for name in step.models:
+        assert not torch.equal(before[name], weights(step, name))
+        assert all(p.grad is None for p in step.models[name].parameters())
+
+
+def test_each_phase_trains_its_own_model_alone() -> None:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    step = prepared(accelerator, lr_generator=0.0)
+    before = weights(step, "generator")
+    step.train(accelerator, window(images(8)), Trainer())
+    assert torch.equal(before, weights(step, "generator"))
+
+    step = prepared(accelerator, lr_discriminator=0.0)
+    before = weights(step, "discriminator")
+    step.train(accelerator, window(images(8)), Trainer())
+    assert torch.equal(before, weights(step, "discriminator"))
+
+
+def constant_noise(step: GANStep) -> None:
+    """Let noise and perturbation be the same for every image, so that sums can be compared."""
+    step.perturbation = 0.0
+    step._noise = lambda accelerator, count: torch.ones(count, step.latent)  # type: ignore[method-assign]
+
+
+def test_accumulation_and_padding_change_nothing() -> None:
+    real = images(8)
+
+    def train(accumulation: int, padded: bool) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        step = prepared(accelerator)
+        constant_noise(step)
+        parts = window(real, accumulation)
+        if padded:
+            last = parts.micro_batches[-1]
+            filled = torch.cat((last.batch[0], torch.rand(2, 1, 8, 8)))
+            valid = torch.arange(len(filled)) < len(last.batch[0])
+            parts.micro_batches[-1] = MicroBatch([filled, None], valid)
+        losses = step.train(accelerator, parts, Trainer())
+        return [losses["loss"], weights(step, "generator"), weights(step, "discriminator")]
+
+    expected = train(1, padded=False)
+    for accumulation, padded in ((2, False), (1, True), (2, True)):
+        for value, other in zip(expected, train(accumulation, padded), strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-5)
+
+
+def _train_in_parallel() -> tuple[list[float], list[float], list[float]]:
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(5)
+    step = prepared(accelerator)
+    noise = step._noise(accelerator, 2).flatten().tolist()
+    constant_noise(step)
+    size = 8 // accelerator.num_processes
+    rank = accelerator.process_index
+    for _ in range(2):
+        own = images(8)[rank * size : (rank + 1) * size]
+        step.train(accelerator, window(own, total=8), Trainer())
+    return noise, weights(step, "generator").tolist(), weights(step, "discriminator").tolist()
+
+
+def test_two_processes_train_the_models_of_one() -> None:
+    first, second = run_distributed(_train_in_parallel, 2)
+    assert first[1:] == second[1:]
+    assert first[0] != second[0]
+    torch.manual_seed(5)
+    _, generator, discriminator = run_distributed(_train_in_parallel, 1)[0]
+    assert first[1] == pytest.approx(generator, rel=1e-3, abs=1e-4)
+    assert first[2] == pytest.approx(discriminator, rel=1e-3, abs=1e-4)
+
+
+def test_an_evaluated_image_depends_on_the_models_and_its_own_pixels() -> None:
+    step, real = GANStep(), images(6)
+    whole = step.evaluate([real, None])
+    torch.manual_seed(1)
+    again = step.evaluate([real[4:], None])
+    assert whole["made"].shape == whole["real"].shape == (6, 64)
+    torch.testing.assert_close(whole["made"][4:], again["made"])
+    assert len(torch.unique(whole["made"], dim=0)) == 6
+
+
+def test_schedules_fall_to_zero() -> None:
+    step = GANStep(lr_generator=0.5)
+    schedules = step.make_schedulers(10)
+    assert schedules.keys() == step.optimizers.keys()
+    for _ in range(10):
+        for name, optimizer in step.optimizers.items():
+            optimizer.step()
+            schedules[name].step()
+    assert schedules["generator"].get_last_lr() == [0.0]
+
+
+def test_the_frechet_distance_of_gaussians_is_known() -> None:
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(4000, 3, generator=generator, dtype=torch.float64)
+    first = (first - first.mean(dim=0)) @ torch.linalg.inv(
+        torch.linalg.cholesky(torch.cov(first.T, correction=0)).T
+    )
+    assert frechet_distance(first, first) == pytest.approx(0.0, abs=1e-9)
+    # Unit covariance against means of 1 and standard deviations of 2: 3·1² + 3·(2 - 1)².
+    assert frechet_distance(first, 2 * first + 1) == pytest.approx(6.0)
+
+
+def test_the_neighbour_tells_sets_apart() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sample = torch.randn(600, 4, generator=generator)
+    assert neighbour_accuracy(sample[:300], sample[300:]) == pytest.approx(0.5, abs=0.08)
+    assert neighbour_accuracy(sample[:300], sample[300:] + 50) == 1.0
+    copies = sample[:300] + 1e-4
+    assert neighbour_accuracy(sample[:300], copies) < 0.1
+
+
+def test_the_metrics_prefer_real_images() -> None:
+    step, real = GANStep(), images(200)
+    made = step.evaluate([real, None])
+    untrained = step.summarize(made)
+    other = step.summarize({"real": real[:100].flatten(1), "made": real[100:].flatten(1)})
+    assert other["frechet"] < untrained["frechet"]
+    assert other["neighbour_accuracy"] < 0.65 < untrained["neighbour_accuracy"]

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from accel.errors import ConfigError
+from runner.factories.optimizers import adamw, constant, cosine, linear
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.Flatten(), nn.Linear(2, 2))
+
+
+def test_only_parameters_of_two_and_more_dims_are_decayed() -> None:
+    module = model()
+    optimizer = adamw(module, lr=0.1, weight_decay=0.3, betas=[0.8, 0.9], eps=1e-6)
+    decayed, others = optimizer.param_groups
+    assert {p.dim() for p in decayed["params"]} == {2, 4}
+    assert {p.dim() for p in others["params"]} == {1}
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
+    found = sum(len(group["params"]) for group in optimizer.param_groups)
+    assert found == len(list(module.parameters()))
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (0.1, (0.8, 0.9), 1e-6)
+
+
+def test_frozen_and_shared_parameters_are_taken_once_or_not() -> None:
+    module = nn.Sequential(
+        nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
+    )
+    module[1].weight = module[0].weight
+    module[2].requires_grad_(False)
+    (group,) = adamw(module).param_groups
+    assert [id(p) for p in group["params"]] == [id(module[0].weight)]
+
+
+def test_the_fused_kernel_is_taken_where_it_runs() -> None:
+    module = model()
+    assert adamw(module).defaults["fused"] is True
+    assert adamw(module, fused=False).defaults["fused"] is False
+    assert adamw(module.to("meta")).defaults["fused"] is False
+
+
+def rates(schedule: Callable[..., LambdaLR], num_steps: int, **arguments: float) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = schedule(optimizer, num_steps, **arguments)
+    found = []
+    for _ in range(num_steps):
+        found.append(optimizer.param_groups[0]["lr"] / 2.0)
+        optimizer.step()
+        scheduler.step()
+    return [*found, optimizer.param_groups[0]["lr"] / 2.0]
+
+
+def test_cosine() -> None:
+    found = rates(cosine, 12, warmup=4, final=0.1)
+    assert found[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    expected = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 8)) for k in range(9)]
+    assert found[4:] == pytest.approx(expected)
+
+
+def test_linear() -> None:
+    assert rates(linear, 4) == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+    assert rates(linear, 4, warmup=0.5, final=0.5) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5])
+
+
+def test_constant() -> None:
+    assert rates(constant, 5, warmup=2) == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0])
+    assert rates(constant, 3) == [1.0] * 4
+
+
+@pytest.mark.parametrize("schedule", [cosine, linear])
+def test_a_rate_never_leaves_its_bounds(schedule: Callable[..., LambdaLR]) -> None:
+    for num_steps in (1, 2, 7):
+        for warmup in (0, 0.3, 1, 5, 100):
+            found = rates(schedule, num_steps, warmup=warmup)
+            assert all(0.0 <= rate <= 1.0 for rate in found)
+            assert found[0] > 0.0
+
+
+def test_past_its_end_a_schedule_stays_at_the_last_rate() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = cosine(optimizer, 3, final=0.2)
+    for _ in range(6):
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+
+
+def test_the_state_is_plain_and_the_recipe_decides_the_length(tmp_path: object) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    short, long = linear(optimizer, 10), linear(optimizer, 20)
+    for _ in range(5):
+        optimizer.step()
+        short.step()
+    state = pickle.loads(pickle.dumps(short.state_dict()))
+    path = f"{tmp_path}/state.pt"
+    torch.save(state, path)
+    long.load_state_dict(torch.load(path, weights_only=True))
+    optimizer.step()
+    long.step()
+    assert long.get_last_lr() == pytest.approx([0.7])
+
+
+def test_a_scheduler_pickles() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    assert pickle.loads(pickle.dumps(cosine(optimizer, 10).lr_lambdas[0]))(0) == 1.0
+
+
+def test_bad_values_are_refused_together() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(ConfigError) as error:
+        cosine(optimizer, 10, warmup=-1, final=1.5)
+    assert len(error.value.problems) == 2
