@@ -9,7 +9,12 @@ import torch
 from accel.errors import ConfigError, Problem
 from runner.callbacks.base import Callback
 from runner.display import number
-from runner.factories.bytes_gpt import bigram_bits_per_byte, generate, gzip_bits_per_byte
+from runner.factories.bytes_gpt import (
+    ByteWindows,
+    bigram_bits_per_byte,
+    generate,
+    gzip_bits_per_byte,
+)
 
 if TYPE_CHECKING:
     from runner.loop import Loop
@@ -61,6 +66,9 @@ class TextSample(Callback):
         seed: int = 0,
     ) -> None:
         problems = []
+        if not prompt:
+            rule, remedy = "the model goes on from at least one byte", "Give e.g. 'import '."
+            problems.append(Problem("text_sample.prompt=''", rule, remedy))
         if num_bytes < 1:
             rule, remedy = "it is at least 1", "Take the callback out to write none."
             problems.append(Problem(f"text_sample.num_bytes={num_bytes}", rule, remedy))
@@ -79,8 +87,11 @@ class TextSample(Callback):
             return
         model = loop.accelerator.unwrap_model(next(iter(loop.step.models.values())))
         generator = torch.Generator().manual_seed(self.seed)
-        prompt = self.prompt.encode()
-        written = generate(model, prompt, self.num_bytes, self.temperature, generator)
+        data = loop.data.train
+        context = {"context": data.context} if isinstance(data, ByteWindows) else {}
+        written = generate(
+            model, self.prompt.encode(), self.num_bytes, self.temperature, generator, **context
+        )
         text = written.decode(errors="replace")
         loop.results["sample"] = text
         loop.display.text(f"text by the model, after {self.prompt!r}", text)

@@ -174,19 +174,21 @@ def build(
     dropout: float = 0.0,
     objective: Objective | None = None,
     make_scheduler: Any = scheduler,
+    model: nn.Module | None = None,
     **kwargs: Any,
 ) -> Loop:
     """Return a loop as a worker builds it."""
+    forget()
     torch.manual_seed(7)
     run_dir.mkdir(parents=True, exist_ok=True)
     data = data or Data(Points(NUM_TRAIN), Points(NUM_VALIDATION), Points(9))
-    size = len(data.train) if isinstance(data.train, Points) else None
+    size = None if isinstance(data.train, Stream) else len(data.train)  # type: ignore[arg-type]
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     plan = plan_batches(recipe.trainer, num_processes, size)
     accelerator = make_accelerator(recipe, run_dir, plan)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 1))
+    layers = (nn.Linear(4, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 1))
     step = SupervisedStep(
-        model,
+        model or nn.Sequential(*layers),
         objective or Fit(),
         lambda model: torch.optim.AdamW(model.parameters(), lr=0.02),
         make_scheduler,
@@ -203,7 +205,6 @@ def forget() -> None:
 
 
 def run(run_dir: Path, recipe: Recipe, **kwargs: Any) -> dict[str, Any]:
-    forget()
     return build(run_dir, recipe, **kwargs).run()
 
 

@@ -1,0 +1,170 @@
+"""Early stopping, and what text models are shown beside."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from accel.errors import ConfigError
+from runner.callbacks.early_stopping import EarlyStopping
+from runner.callbacks.text import TextBaselines, TextSample
+from runner.data import Data
+from runner.display import Display
+from runner.factories.bytes_gpt import NextByte, byte_gpt, stdlib_bytes
+from tests.runner.loops import NUM_TRAIN, Fit, Points, build, newest, recipe_of, run
+
+
+class Scripted(Fit):
+    """Its validation losses are given."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = list(values)
+
+    def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        return {"loss": self.values.pop(0), "count": float(len(values["loss"]))}
+
+
+def data() -> Data:
+    return Data(Points(NUM_TRAIN), Points(8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values", "step"),
+    [
+        ({"patience": 2}, (3.0, 2.0, 2.0, 2.5, 1.0), 20),
+        ({"patience": 1}, (3.0, 2.0, 2.0), 15),
+        ({"patience": 2, "min_delta": 0.5}, (3.0, 2.0, 1.7, 1.6, 1.0), 20),
+        ({"patience": 2, "mode": "max"}, (1.0, 2.0, 1.0, 1.5), 20),
+        ({"patience": 2}, (float("nan"), float("nan")), 10),
+    ],
+    ids=["waits", "at once", "min_delta", "max", "nan"],
+)
+def test_a_run_without_progress_is_ended(
+    tmp_path: Path, arguments: dict[str, Any], values: tuple[float, ...], step: int
+) -> None:
+    summary = run(
+        tmp_path,
+        recipe_of(trainer__epochs=9),
+        data=data(),
+        objective=Scripted(*values),
+        callbacks={"early_stopping": EarlyStopping(**arguments)},
+    )
+    assert (summary["stopped"], summary["step"]) == ("callback", step)
+    assert "loss" in summary["reason"]
+
+
+def test_a_run_with_progress_goes_on(tmp_path: Path) -> None:
+    callbacks = {"early_stopping": EarlyStopping(patience=1)}
+    summary = run(
+        tmp_path,
+        recipe_of(trainer__epochs=3),
+        data=data(),
+        objective=Scripted(3.0, 2.0, 1.0),
+        callbacks=callbacks,
+    )
+    assert summary["stopped"] == "epochs"
+
+
+def test_patience_is_counted_over_a_resume(tmp_path: Path) -> None:
+    recipe = recipe_of(trainer__epochs=9, trainer__stop_after=10)
+    for values, step in (((1.0, 2.0), 10), ((2.0,), 15)):
+        summary = run(
+            tmp_path,
+            recipe,
+            data=data(),
+            objective=Scripted(*values),
+            callbacks={"early_stopping": EarlyStopping(patience=2)},
+            resume_from=newest(tmp_path) if step == 15 else None,
+        )
+        assert summary["step"] == step
+    assert summary["stopped"] == "callback"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"patience": 0}, "patience=0: it is at least 1"),
+        ({"min_delta": -1.0}, "min_delta=-1.0: it is at least 0"),
+        ({"mode": "mx"}, "Did you mean 'max'"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EarlyStopping(**arguments)
+
+
+def test_what_it_follows_must_be_there(tmp_path: Path) -> None:
+    callbacks = {"early_stopping": EarlyStopping(monitor="coun")}
+    with pytest.raises(ConfigError, match="Did you mean 'count'"):
+        run(tmp_path / "a", recipe_of(), callbacks=callbacks)
+    callbacks = {"early_stopping": EarlyStopping()}
+    with pytest.raises(ConfigError, match="without validation data"):
+        run(tmp_path / "b", recipe_of(), data=Data(Points(NUM_TRAIN)), callbacks=callbacks)
+
+
+# -- text ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Data:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name in "abcdef":
+        (folder / f"{name}.py").write_text(f"def {name}(x):\n    return x + {name!r}\n" * 20)
+    return stdlib_bytes(context=16, validation_bytes=1000, path=str(folder))
+
+
+def text_run(run_dir: Path, text: Data, **options: Any) -> tuple[dict[str, Any], str]:
+    out = io.StringIO()
+    loop = build(
+        run_dir,
+        recipe_of(trainer__max_steps=4),
+        data=text,
+        objective=NextByte(),
+        model=byte_gpt(dim=16, num_layers=1, num_heads=2),
+        display=Display(console=Console(file=out, width=200)),
+        **options,
+    )
+    return loop.run(), out.getvalue()
+
+
+def test_baselines_stand_beside_the_model(tmp_path: Path, text: Data) -> None:
+    summary, shown = text_run(tmp_path / "run", text, callbacks={"baselines": TextBaselines()})
+    baselines = summary["baselines"]
+    assert 0 < baselines["gzip"] < baselines["bigram"] < 8
+    (line,) = [line for line in shown.splitlines() if "model " in line and "bigram" in line]
+    assert f"bigram {baselines['bigram']:.4f}" in line
+    assert f"gzip {baselines['gzip']:.4f}" in line
+    assert f"model {summary['best']['value']:.4f}" in line
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["baselines"] == baselines
+
+
+def test_a_sample_is_written_at_the_end(tmp_path: Path, text: Data) -> None:
+    sample = TextSample(prompt="def f", num_bytes=12)
+    summary, shown = text_run(tmp_path / "run", text, callbacks={"sample": sample})
+    assert len(summary["sample"]) <= 12
+    assert "text by the model, after 'def f'" in shown
+    again, _ = text_run(tmp_path / "again", text, callbacks={"sample": sample})
+    assert again["sample"] == summary["sample"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": ""}, "prompt=''"),
+        ({"num_bytes": 0}, "num_bytes=0"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+    ],
+)
+def test_a_sample_that_cannot_be_written_is_refused(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TextSample(**arguments)
