@@ -42,7 +42,7 @@ def wine(standardize: bool = True, split_seed: int = 0) -> Data:
     """Return samples ``(measurements [13], cultivar [])``: 106 train, 36 validation, 36 test.
 
     Args:
-        standardize: whether measurements are scaled to mean 0 and deviation 1 over the training data.
+        standardize: whether each measurement has mean 0 and deviation 1 over the training data.
         split_seed: seed of the split; the run's seed does not change it.
     """
     bunch = load_wine()
@@ -77,11 +77,9 @@ class Cultivar(Objective):
     def summarize(self, values: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the metrics of a data set from the values of all its samples: each [N]."""
         correct, targets = values["predicted"] == values["target"], values["target"]
-        recalls = [
-            float(correct[targets == cultivar].float().mean()) for cultivar in targets.unique()
-        ]
+        recalls = [correct[targets == cultivar].float().mean() for cultivar in targets.unique()]
         return {
             "loss": float(values["loss"].mean()),
             "accuracy": float(correct.float().mean()),
-            "worst_recall": min(recalls),
+            "worst_recall": float(min(recalls)),
         }
