@@ -20,18 +20,17 @@ from typing import TYPE_CHECKING, Any
 from accel.checkpoint import files
 from accel.env import read
 from accel.errors import CheckpointError, ConfigError, Problem
+from runner.job import CONFIG, Job
 
 if TYPE_CHECKING:
     from runner.schema import Recipe
 
 logger = logging.getLogger(__name__)
 
-CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 DIFF = "git.diff"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
-CHECKPOINTS = files.FOLDER
 AUTO = "auto"
 
 PACKAGES = (
@@ -63,13 +62,17 @@ def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
-            path = folder / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+            path = folder / f"{_stamp()}-{secrets.token_hex(2)}"
             if _created(path):
                 return path
     except OSError as error:
         rule = f"runs are written there, and that failed ({error})"
         remedy = "Give output_dir=<a folder you may write to>."
         raise ConfigError(Problem(f"output_dir={str(output_dir)!r}", rule, remedy)) from error
+
+
+def _stamp() -> str:
+    return f"{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _created(path: Path) -> bool:
@@ -97,9 +100,23 @@ def find_newest(output_dir: str | os.PathLike[str], name: str) -> Path | None:
     return next(reversed(runs(output_dir, name)), None)
 
 
+def checkpoint_folder(run_dir: str | os.PathLike[str]) -> Path:
+    """Return where a run's checkpoints lie: in the run directory, or where its recipe says.
+
+    Raises:
+        ConfigError: if it is no run directory.
+    """
+    job, plain = Job.read(Path(run_dir))
+    node: Any = plain["checkpoint"]
+    elsewhere = node["project"]["project_dir"]
+    # A relative folder is seen from where the run was started.
+    root = job.run_dir if elsewhere is None else Path(job.cwd) / elsewhere
+    return root / files.FOLDER
+
+
 def newest_checkpoint(run_dir: str | os.PathLike[str]) -> Path | None:
     """Return a run's newest complete checkpoint; broken ones are named and passed over."""
-    return files.newest_complete(Path(run_dir) / CHECKPOINTS)
+    return files.newest_complete(checkpoint_folder(run_dir))
 
 
 def resolve_resume(recipe: Recipe) -> tuple[Path | None, Path | None]:
@@ -122,7 +139,7 @@ def resolve_resume(recipe: Recipe) -> tuple[Path | None, Path | None]:
     run_dir = existing(recipe.resume, "resume=")
     checkpoint = newest_checkpoint(run_dir)
     if checkpoint is None:
-        rule = f"no complete checkpoint lies in its {CHECKPOINTS}/"
+        rule = f"no complete checkpoint lies in {checkpoint_folder(run_dir)}"
         remedy = "Start a new run, or name another run directory."
         raise CheckpointError(str(Problem(f"resume={str(run_dir)!r}", rule, remedy)))
     return run_dir, checkpoint
@@ -130,10 +147,14 @@ def resolve_resume(recipe: Recipe) -> tuple[Path | None, Path | None]:
 
 def _newest_resumable(recipe: Recipe) -> tuple[Path | None, Path | None]:
     for run_dir in reversed(runs(recipe.output_dir, recipe.name)):
-        checkpoint = newest_checkpoint(run_dir)
+        reason = "it has no complete checkpoint"
+        try:
+            checkpoint = newest_checkpoint(run_dir)
+        except ConfigError as error:
+            checkpoint, reason = None, str(error)
         if checkpoint is not None:
             return run_dir, checkpoint
-        logger.warning("resume=auto passes over %s: it has no complete checkpoint.", run_dir)
+        logger.warning("resume=auto passes over %s: %s.", run_dir, reason)
     return None, None
 
 
@@ -147,7 +168,7 @@ def existing(run_dir: str | os.PathLike[str], asked_by: str = "") -> Path:
     Raises:
         ConfigError: if it is no run directory.
     """
-    path = Path(run_dir).expanduser().absolute()
+    path = Path(os.path.abspath(os.path.expanduser(run_dir)))
     if not (path / CONFIG).is_file():
         rule = (
             f"a run directory holds a {CONFIG}" if path.is_dir() else "there is no such directory"
@@ -266,8 +287,8 @@ class MetricsFile:
     Args:
         run_dir: the run directory.
         step: the optimizer step that the run goes on from. Lines of later steps are removed, since
-            these steps are made again, and so is a last line that was cut off. None: from the
-            beginning.
+            these steps are made again, and so are the test at the end and a last line that was cut
+            off. None: from the beginning.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], step: int | None = None) -> None:
@@ -301,7 +322,8 @@ class MetricsFile:
 
 def _belongs(line: str, step: int) -> bool:
     try:
-        return int(json.loads(line)["step"]) <= step
+        record = json.loads(line)
+        return int(record["step"]) <= step and record.get("split") != "test"
     except (ValueError, KeyError, TypeError):
         logger.warning("Removing a line of %s that was cut off: %s", METRICS, line[:80])
         return False

@@ -140,7 +140,7 @@ def broken(path: str | os.PathLike[str], rule: str, remedy: str) -> CheckpointEr
     return CheckpointError(str(Problem(f"checkpoint {os.fspath(path)!r}", rule, remedy)))
 
 
-_USE_ANOTHER = "Use another checkpoint; the newest complete one is found by `newest_complete`."
+_USE_ANOTHER = "Use another checkpoint: an older one may be whole."
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:

@@ -1,0 +1,311 @@
+"""What a run is used for once it is trained: ``runner eval`` and ``runner predict``. Free of torch.
+
+Both take the run's frozen recipe, changed by overrides as a resumed run's is, and compute in this
+process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.errors import ConfigError, Problem
+from runner import compose, hydra_setup, rundir
+from runner.job import Job
+from runner.restore import find_checkpoint, restored_step
+from runner.schema import Distributed, Recipe
+from runner.threads import Numerics
+
+if TYPE_CHECKING:
+    from accel import Accelerator
+    from runner.batches import EvalBatches
+    from runner.step import Step
+
+SPLITS = ("train", "validation", "test")
+MEASURED = ("validation", "test")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one command asks for.
+
+    Attributes:
+        run_dir: the run.
+        overrides: what changes in its recipe.
+        splits: which data sets; empty: those that a run measures, as far as it has them.
+        checkpoint: "best", "last", a name or a path; None: the best, else the last.
+        output: where predictions go.
+    """
+
+    run_dir: Path
+    overrides: tuple[str, ...] = ()
+    splits: tuple[str, ...] = ()
+    checkpoint: str | None = None
+    output: Path | None = None
+
+
+@dataclass(frozen=True)
+class Session:
+    """A restored run, ready to compute.
+
+    Attributes:
+        accelerator: the engine, of one process.
+        step: owns the models.
+        batches: by split.
+        checkpoint: where the weights come from.
+    """
+
+    accelerator: Accelerator
+    step: Step
+    batches: dict[str, EvalBatches]
+    checkpoint: Path
+
+
+# -- commands ------------------------------------------------------------------------------
+
+
+def main(command: str, arguments: Sequence[str]) -> int:
+    """Run ``runner <command> <arguments>`` and return the exit code."""
+    return {"eval": evaluate, "predict": predict}[command](arguments)
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Measure a run on its data sets and print a table.
+
+    Args:
+        arguments: of the command line, without ``eval``.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: if the run or an override is refused.
+        CheckpointError: if there is no such checkpoint, or it is not whole.
+    """
+    from runner.display import Display, number
+
+    request = _parse_evaluate(arguments)
+    for split, metrics in measure(request).items():
+        rows = [(name, number(value)) for name, value in metrics.items()]
+        Display().final(f"{request.run_dir.name} · {split}", rows)
+    return 0
+
+
+def predict(arguments: Sequence[str]) -> int:
+    """Write a run's predictions for a data set, one JSON object per sample and line.
+
+    Args:
+        arguments: of the command line, without ``predict``.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: if the run, an override or the output is refused.
+        CheckpointError: if there is no such checkpoint, or it is not whole.
+    """
+    request = _parse_predict(arguments)
+    count = write_predictions(request)
+    print(f"{count} predictions written to {request.output}")
+    return 0
+
+
+def measure(request: Request) -> dict[str, dict[str, float]]:
+    """Return the metrics of each split of a run."""
+    from runner import evaluation
+
+    with _session(request) as session:
+        return {
+            split: evaluation.evaluate(
+                session.accelerator, session.step, batches, num_samples=batches.num_samples
+            )
+            for split, batches in session.batches.items()
+        }
+
+
+def write_predictions(request: Request) -> int:
+    """Write predictions as .jsonl, in the order of the data set, and return how many.
+
+    A line is ``{"index": i, …}`` with the entries of the step's prediction for that sample, or
+    ``"prediction"`` where it is a single value. The file appears once it is complete.
+    """
+    output = _require_output(request.output)
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file, _session(request) as session:
+            count = 0
+            for count, record in enumerate(_predictions(session), start=1):
+                file.write(json.dumps({"index": count - 1, **record}) + "\n")
+        partial.replace(output)
+    finally:
+        partial.unlink(missing_ok=True)
+    return count
+
+
+def _require_output(output: Path | None) -> Path:
+    if output is None or not output.parent.is_dir():
+        rule = "predictions are written to a file in a folder that exists"
+        raise ConfigError(Problem(f"--output {output}", rule, "Give --output predictions.jsonl."))
+    return output
+
+
+def _predictions(session: Session) -> Iterator[dict[str, Any]]:
+    """Yield the prediction of each sample."""
+    import torch
+
+    from runner.evaluation import evaluation_mode
+
+    with evaluation_mode(session.step), torch.no_grad():
+        for batches in session.batches.values():
+            for batch in batches:
+                predicted = session.step.predict(batch)
+                yield from _rows(session.accelerator.gather_for_metrics(predicted))
+
+
+def _rows(predicted: Any) -> Iterator[dict[str, Any]]:
+    """Yield one mapping per sample of nested tensors [B, ...]."""
+    columns = _lists(predicted if isinstance(predicted, Mapping) else {"prediction": predicted})
+    lengths = {len(column) for column in columns.values()}
+    if len(lengths) > 1:
+        rule = f"it returned {sorted(lengths)} rows"
+        remedy = "Return tensors [B, ...] from `predict`."
+        raise ConfigError(Problem("Step.predict", rule, remedy))
+    for values in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, values, strict=True))
+
+
+def _lists(columns: Mapping[Any, Any]) -> dict[str, list[Any]]:
+    """Return the rows of each column as plain values; nested columns get dotted names."""
+    found: dict[str, list[Any]] = {}
+    for name, column in columns.items():
+        if isinstance(column, Mapping):
+            found |= {f"{name}.{inner}": rows for inner, rows in _lists(column).items()}
+        elif isinstance(column, (list, tuple)) and hasattr(column[0], "tolist"):
+            nested = dict(enumerate(column))
+            found |= {f"{name}.{inner}": rows for inner, rows in _lists(nested).items()}
+        else:
+            found[str(name)] = column.tolist() if hasattr(column, "tolist") else list(column)
+    return found
+
+
+# -- the run -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _session(request: Request) -> Iterator[Session]:
+    """Have a run's models, data and engine in the context."""
+    job, recipe = Job.load(rundir.existing(request.run_dir))
+    if request.overrides:
+        recipe = _overridden(request)
+    recipe = _in_one_process(recipe, request.overrides)
+    numerics = Numerics(recipe.distributed.num_threads, recipe.deterministic)
+    with numerics.exported():
+        numerics.apply()
+        with _engine(recipe, job.run_dir) as accelerator:
+            checkpoint = find_checkpoint(job.run_dir, request.checkpoint)
+            step = restored_step(job.run_dir, recipe, checkpoint)
+            step.models = {
+                name: accelerator.prepare_model(model, evaluation_mode=True)
+                for name, model in step.models.items()
+            }
+            batches = _batches(accelerator, recipe, request.splits)
+            yield Session(accelerator, step, batches, checkpoint)
+
+
+def _overridden(request: Request) -> Recipe:
+    with hydra_setup.session():
+        recipe = compose.require(compose.resumed(request.run_dir, request.overrides))
+    from runner import build
+
+    ConfigError.raise_if(build.check_factories(recipe))
+    return recipe
+
+
+def _in_one_process(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """Return the recipe for this one process, on the kind of device that it was trained on."""
+    distributed = recipe.distributed
+    asked = any(hydra_setup.key_of(o).startswith("distributed") for o in overrides)
+    if asked and distributed.kind != "none":
+        rule = "a trained run is used in one process"
+        remedy = "Leave it out, or choose the device: distributed.device=cpu."
+        raise ConfigError(Problem(f"distributed={distributed.kind}", rule, remedy))
+    device = "cpu" if distributed.kind == "multi_cpu" else distributed.device
+    return replace(recipe, distributed=Distributed(device=device, init=distributed.init))
+
+
+@contextlib.contextmanager
+def _engine(recipe: Recipe, run_dir: Path) -> Iterator[Accelerator]:
+    from accel.rng import set_seed
+    from runner import engine
+    from runner.batch_plan import plan_batches
+
+    # Nothing is logged, and no state is saved.
+    recipe.tracker = replace(recipe.tracker, log_with=[])
+    with engine.running(recipe, run_dir, plan_batches(recipe.trainer, 1, None)) as accelerator:
+        set_seed(recipe.seed, deterministic=recipe.deterministic)
+        yield accelerator
+
+
+def _batches(
+    accelerator: Accelerator, recipe: Recipe, splits: tuple[str, ...]
+) -> dict[str, EvalBatches]:
+    from runner import build
+    from runner.batches import EvalBatches
+
+    data = build.build_data(recipe)
+    lacking = [split for split in splits if getattr(data, split) is None]
+    ConfigError.raise_if(
+        [
+            Problem(f"--split {split}", "the recipe's data has none", "Choose another.")
+            for split in lacking
+        ]
+    )
+    wanted = splits or tuple(split for split in MEASURED if getattr(data, split) is not None)
+    return {split: EvalBatches(accelerator, getattr(data, split), recipe) for split in wanted}
+
+
+# -- the command line ----------------------------------------------------------------------
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"runner {command}", description=description, allow_abbrev=False
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run directory")
+    parser.add_argument(
+        "overrides", metavar="KEY=VALUE", nargs="*", help="changes to the run's recipe"
+    )
+    parser.add_argument(
+        "--checkpoint", help="best, last, or a checkpoint's name or path (default: best, else last)"
+    )
+    return parser
+
+
+def _parse_evaluate(arguments: Sequence[str]) -> Request:
+    parser = _parser("eval", "Measure a trained run.")
+    parser.add_argument(
+        "--split",
+        action="append",
+        choices=SPLITS,
+        default=[],
+        help="data set to measure, may be repeated (default: validation and test)",
+    )
+    found = parser.parse_intermixed_args(list(arguments))
+    return Request(found.run_dir, tuple(found.overrides), tuple(found.split), found.checkpoint)
+
+
+def _parse_predict(arguments: Sequence[str]) -> Request:
+    parser = _parser("predict", "Write a trained run's predictions as JSON lines.")
+    parser.add_argument("--split", choices=SPLITS, default="test", help="data set (default: test)")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="the .jsonl file to write"
+    )
+    found = parser.parse_intermixed_args(list(arguments))
+    return Request(
+        found.run_dir, tuple(found.overrides), (found.split,), found.checkpoint, found.output
+    )

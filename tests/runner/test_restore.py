@@ -1,0 +1,89 @@
+"""A run's models in Python, and the package's own names."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import runner
+from accel.errors import CheckpointError, ConfigError
+from runner.restore import find_checkpoint
+from tests.runner.runs import make_run
+
+
+def weights_of(run_dir: Path, number: int, index: int = 0) -> dict[str, torch.Tensor]:
+    name = "model.safetensors" if index == 0 else f"model_{index}.safetensors"
+    return load_file(run_dir / "checkpoints" / f"checkpoint_{number}" / name)
+
+
+def equal(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> bool:
+    state = model.state_dict()
+    return state.keys() == weights.keys() and all(torch.equal(state[k], weights[k]) for k in state)
+
+
+def test_the_best_model_is_loaded_unless_another_is_asked_for(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, checkpoints=3, best=1)
+    model, cfg = runner.load(run_dir)
+    assert not model.training
+    assert equal(model, weights_of(run_dir, 1))
+    assert cfg.model["dropout"] == 0
+    for which, number in (("best", 1), ("last", 2), ("checkpoint_0", 0)):
+        assert equal(runner.load(str(run_dir), which)[0], weights_of(run_dir, number))
+    path = run_dir / "checkpoints" / "checkpoint_0"
+    assert equal(runner.load(run_dir, path)[0], weights_of(run_dir, 0))
+    model(torch.randn(2, 1, 8, 8))
+
+
+def test_loading_draws_nothing(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    torch.manual_seed(5)
+    random.seed(5)
+    expected = torch.rand(1).item(), random.random()
+    torch.manual_seed(5)
+    random.seed(5)
+    runner.load(run_dir)
+    assert (torch.rand(1).item(), random.random()) == expected
+
+
+def test_a_run_that_keeps_no_best_has_a_last(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, checkpoints=2)
+    assert find_checkpoint(run_dir).name == "checkpoint_1"
+    with pytest.raises(CheckpointError, match="'best'"):
+        runner.load(run_dir, "best")
+
+
+def test_a_step_of_several_models_gives_them_by_name(tmp_path: Path) -> None:
+    models, _ = runner.load(make_run(tmp_path, "experiment=gan"))
+    assert len(models) == 2
+    assert all(isinstance(model, torch.nn.Module) for model in models.values())
+
+
+def test_broken_and_missing_checkpoints_are_named(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, best=0)
+    with pytest.raises(CheckpointError, match="checkpoint_9"):
+        runner.load(run_dir, "checkpoint_9")
+    file = run_dir / "checkpoints" / "checkpoint_0" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors was altered"):
+        runner.load(run_dir)
+    with pytest.raises(CheckpointError, match="'last'"):
+        runner.load(run_dir, "last")
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        runner.load(tmp_path)
+
+
+def test_every_exported_name_is_there_and_no_module_hides_one() -> None:
+    for name in runner.__all__:
+        assert getattr(runner, name) is not None
+        assert importlib.util.find_spec(f"runner.{name}") is None
+    assert set(runner.__all__) <= set(dir(runner))
+    with pytest.raises(AttributeError, match="lod"):
+        _ = runner.lod
