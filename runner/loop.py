@@ -229,11 +229,14 @@ class Loop:
         step.optimizers = {name: next(everything) for name in step.optimizers}
         self._train_batches = TrainBatches(accelerator, self.data, self.recipe, self.plan)
         self._eval_batches = {
-            split: None if dataset is None else EvalBatches(accelerator, dataset, self.recipe)
+            split: EvalBatches(accelerator, dataset, self.recipe)
             for split, dataset in (("validation", self.data.validation), ("test", self.data.test))
+            if dataset is not None
         }
         schedulers = self._make_schedulers()
-        pairs = [(scheduler, step.optimizers[name]) for name, scheduler in schedulers.items()]
+        pairs: list[tuple[Any, Any]] = [
+            (scheduler, step.optimizers[name]) for name, scheduler in schedulers.items()
+        ]
         self._plateau = [s for s, _ in pairs if isinstance(s, ReduceLROnPlateau)]
         self._stepping = [p for p in pairs if not isinstance(p[0], ReduceLROnPlateau)]
         self._may_skip = accelerator.scaler is not None
@@ -368,7 +371,7 @@ class Loop:
     def _validate(self) -> None:
         """Evaluate the validation data once per step, and note whether it is the best so far."""
         state = self.state
-        if self._eval_batches["validation"] is None or state.evaluated_step == state.step:
+        if "validation" not in self._eval_batches or state.evaluated_step == state.step:
             return
         metrics = self._evaluate("validation")
         if metrics is None:
@@ -466,7 +469,7 @@ class Loop:
 
     def _test(self) -> None:
         self.saver.load_best()
-        if self._eval_batches["test"] is None:
+        if "test" not in self._eval_batches:
             return
         metrics = self._evaluate("test")
         if metrics is not None:

@@ -88,7 +88,7 @@ class EarlyStopping(Callback):
         self.best, self.num_waited = state["best"], state["num_waited"]
 
     def _monitored(self, metrics: Mapping[str, float]) -> float:
-        if self.monitor not in metrics:
+        if self.monitor is None or self.monitor not in metrics:
             raise ConfigError(
                 Problem(
                     f"callbacks.early_stopping.monitor={self.monitor!r}",
