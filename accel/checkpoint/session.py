@@ -28,6 +28,7 @@ from accel.checkpoint.loaders import (
 from accel.checkpoint.optimizers import ParameterNames, load_by_name, state_by_name
 from accel.errors import CheckpointError, Problem
 from accel.logging import get_logger
+from accel.optimizer import unwrap_optimizer
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
@@ -76,8 +77,10 @@ def together(comm: Communicator, what: str) -> Iterator[None]:
     failed = {rank: text for rank, text in messages if text is not None}
     if not failed:
         return
-    if comm.world_size == 1 and isinstance(own, CheckpointError):
-        raise own
+    if comm.world_size == 1:
+        if isinstance(own, CheckpointError):
+            raise own
+        raise CheckpointError(f"{what} failed: {message}") from own
     told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
     raise CheckpointError(
         f"{what} failed on {len(failed)} of {comm.world_size} ranks. {told}"
@@ -115,6 +118,12 @@ def save(accelerator: Accelerator, output_dir: AnyPath | None, options: SaveOpti
         CheckpointError: on every rank, if it failed on any; older checkpoints are untouched.
     """
     comm, project = accelerator.comm, accelerator.plan.project
+    if project.automatic_checkpoint_naming and output_dir is not None:
+        logger.warning(
+            "save_state(%r): under automatic naming states go to %s.",
+            fspath(output_dir),
+            folder_of(accelerator),
+        )
     final = _decided(comm, lambda: _save_path(accelerator, output_dir), "save_state")
     path = _require(final)
     _write_and_commit(accelerator, path, options)
@@ -182,31 +191,35 @@ def _write_and_commit(accelerator: Accelerator, final: Path, options: SaveOption
 
 def _stage(accelerator: Accelerator, final: Path) -> Path:
     """Create the directory that this rank writes in, and see that every rank has one."""
-    comm, plan = accelerator.comm, accelerator.plan
+    comm, is_writer = accelerator.comm, writes(accelerator)
     mine: Path | None = None
     with together(comm, f"creating {final}"):
-        if writes(accelerator):
+        if is_writer:
             files.tidy(final)
-    with together(comm, f"creating {final}"):
-        mine = files.stage(final) if writes(accelerator) else None
-    nodes = comm.all_gather_object((None if mine is None else fspath(mine), plan.local_rank))
-    writers = [rank for rank, (path, _) in enumerate(nodes) if path is not None]
-    with together(comm, f"creating {final}"):
-        # The writer of this rank's node is the last writer up to it.
-        own = max(rank for rank in writers if rank <= comm.rank)
-        staged = Path(nodes[own][0])
-        if not staged.is_dir():
-            remedy = (
-                "Use a disk that all nodes share, or ProjectConfiguration(save_on_each_node=True)."
-            )
-            raise files.broken(final, "this rank does not see what rank 0 created there", remedy)
-        foreign = [rank for rank in writers if rank != own and Path(nodes[rank][0]).is_dir()]
-        if foreign:
-            rule = (
-                "save_on_each_node=True on a disk that nodes share lets them overwrite each other"
-            )
-            raise files.broken(final, rule, "Set save_on_each_node=False.")
-    return staged
+    try:
+        with together(comm, f"creating {final}"):
+            mine = files.stage(final) if is_writer else None
+        created = comm.all_gather_object(None if mine is None else fspath(mine))
+        with together(comm, f"creating {final}"):
+            return _own_folder(created, comm.rank, final)
+    except CheckpointError:
+        if mine is not None:
+            files.discard(mine)
+        raise
+
+
+def _own_folder(created: list[str | None], rank: int, final: Path) -> Path:
+    """Return the directory that the writer of this rank's node created, and this rank sees."""
+    writers = [writer for writer, path in enumerate(created) if path is not None]
+    own = max(writer for writer in writers if writer <= rank)
+    found = {writer: Path(created[writer] or "") for writer in writers}
+    if not found[own].is_dir():
+        remedy = "Use a disk that all nodes share, or ProjectConfiguration(save_on_each_node=True)."
+        raise files.broken(final, f"rank {rank} does not see what rank {own} created", remedy)
+    if any(found[writer].is_dir() for writer in writers if writer != own):
+        rule = "save_on_each_node=True on a disk that nodes share lets them overwrite each other"
+        raise files.broken(final, rule, "Set save_on_each_node=False.")
+    return found[own]
 
 
 def _facts(accelerator: Accelerator) -> dict[str, Any]:
@@ -259,7 +272,7 @@ def _shared_states(accelerator: Accelerator) -> Iterator[tuple[str, Any, str]]:
     objects = accelerator._objects
     names = _parameter_names(accelerator)
     for index, optimizer in enumerate(objects.optimizers):
-        state = state_by_name(_inner(optimizer), names)
+        state = state_by_name(unwrap_optimizer(optimizer), names)
         yield numbered("optimizer", ".bin", index), state, f"optimizer {index}"
     for index, scheduler in enumerate(objects.schedulers):
         yield numbered("scheduler", ".bin", index), scheduler.state_dict(), f"scheduler {index}"
@@ -275,11 +288,6 @@ def _shared_states(accelerator: Accelerator) -> Iterator[tuple[str, Any, str]]:
 def _parameter_names(accelerator: Accelerator) -> ParameterNames:
     unwrap = accelerator.strategy.unwrap_model
     return ParameterNames([unwrap(model) for model in accelerator._objects.models])
-
-
-def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return inner
 
 
 # -- load ----------------------------------------------------------------------------------
@@ -356,7 +364,9 @@ def _restore_objects(accelerator: Accelerator, path: Path, manifest: Manifest) -
     names = _parameter_names(accelerator)
     for index, optimizer in enumerate(objects.optimizers):
         load_by_name(
-            _inner(optimizer), load_plain(path / numbered("optimizer", ".bin", index)), names
+            unwrap_optimizer(optimizer),
+            load_plain(path / numbered("optimizer", ".bin", index)),
+            names,
         )
     for index, scheduler in enumerate(objects.schedulers):
         scheduler.load_state_dict(load_plain(path / numbered("scheduler", ".bin", index)))
