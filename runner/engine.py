@@ -84,6 +84,8 @@ def _accumulation(recipe: Recipe, batch_plan: BatchPlan) -> GradientAccumulation
 
 def _project(recipe: Recipe, run_dir: Path) -> ProjectConfiguration:
     project = replace(recipe.checkpoint.project)
+    if project.logging_dir is None:
+        project.logging_dir = str(run_dir / "tensorboard")
     if project.project_dir is None:
         project.set_directories(run_dir)
     return project
