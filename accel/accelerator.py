@@ -24,11 +24,10 @@ from accel.config.training import (
     TorchDynamoPlugin,
 )
 from accel.enums import DynamoBackend, PrecisionType, RNGType
-from accel.env import Environment
 from accel.objects import Objects
 from accel.plan import Arguments, Plan, resolve
 from accel.precision.build import build_precision
-from accel.state import AcceleratorState, GradientState
+from accel.state import AcceleratorState, GradientState, current_environment
 from accel.strategies.table import build_strategy
 from accel.trackers.base import GeneralTracker
 from accel.trackers.table import Wanted, filter_trackers
@@ -124,7 +123,7 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
         arguments = Arguments(
             device_placement=device_placement,
             split_batches=split_batches,
-            mixed_precision=_settled_precision(mixed_precision),
+            mixed_precision=mixed_precision,
             gradient_accumulation_steps=gradient_accumulation_steps,
             cpu=cpu,
             device=device,
@@ -146,17 +145,13 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
             even_batches=even_batches,
             use_seedable_sampler=use_seedable_sampler,
         )
-        plan = resolve(arguments, Environment.read())
+        plan = resolve(arguments, current_environment())
         self.log_with = filter_trackers(log_with, plan.project.logging_dir)
-        self._set_up(plan)
+        self._set_up(plan, cpu)
 
-    def _set_up(self, plan: Plan) -> None:
-        self.state = AcceleratorState(_from_accelerator=True, _plan=plan)
-        settled = {
-            name: getattr(self.state.plan, name)
-            for name in ("device", "device_type", "backend", "init")
-        }
-        self.plan = dataclasses.replace(plan, **settled)
+    def _set_up(self, plan: Plan, cpu: bool) -> None:
+        self.state = AcceleratorState(cpu=cpu, _from_accelerator=True, _plan=plan)
+        self.plan = self.state.settle(plan)
         self.comm = self.state.comm
         self.device = self.state.device
         self.gradient_state = GradientState(self.plan.accumulation)
@@ -290,10 +285,3 @@ class _TraceFiles:
         self.cycles += 1
         if self.also is not None:
             self.also(profiler)
-
-
-def _settled_precision(asked: PrecisionType | str | None) -> PrecisionType | str | None:
-    """Return what was asked for; where nothing was, what an earlier Accelerator settled."""
-    if asked is None and AcceleratorState._shared_state:
-        return AcceleratorState().mixed_precision
-    return asked

@@ -41,19 +41,22 @@ def _init_handler(kwargs: dict[str, Any]) -> list[InitProcessGroupKwargs]:
 
 
 def current_environment() -> Environment:
-    """Return the environment, as far as this process has not settled yet who and where it is."""
+    """Return the environment, with what this process has settled in place of what it says now."""
     environment = Environment.read()
     if not PartialState._shared_state:
         return environment
     partial = PartialState()
-    stays_on_cpu = partial.device.type == "cpu" != default_device_type()
-    world = {name: getattr(partial.plan.environment, name) for name in WORLD}
-    return dataclasses.replace(environment, use_cpu=environment.use_cpu or stays_on_cpu, **world)
+    settled = {name: getattr(partial.plan.environment, name) for name in WORLD}
+    if partial.device.type == "cpu" != default_device_type():
+        settled["use_cpu"] = True
+    if AcceleratorState._shared_state:
+        settled["mixed_precision"] = AcceleratorState().mixed_precision
+    return dataclasses.replace(environment, **settled)
 
 
-def _adopt(plan: Plan, settled: Plan, *names: str) -> Plan:
-    """Return `plan` with the device and the process group of `settled`, and its fields `names`."""
-    names = ("device_type", "device", "backend", "init", *names)
+def _adopt(plan: Plan, settled: Plan) -> Plan:
+    """Return `plan` with the device and the process group of `settled`."""
+    names = ("device_type", "device", "backend", "init")
     return dataclasses.replace(plan, **{name: getattr(settled, name) for name in names})
 
 
@@ -138,7 +141,7 @@ class AcceleratorState(ProcessControl):
     ) -> None:
         self.__dict__ = self._shared_state
         if self.initialized:
-            self._check(mixed_precision, cpu)
+            self._check(mixed_precision if _plan is None else _plan.mixed_precision, cpu)
             return
         if _plan is None:
             arguments = Arguments(
@@ -157,12 +160,12 @@ class AcceleratorState(ProcessControl):
         )
 
     def settle(self, plan: Plan) -> Plan:
-        """Return `plan` with what the first `Accelerator` of the process decided for all.
+        """Return `plan` with the device and the process group of this process.
 
         Args:
-            plan: what a later `Accelerator` resolved.
+            plan: what an `Accelerator` resolved; a later one may differ in all other points.
         """
-        return _adopt(plan, self.plan, "mixed_precision")
+        return _adopt(plan, self.plan)
 
     def _check(self, mixed_precision: str | None, cpu: bool) -> None:
         problems = []

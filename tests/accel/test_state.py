@@ -104,9 +104,12 @@ def test_a_plan_is_taken_over() -> None:
     assert state.mixed_precision == "bf16"
     assert state.plan.device == partial.device
     later = resolve(Arguments(gradient_accumulation_steps=4), current_environment())
-    settled = state.settle(later)
+    settled = AcceleratorState(_plan=later).settle(later)
     assert settled.mixed_precision == "bf16"
     assert settled.accumulation.num_steps == 4
+    other = resolve(Arguments(mixed_precision="fp16"), current_environment())
+    with pytest.raises(ConfigError, match="set up with 'bf16'"):
+        AcceleratorState(_plan=other)
 
 
 def test_the_environment_is_settled_with_the_first_state() -> None:
