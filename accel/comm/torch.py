@@ -6,6 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.html
 from __future__ import annotations
 
 import atexit
+import importlib
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,9 @@ def _next_store(plan: Plan) -> Store:
 
 def _build_group(plan: Plan) -> None:
     """Build the default process group of `plan`."""
+    # Its functions take the group of the moment of import for a default argument, so a later import
+    # (torch._dynamo's, with the first optimizer) would keep the group's threads alive for ever.
+    importlib.import_module("torch.distributed.nn.functional")
     options: dict[str, Any] = {"backend": plan.backend, "rank": plan.rank}
     options["world_size"] = plan.world_size
     if plan.init.timeout is not None:

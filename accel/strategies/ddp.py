@@ -132,9 +132,14 @@ class DDPStrategy(Strategy):
 
 
 def _detach(model: DistributedDataParallel) -> None:
-    """Let go of the reducer of `model`, whose forward is from now on that of its module."""
-    model.require_backward_grad_sync = False
-    model.require_forward_param_sync = False
+    """Let go of the process group in `model`, whose forward is from now on that of its module.
+
+    gloo's threads end with the last reference to the group, and abort the process if that is later.
+    """
+    model.forward = model.module.forward  # type: ignore[method-assign]
+    model._comm_hooks.clear()
+    for name in ("reducer", "logger", "process_group"):
+        delattr(model, name)
 
 
 def register_hook(model: DistributedDataParallel, handler: DistributedDataParallelKwargs) -> None:
