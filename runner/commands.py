@@ -140,7 +140,8 @@ def write_predictions(request: Request) -> int:
         with partial.open("w", encoding="utf-8") as file, _session(request) as session:
             count = 0
             for count, record in enumerate(_predictions(session), start=1):
-                file.write(json.dumps({"index": count - 1, **record}) + "\n")
+                line = rundir.finite({"index": count - 1, **record})
+                file.write(json.dumps(line, allow_nan=False) + "\n")
         partial.replace(output)
     finally:
         partial.unlink(missing_ok=True)

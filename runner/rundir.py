@@ -275,7 +275,7 @@ def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -
 
 def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON in one piece; numbers that JSON does not know become strings."""
-    text = json.dumps(_finite(value), indent=2, allow_nan=False, ensure_ascii=False)
+    text = json.dumps(finite(value), indent=2, allow_nan=False, ensure_ascii=False)
     files.write_atomically(path, f"{text}\n".encode("utf-8", errors="replace"))
 
 
@@ -301,7 +301,7 @@ class MetricsFile:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line."""
-        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        self._file.write(json.dumps(finite(record), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -329,12 +329,12 @@ def _belongs(line: str, step: int) -> bool:
         return False
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Return `value` in types that JSON knows."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}Infinity"
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return str(value) if isinstance(value, os.PathLike) else value

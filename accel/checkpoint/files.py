@@ -407,7 +407,8 @@ def replace_file(written: Path, final: Path) -> None:
 
 def flush_file(path: Path) -> None:
     """Wait until the content of `path` is on the disk."""
-    with path.open("rb+") as file:
+    # Windows wants a file that is open for writing; elsewhere it may be read-only.
+    with path.open("rb+" if os.name == "nt" else "rb") as file:
         os.fsync(file.fileno())
 
 

@@ -128,11 +128,11 @@ def save(accelerator: Accelerator, output_dir: AnyPath | None, options: SaveOpti
     path = _require(final)
     _write_and_commit(accelerator, path, options)
     if project.automatic_checkpoint_naming:
+        project.iteration += 1  # it is committed, whatever becomes of the old ones
         if project.total_limit is not None:
             with together(comm, "deleting old checkpoints"):
                 if writes(accelerator):
                     files.prune(path.parent, project.total_limit, options.protected)
-        project.iteration += 1
     return path
 
 

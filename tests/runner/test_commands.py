@@ -1,0 +1,134 @@
+"""`runner eval` and `runner predict`: a trained run measured and used, in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import runner
+from accel.errors import CheckpointError, ConfigError
+from runner import app, commands
+from runner.factories.digits import digits
+from tests.runner.runs import make_run
+
+NUM_TEST = 360
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs"), checkpoints=2, best=0)
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+def predictions(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_eval_measures_every_sample_of_the_best_state(run_dir: Path) -> None:
+    found = commands.measure(commands.Request(run_dir))
+    assert set(found) == {"validation", "test"}
+    model, _ = runner.load(run_dir)
+    images, labels = digits().test.tensors  # type: ignore[union-attr]
+    with torch.no_grad():
+        expected = (model(images).argmax(1) == labels).double().mean().item()
+    assert found["test"]["accuracy"] == pytest.approx(expected, abs=1e-9)
+
+
+def test_eval_prints_a_table(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["eval", str(run_dir), "--split", "test", "--checkpoint", "last"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{run_dir.name} · test" in printed
+    assert "accuracy" in printed
+    assert "validation" not in printed
+
+
+def test_overrides_change_the_recipe_that_is_measured(run_dir: Path) -> None:
+    plain = commands.measure(commands.Request(run_dir, splits=("test",)))["test"]
+    request = commands.Request(
+        run_dir, ("objective.label_smoothing=0.5", "trainer.eval_batch_size=7"), ("test",)
+    )
+    smoothed = commands.measure(request)["test"]
+    assert smoothed["loss"] != plain["loss"]
+    assert smoothed["accuracy"] == plain["accuracy"]
+
+
+def test_predict_writes_a_line_per_sample_in_order(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "predictions.jsonl"
+    arguments = ["predict", str(run_dir), "--output", str(output), "trainer.eval_batch_size=50"]
+    assert app.run(arguments) == 0
+    assert f"{NUM_TEST} predictions" in capsys.readouterr().out
+    rows = predictions(output)
+    assert [row["index"] for row in rows] == list(range(NUM_TEST))
+    model, _ = runner.load(run_dir)
+    images, _ = digits().test.tensors  # type: ignore[union-attr]
+    with torch.no_grad():
+        expected = model(images).argmax(1).tolist()
+    assert [row["label"] for row in rows] == expected
+
+
+def test_a_run_of_several_processes_is_used_in_one(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "distributed=multi_cpu", "distributed.num_processes=2")
+    assert commands.measure(commands.Request(run_dir, splits=("test",)))["test"]["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.eval_bach_size=3"], "trainer.eval_batch_size"),
+        (["+precision.foo=1"], "foo"),
+        (["model.widht=3"], "width"),
+        (["precision=bf61"], "bf16"),
+        (["trainer.epochs=-1"], "at least 1"),
+        (["distributed=multi_cpu"], "one process"),
+    ],
+)
+def test_refusals_are_those_of_a_run(
+    run_dir: Path, overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run(["eval", str(run_dir), *overrides]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_the_weights_do_not_fit_is_refused(run_dir: Path) -> None:
+    with pytest.raises(CheckpointError, match="do not fit the model 'model'"):
+        commands.measure(commands.Request(run_dir, ("model.width=16",)))
+
+
+def test_what_is_not_there_is_refused(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run(["eval", str(tmp_path)]) == 2
+    assert "config.yaml" in capsys.readouterr().err
+    nowhere = tmp_path / "no" / "where.jsonl"
+    assert app.run(["predict", str(run_dir), "--output", str(nowhere)]) == 2
+    assert "a folder that exists" in capsys.readouterr().err
+    assert app.run(["predict", str(run_dir)]) == 2
+    assert "--output" in capsys.readouterr().err
+
+
+def test_predictions_of_any_shape_become_rows() -> None:
+    predicted = {
+        "label": torch.tensor([1, 2]),
+        "boxes": [torch.zeros(2, 1), torch.ones(2)],
+        "nested": {"text": ["a", "b"]},
+    }
+    assert list(commands._rows(predicted)) == [
+        {"label": 1, "boxes.0": [0.0], "boxes.1": 1.0, "nested.text": "a"},
+        {"label": 2, "boxes.0": [0.0], "boxes.1": 1.0, "nested.text": "b"},
+    ]
+    assert list(commands._rows(torch.tensor([0.5]))) == [{"prediction": 0.5}]
+    with pytest.raises(ConfigError, match="rows"):
+        list(commands._rows({"a": torch.ones(2), "b": torch.ones(3)}))
