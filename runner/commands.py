@@ -267,7 +267,10 @@ def _batches(
         ]
     )
     wanted = splits or tuple(split for split in MEASURED if getattr(data, split) is not None)
-    return {split: EvalBatches(accelerator, getattr(data, split), recipe) for split in wanted}
+    return {
+        split: EvalBatches(accelerator, getattr(data, split), recipe, data.collate_fn)
+        for split in wanted
+    }
 
 
 # -- the command line ----------------------------------------------------------------------

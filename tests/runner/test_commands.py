@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 import runner
 from accel.errors import CheckpointError, ConfigError
-from runner import app, commands
+from runner import app, build, commands
 from runner.factories.digits import digits
 from tests.runner.runs import make_run
 
@@ -77,6 +79,18 @@ def test_predict_writes_a_line_per_sample_in_order(
     with torch.no_grad():
         expected = model(images).argmax(1).tolist()
     assert [row["label"] for row in rows] == expected
+
+
+def test_batches_are_joined_as_the_data_say(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, sizes = digits(), []
+
+    def collate(samples: list[Any]) -> Any:
+        sizes.append(len(samples))
+        return default_collate(samples)
+
+    monkeypatch.setattr(build, "build_data", lambda recipe: replace(data, collate_fn=collate))
+    commands.measure(commands.Request(run_dir, splits=("test",)))
+    assert sum(sizes) >= NUM_TEST
 
 
 def test_a_run_of_several_processes_is_used_in_one(tmp_path: Path) -> None:
