@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import overload
 
 from accel.errors import ConfigError, Problem
 
@@ -40,6 +41,10 @@ def flag(name: str) -> bool:
     return value in TRUE
 
 
+@overload
+def integer(name: str, default: int) -> int: ...
+@overload
+def integer(name: str, default: None = None) -> int | None: ...
 def integer(name: str, default: int | None = None) -> int | None:
     """Return the variable `name` as a number, or `default` where it is unset or empty.
 
@@ -137,11 +142,11 @@ class Environment:
         return cls(
             rank=integer("RANK"),
             local_rank=integer("LOCAL_RANK"),
-            world_size=integer("WORLD_SIZE") or 1,
+            world_size=integer("WORLD_SIZE", 1),
             local_world_size=integer("LOCAL_WORLD_SIZE"),
             master_addr=read("MASTER_ADDR"),
             master_port=integer("MASTER_PORT"),
-            restart_count=integer("TORCHELASTIC_RESTART_COUNT") or 0,
+            restart_count=integer("TORCHELASTIC_RESTART_COUNT", 0),
             run_id=read("TORCHELASTIC_RUN_ID") or "",
             agent_store=flag("TORCHELASTIC_USE_AGENT_STORE"),
             mixed_precision=read("ACCELERATE_MIXED_PRECISION") or None,

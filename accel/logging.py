@@ -67,7 +67,7 @@ def _is_main_process() -> bool:
     """Return whether this is process 0; before the state is built the launcher's word counts."""
     if PartialState._shared_state:
         return PartialState().is_main_process
-    return (env.integer("RANK") or 0) == 0
+    return env.integer("RANK", 0) == 0
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

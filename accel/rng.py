@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from accel import env
+from accel.device import default_device_type
 from accel.enums import RNGType
 from accel.errors import CheckpointError, ConfigError, Problem
 from accel.state import PartialState
@@ -44,10 +45,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 def _accelerator() -> Any | None:
     """Return the torch module of this process's accelerator (`torch.cuda`, …), if it has one."""
-    if PartialState._shared_state:
-        kind = PartialState().device.type
-    else:
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    built = bool(PartialState._shared_state)
+    kind = PartialState().device.type if built else default_device_type()
     return None if kind == "cpu" else getattr(torch, kind)
 
 

@@ -133,6 +133,8 @@ class TorchCommunicator(Communicator):
             _build_group(plan)
         self._check_group()
         self.backend: str = dist.get_backend()
+        # Gloo gathers in the host's memory only.
+        self._wire = torch.device("cpu") if self.backend == "gloo" else plan.device
 
     def _check_group(self) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -149,12 +151,9 @@ class TorchCommunicator(Communicator):
                 "destroy_process_group()."
             )
 
-    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor` contiguous, where the backend can reach it."""
-        tensor = tensor.detach()
-        if tensor.device.type != self.device.type:
-            tensor = tensor.to(self.device)
-        return tensor.contiguous()
+        return tensor.detach().to(self._wire).contiguous()
 
     def barrier(self) -> None:
         """Wait until every rank is here; in debug mode gloo names the ranks that did not come."""
@@ -172,7 +171,7 @@ class TorchCommunicator(Communicator):
         shape = (self.world_size * tensor.shape[0], *tensor.shape[1:])
         if tensor.numel() == 0:
             return tensor.new_empty(shape)
-        flat = _as_movable(self._on_device(tensor).reshape(-1))
+        flat = _as_movable(self._on_wire(tensor).reshape(-1))
         gathered = flat.new_empty(self.world_size * flat.numel())
         _all_gather_single(gathered, flat)
         return gathered.view(tensor.dtype).view(shape).to(tensor.device)
@@ -190,7 +189,7 @@ class TorchCommunicator(Communicator):
         """Return the elementwise reduction over ranks, times `scale` (booleans are counted)."""
         self._require_open()
         whole = tensor.long() if tensor.dtype == torch.bool else tensor
-        result = self._on_device(whole).clone()
+        result = self._on_wire(whole).clone()
         dist.all_reduce(result, op=OPS[op])
         return scaled(result, op, self.world_size, scale).to(tensor.device)
 
@@ -199,7 +198,7 @@ class TorchCommunicator(Communicator):
         self._require_open()
         if tensor.numel() == 0:
             return tensor.detach().clone()
-        flat = _as_movable(self._on_device(tensor).reshape(-1)).clone()
+        flat = _as_movable(self._on_wire(tensor).reshape(-1)).clone()
         dist.broadcast(flat, src=source)
         return flat.view(tensor.dtype).view(tensor.shape).to(tensor.device)
 
