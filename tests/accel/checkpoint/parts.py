@@ -52,7 +52,7 @@ class Run:
         return [*self.weights().values(), *(tensor.clone() for tensor in self.moments())]
 
 
-def build(seed: int = 0, **kwargs: Any) -> Run:
+def build(seed: int = 0, cpu: bool = True, **kwargs: Any) -> Run:
     """Return a run; its data are the same whatever the seed."""
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(
@@ -64,7 +64,7 @@ def build(seed: int = 0, **kwargs: Any) -> Run:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.7)
     loader = DataLoader(data, batch_size=8, shuffle=True)
     config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
-    accelerator = Accelerator(cpu=True, dataloader_config=config, **kwargs)
+    accelerator = Accelerator(cpu=cpu, dataloader_config=config, **kwargs)
     return Run(accelerator, *accelerator.prepare(model, optimizer, scheduler, loader))
 
 

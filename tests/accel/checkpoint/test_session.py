@@ -74,6 +74,27 @@ def test_random_states_come_back(tmp_path: Path) -> None:
     assert draw() == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
+@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
+def test_a_state_of_a_gpu_goes_on_there_and_loads_on_the_cpu(
+    tmp_path: Path, precision: str
+) -> None:
+    run = build(cpu=False, mixed_precision=precision)
+    run.train(epochs=2)
+    run.accelerator.save_state(tmp_path)
+    saved, draw = [tensor.cpu() for tensor in run.everything()], torch.rand(3, device="cuda")
+    fresh = build(seed=9, cpu=False, mixed_precision=precision)
+    fresh.accelerator.load_state(tmp_path)
+    assert equal([tensor.cpu() for tensor in fresh.everything()], saved)
+    assert torch.equal(torch.rand(3, device="cuda"), draw)
+    reset_accel()
+    there = build(seed=9)
+    with pytest.warns(UserWarning, match="saved on cuda"):
+        there.accelerator.load_state(tmp_path)
+    assert equal(there.everything(), saved)
+
+
 @pytest.mark.parametrize("safe", [True, False])
 def test_the_files_have_the_documented_names(tmp_path: Path, safe: bool) -> None:
     run = build(mixed_precision="fp16")
