@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from accel.errors import ConfigError, Problem
-from runner.schema import DataLoader, Trainer
+from runner.schema import Trainer
 
 
 @dataclass(frozen=True)
@@ -72,29 +72,6 @@ def limited(limit: int | float | None, count: int) -> int:
     return min(count, max(1, int(limit * count)) if isinstance(limit, float) else limit)
 
 
-def loader_problems(loader: DataLoader) -> list[Problem]:
-    """Return the fields of the `dataloader` node that contradict each other."""
-    if loader.num_workers > 0:
-        return []
-    problems = []
-    for name, asked in (
-        (
-            f"dataloader.prefetch_factor={loader.prefetch_factor}",
-            loader.prefetch_factor is not None,
-        ),
-        ("dataloader.persistent_workers=true", loader.persistent_workers),
-    ):
-        if asked:
-            problems.append(
-                Problem(
-                    f"{name} with dataloader.num_workers=0",
-                    "there are no workers that could read ahead or live on",
-                    "Set dataloader.num_workers=1 or more, or leave it out.",
-                )
-            )
-    return problems
-
-
 def _shares(trainer: Trainer, num_processes: int, problems: list[Problem]) -> tuple[int, int]:
     """Return (micro-batch, accumulation), adding to `problems` what does not divide."""
     total, micro = trainer.global_batch_size, trainer.micro_batch_size
@@ -106,7 +83,8 @@ def _shares(trainer: Trainer, num_processes: int, problems: list[Problem]) -> tu
             problems.append(
                 Problem(
                     f"{given} with trainer.micro_batch_size={micro}, "
-                    f"trainer.accumulation.num_steps={accumulation} and {_processes(num_processes)}",
+                    f"trainer.accumulation.num_steps={accumulation} and "
+                    f"{_processes(num_processes)}",
                     "it is their product",
                     f"Set trainer.global_batch_size={product}, or leave one of the two out.",
                 )

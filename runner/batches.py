@@ -146,13 +146,21 @@ class TrainBatches:
             logger.warning(
                 "A stream is resumed by reading its first %d samples again.", stream.skip
             )
-        steps = self.plan.steps_per_epoch
-        left = None if steps is None else steps - skip_steps
+        left = None if self._stream_steps is None else max(0, self._stream_steps - skip_steps)
         batches = iter(self.loader)
         try:
             yield from itertools.islice(self._stream_windows(batches), left)
         finally:
             batches.close()
+
+    @property
+    def _stream_steps(self) -> int | None:
+        """How many steps an epoch has at most; None: as many as the stream gives."""
+        if self.plan.steps_per_epoch is not None:
+            return self.plan.steps_per_epoch
+        trainer = self.recipe.trainer
+        limits = (trainer.limit_train_batches, trainer.overfit_batches)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def _stream_windows(self, batches: Iterator[Any]) -> Iterator[Window]:
         plan, drop_last = self.plan, self.recipe.trainer.drop_last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +23,7 @@ from torch.utils.data import (
 )
 
 from accel.data.samplers import SeedableRandomSampler, cycle_to, mix_seeds
-from accel.errors import ConfigError
 from runner import schema
-from runner.batch_plan import loader_problems
 
 # NumPy's global generator takes seeds of 32 bits.
 _NUMPY_SEEDS = 1 << 32
@@ -203,7 +202,7 @@ class ReplayedRandomSampler(RandomSampler):
     def __iter__(self) -> Iterator[int]:
         self.generator.manual_seed(self.seed)
         for _ in range(self.epoch):
-            torch.randperm(len(self), generator=self.generator)
+            deque(super().__iter__(), maxlen=0)
         return super().__iter__()
 
 
@@ -291,11 +290,7 @@ def make_loader(
         device_type: where batches go; they are page-locked for accelerators unless the node says.
         collate_fn: joins samples into a batch; None: torch's default.
         kwargs: batch size and samplers.
-
-    Raises:
-        ConfigError: if fields of the node contradict each other.
     """
-    ConfigError.raise_if(loader_problems(config))
     pinned = device_type not in ("cpu", "mps") if config.pin_memory is None else config.pin_memory
     return DataLoader(
         dataset,
