@@ -57,6 +57,7 @@ class StopFlag:
     def __init__(self) -> None:
         self._requested = ""
         self._decided = ""
+        self._interrupted = False
         self._clocks: dict[str, _Clock] = {}
         self._store: Store | None = None
 
@@ -79,7 +80,13 @@ class StopFlag:
         Args:
             processes: the accelerator.
             phase: kind of boundary. Kinds of different duration keep different intervals.
+
+        Raises:
+            KeyboardInterrupt: if Ctrl-C raised it before, where it was lost: what is raised while
+                an object is destroyed (a loader that ends its processes, say) reaches nobody.
         """
+        if self._interrupted:
+            raise KeyboardInterrupt
         if self._decided:
             return True
         if processes.num_processes == 1:
@@ -116,7 +123,7 @@ class StopFlag:
         if threading.current_thread() is not threading.main_thread():
             yield self  # only the main thread may have handlers; its owner decides
             return
-        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        before = {n: signal.getsignal(n) for n in (*STOP_SIGNALS, signal.SIGINT)}
         owner = os.getpid()
 
         def handle(number: int, frame: FrameType | None) -> None:
@@ -124,12 +131,18 @@ class StopFlag:
                 _in_forked_child(number)
                 return
             self.request(signal.Signals(number).name)
-            earlier = before.get(signal.Signals(number))
+            earlier = before[signal.Signals(number)]
             if callable(earlier):
                 earlier(number, frame)
 
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            self._interrupted = os.getpid() == owner
+            signal.default_int_handler(number, frame)
+
         for number in STOP_SIGNALS:
             signal.signal(number, handle)
+        if before[signal.SIGINT] is signal.default_int_handler:  # not ignored, no debugger's own
+            signal.signal(signal.SIGINT, interrupt)
         try:
             yield self
         finally:

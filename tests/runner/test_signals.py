@@ -87,6 +87,29 @@ def test_another_thread_leaves_the_handlers_alone() -> None:
     assert inside == [before]
 
 
+class Lost:
+    """Destroying this takes long enough to be interrupted."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_control_c_that_was_lost_in_a_destructor_is_raised_at_the_next_boundary() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with StopFlag().installed() as stop:
+            lost: Lost | None = Lost()
+            assert lost is not None
+            lost = None
+            with pytest.raises(KeyboardInterrupt):
+                stop.agreed(Processes())
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def sleep_on(ready: Any) -> None:
     ready.set()
     time.sleep(120)
