@@ -1,0 +1,85 @@
+"""The built-in recipes and the example project, as whole commands but short."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import python
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(cwd: Path, *overrides: str) -> tuple[str, Path]:
+    """Run `python -m runner` in `cwd`; return what it printed and the run's directory."""
+    answer = subprocess.run(
+        python("-m", "runner", "distributed.num_threads=1", *overrides),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    (folder,) = (cwd / "runs").glob("*/*/")
+    return answer.stdout, folder
+
+
+def last(run_dir: Path, split: str) -> dict[str, Any]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [entry for entry in lines if entry["split"] == split][-1]
+
+
+def test_the_example_trains_from_its_own_directory(tmp_path: Path) -> None:
+    project = tmp_path / "anywhere"
+    shutil.copytree(ROOT / "examples" / "wine", project, ignore=shutil.ignore_patterns("runs"))
+    _, run_dir = run(project, "experiment=wine", "tracker.log_with=[]")
+    assert last(run_dir, "test")["accuracy"] >= 0.9
+    assert last(run_dir, "validation")["worst_recall"] >= 0.8
+
+
+def test_the_text_recipe_shows_baselines_and_a_sample(tmp_path: Path) -> None:
+    printed, run_dir = run(
+        tmp_path,
+        "experiment=bytes_gpt",
+        "model.dim=16",
+        "model.num_layers=1",
+        "trainer.max_steps=20",
+        "trainer.global_batch_size=16",
+        "trainer.limit_eval_batches=2",
+        "callbacks.text_sample.num_bytes=20",
+        "tracker.log_with=[]",
+    )
+    assert last(run_dir, "validation")["bits_per_byte"] < 8.0
+    for word in ("bigram", "gzip", "text by the model"):
+        assert word in printed
+
+
+def test_the_gan_draws_nearer_to_the_digits(tmp_path: Path) -> None:
+    _, run_dir = run(
+        tmp_path,
+        "experiment=gan",
+        "trainer.epochs=6",
+        "trainer.eval_every=20",
+        "tracker.log_with=[]",
+    )
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    distances = [entry["frechet"] for entry in lines if entry["split"] == "validation"]
+    assert distances[-1] < 0.8 * distances[0]
+
+
+@pytest.mark.slow
+def test_the_default_recipe_reaches_its_accuracy(tmp_path: Path) -> None:
+    accuracies = []
+    for seed in range(3):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        _, run_dir = run(folder, f"seed={seed}", "tracker.log_with=[]")
+        accuracies.append(last(run_dir, "test")["accuracy"])
+    assert sorted(accuracies)[1] >= 0.98
