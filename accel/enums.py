@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from enum import Enum, EnumMeta
+from enum import EnumMeta, StrEnum
 
 
 class _ContainsMeta(EnumMeta):
-    """Let ``"fp16" in PrecisionType`` ask for a value."""
+    """Let ``"fp16" in PrecisionType`` ask for a value, as Python 3.12 does."""
 
     def __contains__(cls, item: object) -> bool:
-        if isinstance(item, cls):
-            return True
-        return any(item == member.value for member in cls)
+        return isinstance(item, cls) or item in cls._value2member_map_
 
 
-class BaseEnum(str, Enum, metaclass=_ContainsMeta):
+class BaseEnum(StrEnum, metaclass=_ContainsMeta):
     """A string enumeration whose `str` is its value."""
-
-    def __str__(self) -> str:
-        return str(self.value)
 
     @classmethod
     def list(cls) -> list[str]:

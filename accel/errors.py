@@ -1,12 +1,12 @@
 """The exceptions that `accel` raises on purpose.
 
     AccelError
-    ├── ConfigError              (ValueError)    what was asked for contradicts itself or the machine
+    ├── ConfigError              (ValueError)    the request contradicts itself or the machine
     │   └── NotBuiltError                        a documented option this version does not offer yet
     ├── StateError               (RuntimeError)  a call at the wrong time: state reset, never built
     ├── MissingPackageError      (ImportError)   an optional package is not installed
     ├── CheckpointError          (RuntimeError)  a checkpoint is missing, incomplete or altered
-    └── DistributedOperationException (RuntimeError)  ranks disagree on what they exchange
+    └── DistributedOperationException (RuntimeError) ranks disagree on what they exchange
 
 Each message gives the value, the rule that it breaks and the remedy.
 """
@@ -91,7 +91,7 @@ class CheckpointError(AccelError, RuntimeError):
     """A checkpoint is missing, incomplete, altered or does not fit the run."""
 
 
-class DistributedOperationException(AccelError, RuntimeError):  # noqa: N818 (documented name)
+class DistributedOperationException(AccelError, RuntimeError):
     """Ranks disagree on the shapes or types that they exchange (debug mode)."""
 
 

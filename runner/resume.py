@@ -12,7 +12,7 @@ PER_INVOCATION = (("resume",), ("trainer", "stop_after"), ("trainer", "max_time"
 def carry_over(frozen: Any, before: Any, after: Any) -> Any:
     """Return `frozen` with what differs between `before` and `after` taken from `after`.
 
-    A run is resumed with the recipe it was started with, even if files of `conf/` have changed since.
+    A run goes on with the recipe it was started with, even if files of `conf/` have changed since.
     New overrides may choose whole groups, so what they mean is read off two compositions.
 
     Args:

@@ -1,7 +1,7 @@
 """Run a function on several processes, in a warm pool of workers per world size.
 
-A fresh start of two workers costs seconds; a warm call costs milliseconds. Start-up itself is tested
-with fresh launches in `tests/runner/test_launch.py`.
+A fresh start of two workers costs seconds; a warm call costs milliseconds. Start-up itself is
+tested with fresh launches in `tests/runner/test_launch.py`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ class _Pool:
             raise WorkerError(f"ranks {missing} gave no answer within {timeout} s")
         return [answers[rank] for rank in range(self.world_size)]
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
+    ) -> list[Any]:
         """Run `function(*args)` on every rank and return the results by rank."""
         port = str(free_port())
         for rank, pipe in enumerate(self.pipes):

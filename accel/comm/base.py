@@ -38,7 +38,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the ranks' tensors of one shape [n, ...] joined along dim 0: [world_size * n, ...]."""
+        """Return the ranks' tensors of shape [n, ...] joined along dim 0: [world_size * n, ...]."""
 
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -62,7 +62,7 @@ class Communicator(ABC):
         """Write `value` with the transport's own serialisation (`torch.save` where it has none)."""
         torch.save(value, path)
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 (eager transports have nothing to wait for)
         """Wait until work that was only queued (lazy backends) is done. Nothing by default."""
 
     @abstractmethod

@@ -17,7 +17,7 @@ SHORT = ("trainer.log_every=1", "trainer.global_batch_size=64", "tracker.log_wit
 
 
 def run(*overrides: str, cwd: Path, code: int = 0, timeout: float = 110) -> Path:
-    """Run `python -m runner` in `cwd` and return the run's directory (or `cwd` if it was refused)."""
+    """Run `python -m runner` in `cwd`; return the directory of the run (`cwd` if refused)."""
     answer = subprocess.run(
         python("-m", "runner", *overrides),
         cwd=cwd,
@@ -59,8 +59,12 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.mark.parametrize("more", [[], ["trainer.micro_batch_size=16"]], ids=["plain", "accumulated"])
-def test_two_processes_see_the_losses_of_one(straight: Path, tmp_path: Path, more: list[str]) -> None:
+@pytest.mark.parametrize(
+    "more", [[], ["trainer.micro_batch_size=16"]], ids=["plain", "accumulated"]
+)
+def test_two_processes_see_the_losses_of_one(
+    straight: Path, tmp_path: Path, more: list[str]
+) -> None:
     two = run(
         *SHORT,
         *more,
