@@ -17,12 +17,13 @@ def loader_state(loader: Any) -> dict[str, Any]:
     Returns:
         epoch: that of the current pass, None where the loader does not know it.
         samplers: the states of its samplers that have one, outermost first.
-        generators: the states of the generators of the loader and its samplers.
+        generators: the states of the generators of the loader and its samplers, at the start of the
+            pass under way.
     """
     return {
         "epoch": getattr(loader, "epoch", None),
         "samplers": [sampler.state_dict() for sampler in _stateful(loader)],
-        "generators": [generator.get_state() for generator in _generators(loader)],
+        "generators": _generator_states(loader),
     }
 
 
@@ -82,6 +83,13 @@ def _stateful(loader: Any) -> Iterator[Any]:
     return (
         s for s in _samplers(loader) if hasattr(s, "state_dict") and hasattr(s, "load_state_dict")
     )
+
+
+def _generator_states(loader: Any) -> list[torch.Tensor]:
+    # A prepared loader gives the states at the start of the pass under way, which has its order.
+    if hasattr(loader, "generator_states"):
+        return list(loader.generator_states())
+    return [generator.get_state() for generator in _generators(loader)]
 
 
 def _generators(loader: Any) -> Iterator[torch.Generator]:

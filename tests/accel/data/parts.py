@@ -1,0 +1,51 @@
+"""Data sets and loaders that the tests share."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+)
+
+from accel.data.prepare import prepare_data_loader
+
+Pair = namedtuple("Pair", "left right")
+
+
+class Counting(Dataset):
+    """The numbers below `length`; notes what was fetched."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.fetched: list[int] = []
+        self.epochs: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        self.fetched.append(index)
+        return index
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+class Stream(IterableDataset):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+def values(loader) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+def prepared(length: int, size: int, count: int = 1, rank: int = 0, drop_last=False, **flags):
+    loader = DataLoader(range(length), batch_size=size, drop_last=drop_last)
+    return prepare_data_loader(loader, num_processes=count, process_index=rank, **flags)
