@@ -11,7 +11,9 @@ from typing import TextIO
 
 from runner.outcomes import log_folder
 
-TAIL_BYTES = 4000
+TAIL_BYTES = 64 * 1024
+# Where the report of `faulthandler` begins.
+CRASH = "Fatal Python error"
 
 
 def log_file(run_dir: Path, rank: int) -> Path:
@@ -46,13 +48,17 @@ def close_input() -> None:
     os.close(null)
 
 
-def tail(path: Path, num_lines: int = 15) -> list[str]:
-    """Return the last lines of a log; none if there is no such file."""
+def tail(path: Path, num_lines: int = 20) -> list[str]:
+    """Return the last lines of a log; of a crash in native code, the first ones of its report."""
     if not path.exists():
         return []
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        return file.read().decode(errors="replace").splitlines()[-num_lines:]
+        text = file.read().decode(errors="replace")
+    _, crash, report = text.rpartition(CRASH)
+    if crash:
+        return (crash + report).splitlines()[:num_lines]
+    return text.splitlines()[-num_lines:]
 
 
 def _standard_streams() -> Iterator[TextIO]:

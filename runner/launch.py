@@ -17,7 +17,6 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel.errors import ConfigError, Problem
 from runner import console_logs, outcomes, processes, threads
 from runner.outcomes import CLEAN, DONE, FAILED, INTERRUPTED, STOPPED, Outcome
 from runner.processes import Adopted
@@ -27,11 +26,6 @@ if TYPE_CHECKING:
     from runner.job import Job
 
 TRAIN = "runner.worker:run"
-SWEEP_UNDER_LAUNCHER = Problem(
-    "a sweep under torchrun",
-    "each job of a sweep starts processes of its own",
-    "Start the sweep without torchrun, with distributed=multi_cpu or distributed=multi_gpu.",
-)
 # The interpreter runs with -P, so that nothing in the working directory is taken for `accel`,
 # `runner` or a module of the standard library; the user's code is found behind everything else.
 BOOTSTRAP = (
@@ -54,13 +48,10 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
         The exit code, after the cause of a failure has been printed.
 
     Raises:
-        ConfigError: if the number of processes contradicts the machine or the launcher, or a sweep
-            is run under one.
+        ConfigError: if the number of processes contradicts the machine or the launcher.
     """
     number = processes.count(recipe.distributed)
     place = processes.adopted()
-    if place is not None and fresh:
-        raise ConfigError(SWEEP_UNDER_LAUNCHER)
     threads.settle(job.run_dir, recipe, place.local_world_size if place else number)
     if place is not None:
         from runner import torchrun

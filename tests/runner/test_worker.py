@@ -12,7 +12,7 @@ import pytest
 
 from accel import env
 from accel.errors import ConfigError, MissingPackageError, Problem
-from runner import launch, outcomes, worker
+from runner import console_logs, launch, outcomes, worker
 from runner.job import Job
 from runner.outcomes import Outcome
 from runner.processes import Adopted
@@ -90,6 +90,15 @@ def test_outcomes_are_read_earliest_first_and_of_one_launch(tmp_path: Path) -> N
     ]
 
 
+def test_the_tail_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "rank_1.log"
+    assert console_logs.tail(log) == []
+    log.write_text("".join(f"line {number}\n" for number in range(100)))
+    assert console_logs.tail(log, 2) == ["line 98", "line 99"]
+    log.write_text("before\nFatal Python error: Aborted\n\nstack\nExtension modules: many\n")
+    assert console_logs.tail(log, 3) == ["Fatal Python error: Aborted", "", "stack"]
+
+
 # -- where a job runs ----------------------------------------------------------------------
 
 
@@ -119,12 +128,6 @@ def test_one_process_stays_here(
     assert code == 0
     assert [call[0] for call in chosen] == [where]
     assert (tmp_path / "threads.json").exists()
-
-
-def test_a_sweep_does_not_share_the_processes_of_torchrun(tmp_path: Path) -> None:
-    with env.patched(**ALONE | {"RANK": 0, "WORLD_SIZE": 2}):
-        with pytest.raises(ConfigError, match="a sweep under torchrun"):
-            launch.launch(Job(tmp_path), Recipe(), fresh=True)
 
 
 def adopt(folder: str) -> tuple[str, int]:
