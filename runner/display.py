@@ -21,7 +21,7 @@ from rich.text import Text
 
 Rows = Sequence[tuple[str, str]]
 
-WIDE = 100  # columns from which on the bar and full units fit
+BAR_WIDTH = 14  # columns that the bar needs at least, with the gaps beside it
 
 
 class Display:
@@ -106,7 +106,7 @@ class Display:
             self._draw()
         else:
             self._next = time.monotonic() + self._every
-            self._print(f"step {_count(self._step, self._total)}  {self.status(wide=True)}")
+            self._print(f"{self._steps()}  {self.status()}")
 
     def evaluating(self, split: str, batch: int, num_batches: int | None) -> None:
         """Show how far an evaluation is."""
@@ -118,17 +118,25 @@ class Display:
         self._progress.update(task, completed=self._step, status=status, refresh=True)
 
     def evaluation(
-        self, split: str, step: int, epoch: int, metrics: Mapping[str, float], best: bool = False
+        self, split: str, step: int, epoch: int, metrics: Mapping[str, float], mark: str = ""
     ) -> None:
-        """Show the metrics of an evaluation, and whether they are the best so far."""
+        """Show the metrics of an evaluation.
+
+        Args:
+            split: which data set.
+            step: optimizer steps made.
+            epoch: the epoch of the last step.
+            metrics: by name.
+            mark: what is special about it, e.g. "best".
+        """
         if not self.enabled:
             return
         listed = "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
         width = len(str(self._total or ""))
         place = f"step {step:>{width}}  epoch {_count(epoch, self._epochs)}"
         line = Text(f"{split:<10}  {place}  {listed}")
-        if best:
-            line.append("  best", style="bold green")
+        if mark:
+            line.append(f"  {mark}", style="bold green")
         self._print(line)
 
     def note(self, text: str) -> None:
@@ -147,20 +155,30 @@ class Display:
         else:
             self._print(f"{title}:\n{body}")
 
-    def status(self, wide: bool) -> str:
-        """Return epoch, loss, learning rate, throughput and remaining time as one line."""
-        parts = [f"epoch {_count(self._epoch, self._epochs)}"]
-        if "loss" in self._values:
-            parts.append(f"loss {number(self._values['loss'])}")
-        if "lr" in self._values:
-            parts.append(f"lr {self._values['lr']:.1e}")
-        if "samples_per_second" in self._values:
-            unit = " samples/s" if wide else "/s"
-            parts.append(short(self._values["samples_per_second"]) + unit)
+    def status(self, room: int | None = None) -> str:
+        """Return epoch, loss, learning rate, throughput and remaining time as one line.
+
+        Args:
+            room: columns that it may take; None: as many as it likes. What is least missed goes.
+        """
+        values = self._values
+        rate = short(values.get("samples_per_second", math.nan))
+        parts = {
+            "epoch": f"epoch {_count(self._epoch, self._epochs)}",
+            "loss": f"loss {number(values.get('loss', math.nan))}",
+            "lr": f"lr {values.get('lr', math.nan):.1e}",
+            "samples_per_second": f"{rate} samples/s",
+        }
+        known = {name: part for name, part in parts.items() if name == "epoch" or name in values}
         remaining = self._remaining()
         if remaining is not None:
-            parts.append(f"ETA {clock(remaining)}")
-        return "  ".join(parts)
+            known["eta"] = f"ETA {clock(remaining)}"
+        if room is not None and len("  ".join(known.values())) > room:
+            known = {k: v.replace(" samples/s", "/s") for k, v in known.items()}
+            for name in ("lr", "samples_per_second", "epoch"):
+                if len("  ".join(known.values())) > room:
+                    known.pop(name, None)
+        return "  ".join(known.values())
 
     # -- after -----------------------------------------------------------------------------
 
@@ -188,9 +206,12 @@ class Display:
             self._progress.update(
                 self._progress.task_ids[0],
                 completed=self._step,
-                status=self.status(wide=self.console.width >= WIDE),
+                status=self.status(self.console.width - len(self._steps()) - BAR_WIDTH),
                 refresh=True,
             )
+
+    def _steps(self) -> str:
+        return f"step {_count(self._step, self._total)}"
 
     def _remaining(self) -> float | None:
         done = self._step - self._first_step
@@ -232,10 +253,12 @@ def _count(done: int, total: int | None) -> str:
 
 
 def number(value: Any) -> str:
-    """Return a metric with four significant digits; whole numbers as they are."""
-    if isinstance(value, float) and not value.is_integer() and math.isfinite(value):
-        return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 else f"{value:.3e}"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """Return a metric with four digits behind the point or as a power of ten; counts whole."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return str(value)
+    if value.is_integer() and (value == 0 or abs(value) >= 10):
+        return f"{value:.0f}"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 else f"{value:.3e}"
 
 
 def short(value: float) -> str:

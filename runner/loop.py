@@ -163,7 +163,7 @@ class Loop:
         """Train to the end of the epoch under way, or to a stop within it."""
         state = self.state
         before, skipped = state.step, state.step_in_epoch
-        windows = self._train_batches.epoch(state.epoch, skip_steps=skipped)
+        windows: Any = self._train_batches.epoch(state.epoch, skip_steps=skipped)
         with contextlib.closing(windows):
             for window, last in with_last(windows, skipped, self.plan.steps_per_epoch):
                 self._train_step(window)
@@ -229,7 +229,7 @@ class Loop:
         step.optimizers = {name: next(everything) for name in step.optimizers}
         self._train_batches = TrainBatches(accelerator, self.data, self.recipe, self.plan)
         self._eval_batches = {
-            split: EvalBatches(accelerator, dataset, self.recipe)
+            split: EvalBatches(accelerator, dataset, self.recipe, self.data.collate_fn)
             for split, dataset in (("validation", self.data.validation), ("test", self.data.test))
             if dataset is not None
         }
@@ -384,7 +384,7 @@ class Loop:
             self._improved = self.recipe.checkpoint.save_best
         for scheduler in self._plateau:
             scheduler.step(value)
-        self._report("validation", metrics, improved)
+        self._report("validation", metrics, "best" if improved else "")
 
     def _evaluate(self, split: str) -> dict[str, float] | None:
         """Return the metrics of a split; None if the evaluation was left for a stop."""
@@ -402,10 +402,10 @@ class Loop:
             self.stopped = Stop("signal", f"{self.stop_flag.reason} received in evaluation")
             return None
 
-    def _report(self, split: str, metrics: dict[str, float], best: bool = False) -> None:
+    def _report(self, split: str, metrics: dict[str, float], mark: str) -> None:
         self.metrics[split] = metrics
         self.recorder.write(split, metrics, self.seconds)
-        self.display.evaluation(split, self.state.step, self.state.epoch_number, metrics, best)
+        self.display.evaluation(split, self.state.step, self.state.epoch_number, metrics, mark)
         self._call("on_evaluate", split, metrics)
 
     def _monitored(self, metrics: Mapping[str, float]) -> float:
@@ -468,12 +468,12 @@ class Loop:
             self._save()
 
     def _test(self) -> None:
-        self.saver.load_best()
+        step = self.saver.load_best()
         if "test" not in self._eval_batches:
             return
         metrics = self._evaluate("test")
         if metrics is not None:
-            self._report("test", metrics)
+            self._report("test", metrics, f"weights of step {step}")
 
 
 def with_last(

@@ -149,14 +149,18 @@ class Saver:
             raise CheckpointError("No checkpoint holds a best state yet.")
         return self.folder / self.best.checkpoint
 
-    def load_best(self) -> None:
-        """Give the models the weights of the best state, if they have others."""
+    def load_best(self) -> int:
+        """Give the models the weights of the best state, and return its step.
+
+        Without a best state they keep the last weights.
+        """
         if self.best is None or self.best.step == self._state.step:
-            return
+            return self._state.step
         path, strategy = self.best_path, self._accelerator.strategy
         files.verify(path)
         for index, model in enumerate(self._accelerator._models):
             strategy.load_model_state(model, read_model(path, index))
+        return self.best.step
 
     def point(self, metric: str, value: float) -> None:
         """Make the checkpoint that was written last the best one."""

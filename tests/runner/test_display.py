@@ -31,7 +31,9 @@ def run(shown: Display, num_steps: int = 20) -> None:
         if step % 10 == 0:
             shown.values({"loss": 1 / step, "lr": 1e-3, "samples_per_second": 12_345.0})
             shown.evaluating("validation", 1, 2)
-            shown.evaluation("validation", step, step // 10, {"accuracy": 0.5}, best=step == 10)
+            shown.evaluation(
+                "validation", step, step // 10, {"accuracy": 0.5}, "best" * (step == 10)
+            )
     shown.note("a [bold]note[/bold]")
     shown.text("sample", "def f():\n    return [x]")
     shown.final("digits", [("best", "accuracy 0.5 at step 10")])
@@ -122,13 +124,33 @@ def test_the_end_of_a_run_of_unknown_length_is_not_guessed() -> None:
     shown, _ = display(terminal=False)
     shown.start(0, None, None)
     shown.step(5, 1)
-    assert "ETA" not in shown.status(wide=True)
-    assert shown.status(wide=True).startswith("epoch 1")
+    assert "ETA" not in shown.status()
+    assert shown.status() == "epoch 1"
+
+
+def test_in_a_narrow_place_the_end_stays_and_the_rate_goes() -> None:
+    shown, out = display(terminal=True, width=60)
+    shown.start(0, 1_000_000, 1000)
+    shown.step(123_456, 123)
+    shown.values({"loss": 1e-5, "lr": 1e-3, "samples_per_second": 12_345.0})
+    shown.close()
+    drawn = [line for line in re.split(r"[\r\n]", plain(out.getvalue())) if "loss" in line]
+    assert max(map(len, drawn)) <= 60
+    assert "loss 1.000e-05" in drawn[-1]
+    assert "ETA" in drawn[-1]
+    assert "lr" not in drawn[-1]
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.98765, "0.9877"), (3.0, "3"), (7, "7"), (1e-5, "1.000e-05"), (float("nan"), "nan")],
+    [
+        (0.98765, "0.9877"),
+        (1.0, "1.0000"),
+        (13.0, "13"),
+        (7, "7"),
+        (1e-5, "1.000e-05"),
+        (float("nan"), "nan"),
+    ],
 )
 def test_metrics_have_four_digits(value: float, text: str) -> None:
     assert number(value) == text

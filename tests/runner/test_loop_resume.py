@@ -156,12 +156,13 @@ def train_on_rank(run_dir: str, changes: dict[str, Any], resume_from: str | None
 
 
 def test_two_processes_see_the_losses_of_one(tmp_path: Path) -> None:
-    run(tmp_path / "one", recipe_of(trainer__max_steps=12))
-    changes = {"trainer__max_steps": 12}
+    changes = {"trainer__max_steps": 12, "trainer__eval_every": 2}
+    run(tmp_path / "one", recipe_of(**changes))
     summaries = run_distributed(train_on_rank, 2, str(tmp_path / "two"), changes, None)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert summaries[0]["best"] == summaries[1]["best"]
-    assert summaries[0]["metrics"]["validation"]["count"] == NUM_VALIDATION
+    measured = [record["count"] for record in records(tmp_path / "two", "validation")]
+    assert measured == [NUM_VALIDATION] * 6
 
 
 def test_a_run_moves_from_two_processes_to_one(tmp_path: Path) -> None:
