@@ -226,8 +226,8 @@ def test_the_schedule_waits_where_a_step_was_skipped(
     real = AcceleratedOptimizer.step
 
     def step(self: Any, closure: Any = None) -> Any:
-        self._skipped = next(skipped)
-        return None if self._skipped else real(self)
+        self.step_was_skipped = next(skipped)
+        return None if self.step_was_skipped else real(self)
 
     monkeypatch.setattr(AcceleratedOptimizer, "step", step)
     recipe = recipe_of(trainer__max_steps=4, precision__mode="no")
