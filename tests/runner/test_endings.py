@@ -1,0 +1,134 @@
+"""Real training on two processes with data-loading children, ended from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import python
+
+ROOT = Path(__file__).resolve().parents[2]
+# A shell that starts tests in the background lets them ignore Ctrl-C.
+COMMAND = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from runner.cli import main
+sys.exit(main())
+"""
+RECIPE = (
+    "trainer.epochs=10000",
+    "trainer.log_every=1",
+    "trainer.global_batch_size=128",
+    "tracker.log_with=[]",
+    "distributed=multi_cpu",
+    "distributed.num_processes=2",
+    "distributed.num_threads=1",
+    "dataloader.num_workers=1",
+    "dataloader.persistent_workers=true",
+)
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes below `pid`, all the way down."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *children(child)]
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def wait_until(condition: object, within: float) -> bool:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if condition():  # type: ignore[operator]
+            return True
+        time.sleep(0.02)
+    return False
+
+
+class Training:
+    """A run under way."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            python("-c", COMMAND, *RECIPE),
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    @property
+    def run_dir(self) -> Path:
+        return next(self.folder.glob("runs/*/*"))
+
+    def lines(self) -> int:
+        files = list(self.folder.glob("runs/*/*/metrics.jsonl"))
+        return files[0].read_text().count("\n") if files else 0
+
+    def end(self, number: int) -> tuple[int, str, list[int]]:
+        """Send a signal in the middle of training; return code, output and who is left."""
+        begun = wait_until(lambda: self.lines() > 3 or self.process.poll() is not None, 90)
+        assert begun
+        # Two workers with a loader each.
+        assert wait_until(lambda: len(children(self.process.pid)) >= 4, 30), self.process.poll()
+        everyone = children(self.process.pid)
+        self.process.send_signal(number)
+        output, _ = self.process.communicate(timeout=60)
+        wait_until(lambda: not any(map(alive, everyone)), 5)
+        return self.process.returncode, output, [pid for pid in everyone if alive(pid)]
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Training]:
+    started = Training(tmp_path)
+    yield started
+    started.process.kill()
+    started.process.communicate()
+
+
+def test_sigterm_saves_and_leaves_nobody(training: Training) -> None:
+    code, output, left = training.end(signal.SIGTERM)
+    assert code == 75, output
+    assert left == []
+    summary = json.loads((training.run_dir / "summary.json").read_text())
+    assert summary["stopped"] == "signal"
+    newest = max(
+        training.run_dir.glob("checkpoints/checkpoint_*/manifest.json"),
+        key=lambda path: int(path.parent.name.split("_")[1]),
+    )
+    assert json.loads(newest.read_text())["metadata"]["step"] == summary["step"]
+    assert f"runner resume={training.run_dir}" in output.replace("\n", "")
+
+
+@pytest.mark.slow  # `test_launch.py` does the same with workers that do not train
+def test_control_c_leaves_nobody(training: Training) -> None:
+    code, output, left = training.end(signal.SIGINT)
+    assert code == 130, output
+    assert left == []
+    assert "Interrupted" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_sigkill_of_the_parent_leaves_nobody(training: Training) -> None:
+    code, output, left = training.end(signal.SIGKILL)
+    assert code == -signal.SIGKILL, output
+    assert left == []
