@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from runner.compose import Examined
+    from runner.processes import Adopted
     from runner.schema import Recipe
 
 DISTRIBUTION = "accel-runner"
@@ -129,7 +130,7 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
 
     place = processes.adopted()
     if place is not None and place.rank > 0:
-        return _follow(place.rank)
+        return _follow(place)
     if place is not None and multirun:
         rule = "a sweep starts the processes of each job itself"
         raise ConfigError(Problem("--multirun under torchrun", rule, "Start it without torchrun."))
@@ -153,11 +154,11 @@ def _import_packages() -> list[Problem]:
     return []
 
 
-def _follow(rank: int) -> int:
+def _follow(place: Adopted) -> int:
     """Be another rank than 0 under a launcher: rank 0 composes the job."""
-    from runner import launch, torchrun
+    from runner import launch
 
-    return launch.run_here(torchrun.receive(), rank)
+    return launch.follow(place)
 
 
 def _sweep(overrides: Sequence[str], config_name: str) -> list[tuple[Examined, bool]]:
@@ -200,7 +201,8 @@ def _require(jobs: Sequence[tuple[Examined, bool]], missing: Sequence[Problem]) 
     problems = dict.fromkeys(missing)
     for examined, _ in jobs:
         problems.update(dict.fromkeys(examined.problems))
-        problems.update(dict.fromkeys(build.check_factories(examined.recipe)))
+        if examined.composed:
+            problems.update(dict.fromkeys(build.check_factories(examined.recipe)))
         if not examined.problems:
             problems.update(dict.fromkeys(build.check_sizes(examined.recipe)))
     ConfigError.raise_if(list(problems))
@@ -211,8 +213,8 @@ def _train_one(examined: Examined, goes_on: bool, overrides: Sequence[str]) -> i
         return start(examined.recipe, examined.overrides, examined.config_name)
     codes: list[int] = []
 
-    def task(config: DictConfig) -> None:
-        codes.append(start(_recipe(config), examined.overrides, examined.config_name))
+    def task(_: DictConfig) -> None:  # what Hydra composes is what has been examined
+        codes.append(start(examined.recipe, examined.overrides, examined.config_name))
 
     line = ["--config-name", examined.config_name, *_for_hydra(overrides)]
     return _hydra(line, task) or codes[0]
@@ -222,10 +224,10 @@ def _train_all(jobs: Sequence[tuple[Examined, bool]], overrides: Sequence[str]) 
     """Train the jobs of a sweep one after the other, each in fresh processes."""
     codes: list[int] = []
 
-    def task(config: DictConfig) -> None:
-        examined, _ = jobs[len(codes)]
+    def task(_: DictConfig) -> None:
+        examined = jobs[len(codes)][0]
         print(f"job {len(codes) + 1} of {len(jobs)}: {' '.join(examined.overrides)}", flush=True)
-        code = start(_recipe(config), examined.overrides, examined.config_name, fresh=True)
+        code = start(examined.recipe, examined.overrides, examined.config_name, fresh=True)
         if code in (STOPPED, INTERRUPTED):
             raise SystemExit(code)
         codes.append(code)
@@ -239,12 +241,6 @@ def _train_all(jobs: Sequence[tuple[Examined, bool]], overrides: Sequence[str]) 
         numbers = ", ".join(map(str, failed))
         print(f"{len(failed)} of {len(jobs)} jobs failed: {numbers}", file=sys.stderr)
     return ended or max(codes, default=DONE)
-
-
-def _recipe(config: DictConfig) -> Recipe:
-    from runner.build import recipe_from_config
-
-    return replace(recipe_from_config(config), resume=None)
 
 
 def start(

@@ -28,12 +28,14 @@ class Examined:
         problems: what is wrong with it.
         overrides: what the command line changed.
         config_name: the primary file.
+        composed: whether there is anything to check further; False where composing failed.
     """
 
     recipe: Recipe
     problems: list[Problem]
     overrides: tuple[str, ...]
     config_name: str
+    composed: bool = True
 
 
 def anew(overrides: Sequence[str], config_name: str, number: int = 0) -> Examined:
@@ -45,15 +47,13 @@ def anew(overrides: Sequence[str], config_name: str, number: int = 0) -> Examine
         number: index of the job in a sweep.
     """
     config, problems = diagnose.examine(overrides, config_name, number)
-    found, wrong = _examine(config)
-    return Examined(found, [*problems, *wrong], tuple(overrides), config_name)
-
-
-def _examine(config: DictConfig) -> tuple[Recipe, list[Problem]]:
     try:
-        return recipe.examine(hydra_setup.plain(config))
+        found, wrong = recipe.examine(hydra_setup.plain(config))
     except OmegaConfBaseException as error:
-        return Recipe(), [unresolved(error)]
+        problems.append(unresolved(error))
+        return Examined(Recipe(), problems, tuple(overrides), config_name, composed=False)
+    wrong = [*problems, *wrong]
+    return Examined(found, wrong, tuple(overrides), config_name, composed=len(config) > 0)
 
 
 def unresolved(error: OmegaConfBaseException) -> Problem:
@@ -89,7 +89,8 @@ def resumed(run_dir: str | Path, overrides: Sequence[str] = ()) -> Examined:
     try:
         changed = resume.carry_over(frozen, _plain(before), _plain(after))
     except OmegaConfBaseException as error:
-        return Examined(Recipe(), [*problems, unresolved(error)], tuple(merged), job.config_name)
+        problems.append(unresolved(error))
+        return Examined(Recipe(), problems, tuple(merged), job.config_name, composed=False)
     found, wrong = recipe.examine(changed)
     return Examined(
         found, [*problems, *wrong, *_moved(frozen, found)], tuple(merged), job.config_name

@@ -22,8 +22,11 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from accel.errors import ConfigError, Problem, nearest
 from runner import hydra_setup, keys
 
-# What composing raises for a mistake of the user's: OmegaConf asserts on null nodes.
-MISTAKES = (HydraException, OmegaConfBaseException, YAMLError, AssertionError, ValueError, OSError)
+# What composing raises for a mistake of the user's; OmegaConf stumbles over null nodes.
+MISTAKES = (
+    *(HydraException, OmegaConfBaseException, YAMLError),
+    *(AssertionError, AttributeError, ValueError, OSError),
+)
 COMMANDS = ("eval", "predict")
 
 
@@ -162,9 +165,10 @@ def _apply(parsed: Override, config: DictConfig) -> list[Problem]:
     """Set one value, or return why not."""
     key, line = parsed.key_or_group, str(parsed.input_line)
     content: Any = OmegaConf.to_container(config, resolve=False)
-    off = keys.switched_off(key, content)
+    whole = not parsed.is_delete() and isinstance(parsed.value(), dict)
+    off = keys.switched_off(f"{key}.*" if whole else key, content)
     free = keys.is_free(key)
-    if off is not None and off in keys.typed_keys():
+    if off is not None and (keys.node_of(off) is not None or off in hydra_setup.ENGINES):
         return [_switched_off(off, line)]
     known = keys.known_keys(content)
     if parsed.is_add() and key in known:
@@ -185,7 +189,7 @@ def _switched_off(node: str, line: str) -> Problem:
         known = [f"{node}={option}" for option in options_of(node)]
         return Problem(line, f"{node} is off", f"Switch it on with {' or '.join(known)}.")
     head, _, leaf = node.rpartition(".")
-    return Problem(line, f"{node} is off", f"Switch it on with {head}.{leaf}={{}}.")
+    return Problem(line, f"{node} is off", f"Switch it on with {head}={leaf}.")
 
 
 def _bad_value(line: str, failure: Exception) -> Problem:

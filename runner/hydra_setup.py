@@ -82,16 +82,17 @@ def _spell_out(node: DictConfig) -> None:
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """Let recipes be composed inside the context."""
+    """Let recipes be composed inside the context, which may lie within another use of Hydra."""
     prepare()
-    before = HydraConfig.instance().cfg
-    with initialize_config_dir(
-        config_dir=str(paths.conf_folder()), job_name="runner", version_base=VERSION_BASE
-    ):
-        try:
+    outer, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(
+            config_dir=str(paths.conf_folder()), job_name="runner", version_base=VERSION_BASE
+        ):
             yield
-        finally:
-            HydraConfig.instance().cfg = before
+    finally:
+        GlobalHydra.instance().hydra, HydraConfig.instance().cfg = outer, config
 
 
 def compose(overrides: Sequence[str], config_name: str = PRIMARY, number: int = 0) -> DictConfig:
@@ -109,15 +110,49 @@ def compose(overrides: Sequence[str], config_name: str = PRIMARY, number: int = 
         ConfigError: if a file of the project is shadowed, or Hydra's own node is tampered with.
         Exception: Hydra's and OmegaConf's own for anything else; `diagnose` translates them.
     """
-    config = hydra_compose(
-        config_name, overrides=[*FIXED, *opened(overrides)], return_hydra_config=True
-    )
+    config = _compose(overrides, config_name)
     ConfigError.raise_if([*_shadowed(config.hydra), *_tampered(config.hydra)])
     OmegaConf.set_struct(config, False)
+    for node in _renamed(config):
+        others = [override for override in overrides if key_of(override) != node]
+        config[node] = _compose([*others, f"{node}=null"], config_name)[node]
     config.hydra.job.num, config.hydra.job.id = number, str(number)
     HydraConfig.instance().set_config(config)
     del config["hydra"]
     return config
+
+
+def _compose(overrides: Sequence[str], config_name: str) -> DictConfig:
+    return hydra_compose(
+        config_name, overrides=[*FIXED, *opened(overrides)], return_hydra_config=True
+    )
+
+
+def _renamed(config: DictConfig) -> list[str]:
+    """Return the nodes that name another factory than the file that was chosen for them.
+
+    The other arguments of such a file are not for that factory.
+    """
+    renamed = []
+    for node in keys.FACTORY_NODES:
+        chosen = config.hydra.runtime.choices.get(node)
+        own = _named(_file_of(config.hydra, node, chosen)) if chosen else (None, None)
+        if any(own) and own != _named(config[node]):
+            renamed.append(node)
+    return renamed
+
+
+def _file_of(hydra: DictConfig, group: str, option: str) -> Any:
+    """Return the content of a group's file, from the first folder that has it."""
+    folders = [source.path for source in hydra.runtime.config_sources if source.schema == "file"]
+    paths_of = [Path(folder, group, f"{option}.yaml") for folder in folders]
+    return next((OmegaConf.load(path) for path in paths_of if path.is_file()), None)
+
+
+def _named(node: Any) -> tuple[Any, Any]:
+    return (
+        (node.get("name"), node.get("_target_")) if isinstance(node, DictConfig) else (None, None)
+    )
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -154,9 +189,9 @@ def _opened(override: str) -> str:
     key, _, value = override.partition("=")
     if value == "null" and key in groups():
         return f"{key}=[]" if key == "callbacks" else f"~{key}"
-    if key[:1] not in ("+", "~") and keys.is_free(key) and key.split(".")[0] not in ENGINES:
-        return f"++{override}"
-    return override
+    mapping = value.startswith("{") and "." in key and keys.node_of(key) is None
+    known = key[:1] not in ("+", "~") and key.split(".")[0] not in ENGINES
+    return f"++{override}" if known and (keys.is_free(key) or mapping) else override
 
 
 def groups() -> list[str]:

@@ -49,6 +49,14 @@ def is_free(key: str) -> bool:
     return False
 
 
+def node_of(key: str) -> type | None:
+    """Return the dataclass of the node at a dotted key; None for a plain value or no key at all."""
+    kind: type | None = Recipe
+    for part in key.split("."):
+        kind = nodes(kind).get(part) if kind is not None else None
+    return kind
+
+
 def typed_keys(kind: type = Recipe, prefix: str = "") -> Iterator[str]:
     """Yield every dotted key of the schema, nodes included."""
     for name, inner in nodes(kind).items():

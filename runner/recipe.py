@@ -43,8 +43,8 @@ def examine(plain: Mapping[str, Any]) -> tuple[Recipe, list[Problem]]:
     if problems:
         plain = {key: value for key, value in plain.items() if key != "profile"}
     recipe = _node(Recipe, plain, "", problems, keys.known_keys(plain))
-    for name in (*keys.FACTORY_NODES, "callbacks"):
-        setattr(recipe, name, plain.get(name))
+    for name in {*keys.FACTORY_NODES, "callbacks"} & set(plain):
+        setattr(recipe, name, plain[name])
     return recipe, problems
 
 
@@ -68,8 +68,10 @@ def _node(
     for name, value in values.items():
         nested = inner.get(name)
         if name not in inner:
-            valid = [key for key in known if not key.startswith(prefix + name)]
-            problems.append(keys.unknown_key(prefix + str(name), valid, f"={value}"))
+            key = f"{prefix}{name}"
+            valid = [k for k in known if k != key and not k.startswith(f"{key}.")]
+            key, value = _first_leaf(key, value)
+            problems.append(keys.unknown_key(key, valid, f"={value}"))
         elif nested is not None and isinstance(value, Mapping):
             arguments[name] = _node(nested, value, f"{prefix}{name}.", problems, known)
         else:
@@ -78,7 +80,17 @@ def _node(
         return kind(**arguments)
     except ConfigError as error:
         problems += [_placed(problem, kind, prefix) for problem in error.problems]
-        return kind()
+        fallback = kind()
+        for name in [name for name in arguments if inner[name] is not None]:
+            setattr(fallback, name, arguments[name])
+        return fallback
+
+
+def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
+    while isinstance(value, Mapping) and value:
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    return key, value
 
 
 def _placed(problem: Problem, kind: type, prefix: str) -> Problem:

@@ -253,7 +253,7 @@ class ProfileKwargs(KwargsHandler):
     """
 
     activities: list[str] | None = None
-    schedule_option: dict[str, int] | None = None
+    schedule_option: Any = None
     on_trace_ready: Any = None
     record_shapes: bool = False
     profile_memory: bool = False

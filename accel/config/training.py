@@ -113,7 +113,7 @@ class TorchDynamoPlugin(KwargsHandler):
     mode: Any = None
     fullgraph: bool = False
     dynamic: bool | None = None
-    options: dict[str, Any] | None = None
+    options: Any = None
     disable: bool = False
     use_regional_compilation: bool | None = None
 

@@ -1,0 +1,234 @@
+"""From a recipe to objects: factories, their arguments, and what fits together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from accel.errors import ConfigError
+from runner import build, signatures
+from runner.callbacks.base import Callback
+from runner.registry import Registry, register
+from runner.schema import Recipe, Trainer
+from runner.step import Step, SupervisedStep
+
+RECIPE: dict[str, Any] = {
+    "step": {"name": "supervised"},
+    "model": {"name": "cnn", "width": 4},
+    "data": {"name": "digits", "num_variants": 1},
+    "objective": {"name": "classification"},
+    "optimizer": {"name": "adamw", "lr": 1e-3},
+    "scheduler": {"name": "cosine"},
+}
+
+
+def recipe(**changes: Any) -> Recipe:
+    return Recipe(**{**RECIPE, **changes})
+
+
+def problems(**changes: Any) -> list[str]:
+    return [str(problem) for problem in build.check_factories(recipe(**changes))]
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Forget what a test registers."""
+    before = {k: dict(getattr(register, k)._factories) for k in ("model", "step", "callback")}
+    yield
+    for kind, factories in before.items():
+        getattr(register, kind)._factories.clear()
+        getattr(register, kind)._factories.update(factories)
+
+
+def test_the_parts_of_a_recipe() -> None:
+    torch.manual_seed(0)
+    parts = build.build_parts(recipe(callbacks={"early_stopping": {}}))
+    assert isinstance(parts.step, SupervisedStep)
+    assert len(parts.data.train) > 1000  # type: ignore[arg-type]
+    assert list(parts.callbacks) == ["early_stopping"]
+    assert isinstance(parts.callbacks["early_stopping"], Callback)
+    optimizer = parts.step.optimizers["optimizer"]
+    assert isinstance(optimizer, torch.optim.AdamW)
+    schedule = parts.step.make_schedulers(10)["optimizer"]
+    assert schedule.optimizer is optimizer
+
+
+def test_targets_get_parameters_and_the_optimizer() -> None:
+    parts = build.build_parts(
+        recipe(
+            optimizer={"_target_": "torch.optim.SGD", "lr": 0.5, "momentum": 0.9},
+            scheduler={"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 3},
+        )
+    )
+    optimizer = parts.step.optimizers["optimizer"]
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    schedule = parts.step.make_schedulers(10)["optimizer"]
+    assert isinstance(schedule, torch.optim.lr_scheduler.StepLR)
+    assert schedule.step_size == 3
+
+
+def test_no_scheduler_is_a_constant_rate() -> None:
+    assert build.build_parts(recipe(scheduler=None)).step.make_schedulers(10) == {}
+
+
+def test_nested_targets_are_built(registered: None) -> None:
+    @register.model("holder_a")
+    def holder(inner: Any, size: int = 1) -> torch.nn.Module:
+        assert isinstance(inner["layers"][0], torch.nn.Linear)
+        return torch.nn.Sequential(*inner["layers"])
+
+    layers = [{"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}]
+    model = {"name": "holder_a", "inner": {"layers": layers}}
+    step = build.build_step(recipe(model=model))
+    assert step.models["model"][0].out_features == 3  # type: ignore[index,union-attr]
+
+
+def test_nested_targets_are_checked(registered: None) -> None:
+    register.model("holder_b")(lambda inner: torch.nn.Identity())
+    found = problems(
+        model={"name": "holder_b", "inner": [{"_target_": "os.system", "command": ""}]}
+    )
+    assert len(found) == 1
+    assert "model.inner[0]._target_=os.system: the package 'os' is not trusted" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model": {"name": "cnm"}}, "model.name='cnm': no model factory has that name. Did you"),
+        (
+            {"model": {"name": "cnn", "widht": 3}},
+            "model.widht=3: cnn has no such argument. Did you",
+        ),
+        ({"model": {"name": "cnn", "width": "wide"}}, "model.width='wide': it is of type int"),
+        ({"model": {"name": "cnn", "_args_": [1]}}, "model._args_=[1]: cnn has no such argument"),
+        ({"model": {"width": 3}}, "nothing is chosen"),
+        ({"model": {"name": "cnn", "_target_": "torch.nn.Linear"}}, "not both"),
+        ({"model": "cnn"}, "Write model.name=cnn"),
+        ({"model": {"_target_": "torch.nn.Linear", "in_features": 1}}, "Linear needs it"),
+        ({"model": {"_target_": "wine.MLP"}}, 'imports = ["wine"]'),
+        ({"optimizer": {"name": "adamw", "model": 1}}, "adamw has no such argument"),
+        ({"optimizer": {"_target_": "torch.optim.SGD", "params": 1}}, "SGD has no such argument"),
+        ({"scheduler": {"name": "cosine", "num_steps": 1}}, "cosine has no such argument"),
+        ({"callbacks": {"early_stoping": {}}}, "callbacks.early_stoping.name='early_stoping'"),
+        ({"callbacks": ["early_stopping"]}, "it maps names to factories"),
+        ({"data": None}, "data=null: a run needs it"),
+        ({"step": None}, "step=null: a run needs it"),
+        ({"model": None}, "model=null with step=supervised: supervised needs a model"),
+        ({"step": {"name": "supervised", "model": 1}}, "supervised has no such argument"),
+    ],
+)
+def test_a_wrong_reference_is_named(changes: dict[str, Any], expected: str) -> None:
+    (only,) = problems(**changes)
+    assert expected in only
+
+
+def test_a_step_refuses_parts_it_would_not_use() -> None:
+    found = problems(step={"name": "gan"})
+    assert len(found) == 4
+    assert "scheduler=cosine with step=gan: gan builds its own" in found[3]
+
+
+def test_a_callback_is_switched_off_by_null() -> None:
+    assert problems(callbacks={"early_stopping": None}) == []
+    assert build.build_parts(recipe(callbacks={"early_stopping": None})).callbacks == {}
+
+
+def test_building_checks_again() -> None:
+    with pytest.raises(ConfigError, match="no such argument"):
+        build.build_parts(recipe(model={"name": "cnn", "widht": 3}))
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    trainer = Trainer(global_batch_size=10, micro_batch_size=4)
+    (only,) = build.check_sizes(recipe(trainer=trainer))
+    assert "10" in str(only)
+    assert "4" in str(only)
+
+
+def test_a_config_becomes_a_recipe() -> None:
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create({"name": "x", "tags": ["${name}"], "trainer": {"epochs": 2}})
+    assert build.recipe_from_config(config) == Recipe(
+        name="x", tags=["x"], trainer=Trainer(epochs=2)
+    )
+    with pytest.raises(ConfigError, match="nme"):
+        build.recipe_from_config(OmegaConf.create({"name": "${nme}"}))
+
+
+def scalars(
+    a: int, b: float = 1.0, c: bool = False, d: str | None = None, e: Literal["x", "y"] = "x"
+) -> None:
+    """Take one argument of each type that YAML can tell."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        ({"a": 1, "b": 2, "c": True, "d": None, "e": "y"}, []),
+        ({"a": 1.5}, ["f.a=1.5"]),
+        ({"a": True}, ["f.a=True"]),
+        ({"a": 1, "b": "x", "c": 0, "d": 3, "e": "z"}, ["f.b='x'", "f.c=0", "f.d=3", "f.e='z'"]),
+        ({}, ["f.a"]),
+        ({"a": 1, "z": 1}, ["f.z=1"]),
+    ],
+)
+def test_arguments_against_a_signature(arguments: dict[str, Any], wrong: list[str]) -> None:
+    found = signatures.check(signatures.read(scalars), arguments, "f", "scalars")
+    assert [problem.value for problem in found] == wrong
+
+
+def test_a_signature_without_one_takes_anything() -> None:
+    assert signatures.check(signatures.read(dict), {"x": 1}, "f", "dict") == []
+
+
+def test_a_name_is_registered_once(registered: None) -> None:
+    @register.model("twice_a")
+    def first() -> None: ...
+
+    assert register.model("twice_a")(first) is first
+    with pytest.raises(ConfigError, match="the name belongs to"):
+
+        @register.model("twice_a")
+        def second() -> None: ...
+
+    with pytest.raises(ConfigError, match="Choose another name"):
+        register.model("cnn")(first)
+
+
+def test_names_are_listed_without_importing() -> None:
+    registry = Registry("model", {"far": "not_there:at_all"})
+    assert registry.names() == ["far"]
+    assert "not_there" not in sys.modules
+
+
+class OwnStep(Step):
+    """Has a constructor of its own."""
+
+    def __init__(self, model: torch.nn.Module, rate: float = 0.1) -> None:
+        self.models, self.optimizers, self.rate = {"model": model}, {}, rate
+
+    def train(self, accelerator: Any, window: Any, trainer: Any) -> dict[str, torch.Tensor]:
+        return {}
+
+    def evaluate(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {}
+
+    def summarize(self, values: Any) -> dict[str, float]:
+        return {}
+
+
+def test_a_step_of_the_users_own(registered: None, tmp_path: Path) -> None:
+    register.step("own_a")(OwnStep)
+    changes: dict[str, Any] = {"objective": None, "optimizer": None, "scheduler": None}
+    step = build.build_step(recipe(step={"name": "own_a", "rate": 0.5}, **changes))
+    assert isinstance(step, OwnStep)
+    assert step.rate == 0.5
+    assert len(problems(step={"name": "own_a"})) == 3

@@ -1,0 +1,427 @@
+"""The command line: what each form of it does, what it hands on, and what it never imports."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner import app, cli, flags, help_text, paths
+from runner.job import Job
+from runner.schema import Recipe, Trainer
+from tests.helpers import python
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start in an empty folder; leave the module search path and the log (`--info`) alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(logging.getLogger(), "handlers", list(logging.getLogger().handlers))
+
+
+@dataclass
+class Started:
+    """A job that would have been launched."""
+
+    recipe: Recipe
+    overrides: tuple[str, ...]
+    config_name: str
+    fresh: bool
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+    """Record jobs in place of starting them."""
+    jobs: list[Started] = []
+
+    def record(recipe: Recipe, overrides: Sequence[str], name: str, *, fresh: bool = False) -> int:
+        jobs.append(Started(recipe, tuple(overrides), name, fresh))
+        return CODES.get(len(jobs), 0)
+
+    CODES.clear()
+    monkeypatch.setattr(app, "start", record)
+    return jobs
+
+
+CODES: dict[int, int] = {}
+
+
+def shown(*arguments: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    from omegaconf import OmegaConf
+
+    assert cli.main(["--cfg", "job", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return OmegaConf.to_container(OmegaConf.create(out))
+
+
+# -- help and the like ---------------------------------------------------------------------
+
+
+def test_help_names_groups_keys_codes_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "precision     bf16 | fp16 | fp8 | no*" in out
+    for expected in ("trainer.max_steps", "--multirun", "runner eval RUN_DIR", "75   stopped by"):
+        assert expected in out
+    assert max(len(line) for line in out.splitlines()) <= help_text.WIDTH
+
+
+def test_help_names_the_projects_own_files(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "tiny.yaml").write_text("name: tiny\n")
+    assert "byte_gpt | cnn* | tiny" in help_text.text()
+
+
+def test_every_main_key_has_a_meaning() -> None:
+    for _, kind, names in help_text.MAIN_KEYS:
+        assert set(names) <= set(help_text._meanings(kind))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("runner")
+
+
+def test_the_recipe_is_shown_with_plain_values(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = shown("optimizer.lr=0.5", "precision=bf16", capsys=capsys)
+    assert recipe["optimizer"]["lr"] == 0.5
+    assert recipe["precision"]["mode"] == "bf16"
+    assert recipe["distributed"]["ddp"]["comm_hook"] == "no"
+    assert "hydra" not in recipe
+
+
+def test_a_part_of_the_recipe_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--cfg", "job", "--package", "trainer.log_every", "trainer.log_every=3"]) == 0
+    assert capsys.readouterr().out == "3\n"
+
+
+def test_flags_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["seed=3", "--package", "seed", "--cfg", "job"]) == 0
+    assert capsys.readouterr().out == "3\n"
+
+
+def test_hydras_own_views_still_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--cfg", "hydra"]) == 0
+    assert "output_subdir: null" in capsys.readouterr().out
+    assert cli.main(["seed=1", "--info", "searchpath"]) == 0
+
+
+def test_completion(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for line, expected in {
+        "runner precision=": "precision=bf16 precision=fp16 precision=fp8 precision=no",
+        "runner --import x trainer.log": "trainer.log_every=",
+    }.items():
+        monkeypatch.setenv("COMP_LINE", line)
+        assert cli.main(["-sc", "query=bash"]) == 0
+        assert capsys.readouterr().out.strip() == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "imports", "rest"),
+    [
+        (["a=1", "--import", "x", "-m"], ["x"], ["a=1", "-m"]),
+        (["--import=x,y", "eval", "RUN", "--split", "test"], ["x", "y"], ["eval", "RUN"]),
+        (["a=1"], [], ["a=1"]),
+    ],
+)
+def test_imports_are_taken_out(arguments: list[str], imports: list[str], rest: list[str]) -> None:
+    found, left = flags.take_imports(arguments)
+    assert found == imports
+    assert left[: len(rest)] == rest
+
+
+def test_commands_get_their_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner import commands
+
+    calls: list[Any] = []
+
+    def record(name: str, arguments: list[str]) -> int:
+        calls.append((name, arguments))
+        return 1
+
+    monkeypatch.setattr(commands, "main", record)
+    assert cli.main(["predict", "RUN", "--split", "test"]) == 1
+    assert calls == [("predict", ["RUN", "--split", "test"])]
+
+
+# -- jobs ----------------------------------------------------------------------------------
+
+
+def test_one_job(started: list[Started], tmp_path: Path) -> None:
+    assert cli.main(["model.width=4", "seed=3", "scheduler=null"]) == 0
+    (job,) = started
+    assert (job.recipe.model["width"], job.recipe.seed, job.recipe.scheduler) == (4, 3, None)
+    assert job.overrides == ("model.width=4", "seed=3", "scheduler=null")
+    assert not job.fresh
+    assert list(tmp_path.iterdir()) == []  # Hydra leaves nothing
+
+
+@pytest.mark.parametrize("code", [0, 1, 75, 130])
+def test_the_code_of_a_job_is_that_of_the_command(started: list[Started], code: int) -> None:
+    CODES[1] = code
+    assert cli.main([]) == code
+
+
+def test_a_sweep_runs_every_combination(
+    started: list[Started], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "optimizer.lr=0.1,0.2",
+        "-m",
+        "precision=no,bf16",
+        "scheduler=null",
+        "model.width=3",
+    ]
+    assert cli.main(arguments) == 0
+    found = [(job.recipe.optimizer["lr"], job.recipe.precision.mode) for job in started]
+    assert found == [(0.1, "no"), (0.1, "bf16"), (0.2, "no"), (0.2, "bf16")]
+    assert all(job.fresh and job.recipe.scheduler is None for job in started)
+    assert {job.recipe.model["width"] for job in started} == {3}
+    assert started[1].overrides[:2] == ("optimizer.lr=0.1", "precision=bf16")
+    assert "job 4 of 4: optimizer.lr=0.2 precision=bf16" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_goes_on_after_a_failed_job(
+    started: list[Started], capsys: pytest.CaptureFixture[str]
+) -> None:
+    CODES[2] = 1
+    assert cli.main(["-m", "seed=1,2,3"]) == 1
+    assert [job.recipe.seed for job in started] == [1, 2, 3]
+    assert "1 of 3 jobs failed: 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [75, 130])
+def test_a_sweep_ends_where_it_is_stopped(started: list[Started], code: int) -> None:
+    CODES[2] = code
+    assert cli.main(["-m", "seed=1,2,3"]) == code
+    assert len(started) == 2
+
+
+def test_an_unexpected_error_keeps_its_traceback(
+    started: list[Started], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: Any, **named: Any) -> int:
+        raise ValueError("disk on fire")
+
+    monkeypatch.setattr(app, "start", fail)
+    assert cli.main([]) == 1
+    err = capsys.readouterr().err
+    assert "ValueError: disk on fire" in err
+    assert "Traceback" in err
+
+
+def test_an_interrupt_has_a_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: Any, **named: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app, "start", interrupt)
+    assert cli.main([]) == 130
+
+
+def test_what_a_started_job_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner import launch
+
+    launched: list[Any] = []
+
+    def record(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
+        launched.append((job, recipe))
+        return 0
+
+    monkeypatch.setattr(launch, "launch", record)
+    assert cli.main(["name=mine", "seed=3", "output_dir=out"]) == 0
+    ((job, recipe),) = launched
+    assert job.run_dir.parent == tmp_path / "out" / "mine"
+    assert Job.load(job.run_dir) == (job, recipe)
+    assert (job.cwd, job.resume_from, job.imports) == (str(tmp_path), None, ())
+    assert (job.run_dir / "overrides.yaml").read_text().splitlines()[1] == "- seed=3"
+    assert json.loads((job.run_dir / "environment.json").read_text())["cwd"] == str(tmp_path)
+
+
+# -- going on with a run -------------------------------------------------------------------
+
+
+@pytest.fixture
+def resumable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every run for one with a complete checkpoint."""
+    from runner import rundir
+
+    monkeypatch.setattr(rundir, "newest_checkpoint", lambda run_dir: Path(run_dir, "checkpoint_0"))
+
+
+def stopped(tmp_path: Path, *overrides: str, name: str = "digits") -> Path:
+    """Freeze the recipe of a run that was stopped."""
+    from runner import compose, hydra_setup
+
+    run_dir = tmp_path / "runs" / name / "20260101-120000-aaaa"
+    run_dir.mkdir(parents=True)
+    with hydra_setup.session():
+        recipe = compose.require(compose.anew([f"name={name}", *overrides], "config"))
+    Job(run_dir, (f"name={name}", *overrides)).save(recipe)
+    return run_dir
+
+
+def test_a_run_goes_on_with_its_own_recipe(
+    started: list[Started], resumable: None, tmp_path: Path
+) -> None:
+    run_dir = stopped(tmp_path, "model.width=4", "trainer.max_steps=60", "trainer.stop_after=30")
+    assert cli.main([f"resume={run_dir}"]) == 0
+    (job,) = started
+    assert job.recipe.model["width"] == 4
+    assert (job.recipe.trainer.max_steps, job.recipe.trainer.stop_after) == (60, None)
+    assert job.recipe.resume == str(run_dir)
+
+
+def test_new_overrides_change_the_frozen_recipe(
+    started: list[Started], resumable: None, tmp_path: Path
+) -> None:
+    cpu = ("distributed=multi_cpu", "distributed.num_processes=2")
+    run_dir = stopped(tmp_path, "model.width=4", *cpu, "trainer.stop_after=5")
+    frozen = run_dir / "config.yaml"
+    frozen.write_text(frozen.read_text().replace("epochs: 20", "epochs: 19"))  # conf/ has changed
+    assert cli.main([f"resume={run_dir}", "distributed=none", "trainer.stop_after=5"]) == 0
+    (job,) = started
+    assert (job.recipe.distributed.kind, job.recipe.distributed.num_processes) == ("none", None)
+    assert (job.recipe.model["width"], job.recipe.trainer.stop_after) == (4, 5)
+    assert job.overrides == (
+        "name=digits",
+        "model.width=4",
+        "distributed=none",
+        "trainer.stop_after=5",
+    )
+
+
+def test_another_factory_does_not_inherit_arguments(
+    started: list[Started], resumable: None, tmp_path: Path
+) -> None:
+    run_dir = stopped(tmp_path, "optimizer.weight_decay=0.1")
+    assert cli.main([f"resume={run_dir}", "optimizer=sgd"]) == 0
+    assert "weight_decay" not in started[0].recipe.optimizer
+    assert started[0].recipe.optimizer["_target_"] == "torch.optim.SGD"
+
+
+def test_a_run_stays_where_it_is(
+    resumable: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = stopped(tmp_path)
+    assert cli.main([f"resume={run_dir}", "name=other"]) == 2
+    assert "the run goes on where it is (name=digits)" in capsys.readouterr().err
+
+
+def test_auto_takes_the_newest_run_of_that_name(
+    started: list[Started], resumable: None, tmp_path: Path
+) -> None:
+    run_dir = stopped(tmp_path, "model.width=4", name="mine")
+    assert cli.main(["resume=auto", "name=mine"]) == 0
+    assert cli.main(["resume=auto", "name=none_yet"]) == 0
+    first, second = started
+    assert (first.recipe.resume, first.recipe.model["width"]) == (str(run_dir), 4)
+    assert second.recipe.resume is None
+    assert second.recipe.model["width"] != 4
+
+
+def test_a_run_without_a_checkpoint_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = stopped(tmp_path)
+    assert cli.main([f"resume={run_dir}"]) == 2
+    assert "no complete checkpoint" in capsys.readouterr().err
+
+
+# -- the user's own code -------------------------------------------------------------------
+
+
+def project(folder: Path, package: str) -> None:
+    (folder / "pyproject.toml").write_text(f'[tool.runner]\nimports = ["{package}"]\n')
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").write_text(
+        "from runner import register\n\n"
+        f"@register.model({package!r})\n"
+        "def mlp(width: int = 64):\n    import torch\n    return torch.nn.Linear(width, width)\n"
+    )
+    experiment = folder / "conf" / "experiment" / "own.yaml"
+    experiment.parent.mkdir(parents=True)
+    experiment.write_text(f"# @package _global_\nname: own\nmodel: {{name: {package}, width: 8}}\n")
+
+
+def test_a_project_of_the_users_own(
+    started: list[Started], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from runner.registry import register
+
+    project(tmp_path, "own_project_a")
+    try:
+        assert cli.main(["experiment=own", "model.width=4"]) == 0
+        assert started[0].recipe.model == {"name": "own_project_a", "width": 4}
+        assert cli.main(["experiment=own", "model.widht=4"]) == 2
+        assert "Did you mean 'width'?" in capsys.readouterr().err
+    finally:
+        register.model._factories.pop("own_project_a", None)
+        sys.modules.pop("own_project_a", None)
+
+
+def test_the_working_directory_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), "/usr/lib/x"])
+    paths.settle()
+    assert sys.path == ["/usr/lib/x", str(tmp_path)]
+
+
+PROBE = """
+import json, sys
+from runner.cli import main
+code = main(sys.argv[1:])
+heavy = ("torch", "numpy", "sklearn", "tensorboard", "deepspeed")
+print(json.dumps([code, [name for name in heavy if name in sys.modules]]))
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--cfg", "job"], ["-sc", "query=bash"], ["--version"]]
+)
+def test_asking_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COMP_LINE": "runner model"}
+    answer = subprocess.run(
+        python("-c", PROBE, *arguments),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=60,
+    )
+    assert json.loads(answer.stdout.splitlines()[-1]) == [0, []], answer.stderr
+
+
+def test_folders_of_the_users_capture_nothing(tmp_path: Path) -> None:
+    """A project's own `accel`, `conf` and `torch.py` are not taken for ours."""
+    for name in ("accel", "hydra", "omegaconf"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('captured')\n")
+    (tmp_path / "torch.py").write_text("raise SystemExit('captured')\n")
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "__init__.py").write_text("raise SystemExit('captured')\n")
+    answer = subprocess.run(
+        python("-m", "runner", "--cfg", "job", "--package", "name"),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=60,
+    )
+    assert (answer.returncode, answer.stdout) == (0, "digits\n"), answer.stderr
+
+
+def test_a_frozen_recipe_is_read_again(tmp_path: Path) -> None:
+    Job(tmp_path, cwd=str(tmp_path)).save(Recipe(trainer=Trainer(max_steps=5)))
+    assert Job.load(tmp_path)[1] == Recipe(trainer=Trainer(max_steps=5))

@@ -1,0 +1,162 @@
+"""Refusals as a person sees them: exit code 2, one line each, the remedy, and no traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner import cli
+from tests.helpers import python
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start in an empty folder, and leave the module search path alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def refused(*arguments: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    return err.splitlines()
+
+
+REFUSALS = {
+    "optimzer.lr=1": ("optimzer.lr=1:", "Did you mean 'optimizer.lr'?"),
+    "precision=bf61": ("precision=bf61:", "bf16, fp16, fp8, no", "Did you mean 'bf16'?"),
+    "model.name=cnm": ("model.name='cnm'", "Did you mean 'cnn'?", "@register.model('cnm')"),
+    "trainer.epochs=-1": ("trainer.epochs=-1", "at least 1"),
+    "+precision.foo=1": ("precision.foo=1", "The keys of precision: autocast, fp8, mode, scaler"),
+    "+foo.bar=1": ("foo.bar=1", "no such key"),
+    "trainer.epochs=many": ("trainer.epochs=many", "a whole number"),
+    "trainer.clip_grad_norm=x": ("trainer.clip_grad_norm=x", "a number"),
+    "deterministic=perhaps": ("deterministic=perhaps", "true or false"),
+    "trainer.max_time=soon": ("trainer.max_time='soon'", "01:00:00"),
+    "+trainer.epochs=2": ("there is such a key already", "trainer.epochs=2"),
+    "~trainer.epochs": ("~trainer.epochs", "Set it to null."),
+    "trainer=1": ("trainer=1", "the name of a file of conf/trainer"),
+    "trainer.accumulation=1": ("trainer.accumulation=1", "keys of its own"),
+    "model=cnm": ("model=cnm", "Did you mean 'cnn'?"),
+    "model=[cnn,x]": ("model=x", "byte_gpt, cnn"),
+    "model@x=cnn": ("model@x=cnn", "one place"),
+    "experiment=bytes": ("experiment=bytes", "Did you mean 'bytes_gpt'?"),
+    "fsdp.cpu_offload=true": ("fsdp is off", "Switch it on with fsdp=full_shard."),
+    "deepspeed.zero_stage=1": ("deepspeed is off", "deepspeed=zero1"),
+    "profile.with_stack=true": ("profile is off", "Switch it on with profile=trace."),
+    "precision.fp8.margin=1": ("precision.fp8 is off", "Switch it on with precision=fp8."),
+    "precision.fp8={margin: 1}": ("precision.fp8 is off", "precision=fp8."),
+    "fsdp=full_shard": ("fsdp:", "does not offer it yet", "Leave it out"),
+    "deepspeed=zero3": ("deepspeed:", "does not offer it yet"),
+    "compile=default": ("compile.backend=inductor", "does not offer it yet"),
+    "precision=fp8": ("precision=fp8", "does not offer it yet", "Use precision=bf16."),
+    "model.widht=3": ("model.widht=3: cnn has no such argument", "Did you mean 'width'?"),
+    "model.width=wide": ("model.width='wide'", "of type int"),
+    "callbacks.early_stoping.patience=1": ("callbacks.early_stoping", "'early_stopping'"),
+    "step=gan": ("model=cnn with step=gan", "Set model=null."),
+    "objective=null": ("objective=null with step=supervised", "needs a objective"),
+    "trainer.micro_batch_size=7": ("7", "64"),
+    "distributed.num_processes=3": ("distributed.num_processes=3", "distributed=multi_cpu"),
+    "distributed=multi_node": ("distributed=multi_node", "multi_cpu, multi_gpu, none"),
+    "seed=1,2": ("seed=1,2", "Add -m"),
+    "resume=nowhere": ("resume='nowhere'", "there is no such directory", "runs/<name>"),
+    "resume=.": ("resume='.'", "a run directory holds a config.yaml"),
+    "name=a/b": ("name='a/b'", "names a folder"),
+    "name=${nme}": ("name", "'nme' not found"),
+    "trainer.epochs=[1": ("trainer.epochs=[1", "cannot be read"),
+    "trian": ("trian", "neither a command nor key=value"),
+    "evl": ("evl", "Did you mean 'eval'?"),
+    "--mutlirun": ("--mutlirun", "Did you mean '--multirun'?"),
+    "--cfg=jbo": ("--cfg", "invalid choice", "job"),
+    "--config-name=confg": ("--config-name confg", "Did you mean 'config'?"),
+    "--config-dir=nowhere": ("--config-dir nowhere", "no such folder"),
+    "--import=not_there_at_all": ("'not_there_at_all'", "no such package", "Install"),
+    "hydra.run.dir=x": ("hydra.run.dir=x", "Set output_dir and name"),
+    "+hydra.callbacks.x._target_=os.system": ("hydra.callbacks.x._target_", "runner's own"),
+    "hydra={callbacks: {x: 1}}": ("hydra=", "runner's own"),
+}
+
+
+@pytest.mark.parametrize("argument", REFUSALS)
+def test_a_mistake_is_one_clear_message(
+    argument: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lines = refused(argument, capsys=capsys)
+    if argument != "step=gan":
+        assert len(lines) == 1, lines
+    for expected in REFUSALS[argument]:
+        assert expected in lines[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_mistakes_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = (
+        *("optimzer.lr=1", "precision=bf61", "trainer.epochs=-1", "+precision.foo=1"),
+        *(
+            "trainer.log_every=x",
+            "model.widht=3",
+            "data.name=digts",
+            "fsdp.x=1",
+            "seed=0",
+            "seed=1",
+        ),
+    )
+    text = "\n".join(refused(*wrong, capsys=capsys))
+    for expected in (
+        *("optimzer.lr=1", "precision=bf61", "trainer.epochs=-1", "precision.foo=1"),
+        *("trainer.log_every=x", "model.widht=3", "data.name='digts'", "fsdp is off"),
+        "seed=0 and seed=1: one place sets a value",
+    ):
+        assert expected in text
+
+
+def test_every_job_of_a_sweep_is_checked_before_the_first(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lines = refused("-m", "trainer.epochs=1,-1,-2", "model.width=4,wide", capsys=capsys)
+    assert len(lines) == 3, lines  # each mistake once, though four jobs have one of them
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_does_not_switch_a_group_off(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = refused("scheduler=cosine,null", "-m", capsys=capsys)
+    assert "Start the job with scheduler=null by itself." in line
+
+
+def test_a_sweep_resumes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = refused("-m", "resume=auto", "seed=1,2", capsys=capsys)
+    assert "Resume each run by itself." in line
+
+
+def test_a_package_that_is_not_trusted(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = refused("~model", "+model._target_=wine.MLP", capsys=capsys)
+    assert "'wine'" in lines[0]
+    assert lines[1:3] == ["    [tool.runner]", '    imports = ["wine"]']
+
+
+@pytest.mark.skipif("__import__('torch').accelerator.is_available()")
+def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = refused("distributed=multi_gpu", capsys=capsys)
+    assert line.startswith("distributed=multi_gpu")
+    assert "distributed=multi_cpu" in line
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [("optimzer.lr=1", "Did you mean 'optimizer.lr'?"), ("model.name=cnm", "Did you mean 'cnn'?")],
+)
+def test_the_whole_command_refuses_alike(argument: str, expected: str, tmp_path: Path) -> None:
+    answer = subprocess.run(
+        python("-m", "runner", argument), capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert answer.returncode == 2
+    assert answer.stdout == ""
+    assert len(answer.stderr.splitlines()) == 1
+    assert expected in answer.stderr
