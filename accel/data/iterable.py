@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import CodeType
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch.utils.data import IterableDataset, IterDataPipe
 
 from accel.data.samplers import cycle_to, split_problems
 from accel.errors import ConfigError, Problem
+
+_MANY = 100  # a pipeline has fewer stages; a longer list is data
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -112,34 +114,50 @@ def shards_by_worker(dataset: Any) -> bool:
     """Tell whether an iterable data set shares its samples out by loader worker.
 
     It does if it says so by an attribute `shards_by_worker`, if torch does it (`IterDataPipe`), if
-    it counts its shards (`num_shards` of Hugging Face data sets), or if its code asks for the
-    worker.
+    it counts its shards (`num_shards` of Hugging Face data sets), or if its code speaks of workers
+    (`get_worker_info`, a helper called `split_by_worker`).
     """
     declared = getattr(dataset, "shards_by_worker", None)
     if declared is not None:
         return bool(declared)
-    if isinstance(dataset, IterDataPipe) or hasattr(dataset, "num_shards"):
+    if isinstance(dataset, IterDataPipe) or any(
+        hasattr(dataset, name) for name in ("num_shards", "n_shards")
+    ):
         return True
-    return _asks_for_worker(dataset, depth=4)
+    return _speaks_of_workers(dataset, depth=4)
 
 
-def _asks_for_worker(value: Any, depth: int) -> bool:
-    """Look for `get_worker_info` in the code of `value`, its classes and what it holds."""
+def _speaks_of_workers(value: Any, depth: int) -> bool:
+    """Look for workers in the code of `value`, of its classes and of what it holds."""
     code = getattr(value, "__code__", None)
     if code is not None:
-        return _names_worker_info(code)
+        return _names_workers(code)
     methods = [item for kind in type(value).__mro__[:-1] for item in vars(kind).values()]
     codes = [getattr(method, "__code__", None) for method in methods]
-    if any(_names_worker_info(code) for code in codes if code is not None):
+    if any(_names_workers(code) for code in codes if code is not None):
         return True
-    held = [*getattr(value, "__dict__", {}).values()] if depth else []
-    return any(
-        _asks_for_worker(item, depth - 1)
-        for item in held
-        if callable(item) or (hasattr(item, "__iter__") and hasattr(item, "__dict__"))
-    )
+    return depth > 0 and any(_speaks_of_workers(item, depth - 1) for item in _held(value))
 
 
-def _names_worker_info(code: CodeType) -> bool:
+def _held(value: Any) -> list[Any]:
+    """Return the data sets, stages and functions that `value` is made of."""
+    if isinstance(value, (list, tuple)):
+        parts = list(value[:_MANY])
+    elif isinstance(value, Mapping):
+        parts = list(itertools.islice(value.values(), _MANY))
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    made_of = (list, tuple, Mapping)
+    return [
+        part
+        for part in parts
+        if callable(part)
+        or isinstance(part, made_of)
+        or (hasattr(part, "__iter__") and hasattr(part, "__dict__"))
+    ]
+
+
+def _names_workers(code: CodeType) -> bool:
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return "get_worker_info" in code.co_names or any(_names_worker_info(part) for part in inner)
+    names = (code.co_name, *code.co_names, *code.co_varnames)
+    return any("worker" in name for name in names) or any(_names_workers(part) for part in inner)

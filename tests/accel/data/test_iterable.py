@@ -50,6 +50,20 @@ class Around(IterableDataset[int]):
         return iter(self.inner)
 
 
+class Pipeline(IterableDataset[int]):
+    """A stream in stages, as WebDataset's."""
+
+    def __init__(self, stages: list) -> None:
+        self.stages = stages
+
+    def __iter__(self):
+        return self.stages[1](self.stages[0])
+
+
+def split_by_worker(samples):
+    return samples
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     st.integers(0, 200),
@@ -105,6 +119,8 @@ def test_what_shares_out_by_worker_is_found() -> None:
     assert shards_by_worker(ByWorker(4))
     assert shards_by_worker(Around(Around(ByWorker(4))))
     assert not shards_by_worker(Stream(4))
+    assert shards_by_worker(Pipeline([Stream(4), split_by_worker]))
+    assert not shards_by_worker(Pipeline([Stream(4), list]))
     declared = Around(Stream(4))
     declared.shards_by_worker = True
     assert shards_by_worker(declared)
