@@ -26,6 +26,7 @@ from runner.data import Data
 from runner.objective import Objective
 
 NUM_BYTES = 256
+CONTEXT = 128  # on a CPU more steps are worth more than longer windows
 IGNORED = -100  # a target that is padding
 
 # --- Data ---------------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def stdlib_bytes(
-    context: int = 256,
+    context: int = CONTEXT,
     validation_bytes: int = 220_000,
     random_start: bool = True,
     path: str | None = None,
@@ -357,7 +358,7 @@ def generate(
     num_bytes: int,
     temperature: float,
     generator: torch.Generator,
-    context: int = 256,
+    context: int = CONTEXT,
 ) -> bytes:
     """Return text that the model writes after `prompt`, without the prompt.
 

@@ -53,7 +53,7 @@ def test_the_standard_library_is_found_and_large() -> None:
     assert len(train) > 2_000_000
     assert data.test is None
     inputs, targets = data.train[0]
-    assert inputs.shape == targets.shape == (256,)
+    assert inputs.shape == targets.shape == (128,)
     assert inputs.dtype == targets.dtype == torch.int64
 
 
