@@ -1,5 +1,4 @@
 """How a process of a run ended, left as a small file, so that the parent can name the first cause.
-cause.
 
 A group of processes ends in a cascade: one fails, the others then fail in the exchange with it. The
 elastic agent sees only which one exited first. Each process therefore writes down what happened
@@ -28,6 +27,8 @@ STOPPED = 75
 INTERRUPTED = 130
 # What a parent reads from an exit status: a worker that stopped with its state saved did not fail.
 CLEAN = (DONE, STOPPED)
+# Files of ours whose frames, first in a traceback, tell a person nothing.
+MACHINERY = ("launch.py", "worker.py")
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ class Outcome:
     Attributes:
         rank: the process.
         time: seconds since the epoch at which it happened.
-        code: exit code of the command: 1 failed, 2 configuration refused, 75 stopped with state
-        saved.
+        code: exit code of the command: 1 failed, 2 refused, 75 stopped with state saved.
         message: one line on what happened.
         traceback: where it happened; empty where that is of no use to a person.
     """
@@ -95,9 +95,6 @@ def user_traceback(error: BaseException) -> list[str]:
     while len(whole.stack) > 1 and os.path.basename(whole.stack[0].filename) in MACHINERY:
         del whole.stack[0]
     return list(whole.format())
-
-
-MACHINERY = ("launch.py", "worker.py")
 
 
 def tell(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> None:
