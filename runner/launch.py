@@ -1,5 +1,4 @@
 """From a frozen job to processes: this one, fresh workers, or those that torchrun has started.
-started.
 
 Every process reads the same frozen recipe from the run directory; none of them sees overrides. The
 exit code is 0 (done), 1 (failed), 2 (configuration refused), 75 (stopped by SIGTERM or SIGUSR1 with
