@@ -184,11 +184,14 @@ class PreparedLoader(DataLoader[Any]):
 
     def _complete(self, epoch: int) -> None:
         """Go on to the epoch after `epoch`, unless the caller has chosen one meanwhile."""
+        self.end_of_dataloader = False
         if self.epoch == epoch:
             self.set_epoch(epoch + 1)
 
     def _leave(self, outer: tuple[bool, int]) -> None:
         """End a pass, whole or broken off."""
         self._started = None
+        if self.end_of_dataloader:  # the caller keeps the last batch, and left: gather_for_metrics
+            GradientState().broken_off_remainder = self.remainder
         self.end_of_dataloader, self.remainder = outer
         GradientState()._remove_dataloader(self)

@@ -12,7 +12,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel.data.base import PreparedLoader, index_sampler
 from accel.data.iterable import IterableDatasetShard
-from accel.data.samplers import added_indices, last_batch_remainder, total_batch_size
+from accel.data.samplers import (
+    CompletedBatchSampler,
+    added_indices,
+    last_batch_remainder,
+    samplers,
+    total_batch_size,
+)
 from accel.data.transfer import (
     Round,
     SliceFunction,
@@ -220,6 +226,18 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _own_arguments(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _DISPATCHER_ARGUMENTS}
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether a last round that cannot be cut evenly is completed."""
+        return self._even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self._even_batches = even_batches
+        for sampler in samplers(index_sampler(self)):
+            if isinstance(sampler, CompletedBatchSampler):
+                sampler.even_batches = even_batches
 
     @property
     def _entries_per_batch(self) -> int:  # type: ignore[override]

@@ -311,6 +311,7 @@ class CompletedBatchSampler(BatchSampler):
         num_processes: the number of indices yielded is a multiple of it.
 
     Attributes:
+        even_batches: whether it completes them at all.
         added: after a whole pass, how many indices were added at its end.
     """
 
@@ -319,6 +320,7 @@ class CompletedBatchSampler(BatchSampler):
         self.num_processes = num_processes
         self.batch_size: int = batch_sampler.batch_size
         self.drop_last = False
+        self.even_batches = True
         self.added = 0
 
     @property
@@ -332,7 +334,7 @@ class CompletedBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         length = len(self.batch_sampler)
-        if not length or not hasattr(self.sampler, "__len__"):
+        if not self.even_batches or not length or not hasattr(self.sampler, "__len__"):
             return length
         completed = -(-len(self.sampler) // self.num_processes) * self.num_processes
         return max(length, -(-completed // self.batch_size))
@@ -348,7 +350,7 @@ class CompletedBatchSampler(BatchSampler):
                 yield batch
             batch = following
             seen += len(batch)
-        self.added = -seen % self.num_processes
+        self.added = -seen % self.num_processes if self.even_batches else 0
         batch = [*batch, *cycle_to(head, self.added)]
         for start in range(0, len(batch), self.batch_size):
             yield batch[start : start + self.batch_size]

@@ -176,6 +176,15 @@ def test_an_empty_data_set_gives_no_batch() -> None:
     assert values(prepare_data_loader(DataLoader(Stream(0), batch_size=2))) == []
 
 
+def test_even_batches_of_a_dispatching_loader_can_be_switched() -> None:
+    loader = prepared(5, 2, 2, 1, dispatch_batches=True)
+    assert (values(loader), len(loader)) == ([[2, 3], [0]], 2)
+    loader.even_batches = False
+    assert (values(loader), len(loader)) == ([[2, 3]], 1)
+    loader.even_batches = True
+    assert values(loader) == [[2, 3], [0]]
+
+
 # -- what a prepared loader is --------------------------------------------------------------------
 
 
