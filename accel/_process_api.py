@@ -151,9 +151,9 @@ class ProcessAPI:
         as_objects = use_gather_object or not _only_tensors(input_data)
         data = ops.gather_object(input_data) if as_objects else ops.gather(input_data)
         state = self.gradient_state
-        if not state.end_of_dataloader:
+        if state.in_dataloader and not state.end_of_dataloader:
             return data
-        remainder = state.remainder
+        remainder = state.remainder if state.in_dataloader else state.broken_off_remainder
         if remainder == -1:
             logger.info(
                 "gather_for_metrics: the length of the data set is not known, so samples that "

@@ -227,6 +227,8 @@ class GradientState:
         remainder: samples that the last batch really has, over all processes; -1: not known.
         active_dataloader: the loader that is being iterated over, or None.
         dataloader_references: all loaders that are being iterated over, the outermost first.
+        broken_off_remainder: the `remainder` of a pass that was left with its last batch in hand, as
+            in ``batch = next(iter(loader))``; 0 from the start of the next pass on.
         plugin_kwargs: the settings that differ from the defaults.
     """
 
@@ -237,6 +239,7 @@ class GradientState:
     adjust_scheduler: bool
     sync_with_dataloader: bool
     sync_each_batch: bool
+    broken_off_remainder: int
     _loaders: list[weakref.ref[Any]]
 
     def __init__(
@@ -245,6 +248,7 @@ class GradientState:
         self.__dict__ = self._shared_state
         if not self.initialized:
             self.sync_gradients = True
+            self.broken_off_remainder = 0
             self._loaders = []
             self._configure(GradientAccumulationPlugin())
         if gradient_accumulation_plugin is not None:
@@ -311,6 +315,7 @@ class GradientState:
 
     def _add_dataloader(self, dataloader: Any) -> None:
         """Make `dataloader` the active one."""
+        self.broken_off_remainder = 0
         loaders = self._loaders
         loaders.append(weakref.ref(dataloader, self._forget))
 
