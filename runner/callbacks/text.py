@@ -92,6 +92,14 @@ class TextSample(Callback):
         written = generate(
             model, self.prompt.encode(), self.num_bytes, self.temperature, generator, **context
         )
-        text = written.decode(errors="replace")
+        text = printable(written)
         loop.results["sample"] = text
         loop.display.text(f"text by the model, after {self.prompt!r}", text)
+
+
+def printable(text: bytes) -> str:
+    """Return bytes as text that steers no terminal: what is not printable becomes "�"."""
+    characters = text.decode(errors="replace").replace("\r\n", "\n")
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters
+    )

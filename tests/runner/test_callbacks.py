@@ -14,7 +14,7 @@ from rich.console import Console
 
 from accel.errors import ConfigError
 from runner.callbacks.early_stopping import EarlyStopping
-from runner.callbacks.text import TextBaselines, TextSample
+from runner.callbacks.text import TextBaselines, TextSample, printable
 from runner.data import Data
 from runner.display import Display
 from runner.factories.bytes_gpt import NextByte, byte_gpt, stdlib_bytes
@@ -153,6 +153,10 @@ def test_a_sample_is_written_at_the_end(tmp_path: Path, text: Data) -> None:
     assert "text by the model, after 'def f'" in shown
     again, _ = text_run(tmp_path / "again", text, callbacks={"sample": sample})
     assert again["sample"] == summary["sample"]
+
+
+def test_what_a_model_writes_does_not_steer_the_terminal() -> None:
+    assert printable(b"a\tb\r\n\x1b[2J\xff\xc3\xa9") == "a\tb\n\ufffd[2J\ufffd\u00e9"
 
 
 @pytest.mark.parametrize(
