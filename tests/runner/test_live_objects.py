@@ -1,0 +1,321 @@
+"""Every field of every handler and plugin: set by override, read back from the live object."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel.config import handlers, training
+from tests.helpers import run_distributed
+
+# Key of the recipe, value on the command line, what to look at among the live objects (by name),
+# and what must be seen there.
+Row = tuple[str, str, Callable[[dict[str, Any]], Any], Any]
+
+DDP: list[Row] = [
+    ("distributed.ddp.dim", "0", lambda live: live["ddp"].dim, 0),
+    (
+        "distributed.ddp.broadcast_buffers",
+        "false",
+        lambda live: live["ddp"].broadcast_buffers,
+        False,
+    ),
+    ("distributed.ddp.bucket_cap_mb", "3", lambda live: live["ddp"].bucket_bytes_cap, 3 * 2**20),
+    (
+        "distributed.ddp.find_unused_parameters",
+        "true",
+        lambda live: live["ddp"].find_unused_parameters,
+        True,
+    ),
+    (
+        "distributed.ddp.check_reduction",
+        "true",
+        lambda live: live["plan"].ddp.check_reduction,
+        True,
+    ),
+    (
+        "distributed.ddp.gradient_as_bucket_view",
+        "true",
+        lambda live: live["ddp"].gradient_as_bucket_view,
+        True,
+    ),
+    ("distributed.ddp.static_graph", "true", lambda live: live["ddp"].static_graph, True),
+    (
+        "distributed.ddp.comm_hook",
+        "power_sgd",
+        lambda live: (
+            inspect.getclosurevars(live["ddp"]._comm_hooks[0][0]).nonlocals["hook"].__name__
+        ),
+        "powerSGD_hook",
+    ),
+    (
+        "distributed.ddp.comm_wrapper",
+        "fp16",  # bf16 is for nccl alone
+        lambda live: live["ddp"]._comm_hooks[0][0].__name__,
+        "fp16_compress_wrapper_hook",
+    ),
+    (
+        "distributed.ddp.comm_state_option",
+        "{matrix_approximation_rank: 2}",
+        lambda live: live["ddp"]._comm_hooks[0][1].matrix_approximation_rank,
+        2,
+    ),
+]
+INIT: list[Row] = [
+    ("distributed.init.backend", "gloo", lambda live: live["group"]["backend"], "gloo"),
+    ("distributed.init.init_method", "FILE", lambda live: live["group"]["store"], "FileStore"),
+    (
+        "distributed.init.timeout",
+        "77",
+        lambda live: live["group"]["timeout"],
+        timedelta(seconds=77),
+    ),
+]
+AUTOCAST: list[Row] = [
+    ("precision.autocast.enabled", "false", lambda live: live["autocast"]._enabled, False),
+    (
+        "precision.autocast.cache_enabled",
+        "false",
+        lambda live: live["autocast"]._cache_enabled,
+        False,
+    ),
+]
+SCALER: list[Row] = [
+    ("precision.scaler.init_scale", "1024.0", lambda live: live["scaler"].get_scale(), 1024.0),
+    ("precision.scaler.growth_factor", "3.0", lambda live: live["scaler"].get_growth_factor(), 3.0),
+    (
+        "precision.scaler.backoff_factor",
+        "0.25",
+        lambda live: live["scaler"].get_backoff_factor(),
+        0.25,
+    ),
+    ("precision.scaler.growth_interval", "7", lambda live: live["scaler"].get_growth_interval(), 7),
+]
+SCALER_OFF: list[Row] = [
+    ("precision.scaler.enabled", "false", lambda live: live["scaler"].is_enabled(), False),
+]
+LOADER: list[Row] = [
+    ("dataloader.even_batches", "false", lambda live: live["batch_shard"].even_batches, False),
+    ("dataloader.split_batches", "true", lambda live: live["batch_shard"].split_batches, True),
+    ("dataloader.data_seed", "5", lambda live: live["first_ids"] != live["first_ids_seed_0"], True),
+    ("dataloader.num_workers", "1", lambda live: live["loader"].num_workers, 1),
+    ("dataloader.pin_memory", "false", lambda live: live["loader"].pin_memory, False),
+    ("dataloader.prefetch_factor", "3", lambda live: live["loader"].prefetch_factor, 3),
+    ("dataloader.persistent_workers", "true", lambda live: live["loader"].persistent_workers, True),
+    ("dataloader.seed_samples", "false", lambda live: live["loader"].dataset.seed_samples, False),
+    ("dataloader.non_blocking", "true", lambda live: live["loader"]._non_blocking, True),
+]
+DISPATCH: list[Row] = [
+    (
+        "dataloader.dispatch_batches",
+        "true",
+        lambda live: type(live["loader"]).__name__,
+        "DataLoaderDispatcher",
+    ),
+    (
+        "dataloader.use_seedable_sampler",
+        "false",
+        lambda live: type(live["order"]).__name__,
+        "ReplayedRandomSampler",
+    ),
+]
+ACCUMULATION: list[Row] = [
+    ("trainer.accumulation.num_steps", "2", lambda live: live["gradient"].num_steps, 2),
+    (
+        "trainer.accumulation.adjust_scheduler",
+        "false",
+        lambda live: live["gradient"].adjust_scheduler,
+        False,
+    ),
+    (
+        "trainer.accumulation.sync_with_dataloader",
+        "true",
+        lambda live: live["gradient"].sync_with_dataloader,
+        True,
+    ),
+    (
+        "trainer.accumulation.sync_each_batch",
+        "true",
+        lambda live: live["gradient"].sync_each_batch,
+        True,
+    ),
+]
+PROJECT: list[Row] = [
+    (
+        "checkpoint.project.project_dir",
+        "elsewhere",
+        lambda live: live["project"].project_dir,
+        "elsewhere",
+    ),
+    ("checkpoint.project.logging_dir", "logs", lambda live: live["project"].logging_dir, "logs"),
+    (
+        "checkpoint.project.automatic_checkpoint_naming",
+        "false",
+        lambda live: live["project"].automatic_checkpoint_naming,
+        False,
+    ),
+    ("checkpoint.project.total_limit", "9", lambda live: live["project"].total_limit, 9),
+    ("checkpoint.project.iteration", "4", lambda live: live["project"].iteration, 4),
+    (
+        "checkpoint.project.save_on_each_node",
+        "true",
+        lambda live: live["project"].save_on_each_node,
+        True,
+    ),
+]
+PROFILE: list[Row] = [
+    (
+        "profile.activities",
+        "[cpu]",
+        lambda live: [a.name for a in live["profiler"].activities],
+        ["CPU"],
+    ),
+    ("profile.record_shapes", "true", lambda live: live["profiler"].record_shapes, True),
+    ("profile.profile_memory", "true", lambda live: live["profiler"].profile_memory, True),
+    ("profile.with_stack", "true", lambda live: live["profiler"].with_stack, True),
+    ("profile.with_flops", "true", lambda live: live["profiler"].with_flops, True),
+    ("profile.with_modules", "true", lambda live: live["profiler"].with_modules, True),
+    (
+        "profile.schedule_option",
+        "{wait: 1, warmup: 1, active: 1}",
+        lambda live: [live["profiler"].schedule(step).name for step in range(3)],
+        ["NONE", "WARMUP", "RECORD_AND_SAVE"],
+    ),
+    (
+        "profile.on_trace_ready",
+        "torch.nn.utils.parameters_to_vector",
+        lambda live: live["profiler"].on_trace_ready.__name__,
+        "parameters_to_vector",
+    ),
+]
+TRACES: list[Row] = [
+    (
+        "profile.output_trace_dir",
+        "traces",
+        lambda live: live["profiler"].on_trace_ready.folder.name,
+        "traces",
+    ),
+]
+
+# Rows that hold together in one run, and what else that run needs.
+RUNS: dict[str, tuple[int, list[Row], list[str]]] = {
+    "ddp": (2, DDP, []),
+    "init": (2, INIT, []),
+    "autocast": (1, AUTOCAST, ["precision=bf16"]),
+    "scaler": (1, SCALER, ["precision=fp16"]),
+    "scaler off": (1, SCALER_OFF, ["precision=fp16"]),
+    "loader": (2, LOADER, ["trainer.drop_last=true"]),
+    "dispatch": (2, DISPATCH, []),
+    "accumulation": (1, ACCUMULATION, []),
+    "project": (1, PROJECT, []),
+    "profile": (1, PROFILE, ["profile=trace", "profile.output_trace_dir=null"]),
+    "traces": (1, TRACES, ["profile=trace"]),
+}
+NODES = {
+    "distributed.ddp": handlers.DistributedDataParallelKwargs,
+    "distributed.init": handlers.InitProcessGroupKwargs,
+    "precision.autocast": handlers.AutocastKwargs,
+    "precision.scaler": handlers.GradScalerKwargs,
+    "dataloader": training.DataLoaderConfiguration,
+    "trainer.accumulation": training.GradientAccumulationPlugin,
+    "checkpoint.project": training.ProjectConfiguration,
+    "profile": handlers.ProfileKwargs,
+}
+# Needs torchdata, and is tested with the loaders.
+ELSEWHERE = {"dataloader.use_stateful_dataloader"}
+
+
+def live_objects(overrides: list[str], folder: str) -> dict[str, Any]:
+    """Build a run from overrides, as a worker does, and return what torch was given."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from accel.rng import set_seed
+    from runner import build, compose, engine, hydra_setup
+    from runner.batch_plan import plan_batches
+    from runner.batches import TrainBatches
+
+    with hydra_setup.session():
+        recipe = compose.require(compose.anew(overrides, "config"))
+    set_seed(0)
+    parts = build.build_parts(recipe)
+    number = dist.get_world_size() if dist.is_initialized() else _world_size()
+    plan = plan_batches(recipe.trainer, number, len(parts.data.train))  # type: ignore[arg-type]
+    accelerator = engine.make_accelerator(recipe, Path(folder), plan)
+    model = accelerator.prepare(parts.step.models["model"])
+    batches = TrainBatches(accelerator, parts.data, recipe, plan)
+    profile = recipe.profile
+    live: dict[str, Any] = {
+        "plan": accelerator.plan,
+        "scaler": accelerator.scaler,
+        "autocast": accelerator.autocast(),
+        "gradient": accelerator.gradient_state,
+        "project": accelerator.project_configuration,
+        "loader": batches.loader,
+        "batch_shard": batches.loader.batch_sampler,
+        "order": batches._sampler.sampler,
+        "first_ids": list(batches._sampler.sampler)[:8],
+        "first_ids_seed_0": _first_ids_of_seed_0(parts.data.train, recipe),
+    }
+    if isinstance(model, DistributedDataParallel):
+        live["ddp"] = model
+    if dist.is_initialized():
+        group = dist.distributed_c10d._get_default_group()
+        store = dist.distributed_c10d._get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        live["group"] = {
+            "backend": dist.get_backend(),
+            "store": type(store).__name__,
+            "timeout": group._get_backend(accelerator.device).options._timeout,
+        }
+    if profile is not None:
+        with accelerator.profile(profile) as profiler:
+            live["profiler"] = profiler
+    return live
+
+
+def _world_size() -> int:
+    from accel.env import Environment
+
+    return Environment.read().world_size
+
+
+def _first_ids_of_seed_0(dataset: Any, recipe: Any) -> list[int]:
+    from runner.data import make_order
+
+    config = dataclasses.replace(recipe.dataloader, data_seed=None)
+    return list(make_order(dataset, 0, config))[:8]
+
+
+def observe(name: str, folder: str) -> dict[str, Any]:
+    """Return what each row of a run sees."""
+    _, rows, more = RUNS[name]
+    values = {key: value for key, value, _, _ in rows}
+    if "distributed.init.init_method" in values:
+        values["distributed.init.init_method"] = f"'file://{folder}/meeting'"
+    overrides = [f"{key}={value}" for key, value in values.items()]
+    live = live_objects([*more, *overrides], folder)
+    seen = {key: look(live) for key, _, look, _ in rows}
+    live.clear()
+    return seen
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_field_reaches_the_live_object(name: str, tmp_path: Path) -> None:
+    world_size, rows, _ = RUNS[name]
+    for seen in run_distributed(observe, world_size, name, str(tmp_path)):
+        assert seen == {key: expected for key, _, _, expected in rows}
+
+
+def test_no_field_is_left_out() -> None:
+    shown = {key for _, rows, _ in RUNS.values() for key, *_ in rows} | ELSEWHERE
+    for node, kind in NODES.items():
+        for field in dataclasses.fields(kind):
+            assert f"{node}.{field.name}" in shown
