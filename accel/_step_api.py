@@ -161,7 +161,7 @@ class StepAPI:
         num_steps = self.gradient_state.num_steps
         if num_steps != 1 and self._divides_loss:
             loss = loss / num_steps
-        if "learning_rate" in kwargs:
+        if kwargs and "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs["learning_rate"])
             return
         if self.scaler is not None:

@@ -22,6 +22,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         device_placement: whether state that the optimizer brings along is moved to the device of
             its parameters.
         scaler: the gradient scaler of fp16 training, or None.
+
+    Attributes:
+        step_was_skipped: whether the last step was left out because gradients overflowed (fp16).
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.scaler = scaler
         self.device_placement = device_placement
         self.gradient_state = GradientState()
-        self._skipped = False
+        self.step_was_skipped = False
         if device_placement:
             self._place_state()
 
@@ -73,11 +76,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
 
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because gradients overflowed under fp16."""
-        return self._skipped
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters if gradients are complete.
 
@@ -102,7 +100,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                     "Use mixed_precision='bf16', or an optimizer that needs no closure.",
                 )
             )
-        self._skipped = step_unless_overflow(self.scaler, self.optimizer)
+        self.step_was_skipped = step_unless_overflow(self.scaler, self.optimizer)
         return None
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

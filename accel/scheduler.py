@@ -22,7 +22,7 @@ class AcceleratedScheduler:
 
     Args:
         scheduler: anything with `step`, such as a `torch.optim.lr_scheduler.LRScheduler`.
-        optimizers: the prepared optimizer, or several, whose skipped steps are skipped here.
+        optimizers: the prepared optimizer, or several; where one skips a step, so does this.
         step_with_optimizer: whether steps follow the optimizer's; if not, `step` is passed on.
         split_batches: whether loaders split their batches over processes.
     """
@@ -37,11 +37,13 @@ class AcceleratedScheduler:
         several = isinstance(optimizers, Sequence)
         self.scheduler = scheduler
         self.optimizers: list[torch.optim.Optimizer] = list(optimizers) if several else [optimizers]
+        self._skippable = [o for o in self.optimizers if hasattr(o, "step_was_skipped")]
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state = GradientState()
         once = split_batches or isinstance(scheduler, ReduceLROnPlateau)
         self._repeats = 1 if once else PartialState().num_processes
+        self._ends = hasattr(scheduler, "total_steps")
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not there yet while being unpickled
@@ -50,20 +52,21 @@ class AcceleratedScheduler:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Move on if the optimizers did: once per process, and not past a schedule's last step."""
-        scheduler = self.scheduler
         if not self.step_with_optimizer:
-            scheduler.step(*args, **kwargs)
+            self.scheduler.step(*args, **kwargs)
             return
         if not self.gradient_state.sync_gradients:
             self._count_call()
             return
-        for optimizer in self.optimizers:
-            if getattr(optimizer, "step_was_skipped", False):
+        for optimizer in self._skippable:
+            if optimizer.step_was_skipped:
                 return
+        if self._repeats == 1 and not self._ends:
+            self.scheduler.step(*args, **kwargs)
+            return
         for _ in range(self._repeats):
-            total_steps = getattr(scheduler, "total_steps", None)
-            if total_steps is None or scheduler.last_epoch < total_steps:
-                scheduler.step(*args, **kwargs)
+            if not self._ends or self.scheduler.last_epoch < self.scheduler.total_steps:
+                self.scheduler.step(*args, **kwargs)
 
     def _count_call(self) -> None:
         """Count a call between optimizer steps, so that torch's check of the call order holds."""

@@ -27,16 +27,22 @@ from accel.objects import Objects
 from accel.optimizer import unwrap_optimizer
 from accel.strategies.base import Strategy, Traits
 
+
+def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `hook` under another name: torch refuses bf16 by name without a GPU; gloo can."""
+    return lambda state, bucket: hook(state, bucket)
+
+
 HOOKS: dict[Hook, Callable[..., Any]] = {
     Hook.NO: default_hooks.allreduce_hook,
     Hook.FP16: default_hooks.fp16_compress_hook,
-    Hook.BF16: default_hooks.bf16_compress_hook,
+    Hook.BF16: _renamed(default_hooks.bf16_compress_hook),
     Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
     Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
 }
 WRAPPERS: dict[Hook, Callable[..., Any]] = {
     Hook.FP16: default_hooks.fp16_compress_wrapper,
-    Hook.BF16: default_hooks.bf16_compress_wrapper,
+    Hook.BF16: lambda hook: _renamed(default_hooks.bf16_compress_wrapper(hook)),
 }
 POWER_SGD = (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD)
 HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
@@ -155,10 +161,22 @@ def register_hook(model: DistributedDataParallel, handler: DistributedDataParall
     model.register_comm_hook(state, hook)
 
 
+def _orthogonalizes_flat_matrices() -> bool:
+    """Return whether torch's batched hook works: it passes matrices where batches are wanted."""
+    try:
+        powerSGD_hook._orthogonalize(torch.ones(2, 1))
+    except AssertionError:
+        return False
+    return True
+
+
 def _hook_problems(handler: DistributedDataParallelKwargs) -> list[Problem]:
+    hook = str(handler.comm_hook)
+    if handler.comm_hook == Hook.BATCHED_POWER_SGD and not _orthogonalizes_flat_matrices():
+        rule = f"torch {torch.__version__}'s own hook fails at its first compressed step"
+        return [Problem(f"comm_hook={hook!r}", rule, "Use comm_hook='power_sgd'.")]
     if not handler.comm_state_option:
         return []
-    hook = str(handler.comm_hook)
     if handler.comm_hook not in POWER_SGD:
         return [
             Problem(

@@ -1,0 +1,525 @@
+"""The Accelerator in one process: preparing, accumulating, stepping, and what lies around it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin, ProfileKwargs
+from accel.config.handlers import DistributedDataParallelKwargs
+from accel.config.training import ProjectConfiguration
+from accel.data.loaders import DataLoaderShard
+from accel.errors import ConfigError
+from accel.objects import Objects
+from accel.optimizer import AcceleratedOptimizer
+from accel.plan import Plan
+from accel.scheduler import AcceleratedScheduler
+from accel.state import AcceleratorState, GradientState, PartialState
+from accel.strategies.base import Strategy, Traits
+from accel.strategies.single import SingleProcessStrategy
+from accel.strategies.table import STRATEGIES, find_strategy
+
+
+def loader(samples: int = 6, batch_size: int = 2) -> DataLoader:
+    return DataLoader(TensorDataset(torch.arange(samples * 2.0).view(samples, 2)), batch_size)
+
+
+def parts(
+    lr: float = 0.1,
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, DataLoader, object]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return model, optimizer, loader(), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+# -- preparing ---------------------------------------------------------------------------------
+
+
+def test_prepare_keeps_the_order_of_its_arguments() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, batches, schedule = parts()
+    prepared = accelerator.prepare(schedule, batches, model, None, optimizer)
+    kinds = [type(item) for item in prepared]
+    assert kinds == [
+        AcceleratedScheduler,
+        DataLoaderShard,
+        torch.nn.Linear,
+        type(None),
+        AcceleratedOptimizer,
+    ]
+    assert prepared[0].optimizers == [prepared[4]]
+    assert accelerator._models == [model]
+    assert accelerator._optimizers == [prepared[4]]
+    assert accelerator._schedulers == [prepared[0]]
+    assert accelerator._dataloaders == [prepared[1]]
+    assert accelerator._custom_objects == []
+
+
+def test_one_argument_comes_back_alone() -> None:
+    model = torch.nn.Linear(2, 1)
+    assert Accelerator(cpu=True).prepare(model) is model
+
+
+def test_what_is_prepared_already_stays_as_it_is() -> None:
+    accelerator = Accelerator(cpu=True)
+    once = accelerator.prepare(*parts())
+    assert accelerator.prepare(*once) == once
+    assert len(accelerator._models) == len(accelerator._optimizers) == 1
+    assert accelerator.prepare_model(once[0]) is once[0]
+    assert accelerator.prepare_optimizer(once[1]) is once[1]
+    assert accelerator.prepare_data_loader(once[2]) is once[2]
+    assert accelerator.prepare_scheduler(once[3]) is once[3]
+
+
+def test_other_objects_come_back_with_a_warning() -> None:
+    accelerator = Accelerator(cpu=True)
+    numbers = [1, 2]
+    with pytest.warns(UserWarning, match="list is no model"):
+        model, same = accelerator.prepare(torch.nn.Linear(1, 1), numbers)
+    assert same is numbers
+
+
+def test_a_scheduler_of_the_users_own_needs_no_base_class() -> None:
+    class Schedule:
+        calls = 0
+
+        def step(self) -> None:
+            self.calls += 1
+
+        def state_dict(self) -> dict:
+            return {}
+
+        def load_state_dict(self, state: dict) -> None: ...
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _, _ = parts()
+    _, optimizer, schedule = accelerator.prepare(model, optimizer, Schedule())
+    optimizer.step()
+    schedule.step()
+    assert schedule.calls == 1
+    assert schedule.optimizers == [optimizer]
+
+
+def test_a_scheduler_follows_its_own_optimizer() -> None:
+    accelerator = Accelerator(cpu=True)
+    models = [torch.nn.Linear(1, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
+    *_, first, second = accelerator.prepare(*models, *optimizers)
+    prepared = [accelerator.prepare_scheduler(schedule) for schedule in schedules]
+    assert [p.optimizers for p in prepared] == [[first], [second]]
+
+
+def test_device_placement_is_told_for_each_object() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, batches, schedule = parts()
+    _, optimizer, batches, _ = accelerator.prepare(
+        model, optimizer, batches, schedule, device_placement=[True, False, False, None]
+    )
+    assert optimizer.device_placement is False
+    assert batches.device is None
+    other = accelerator.prepare_data_loader(loader())
+    assert other.device == torch.device("cpu")
+    with pytest.raises(ConfigError, match="1 entries for 2 objects"):
+        accelerator.prepare(loader(), loader(), device_placement=[True])
+
+
+def test_nothing_is_placed_where_the_run_says_so() -> None:
+    accelerator = Accelerator(cpu=True, device_placement=False)
+    assert accelerator.prepare(loader()).device is None
+    meta = torch.nn.Linear(1, 1, device="meta")
+    assert accelerator.prepare(meta).weight.device.type == "meta"
+
+
+def test_an_optimizer_of_replaced_parameters_is_refused() -> None:
+    class Replacing(torch.nn.Linear):
+        def to(self, *args: object, **kwargs: object) -> torch.nn.Module:
+            self.weight = torch.nn.Parameter(self.weight.detach().clone())
+            return self
+
+    model = Replacing(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="would never be trained"):
+        Accelerator(cpu=True).prepare(model, optimizer)
+
+
+def test_an_optimizer_may_hold_a_parameter_of_no_model() -> None:
+    model, lone = torch.nn.Linear(2, 1), torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([*model.parameters(), lone], lr=0.1)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model, optimizer)
+    assert len(accelerator._optimizers) == 1
+
+
+def test_a_parameter_of_no_model_on_another_device_is_refused() -> None:
+    model, lone = torch.nn.Linear(2, 1), torch.nn.Parameter(torch.zeros(1, device="meta"))
+    optimizer = torch.optim.SGD([*model.parameters(), lone], lr=0.1)
+    with pytest.raises(ConfigError, match="1 parameter of optimizer 0 in no prepared model"):
+        Accelerator(cpu=True).prepare(model, optimizer)
+
+
+def test_a_model_in_evaluation_mode_is_prepared_too() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare_model(torch.nn.Linear(2, 1), evaluation_mode=True)
+    assert "forward" in model.__dict__
+    assert accelerator._models == [model]
+
+
+def test_a_loader_is_prepared_as_the_run_was_told() -> None:
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    data = TensorDataset(torch.arange(6))
+    orders = []
+    for _ in range(2):
+        shuffled = accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
+        orders.append([batch.tolist() for (batch,) in shuffled])
+    assert orders[0] == orders[1]
+    rest = accelerator.skip_first_batches(loader(), num_batches=2)
+    assert len(list(rest)) == 1
+
+
+def test_device_maps_are_found() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    assert accelerator.verify_device_map(model) is False
+    model[0].hf_device_map = {"": 0}
+    assert accelerator.verify_device_map(model) is False
+    model[0].hf_device_map = {"a": 0, "b": 1}
+    assert accelerator.verify_device_map(model) is True
+    accelerator.prepare(model)  # one process may spread it
+
+
+def test_free_memory_lets_go_of_everything() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, *_ = accelerator.prepare(*parts())
+    accelerator.step = 3
+    assert accelerator.free_memory(model, "more") == [None, None]
+    assert accelerator._objects == Objects()
+    assert accelerator.step == 0
+    accelerator.prepare(model)
+    assert accelerator.clear() == []
+    assert accelerator._models == []
+
+
+# -- strategies --------------------------------------------------------------------------------
+
+
+def test_an_unknown_strategy_names_the_nearest() -> None:
+    assert find_strategy("single") is SingleProcessStrategy
+    with pytest.raises(ConfigError, match="Did you mean 'single'"):
+        find_strategy("singel")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_table_holds_its_own_names(name: str) -> None:
+    assert find_strategy(name).traits.name == name
+
+
+def test_a_strategy_may_limit_the_models_of_a_call() -> None:
+    class OneModel(Strategy):
+        traits = Traits(name="one", max_models=1)
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.strategy = OneModel(
+        accelerator.plan, accelerator.comm, accelerator.device, accelerator.precision
+    )
+    with pytest.raises(ConfigError, match="2 models in one call: one takes 1"):
+        accelerator.prepare(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+
+
+# -- accumulation ------------------------------------------------------------------------------
+
+
+def windows(accelerator: Accelerator, epochs: int = 2) -> list[bool]:
+    model, optimizer, batches, _ = accelerator.prepare(*parts())
+    found = []
+    for _ in range(epochs):
+        for (inputs,) in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(accelerator.sync_gradients)
+    return found
+
+
+def test_a_window_ends_after_its_micro_batches_and_with_the_loader() -> None:
+    assert windows(Accelerator(cpu=True, gradient_accumulation_steps=2)) == [False, True, True] * 2
+
+
+def test_a_window_may_go_on_over_the_end_of_a_loader() -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    assert windows(accelerator) == [False, True, False, True, False, True]
+
+
+def test_the_caller_may_say_where_a_window_ends() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    found = []
+    for end in (False, True, True, False):
+        with accelerator.accumulate(sync_gradients=end):
+            found.append((accelerator.sync_gradients, accelerator.step))
+    assert found == [(False, 1), (True, 0), (True, 0), (False, 1)]
+
+
+def test_accumulated_micro_batches_make_the_step_of_the_whole_batch() -> None:
+    inputs = torch.arange(8.0).view(4, 2)
+    weights = []
+    for steps in (1, 4):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+        model, optimizer, *_ = accelerator.prepare(*parts())
+        for piece in inputs.split(4 // steps):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(piece).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append(model.weight.detach().clone())
+    torch.testing.assert_close(*weights)
+
+
+def test_the_number_of_micro_batches_can_change() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert accelerator.gradient_accumulation_steps == 2
+    accelerator.gradient_accumulation_steps = 4
+    assert GradientState().num_steps == 4
+    assert accelerator.gradient_state.sync_with_dataloader is True
+    accelerator.sync_gradients = False
+    assert accelerator.sync_gradients is False
+
+
+def test_an_error_inside_a_micro_batch_comes_out() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    with pytest.raises(KeyError), accelerator.accumulate(model):
+        raise KeyError("batch")
+
+
+def test_contexts_of_other_processes_do_nothing_in_one() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, *_ = accelerator.prepare(*parts())
+    with accelerator.no_sync(), accelerator.no_sync(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        pass
+    assert torch.equal(model.weight.grad, torch.full((1, 2), 2.0))
+
+
+# -- gradients ---------------------------------------------------------------------------------
+
+
+def test_gradients_are_clipped_by_norm_and_by_value() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 1, bias=False))
+    accelerator.backward(model(torch.tensor([[3.0, 4.0]])).sum())
+    assert accelerator.clip_grad_norm_(model.parameters(), 1.0).item() == 5.0
+    torch.testing.assert_close(model.weight.grad, torch.tensor([[0.6, 0.8]]))
+    assert accelerator.clip_grad_norm_(model.weight, 10.0, norm_type=1).item() == pytest.approx(1.4)
+    accelerator.clip_grad_value_(model.parameters(), 0.7)
+    torch.testing.assert_close(model.weight.grad, torch.tensor([[0.6, 0.7]]))
+    accelerator.unscale_gradients()  # nothing to do without a scaler
+
+
+def test_backward_takes_the_arguments_of_torch() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    loss = model(torch.ones(1, 2)).sum()
+    accelerator.backward(loss, retain_graph=True)
+    accelerator.backward(loss)
+    assert model.bias.grad.item() == 2.0
+
+
+def test_lomo_optimizers_update_in_the_backward_pass() -> None:
+    class Fused(torch.optim.SGD):
+        def fused_backward(self, loss: torch.Tensor, lr: float) -> None:
+            self.seen = (loss.item(), lr)
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match="fused"):
+        accelerator.lomo_backward(torch.zeros(()), 0.1)
+    _, optimizer = accelerator.prepare(model, Fused(model.parameters(), lr=0.1))
+    accelerator.backward(torch.tensor(4.0), learning_rate=0.5)
+    assert optimizer.optimizer.seen == (2.0, 0.5)
+
+
+# -- exchanging --------------------------------------------------------------------------------
+
+
+def test_one_process_gathers_its_own() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.gather(torch.ones(2)).tolist() == [1.0, 1.0]
+    assert accelerator.reduce(torch.ones(2), scale=2.0).tolist() == [2.0, 2.0]
+    assert accelerator.pad_across_processes(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+def test_metrics_of_all_samples_come_back_once() -> None:
+    accelerator = Accelerator(cpu=True)
+    batches = accelerator.prepare(loader(samples=5, batch_size=2))
+    rows = [accelerator.gather_for_metrics(batch[0]) for batch in batches]
+    assert torch.cat(rows)[:, 0].tolist() == [0.0, 2.0, 4.0, 6.0, 8.0]
+    names = [accelerator.gather_for_metrics([str(len(b[0]))] * len(b[0])) for b in batches]
+    assert names == [["2", "2"], ["2", "2"], ["1"]]
+
+
+def test_a_stream_of_unknown_length_is_gathered_as_it_is() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            yield from torch.arange(3.0)
+
+    accelerator = Accelerator(cpu=True)
+    batches = accelerator.prepare(DataLoader(Stream(), batch_size=2))
+    sizes = [len(accelerator.gather_for_metrics(batch)) for batch in batches]
+    assert sizes == [2, 1]
+
+
+def test_a_trigger_is_found_once() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.check_trigger() is False
+    accelerator.set_trigger()
+    assert accelerator.check_breakpoint() is True
+    assert accelerator.check_trigger() is False
+
+
+# -- processes ---------------------------------------------------------------------------------
+
+
+def test_one_process_is_every_kind_of_process(capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator = Accelerator(cpu=True)
+    assert (accelerator.num_processes, accelerator.process_index) == (1, 0)
+    assert accelerator.local_process_index == 0
+    assert accelerator.is_main_process
+    assert accelerator.is_local_main_process
+    assert accelerator.is_last_process
+    assert accelerator.use_distributed is False
+    assert accelerator.distributed_type == "NO"
+    assert accelerator.device == torch.device("cpu")
+    decorators: list[Callable[..., Callable[[], int]]] = [
+        accelerator.on_main_process,
+        accelerator.on_local_main_process,
+        accelerator.on_last_process,
+        accelerator.on_process(process_index=0),
+        accelerator.on_local_process(local_process_index=0),
+    ]
+    assert [decorate(lambda: 7)() for decorate in decorators] == [7] * 5
+    with accelerator.main_process_first(), accelerator.local_main_process_first():
+        accelerator.wait_for_everyone()
+    with accelerator.split_between_processes(["a", "b"]) as part:
+        assert part == ["a", "b"]
+    accelerator.print("once", end="!")
+    assert capsys.readouterr().out == "once!"
+    assert "Num processes: 1" in repr(accelerator)
+
+
+def test_what_was_decided_can_be_read() -> None:
+    project = ProjectConfiguration(project_dir="p", logging_dir="l", iteration=2)
+    accelerator = Accelerator(
+        cpu=True,
+        project_config=project,
+        split_batches=True,
+        even_batches=False,
+        dispatch_batches=False,
+        use_seedable_sampler=True,
+        step_scheduler_with_optimizer=False,
+        rng_types=["torch"],
+    )
+    assert accelerator.split_batches is True
+    assert accelerator.even_batches is False
+    assert accelerator.dispatch_batches is False
+    assert accelerator.use_seedable_sampler is True
+    assert accelerator.non_blocking is False
+    assert accelerator.step_scheduler_with_optimizer is False
+    assert accelerator.rng_types == ("torch",)
+    assert accelerator.project_configuration.project_dir == accelerator.project_dir == "p"
+    assert accelerator.logging_dir == "l"
+    assert accelerator.save_iteration == 2
+    assert isinstance(accelerator.plan, Plan)
+    assert accelerator.state.device == PartialState().device
+
+
+def test_the_spelling_of_the_documentations_example_is_understood() -> None:
+    handler = DistributedDataParallelKwargs(bucket_cap_mb=3)
+    accelerator = Accelerator(cpu=True, kwarg_handler=[handler])
+    assert accelerator.plan.ddp.bucket_cap_mb == 3
+
+
+def test_everything_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Accelerator(cpu=True, mixed_precision="bf61", gradient_accumulation_steps=0)
+    assert "Did you mean 'bf16'?" in str(caught.value)
+    assert "gradient_accumulation_steps=0" in str(caught.value)
+
+
+def test_a_refused_run_leaves_no_state_behind() -> None:
+    with pytest.raises(ConfigError):
+        Accelerator(cpu=True, log_with="tensorboard")
+    assert PartialState._shared_state == {}
+
+
+# -- around the run ----------------------------------------------------------------------------
+
+
+def test_a_profile_is_written_as_a_chrome_trace(tmp_path: Path) -> None:
+    handler = ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path / "trace"))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    with accelerator.profile() as profiler:
+        torch.ones(4).sum()
+    assert "aten::sum" in {event.key for event in profiler.key_averages()}
+    trace = json.loads((tmp_path / "trace" / "profile_0.json").read_text())
+    assert any(event.get("name") == "aten::sum" for event in trace["traceEvents"])
+
+
+def test_each_cycle_of_a_schedule_is_written(tmp_path: Path) -> None:
+    seen = []
+    handler = ProfileKwargs(
+        activities=["cpu"],
+        schedule_option={"wait": 0, "warmup": 0, "active": 1, "repeat": 2},
+        on_trace_ready=lambda profiler: seen.append(profiler.step_num),
+        output_trace_dir=str(tmp_path),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: no warm-up
+        with Accelerator(cpu=True).profile(handler) as profiler:
+            for _ in range(3):
+                torch.ones(4).sum()
+                profiler.step()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "profile_0.json",
+        "profile_0_1.json",
+    ]
+    assert len(seen) == 2
+
+
+def test_profiling_needs_no_folder() -> None:
+    with Accelerator(cpu=True).profile(ProfileKwargs(activities=["cpu"])) as profiler:
+        torch.ones(4).sum()
+    assert len(profiler.key_averages()) > 0
+
+
+def test_unwrapping_stops_at_the_users_own_module() -> None:
+    accelerator = Accelerator(cpu=True)
+    inner = torch.nn.Linear(1, 1)
+    inside = torch.nn.Sequential(torch.nn.DataParallel(inner))
+    assert accelerator.unwrap_model(torch.nn.DataParallel(inner)) is inner
+    assert accelerator.unwrap_model(inside) is inside
+    compiled = torch.compile(inner)
+    assert accelerator.unwrap_model(compiled) is compiled
+    assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is inner
+    assert accelerator.unwrap_model(torch.compile(torch.nn.DataParallel(inner))) is inner
+    assert accelerator.strategy.unwrap_model(compiled) is inner
+
+
+def test_end_training_can_be_called_twice() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.end_training()
+    accelerator.end_training()
+    assert accelerator.is_main_process

@@ -1,0 +1,468 @@
+"""DistributedDataParallel on gloo: the same training as in one process, on 2 and 3."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from accel import (
+    Accelerator,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    DistributedType,
+)
+from accel.config.handlers import GradScalerKwargs
+from accel.errors import ConfigError, StateError
+from accel.state import AcceleratorState
+from accel.strategies.ddp import _orthogonalizes_flat_matrices
+from tests.helpers import free_port, python, run_distributed
+
+SAMPLES = 12
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+
+
+def make_loader(batch_size: int, samples: int = SAMPLES, shuffle: bool = False) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 3, generator=generator)
+    data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+    return DataLoader(data, batch_size, shuffle=shuffle)
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def train(
+    batch_size: int, steps: int = 1, epochs: int = 3, **ddp: Any
+) -> tuple[torch.Tensor, float, str]:
+    """Train with momentum and clipping; return the weights, the last rate and the type of model."""
+    handler = DistributedDataParallelKwargs(**ddp)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=steps, kwargs_handlers=[handler], split_batches=True
+    )
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    model, optimizer, loader, scheduler = accelerator.prepare(
+        model, optimizer, make_loader(batch_size), scheduler
+    )
+    for _ in range(epochs):
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                loss = torch.nn.functional.mse_loss(model(inputs), targets)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    result = weights(accelerator.unwrap_model(model))
+    kind = type(model).__name__
+    accelerator.end_training()
+    return result, scheduler.get_last_lr()[0], kind
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("batch_size", "steps"), [(6, 1), (6, 2)])
+def test_training_is_that_of_one_process(world_size: int, batch_size: int, steps: int) -> None:
+    expected, rate, kind = train(batch_size, steps)
+    assert kind == "Sequential"
+    for found, found_rate, found_kind in run_distributed(train, world_size, batch_size, steps):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert found_rate == rate
+        assert found_kind == "DistributedDataParallel"
+
+
+def train_with_hook(hook: str, wrapper: str, options: dict[str, Any]) -> torch.Tensor:
+    return train(6, epochs=2, comm_hook=hook, comm_wrapper=wrapper, comm_state_option=options)[0]
+
+
+@pytest.mark.parametrize(
+    ("hook", "wrapper", "options", "tolerance"),
+    [
+        ("fp16", "no", {}, 1e-3),
+        ("bf16", "no", {}, 2e-2),
+        ("no", "fp16", {}, 1e-3),
+        ("power_sgd", "no", {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}, 0.5),
+        ("power_sgd", "bf16", {"start_powerSGD_iter": 2}, 0.5),
+    ],
+)
+def test_communication_hooks_compress_gradients(
+    hook: str, wrapper: str, options: dict[str, Any], tolerance: float
+) -> None:
+    expected = train(6, epochs=2)[0]
+    first, second = run_distributed(train_with_hook, 2, hook, wrapper, options)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, expected)
+    torch.testing.assert_close(first, expected, rtol=tolerance, atol=tolerance)
+
+
+def refused_hook(options: dict[str, Any], hook: str) -> str:
+    handler = DistributedDataParallelKwargs(comm_hook=hook, comm_state_option=options)
+    with pytest.raises(ConfigError) as caught:
+        Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(make_model())
+    return str(caught.value)
+
+
+def test_options_that_a_hook_does_not_have_are_refused() -> None:
+    answers = run_distributed(refused_hook, 2, {"matrix_aproximation_rank": 2}, "power_sgd")
+    assert "Did you mean 'matrix_approximation_rank'?" in answers[0]
+    answers = run_distributed(refused_hook, 2, {"matrix_approximation_rank": 2}, "fp16")
+    assert "only power_sgd and batched_power_sgd have a state" in answers[0]
+    if not _orthogonalizes_flat_matrices():
+        answers = run_distributed(refused_hook, 2, {}, "batched_power_sgd")
+        assert "Use comm_hook='power_sgd'" in answers[0]
+
+
+def wrapped() -> dict[str, Any]:
+    handler = DistributedDataParallelKwargs(
+        broadcast_buffers=False,
+        bucket_cap_mb=7,
+        find_unused_parameters=True,
+        gradient_as_bucket_view=True,
+        static_graph=True,
+    )
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    model = accelerator.prepare(make_model())
+    frozen = make_model().requires_grad_(False)
+    same = accelerator.prepare(DistributedDataParallel(make_model()))
+    return {
+        "distributed_type": accelerator.distributed_type,
+        "broadcast_buffers": model.forward_sync_buffers
+        if hasattr(model, "forward_sync_buffers")
+        else model.broadcast_buffers,
+        "bucket": model.bucket_bytes_cap,
+        "unused": model.find_unused_parameters,
+        "view": model.gradient_as_bucket_view,
+        "static": model.static_graph,
+        "evaluation": type(accelerator.prepare_model(make_model(), evaluation_mode=True)).__name__,
+        "frozen": type(accelerator.prepare(frozen)).__name__,
+        "twice": type(same.module).__name__,
+        "unwrapped": type(accelerator.unwrap_model(model)).__name__,
+    }
+
+
+def test_models_are_wrapped_as_the_handler_says() -> None:
+    found = run_distributed(wrapped, 2)[1]
+    assert found == {
+        "distributed_type": DistributedType.MULTI_CPU,
+        "broadcast_buffers": False,
+        "bucket": 7 * 2**20,
+        "unused": True,
+        "view": True,
+        "static": True,
+        "evaluation": "Sequential",
+        "frozen": "Sequential",
+        "twice": "Sequential",
+        "unwrapped": "Sequential",
+    }
+
+
+# -- when gradients are exchanged ----------------------------------------------------------------
+
+
+def gradients() -> dict[str, float]:
+    """Return the gradient of a weight whose input is 1 on rank 0 and 3 on rank 1, in many ways."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1, bias=False)
+    model = accelerator.prepare(model)
+    inputs = torch.full((1, 1), 1.0 + 2 * accelerator.process_index)
+    found: dict[str, float] = {}
+
+    def note(name: str) -> None:
+        found[name] = model.module.weight.grad.item()
+        model.zero_grad()
+
+    model(inputs).sum().backward()
+    note("plain")
+    with accelerator.accumulate(model):
+        accelerator.backward(model(inputs).sum())
+        found["first of a window"] = model.module.weight.grad.item()
+    with accelerator.accumulate(model):
+        accelerator.backward(model(inputs).sum())
+        note("whole window")
+    with accelerator.accumulate(model, sync_gradients=False):
+        model(inputs).sum().backward()
+        note("said so")
+    with accelerator.no_sync():
+        model(inputs).sum().backward()
+        note("no_sync")
+    with accelerator.no_sync(model):
+        first, second = model(inputs).sum(), model(inputs).sum()
+    with accelerator.no_sync(model):
+        first.backward()
+    with accelerator.trigger_sync_in_backward(model):
+        second.backward()
+    note("triggered")
+    model(inputs).sum().backward()
+    note("afterwards")
+    accelerator.gradient_state.sync_each_batch = True
+    with accelerator.accumulate(model, sync_gradients=False):
+        model(inputs).sum().backward()
+        note("each batch")
+    with (
+        accelerator.no_sync(torch.nn.Linear(1, 1)),
+        accelerator.trigger_sync_in_backward(model.module),
+    ):
+        pass
+    return found
+
+
+def test_gradients_are_exchanged_when_they_should_be() -> None:
+    first, second = run_distributed(gradients, 2)
+    local = {"first of a window": 0.5, "said so": 1.0, "no_sync": 1.0}
+    assert {name: first[name] for name in local} == local
+    assert {name: second[name] for name in local} == {n: 3 * v for n, v in local.items()}
+    shared = {
+        "plain": 2.0,
+        "whole window": 2.0,
+        "triggered": 4.0,
+        "afterwards": 2.0,
+        "each batch": 2.0,
+    }
+    for found in (first, second):
+        assert {name: found[name] for name in shared} == shared
+
+
+def unused_trigger() -> str:
+    handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    model = accelerator.prepare(make_model())
+    with pytest.raises(ConfigError) as caught, accelerator.trigger_sync_in_backward(model):
+        pass
+    return str(caught.value)
+
+
+def test_a_sync_cannot_be_triggered_while_unused_parameters_are_looked_for() -> None:
+    assert "find_unused_parameters" in run_distributed(unused_trigger, 2)[0]
+
+
+def overflow() -> tuple[bool, float, bool]:
+    handler = GradScalerKwargs(init_scale=64.0)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = weights(model)
+    inputs = torch.full((1, 3), 1e30 if accelerator.process_index == 1 else 1.0)
+    accelerator.backward(model(inputs).mean() * inputs.sum())
+    optimizer.step()
+    return (
+        optimizer.step_was_skipped,
+        accelerator.scaler.get_scale(),
+        torch.equal(before, weights(model)),
+    )
+
+
+def test_an_overflow_on_one_process_skips_the_step_on_all() -> None:
+    assert run_distributed(overflow, 2) == [(True, 32.0, True)] * 2
+
+
+def strange_parameter() -> str:
+    accelerator = Accelerator(cpu=True)
+    model, lone = make_model(), torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(ConfigError) as caught:
+        accelerator.prepare(model, torch.optim.SGD([*model.parameters(), lone], lr=0.1))
+    mapped = make_model()
+    mapped.hf_device_map = {"a": 0, "b": 1}
+    with pytest.raises(ConfigError, match="device map"):
+        accelerator.prepare(mapped)
+    return str(caught.value)
+
+
+def test_a_parameter_that_nobody_keeps_equal_is_refused() -> None:
+    assert "kept equal on all processes" in run_distributed(strange_parameter, 2)[0]
+
+
+# -- data and metrics ----------------------------------------------------------------------------
+
+
+def uneven(even_batches: bool | None) -> tuple[int, torch.Tensor, list[bool]]:
+    """Train on 5 batches: 3 for rank 0, 2 for rank 1."""
+    accelerator = Accelerator(cpu=True)
+    model = make_model()
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), make_loader(2, samples=10)
+    )
+    steps = 0
+    with accelerator.join_uneven_inputs([model], even_batches=even_batches):
+        inside = loader.batch_sampler.even_batches
+        for inputs, targets in loader:
+            accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    return steps, weights(model), [inside, loader.batch_sampler.even_batches]
+
+
+def test_processes_may_run_out_of_batches() -> None:
+    first, second = run_distributed(uneven, 2, False)
+    assert (first[0], second[0]) == (3, 2)
+    assert first[2] == second[2] == [False, True]
+    torch.testing.assert_close(first[1], second[1])
+    first, second = run_distributed(uneven, 2, None)
+    assert (first[0], second[0]) == (3, 3)
+    assert torch.equal(first[1], second[1])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        yield from torch.arange(4.0)
+
+
+def joined_stream() -> int:
+    config = DataLoaderConfiguration(dispatch_batches=False)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    model = make_model()
+    model, _ = accelerator.prepare(model, DataLoader(Stream(), batch_size=1))
+    with pytest.warns(UserWarning, match="stream"):
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            pass
+    return 0
+
+
+def test_streams_keep_their_own_setting() -> None:
+    assert run_distributed(joined_stream, 2) == [0, 0]
+
+
+def exchanged() -> dict[str, Any]:
+    """Run the examples of the documentation."""
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    loader = accelerator.prepare(DataLoader(range(9), batch_size=5))
+    batch = next(iter(loader))
+    process_tensor = torch.arange(2) + 1 + 2 * rank
+    with accelerator.split_between_processes(["A", "B", "C"], apply_padding=True) as part:
+        split = list(part)
+    if rank == 1:
+        accelerator.set_trigger()
+    return {
+        "metrics": sorted(accelerator.gather_for_metrics(batch).tolist()),
+        "gathered": accelerator.gather(torch.tensor([rank])).tolist(),
+        "objects": accelerator.gather_for_metrics([f"rank {rank}"], use_gather_object=True),
+        "reduced": accelerator.reduce(process_tensor, reduction="sum").tolist(),
+        "padded": list(accelerator.pad_across_processes(torch.arange(rank + 1)).shape),
+        "split": split,
+        "triggers": [accelerator.check_trigger(), accelerator.check_trigger()],
+        "main": accelerator.on_main_process(lambda: rank)(),
+        "last": accelerator.on_last_process(lambda: rank)(),
+        "who": (accelerator.is_main_process, accelerator.is_last_process),
+    }
+
+
+def test_the_examples_of_the_documentation_give_what_it_says() -> None:
+    first, second = run_distributed(exchanged, 2)
+    for found in (first, second):
+        assert found["metrics"] == list(range(9))
+        assert found["gathered"] == [0, 1]
+        assert found["objects"] == ["rank 0", "rank 1"]
+        assert found["reduced"] == [4, 6]
+        assert found["padded"] == [2]
+        assert found["triggers"] == [True, False]
+    assert (first["split"], second["split"]) == (["A", "B"], ["C", "C"])
+    assert (first["main"], second["main"]) == (0, None)
+    assert (first["last"], second["last"]) == (None, 1)
+    assert (first["who"], second["who"]) == ((True, False), (False, True))
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def gloo_threads() -> int:
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
+
+
+def ended() -> tuple[int, list[float], str]:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(make_model())
+    accelerator.backward(model(torch.ones(2, 3)).sum())
+    accelerator.end_training()
+    accelerator.end_training()
+    after = model(torch.zeros(1, 3)).flatten().tolist()
+    with pytest.raises(StateError) as caught:
+        accelerator.gather(torch.ones(1))
+    return gloo_threads(), after, str(caught.value)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's /proc")
+def test_nothing_of_the_group_outlives_the_training() -> None:
+    first, second = run_distributed(ended, 2)
+    assert first[0] == second[0] == 0
+    assert first[1] == second[1]
+    assert "end_training" in first[2]
+
+
+def begun_again() -> list[int]:
+    found = []
+    for value in (1, 2):
+        accelerator = Accelerator(cpu=True)
+        found.append(int(accelerator.reduce(torch.tensor(value)).item()))
+        accelerator.end_training()
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return found
+
+
+def test_a_process_can_train_again_after_the_end() -> None:
+    assert run_distributed(begun_again, 2) == [[2, 4], [2, 4]]
+
+
+SCRIPT = """
+import torch
+from accel import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(3, 1)
+data = torch.utils.data.TensorDataset(torch.randn(8, 3))
+model, optimizer, loader = accelerator.prepare(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(data, 2)
+)
+for (inputs,) in loader:
+    loss = model(inputs).mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+print(len(accelerator.gather_for_metrics(inputs)))
+accelerator.end_training()
+"""
+
+
+def fresh_exit_codes() -> list[int]:
+    port = str(free_port())
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    common.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    root = str(Path(__file__).resolve().parents[2])
+    processes = [
+        subprocess.Popen(
+            python("-c", SCRIPT),
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=100) for process in processes]
+    assert [out for out, _ in outputs] == ["4\n", "4\n"], outputs
+    return [process.returncode for process in processes]
+
+
+def test_a_fresh_run_exits_cleanly() -> None:
+    assert fresh_exit_codes() == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_fresh_run_exits_cleanly() -> None:
+    assert [fresh_exit_codes() for _ in range(20)] == [[0, 0]] * 20

@@ -1,0 +1,237 @@
+"""Number formats: what a prepared model computes in, and what an overflow does."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from accel import Accelerator
+from accel.config.handlers import AutocastKwargs, GradScalerKwargs
+from accel.errors import StateError
+from accel.precision.amp import StepScaler
+from accel.precision.base import Precision
+from accel.state import AcceleratorState
+
+
+class Probe(torch.nn.Module):
+    """Remembers the type that its layer computed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+        self.seen: torch.dtype | None = None
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = self.layer(inputs)
+        self.seen = outputs.dtype
+        return {"logits": outputs}
+
+
+def test_full_precision_leaves_the_model_alone() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Probe())
+    assert type(accelerator.precision) is Precision
+    assert "forward" not in model.__dict__
+    assert accelerator.scaler is None
+    with accelerator.autocast():
+        assert model(torch.ones(1, 4))["logits"].dtype == torch.float32
+    assert model.seen == torch.float32
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_mixed_precision_computes_low_and_returns_fp32(name: str, dtype: torch.dtype) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=name)
+    model = accelerator.prepare(Probe())
+    assert model(torch.ones(1, 4))["logits"].dtype == torch.float32
+    assert model.seen == dtype
+    assert model.layer.weight.dtype == torch.float32
+    assert (accelerator.scaler is not None) == (name == "fp16")
+    assert accelerator.mixed_precision == name
+    with accelerator.autocast():
+        assert model.layer(torch.ones(1, 4)).dtype == dtype
+
+
+def test_autocast_takes_a_handler_in_place_of_the_runs_own() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    layer = torch.nn.Linear(4, 2)
+    with accelerator.autocast():
+        assert layer(torch.ones(1, 4)).dtype == torch.bfloat16
+        with accelerator.autocast(AutocastKwargs(enabled=False)):
+            assert layer(torch.ones(1, 4)).dtype == torch.float32
+    off = AutocastKwargs(enabled=False, cache_enabled=False)
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[off])
+    model = accelerator.prepare(Probe())
+    model(torch.ones(1, 4))
+    assert model.seen == torch.float32
+
+
+def test_a_copy_of_a_wrapped_model_uses_its_own_weights() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(Probe())
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            twin.layer.weight.zero_()
+            twin.layer.bias.zero_()
+        assert torch.equal(twin(torch.ones(1, 4))["logits"], torch.zeros(1, 2))
+        assert twin.seen == torch.bfloat16
+    assert not torch.equal(model(torch.ones(1, 4))["logits"], torch.zeros(1, 2))
+
+
+def test_unwrapping_gives_the_models_own_forward_back() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(Probe())
+    assert accelerator.unwrap_model(model) is model
+    assert "forward" in model.__dict__
+    plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert "forward" not in plain.__dict__
+    plain(torch.ones(1, 4))
+    assert plain.seen == torch.float32
+
+
+def test_a_forward_of_the_instances_own_comes_back_too() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = Probe()
+    model.forward = lambda inputs: model.layer(inputs) + 1.0  # type: ignore[method-assign]
+    own = model.forward
+    model = accelerator.prepare(model)
+    accelerator.precision.unwrap_forward(model)
+    assert model.forward is own
+
+
+def train_fp16(overflow_at: int, steps: int = 3) -> tuple[list[bool], list[float], list[float]]:
+    """Return, by step: whether it was skipped, the scale, the learning rate."""
+    handler = GradScalerKwargs(init_scale=1024.0, growth_interval=1000)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, inner, scheduler)
+    skipped, scales, rates = [], [], []
+    for step in range(steps):
+        inputs = torch.full((2, 4), 1e30 if step == overflow_at else 0.1)
+        before = model.weight.detach().clone()
+        accelerator.backward(model(inputs).mean())
+        accelerator.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        assert torch.equal(before, model.weight) == optimizer.step_was_skipped
+        skipped.append(accelerator.optimizer_step_was_skipped)
+        scales.append(accelerator.scaler.get_scale())
+        rates.append(scheduler.get_last_lr()[0])
+    return skipped, scales, rates
+
+
+def test_an_overflow_skips_the_step_and_the_scheduler_and_lowers_the_scale() -> None:
+    skipped, scales, rates = train_fp16(overflow_at=1)
+    assert skipped == [False, True, False]
+    assert scales == [1024.0, 512.0, 512.0]
+    assert rates == [0.5, 0.5, 0.25]
+
+
+def test_the_step_is_that_of_unscaled_gradients() -> None:
+    weights = []
+    for scale in (1.0, 4096.0):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        handler = GradScalerKwargs(init_scale=scale)
+        accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        accelerator.backward(model(torch.full((1, 4), 0.25)).sum())
+        norm = accelerator.clip_grad_norm_(model.parameters(), 100.0)
+        accelerator.clip_grad_value_(model.parameters(), 0.2)
+        assert float(norm) == pytest.approx((4 * 0.25**2 + 1) ** 0.5, rel=1e-3)
+        optimizer.step()
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+def test_two_optimizers_share_one_scale_without_disturbing_each_other() -> None:
+    """One step must neither change the scale under the other's gradients nor unscale them twice."""
+    handler = GradScalerKwargs(init_scale=256.0, growth_interval=1)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
+    models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    first, second, *optimizers = accelerator.prepare(*models, *optimizers)
+    for model in models:
+        torch.nn.init.zeros_(model.weight)
+    for _ in range(2):
+        accelerator.backward((first(torch.ones(1, 1)) + second(torch.ones(1, 1))).sum())
+        accelerator.unscale_gradients()
+        accelerator.unscale_gradients(optimizers[1])  # a second time is no harm
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert first.weight.item() == second.weight.item() == -2.0
+    assert accelerator.scaler.get_scale() == 1024.0  # grew once per iteration, not per optimizer
+
+
+def test_clipping_one_model_leaves_the_gradients_of_others_scaled() -> None:
+    handler = GradScalerKwargs(init_scale=64.0)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
+    first, second = (torch.nn.Linear(1, 1, bias=False) for _ in range(2))
+    first, second, _, _ = accelerator.prepare(
+        first,
+        second,
+        torch.optim.SGD(first.parameters(), lr=1.0),
+        torch.optim.SGD(second.parameters(), lr=1.0),
+    )
+    accelerator.backward((first(torch.ones(1, 1)) + second(torch.ones(1, 1))).sum())
+    accelerator.clip_grad_norm_(first.parameters(), 10.0)
+    assert first.weight.grad.item() == 1.0
+    assert second.weight.grad.item() == 64.0
+
+
+def test_clipping_scaled_gradients_within_a_window_is_refused() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        with pytest.raises(StateError, match="sync_gradients"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_a_step_without_gradients_and_a_disabled_scaler_are_harmless() -> None:
+    off = GradScalerKwargs(enabled=False)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[off])
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    assert model.weight.grad.item() == 1.0
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    scaler = StepScaler("cpu")
+    scaler.scale(torch.ones(()))
+    lone = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    assert scaler.step_unless_overflow(lone) is False
+    lone.param_groups[0]["params"][0].grad = torch.full((1,), 65536.0)
+    assert scaler.step_unless_overflow(lone) is False
+    assert lone.param_groups[0]["params"][0].item() == -1.0
+
+
+def test_an_update_that_is_due_is_part_of_the_saved_state() -> None:
+    scaler = StepScaler("cpu", init_scale=16.0)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler.scale((parameter * float("inf")).sum()).backward()
+    assert scaler.step_unless_overflow(optimizer) is True
+    assert scaler.state_dict()["scale"] == 8.0
+    other = StepScaler("cpu")
+    other.load_state_dict(scaler.state_dict())
+    assert other.get_scale() == 8.0
+    scaler.update(2.0)
+    assert scaler.get_scale() == 2.0
+
+
+def test_a_second_accelerator_keeps_the_precision_unless_it_names_one() -> None:
+    Accelerator(cpu=True, mixed_precision="bf16")
+    assert Accelerator(cpu=True).mixed_precision == "bf16"
+    with pytest.raises(ValueError, match="set up with 'bf16'"):
+        Accelerator(cpu=True, mixed_precision="no")
