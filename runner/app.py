@@ -204,7 +204,7 @@ def _require(jobs: Sequence[tuple[Examined, bool]], missing: Sequence[Problem]) 
         if examined.composed:
             problems.update(dict.fromkeys(build.check_factories(examined.recipe)))
         if not examined.problems:
-            problems.update(dict.fromkeys(build.check_sizes(examined.recipe)))
+            problems.update(dict.fromkeys(build.check_machine(examined.recipe)))
     ConfigError.raise_if(list(problems))
 
 

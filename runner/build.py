@@ -114,19 +114,33 @@ def check(recipe: Recipe) -> None:
     Raises:
         ConfigError: naming everything that is wrong.
     """
-    ConfigError.raise_if([*check_factories(recipe), *check_sizes(recipe)])
+    ConfigError.raise_if([*check_factories(recipe), *check_machine(recipe)])
 
 
-def check_sizes(recipe: Recipe) -> list[Problem]:
-    """Return what is wrong with the number of processes and the batch sizes."""
+def check_machine(recipe: Recipe) -> list[Problem]:
+    """Return what is wrong with processes, batch sizes, the device and the trackers.
+
+    Raises:
+        MissingPackageError: if the library of a tracker is not installed.
+    """
+    from accel.device import resolve_device
+    from accel.trackers.table import filter_trackers
     from runner import processes
     from runner.batch_plan import plan_batches
 
-    try:
-        plan_batches(recipe.trainer, processes.count(recipe.distributed), None)
-    except ConfigError as error:
-        return list(error.problems)
-    return []
+    distributed = recipe.distributed
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: plan_batches(recipe.trainer, processes.count(distributed), None),
+        lambda: resolve_device(processes.device(distributed), 0),
+        lambda: filter_trackers(recipe.tracker.log_with, logging_dir=recipe.output_dir),
+    )
+    problems: list[Problem] = []
+    for attempt in checks:
+        try:
+            attempt()
+        except ConfigError as error:
+            problems += error.problems
+    return problems
 
 
 def check_factories(recipe: Recipe) -> list[Problem]:

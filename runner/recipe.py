@@ -52,7 +52,12 @@ def _distrust(plain: Mapping[str, Any], key: str) -> Problem | None:
     node: Any = plain
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
-    return trust.distrust(node, key) if isinstance(node, str) else None
+    try:
+        if isinstance(node, str):
+            trust.resolve(node, key)
+    except ConfigError as error:
+        return error.problems[0]
+    return None
 
 
 def _node(

@@ -23,29 +23,12 @@ from runner import paths
 
 VARIABLE = "RUNNER_IMPORTS"
 ALLOWED = ("accel", "runner", "torch.nn", "torch.optim", "torchmetrics")
-# Where functions of those packages say they are defined.
-DEFINED_IN = (*ALLOWED, "torch._C._nn")
-# Our own modules that import by name, set the environment or start processes.
-CLOSED = tuple(
-    f"{package}.{module}"
-    for package, modules in {
-        "accel": ("env", "imports", "config"),
-        "runner": (
-            *(
-                "build",
-                "cli",
-                "commands",
-                "elastic",
-                "hydra_setup",
-                "job",
-                "launch",
-                "paths",
-                "processes",
-            ),
-            *("recipe", "registry", "rundir", "trust", "worker"),
-        ),
-    }.items()
-    for module in modules
+# Where what may be called is defined. Of our own packages that is what a run is made of; nothing
+# there imports by name, starts processes or touches the environment.
+DEFINED_IN = (
+    *("torch.nn", "torch._C._nn", "torch.optim", "torchmetrics"),
+    *("accel.data", "accel.optimizer", "accel.scheduler", "accel.trackers"),
+    *("runner.callbacks", "runner.data", "runner.factories", "runner.objective", "runner.step"),
 )
 
 
@@ -120,7 +103,7 @@ def distrust(name: str, key: str) -> Problem | None:
         return Problem(
             f"{key}={name}", "it is a dotted name: package.module.attribute", "Correct it."
         )
-    if any(part.startswith("_") for part in parts) or _within(name, CLOSED):
+    if any(part.startswith("_") for part in parts):
         return Problem(f"{key}={name}", "it is private", "Name a public class or function.")
     if _within(name, (*ALLOWED, *trusted())):
         return None
@@ -176,7 +159,7 @@ def _home(found: Any) -> str | None:
     name = getattr(found, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str):
         return None
-    return None if _within(f"{module}.{name}", CLOSED) else f"{module}.{name}"
+    return f"{module}.{name}"
 
 
 def _locate(name: str, key: str) -> Any:

@@ -147,7 +147,7 @@ def test_building_checks_again() -> None:
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     trainer = Trainer(global_batch_size=10, micro_batch_size=4)
-    (only,) = build.check_sizes(recipe(trainer=trainer))
+    (only,) = build.check_machine(recipe(trainer=trainer))
     assert "10" in str(only)
     assert "4" in str(only)
 

@@ -64,6 +64,8 @@ REFUSALS = {
     "objective=null": ("objective=null with step=supervised", "needs a objective"),
     "trainer.micro_batch_size=7": ("7", "64"),
     "distributed.num_processes=3": ("distributed.num_processes=3", "distributed=multi_cpu"),
+    "tracker.log_with=[wandb]": ("log_with='wandb'", "does not offer it yet", "tensorboard"),
+    "distributed.device=gpu": ("device='gpu'", "it is one of", "cuda"),
     "distributed=multi_node": ("distributed=multi_node", "multi_cpu, multi_gpu, none"),
     "seed=1,2": ("seed=1,2", "Add -m"),
     "resume=nowhere": ("resume='nowhere'", "there is no such directory", "runs/<name>"),
@@ -141,8 +143,12 @@ def test_a_package_that_is_not_trusted(capsys: pytest.CaptureFixture[str]) -> No
     assert lines[1:3] == ["    [tool.runner]", '    imports = ["wine"]']
 
 
-@pytest.mark.skipif("__import__('torch').accelerator.is_available()")
-def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runner import processes
+
+    monkeypatch.setattr(processes, "num_accelerators", lambda: 0)
     (line,) = refused("distributed=multi_gpu", capsys=capsys)
     assert line.startswith("distributed=multi_gpu")
     assert "distributed=multi_cpu" in line
