@@ -20,7 +20,7 @@ def make(lr: float = 0.5) -> tuple[torch.nn.Linear, AcceleratedOptimizer]:
 
 
 def test_it_is_an_optimizer_with_the_state_of_the_wrapped_one() -> None:
-    model, optimizer = make()
+    _, optimizer = make()
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.param_groups is optimizer.optimizer.param_groups
     assert optimizer.state is optimizer.optimizer.state
@@ -121,7 +121,7 @@ def test_schedulers_and_hooks_see_the_wrapped_optimizer() -> None:
 
 
 def test_optimizers_that_tell_training_from_evaluation_are_told() -> None:
-    model, optimizer = make()
+    _, optimizer = make()
     modes = []
     optimizer.optimizer.train = lambda: modes.append("train")
     optimizer.optimizer.eval = lambda: modes.append("eval")

@@ -12,10 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from accel import Accelerator
 from accel.errors import ConfigError, MissingPackageError, NotBuiltError, StateError
-from accel.tracking import GeneralTracker, TensorBoardTracker, on_main_process
 from accel.trackers import table
 from accel.trackers.base import flatten
 from accel.trackers.table import filter_trackers, get_available_trackers
+from accel.tracking import GeneralTracker, TensorBoardTracker, on_main_process
 from tests.helpers import run_distributed
 
 
@@ -87,7 +87,7 @@ def test_tensorboard_gets_scalars_text_images_and_hyper_parameters(tmp_path: Pat
 
 def test_a_value_that_is_no_number_is_refused(tmp_path: Path) -> None:
     tracker = TensorBoardTracker("run", tmp_path)
-    with pytest.raises(TypeError, match="'weights'|weights="):
+    with pytest.raises(TypeError, match="weights="):
         tracker.log({"weights": torch.zeros(3)}, step=0)
     with pytest.raises(TypeError, match="loss="):
         tracker.log({"loss": None}, step=0)

@@ -1,0 +1,212 @@
+"""Taking objects in: what `prepare` makes of each kind, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel import Accelerator, DataLoaderConfiguration
+from accel.data.loaders import DataLoaderShard
+from accel.errors import ConfigError
+from accel.objects import Objects
+from accel.optimizer import AcceleratedOptimizer
+from accel.scheduler import AcceleratedScheduler
+from accel.strategies.base import Strategy, Traits
+from accel.strategies.single import SingleProcessStrategy
+from accel.strategies.table import STRATEGIES, find_strategy
+from tests.accel.test_accelerator import loader, parts
+
+# -- preparing ---------------------------------------------------------------------------------
+
+
+def test_prepare_keeps_the_order_of_its_arguments() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, batches, schedule = parts()
+    prepared = accelerator.prepare(schedule, batches, model, None, optimizer)
+    kinds = [type(item) for item in prepared]
+    assert kinds == [
+        AcceleratedScheduler,
+        DataLoaderShard,
+        torch.nn.Linear,
+        type(None),
+        AcceleratedOptimizer,
+    ]
+    assert prepared[0].optimizers == [prepared[4]]
+    assert accelerator._models == [model]
+    assert accelerator._optimizers == [prepared[4]]
+    assert accelerator._schedulers == [prepared[0]]
+    assert accelerator._dataloaders == [prepared[1]]
+    assert accelerator._custom_objects == []
+
+
+def test_one_argument_comes_back_alone() -> None:
+    model = torch.nn.Linear(2, 1)
+    assert Accelerator(cpu=True).prepare(model) is model
+
+
+def test_what_is_prepared_already_stays_as_it_is() -> None:
+    accelerator = Accelerator(cpu=True)
+    once = accelerator.prepare(*parts())
+    assert accelerator.prepare(*once) == once
+    assert len(accelerator._models) == len(accelerator._optimizers) == 1
+    assert accelerator.prepare_model(once[0]) is once[0]
+    assert accelerator.prepare_optimizer(once[1]) is once[1]
+    assert accelerator.prepare_data_loader(once[2]) is once[2]
+    assert accelerator.prepare_scheduler(once[3]) is once[3]
+
+
+def test_other_objects_come_back_with_a_warning() -> None:
+    accelerator = Accelerator(cpu=True)
+    numbers = [1, 2]
+    with pytest.warns(UserWarning, match="list is no model"):
+        _, same = accelerator.prepare(torch.nn.Linear(1, 1), numbers)
+    assert same is numbers
+
+
+def test_a_scheduler_of_the_users_own_needs_no_base_class() -> None:
+    class Schedule:
+        calls = 0
+
+        def step(self) -> None:
+            self.calls += 1
+
+        def state_dict(self) -> dict:
+            return {}
+
+        def load_state_dict(self, state: dict) -> None: ...
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _, _ = parts()
+    _, optimizer, schedule = accelerator.prepare(model, optimizer, Schedule())
+    optimizer.step()
+    schedule.step()
+    assert schedule.calls == 1
+    assert schedule.optimizers == [optimizer]
+
+
+def test_a_scheduler_follows_its_own_optimizer() -> None:
+    accelerator = Accelerator(cpu=True)
+    models = [torch.nn.Linear(1, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
+    *_, first, second = accelerator.prepare(*models, *optimizers)
+    prepared = [accelerator.prepare_scheduler(schedule) for schedule in schedules]
+    assert [p.optimizers for p in prepared] == [[first], [second]]
+
+
+def test_device_placement_is_told_for_each_object() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, batches, schedule = parts()
+    _, optimizer, batches, _ = accelerator.prepare(
+        model, optimizer, batches, schedule, device_placement=[True, False, False, None]
+    )
+    assert optimizer.device_placement is False
+    assert batches.device is None
+    other = accelerator.prepare_data_loader(loader())
+    assert other.device == torch.device("cpu")
+    with pytest.raises(ConfigError, match="1 entries for 2 objects"):
+        accelerator.prepare(loader(), loader(), device_placement=[True])
+
+
+def test_nothing_is_placed_where_the_run_says_so() -> None:
+    accelerator = Accelerator(cpu=True, device_placement=False)
+    assert accelerator.prepare(loader()).device is None
+    meta = torch.nn.Linear(1, 1, device="meta")
+    assert accelerator.prepare(meta).weight.device.type == "meta"
+
+
+def test_an_optimizer_of_replaced_parameters_is_refused() -> None:
+    class Replacing(torch.nn.Linear):
+        def to(self, *args: object, **kwargs: object) -> torch.nn.Module:
+            self.weight = torch.nn.Parameter(self.weight.detach().clone())
+            return self
+
+    model = Replacing(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="would never be trained"):
+        Accelerator(cpu=True).prepare(model, optimizer)
+
+
+def test_an_optimizer_may_hold_a_parameter_of_no_model() -> None:
+    model, lone = torch.nn.Linear(2, 1), torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([*model.parameters(), lone], lr=0.1)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model, optimizer)
+    assert len(accelerator._optimizers) == 1
+
+
+def test_a_parameter_of_no_model_on_another_device_is_refused() -> None:
+    model, lone = torch.nn.Linear(2, 1), torch.nn.Parameter(torch.zeros(1, device="meta"))
+    optimizer = torch.optim.SGD([*model.parameters(), lone], lr=0.1)
+    with pytest.raises(ConfigError, match="1 parameter of optimizer 0 in no prepared model"):
+        Accelerator(cpu=True).prepare(model, optimizer)
+
+
+def test_a_model_in_evaluation_mode_is_prepared_too() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare_model(torch.nn.Linear(2, 1), evaluation_mode=True)
+    assert "forward" in model.__dict__
+    assert accelerator._models == [model]
+
+
+def test_a_loader_is_prepared_as_the_run_was_told() -> None:
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    data = TensorDataset(torch.arange(6))
+    orders = []
+    for _ in range(2):
+        shuffled = accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
+        orders.append([batch.tolist() for (batch,) in shuffled])
+    assert orders[0] == orders[1]
+    rest = accelerator.skip_first_batches(loader(), num_batches=2)
+    assert len(list(rest)) == 1
+
+
+def test_device_maps_are_found() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    assert accelerator.verify_device_map(model) is False
+    model[0].hf_device_map = {"": 0}
+    assert accelerator.verify_device_map(model) is False
+    model[0].hf_device_map = {"a": 0, "b": 1}
+    assert accelerator.verify_device_map(model) is True
+    accelerator.prepare(model)  # one process may spread it
+
+
+def test_free_memory_lets_go_of_everything() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, *_ = accelerator.prepare(*parts())
+    accelerator.step = 3
+    assert accelerator.free_memory(model, "more") == [None, None]
+    assert accelerator._objects == Objects()
+    assert accelerator.step == 0
+    accelerator.prepare(model)
+    assert accelerator.clear() == []
+    assert accelerator._models == []
+
+
+# -- strategies --------------------------------------------------------------------------------
+
+
+def test_an_unknown_strategy_names_the_nearest() -> None:
+    assert find_strategy("single") is SingleProcessStrategy
+    with pytest.raises(ConfigError, match="Did you mean 'single'"):
+        find_strategy("singel")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_table_holds_its_own_names(name: str) -> None:
+    assert find_strategy(name).traits.name == name
+
+
+def test_a_strategy_may_limit_the_models_of_a_call() -> None:
+    class OneModel(Strategy):
+        traits = Traits(name="one", max_models=1)
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.strategy = OneModel(
+        accelerator.plan, accelerator.comm, accelerator.device, accelerator.precision
+    )
+    with pytest.raises(ConfigError, match="2 models in one call: one takes 1"):
+        accelerator.prepare(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))

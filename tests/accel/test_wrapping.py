@@ -1,0 +1,44 @@
+"""Taking modules out of what lies around them."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from accel.utils import extract_model_from_parallel
+from accel.wrapping import WrappedForward, unwrap_forward, wrap_forward
+
+
+def test_containers_deeper_in_a_module_are_removed_on_demand() -> None:
+    inner = torch.nn.Linear(1, 1)
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.DataParallel(inner)))
+    assert extract_model_from_parallel(model)[0][0] is not inner
+    assert extract_model_from_parallel(model, recursive=True)[0][0] is inner
+
+
+def test_a_compiled_module_inside_a_container_stays_compiled() -> None:
+    inner = torch.nn.Linear(1, 1)
+    compiled = torch.compile(inner)
+    assert extract_model_from_parallel(torch.nn.DataParallel(compiled)) is compiled
+    plain = extract_model_from_parallel(torch.nn.DataParallel(compiled), keep_torch_compile=False)
+    assert plain is inner
+
+
+def test_the_forward_of_a_compiled_module_is_unwrapped() -> None:
+    inner = torch.nn.Linear(1, 1)
+    wrap_forward(inner, lambda: torch.autocast("cpu", torch.bfloat16))
+    compiled = torch.compile(inner)
+    assert extract_model_from_parallel(compiled, keep_fp32_wrapper=False) is compiled
+    assert "forward" not in inner.__dict__
+
+
+def test_a_forward_is_wrapped_once_and_keeps_its_signature() -> None:
+    model = torch.nn.Linear(1, 1)
+    for _ in range(2):
+        wrap_forward(model, lambda: torch.autocast("cpu", torch.bfloat16))
+    assert not isinstance(model.forward.forward, WrappedForward)
+    assert list(inspect.signature(model.forward).parameters) == ["input"]
+    unwrap_forward(model)
+    unwrap_forward(model)
+    assert "forward" not in model.__dict__
