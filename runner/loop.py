@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from runner.rundir import write_summary
 from runner.saving import RunState, Saver, Stateful
 from runner.signals import StopFlag
 from runner.state import Stop, TrainState, parse_duration
+from runner.step import with_last
 from runner.summary import count_parameters, final_rows, header_rows, num_samples, summary_of
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class Loop:
         self.recorder = Recorder(accelerator, recipe, self.run_dir, self.state)
         self._skipped_steps = self._samples_at_log = self._samples_before = 0
         self._seconds_before = 0.0
+        self._rates: dict[str, float] = {}
         self._improved = False
         max_time = parse_duration(recipe.trainer.max_time)
         self._deadline = None if max_time is None else time.monotonic() + max_time
@@ -188,6 +190,8 @@ class Loop:
 
     def _train_step(self, window: Window) -> None:
         self.meter.add(self.step.train(self.accelerator, window, self.recipe.trainer))
+        if self._is_logged(self.state.step + 1):  # the rates of this step, not of the next
+            self._rates = learning_rates(self.step.optimizers)
         for scheduler, optimizer in self._stepping:
             if not optimizer.step_was_skipped:
                 scheduler.step()
@@ -203,7 +207,7 @@ class Loop:
         self.display.step(state.step, state.epoch_number)
         self._check_limits()
         self._check_requests()
-        if self.complete or state.step % self.recipe.trainer.log_every == 0:
+        if self.complete or self._is_logged(state.step):
             self._log()
         if self.complete and self.stop_flag.reason == TIME_IS_UP:
             self._save()  # whoever set the limit may not wait for an evaluation
@@ -296,12 +300,13 @@ class Loop:
         self.display.header(self.recipe.name, header_rows(self))
 
     def _profiler(self) -> AbstractContextManager[Any]:
-        """Return the profiler's context; its traces go into the run directory by default."""
+        """Return the profiler's context; its traces go below the run directory."""
         handler = self.recipe.profile
         if handler is None:
             return contextlib.nullcontext()
-        if handler.output_trace_dir is None and handler.on_trace_ready is None:
-            handler = replace(handler, output_trace_dir=str(self.run_dir / "profile"))
+        if handler.output_trace_dir is not None or handler.on_trace_ready is None:
+            folder = self.run_dir / (handler.output_trace_dir or "profile")
+            handler = replace(handler, output_trace_dir=str(folder))
         return self.accelerator.profile(handler)
 
     def _call(self, event: str, *values: Any) -> None:
@@ -339,6 +344,9 @@ class Loop:
 
     # -- log points ------------------------------------------------------------------------
 
+    def _is_logged(self, step: int) -> bool:
+        return step % self.recipe.trainer.log_every == 0 or step == self.plan.total_steps
+
     def _drain(self) -> None:
         """Read the values of the steps since the last read; the one wait for the device."""
         self.meter.drain()
@@ -353,7 +361,8 @@ class Loop:
         self._samples_at_log = self.state.samples
         if self._skipped_steps:
             values["skipped_steps"], self._skipped_steps = float(self._skipped_steps), 0
-        values |= learning_rates(self.step.optimizers)
+        values |= self._rates or learning_rates(self.step.optimizers)
+        self._rates = {}
         values["samples_per_second"] = samples / seconds if seconds > 0 else 0.0
         self.recorder.write("train", values, self.seconds)
         self.display.values(values)
@@ -474,23 +483,3 @@ class Loop:
         metrics = self._evaluate("test")
         if metrics is not None:
             self._report("test", metrics, f"weights of step {step}")
-
-
-def with_last(
-    windows: Iterator[Window], num_before: int, num_windows: int | None
-) -> Iterator[tuple[Window, bool]]:
-    """Yield each window and whether it is the last of its epoch.
-
-    Args:
-        windows: of one epoch, from `num_before` on.
-        num_before: how many of the epoch were skipped.
-        num_windows: how many the whole epoch has; None: unknown, so each is fetched one ahead.
-    """
-    if num_windows is not None:
-        for number, window in enumerate(windows, start=num_before + 1):
-            yield window, number == num_windows
-        return
-    ahead = next(windows, None)
-    while ahead is not None:
-        window, ahead = ahead, next(windows, None)
-        yield window, ahead is None

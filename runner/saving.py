@@ -175,10 +175,10 @@ class Saver:
         """Take up after a resume: find the checkpoint that holds the best state.
 
         Returns:
-            Whether it was found, or there was none to find.
+            Whether it was found, or there is none to find.
         """
         self.last, self.saved_step = checkpoint, self._state.step
-        if self._state.best_step is None:
+        if self._state.best_step is None or not self._settings.save_best:
             return True
         found = [self._find_best() if self._accelerator.is_main_process else None]
         if self._accelerator.num_processes > 1:

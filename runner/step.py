@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,26 @@ class Window:
 
     micro_batches: list[MicroBatch]
     num_samples: int
+
+
+def with_last(
+    windows: Iterator[Window], num_before: int, num_windows: int | None
+) -> Iterator[tuple[Window, bool]]:
+    """Yield each window and whether it is the last of its epoch.
+
+    Args:
+        windows: of one epoch, from `num_before` on.
+        num_before: how many of the epoch were skipped.
+        num_windows: how many the whole epoch has; None: unknown, so each is fetched one ahead.
+    """
+    if num_windows is not None:
+        for number, window in enumerate(windows, start=num_before + 1):
+            yield window, number == num_windows
+        return
+    ahead = next(windows, None)
+    while ahead is not None:
+        window, ahead = ahead, next(windows, None)
+        yield window, ahead is None
 
 
 class Step(ABC):

@@ -52,7 +52,7 @@ def device_line(accelerator: Accelerator) -> str:
     return " · ".join(
         (
             f"{device.type}{name}",
-            f"{count} process{'' if count == 1 else 'es'}",
+            counted(count, "process", "processes"),
             "fp32" if precision == "no" else str(precision),
         )
     )
@@ -84,7 +84,7 @@ def num_samples(dataset: Any) -> int | None:
 
 def batch_line(plan: BatchPlan) -> str:
     """Return the batch arithmetic, e.g. "global batch 64 = 2 processes × 32 × 1 accumulated"."""
-    processes = f"{plan.num_processes} process{'' if plan.num_processes == 1 else 'es'}"
+    processes = counted(plan.num_processes, "process", "processes")
     return (
         f"global batch {plan.global_batch} = {processes} × {plan.micro_batch}"
         f" × {plan.accumulation} accumulated"
@@ -94,14 +94,19 @@ def batch_line(plan: BatchPlan) -> str:
 def length_line(loop: Loop) -> str:
     """Return how long the run is, e.g. "20 epochs × 20 steps = 400 steps"."""
     trainer, plan = loop.recipe.trainer, loop.plan
-    epochs = "" if trainer.epochs is None else f"{trainer.epochs} epochs"
-    if plan.total_steps is None:
-        return epochs or f"{trainer.max_steps} steps"
-    if not epochs or plan.steps_per_epoch is None:
-        return f"{plan.total_steps} steps"
-    whole = trainer.epochs * plan.steps_per_epoch if trainer.epochs else 0
-    line = f"{epochs} × {plan.steps_per_epoch} steps = {whole} steps"
-    return line if whole == plan.total_steps else f"{plan.total_steps} steps (of {line})"
+    limits = [] if trainer.epochs is None else [counted(trainer.epochs, "epoch")]
+    if plan.steps_per_epoch is None or trainer.epochs is None:
+        limits += [] if trainer.max_steps is None else [counted(trainer.max_steps, "step")]
+        return " or ".join(limits)
+    whole = counted(trainer.epochs * plan.steps_per_epoch, "step")
+    line = f"{limits[0]} × {counted(plan.steps_per_epoch, 'step')} = {whole}"
+    total = counted(plan.total_steps or 0, "step")
+    return line if total == whole else f"{total} (of {line})"
+
+
+def counted(count: int, singular: str, plural: str | None = None) -> str:
+    """Return e.g. "1 step" or "1,200 steps"."""
+    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
 
 
 def summary_of(loop: Loop) -> dict[str, Any]:

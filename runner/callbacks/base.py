@@ -13,7 +13,9 @@ class Callback:
     """Base of callbacks; every method does nothing by default and runs on every rank.
 
     Registered with ``@register.callback(name)``. A callback with `state_dict` and `load_state_dict`
-    is saved in checkpoints. `loop.stop(reason)` ends training at the next step boundary.
+    is saved in checkpoints. `loop.stop(reason)` ends training at the next step boundary; every
+    process must call it at the same step. What is drawn at random in an event changes no training;
+    only `on_step`, which is called too often for that, must leave the generators alone.
     """
 
     def on_start(self, loop: Loop) -> None:

@@ -22,7 +22,7 @@ from accel.errors import ConfigError
 from runner.callbacks.base import Callback
 from runner.data import Data
 from runner.display import Display
-from runner.loop import Loop, with_last
+from runner.loop import Loop
 from runner.meters import NonFiniteError
 from runner.schema import Checkpoint
 from runner.signals import StopFlag
@@ -85,6 +85,13 @@ def test_stop_after_ends_an_invocation_and_not_the_schedule(tmp_path: Path) -> N
     run(tmp_path / "whole", recipe_of())
     rates = [record["lr"] for record in records(tmp_path / "whole")]
     assert [record["lr"] for record in records(tmp_path / "cut")] == rates[:3]
+
+
+def test_a_logged_rate_is_that_of_the_step(tmp_path: Path) -> None:
+    run(tmp_path, recipe_of(trainer__epochs=2, trainer__log_every=3))
+    rates = [record["lr"] for record in records(tmp_path)]
+    per_step = [0.02 * (1 - 0.9 * step / 10) for step in range(10)]
+    assert rates == pytest.approx([per_step[step - 1] for step in (3, 6, 9, 10)])
 
 
 def test_a_callback_may_end_a_run(tmp_path: Path) -> None:
@@ -233,8 +240,8 @@ def test_the_schedule_waits_where_a_step_was_skipped(
     recipe = recipe_of(trainer__max_steps=4, precision__mode="no")
     run(tmp_path, recipe, data=Data(Points(NUM_TRAIN)))
     rates = [record["lr"] for record in records(tmp_path)]
-    assert rates[0] == 0.02
-    assert rates[0] > rates[1] == rates[2] > rates[3]
+    assert rates[0] == rates[1] == 0.02
+    assert rates[1] > rates[2] == rates[3]
 
 
 def test_skipped_steps_of_fp16_are_counted(tmp_path: Path) -> None:
@@ -330,11 +337,12 @@ def test_trackers_get_the_values_under_their_names(tmp_path: Path) -> None:
     assert [event.step for event in accumulator.Scalars("train/loss")] == [1, 2, 3, 4, 5]
 
 
-def test_a_profile_lies_in_the_run_directory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", [None, "traces"])
+def test_a_profile_lies_in_the_run_directory(tmp_path: Path, folder: str | None) -> None:
     schedule = {"wait": 1, "warmup": 1, "active": 1, "repeat": 1}
-    recipe = recipe_of(trainer__epochs=1, profile=ProfileKwargs(schedule_option=schedule))
-    run(tmp_path, recipe)
-    assert list((tmp_path / "profile").iterdir())
+    profile = ProfileKwargs(schedule_option=schedule, output_trace_dir=folder)
+    run(tmp_path, recipe_of(trainer__epochs=1, profile=profile))
+    assert list((tmp_path / (folder or "profile")).iterdir())
 
 
 def test_the_header_and_the_table_say_what_runs_and_where(tmp_path: Path) -> None:
@@ -356,13 +364,6 @@ def test_the_header_and_the_table_say_what_runs_and_where(tmp_path: Path) -> Non
         "checkpoints/checkpoint_",
     ):
         assert part in text, part
-
-
-def test_the_last_window_of_an_epoch_is_known_before_it_is_over() -> None:
-    windows: Any = iter("abc")
-    assert list(with_last(windows, 0, None)) == [("a", False), ("b", False), ("c", True)]
-    assert list(with_last(iter("bc"), 1, 3)) == [("b", False), ("c", True)]  # type: ignore[arg-type]
-    assert list(with_last(iter(""), 0, None)) == []  # type: ignore[arg-type]
 
 
 def test_an_engine_of_the_plan_is_used(tmp_path: Path) -> None:

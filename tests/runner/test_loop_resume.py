@@ -82,6 +82,16 @@ def test_values_between_log_points_survive(tmp_path: Path) -> None:
     assert losses(parts) == losses(whole)
 
 
+def test_the_best_value_is_remembered_where_no_best_state_is_kept(tmp_path: Path) -> None:
+    recipe = recipe_of(trainer__epochs=2, trainer__stop_after=7, checkpoint__save_best=False)
+    first = run(tmp_path, recipe)
+    recipe.trainer.stop_after = None
+    summary = run(tmp_path, recipe, resume_from=newest(tmp_path))
+    assert (first["best"]["step"], first["best"]["checkpoint"]) == (5, None)
+    assert summary["best"]["step"] in (5, 10)
+    assert not (tmp_path / "checkpoints" / "best.json").exists()
+
+
 def test_steps_after_the_checkpoint_are_not_logged_twice(tmp_path: Path) -> None:
     recipe = recipe_of(
         trainer__max_steps=8, checkpoint__every_epochs=None, checkpoint__every_steps=2

@@ -13,7 +13,7 @@ from accel.accelerator import Accelerator
 from accel.errors import ConfigError
 from runner.objective import Objective
 from runner.schema import Trainer
-from runner.step import MicroBatch, SupervisedStep, Window
+from runner.step import MicroBatch, SupervisedStep, Window, with_last
 from tests.helpers import run_distributed
 
 NUM_SAMPLES = 12
@@ -202,3 +202,10 @@ def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.undo()
     assert [len(calls) for calls in reads] == [0, 0, 0, 0]
     assert values["loss"].requires_grad is False
+
+
+def test_the_last_window_of_an_epoch_is_known_before_it_is_over() -> None:
+    windows: Any = iter("abc")
+    assert list(with_last(windows, 0, None)) == [("a", False), ("b", False), ("c", True)]
+    assert list(with_last(iter("bc"), 1, 3)) == [("b", False), ("c", True)]  # type: ignore[arg-type]
+    assert list(with_last(iter(""), 0, None)) == []  # type: ignore[arg-type]
