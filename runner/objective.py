@@ -41,8 +41,9 @@ class Objective:
 
     def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Return the metrics of the whole data set from the values of all its samples: [N, ...]."""
-        total = values["weight"].sum()
-        return {"loss": float(values["loss"].double().sum() / total)}
+        # On the CPU, because not every device has double precision.
+        losses, weights = (values[name].detach().cpu().double() for name in ("loss", "weight"))
+        return {"loss": float(losses.sum() / weights.sum())}
 
     def predict(self, model: torch.nn.Module, batch: Any) -> Any:
         """Return predictions as nested tensors, each [B, ...]. By default the model's output."""
