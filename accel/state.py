@@ -227,7 +227,7 @@ class GradientState:
         remainder: samples that the last batch really has, over all processes; -1: not known.
         active_dataloader: the loader that is being iterated over, or None.
         dataloader_references: all loaders that are being iterated over, the outermost first.
-        broken_off_remainder: the `remainder` of a pass that was left with its last batch in hand, as
+        broken_off_remainder: `remainder` of a pass that was left with its last batch in hand, as
             in ``batch = next(iter(loader))``; 0 from the start of the next pass on.
         plugin_kwargs: the settings that differ from the defaults.
     """

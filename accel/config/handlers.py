@@ -1,7 +1,7 @@
 """Kwargs handlers: how objects of torch are created.
 
-Fields whose type OmegaConf cannot express (a callable, a duration, one of a few words) are annotated
-`Any` and checked when the object is made, so these classes can be nodes of a YAML schema.
+Fields whose type OmegaConf cannot express (a callable, a duration, one of a few words) are
+annotated `Any` and checked when the object is made, so these classes can be nodes of a YAML schema.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class AutocastKwargs(KwargsHandler):
 
     Args:
         enabled: whether autocast is on.
-        cache_enabled: whether casts of weights are cached within one context; torch's default if None.
+        cache_enabled: whether casts of weights are cached within a context; None: torch's default.
 
     Source: https://docs.pytorch.org/docs/stable/amp.html#torch.autocast
     """
@@ -117,7 +117,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         static_graph: whether the graph is the same in every step.
         comm_hook: the communication hook.
         comm_wrapper: the hook wrapped around it: no, fp16 or bf16.
-        comm_state_option: arguments of the PowerSGD state, e.g. ``{"matrix_approximation_rank": 2}``.
+        comm_state_option: arguments of the PowerSGD state: ``{"matrix_approximation_rank": 2}``.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
@@ -240,7 +240,7 @@ class ProfileKwargs(KwargsHandler):
 
     Args:
         activities: what is recorded: cpu, cuda, xpu, mtia; None records all there is.
-        schedule_option: `torch.profiler.schedule`'s wait, warmup, active, repeat, skip_first, in steps.
+        schedule_option: steps to wait, warmup, active, repeat, skip_first (`torch.profiler.schedule`).
         on_trace_ready: called with the profiler when a trace is complete.
         record_shapes: whether shapes of inputs are kept.
         profile_memory: whether allocations are tracked.

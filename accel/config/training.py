@@ -22,7 +22,7 @@ class DataLoaderConfiguration:
             iterable data sets.
         even_batches: whether the last batches are completed from the beginning so that each process
             has as many.
-        use_seedable_sampler: whether random samplers draw an order that depends on seed and epoch alone.
+        use_seedable_sampler: whether the order of random samplers depends on seed and epoch alone.
         data_seed: that seed; None takes one from torch's generator.
         non_blocking: whether copies to the device overlap with computation (wants pinned memory).
         use_stateful_dataloader: whether loaders are torchdata's `StatefulDataLoader`.
@@ -45,7 +45,7 @@ class GradientAccumulationPlugin(KwargsHandler):
         num_steps: micro-batches per optimizer step. None: the caller of the engine decides.
         adjust_scheduler: whether the scheduler is stepped once per micro-batch it stands for.
         sync_with_dataloader: whether the end of a loader closes the current window.
-        sync_each_batch: whether gradients are exchanged at every micro-batch (less memory, more traffic).
+        sync_each_batch: whether every micro-batch exchanges gradients (less memory, more traffic).
     """
 
     num_steps: int | None = None
