@@ -87,18 +87,17 @@ class StepAPI:
         """
         return _MicroBatchContext(self, models, sync_gradients)
 
-    def no_sync(self, model: torch.nn.Module | None = None) -> AbstractContextManager[Any]:
-        """Return a context in which backward passes exchange no gradients.
+    @contextlib.contextmanager
+    def no_sync(self, model: torch.nn.Module | None = None) -> Iterator[None]:
+        """Exchange no gradients in backward passes inside the context.
 
         Args:
             model: the model; None: every prepared one.
         """
-        if model is not None:
-            return self.strategy.no_sync(model)
-        stack = ExitStack()
-        for prepared in self._objects.models:
-            stack.enter_context(self.strategy.no_sync(prepared))
-        return stack
+        with ExitStack() as stack:
+            for entry in self._objects.models if model is None else [model]:
+                stack.enter_context(self.strategy.no_sync(entry))
+            yield
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Return a context whose backward exchanges gradients after forwards under `no_sync`.

@@ -240,7 +240,7 @@ class ProfileKwargs(KwargsHandler):
 
     Args:
         activities: what is recorded: cpu, cuda, xpu, mtia; None records all there is.
-        schedule_option: steps to wait, warmup, active, repeat, skip_first (`torch.profiler.schedule`).
+        schedule_option: steps to wait, warmup, active, repeat, skip_first, as in `torch.profiler`.
         on_trace_ready: called with the profiler when a trace is complete.
         record_shapes: whether shapes of inputs are kept.
         profile_memory: whether allocations are tracked.
