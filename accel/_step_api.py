@@ -16,6 +16,7 @@ from accel.config.handlers import AutocastKwargs
 from accel.errors import ConfigError, Problem, StateError
 from accel.objects import Objects
 from accel.optimizer import unwrap_optimizer
+from accel.precision.amp import has_gradients
 from accel.state import GradientState
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ class StepAPI:
             chosen = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         for entry in chosen:
             own = unwrap_optimizer(entry)
-            if any(p.grad is not None for group in own.param_groups for p in group["params"]):
+            if has_gradients(own):
                 self.scaler.unscale_once(own)
 
     def clip_grad_norm_(

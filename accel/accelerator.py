@@ -261,7 +261,7 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
         self.comm.close()
 
     def __repr__(self) -> str:
-        return f"Accelerator({self.state!r})"
+        return f"{type(self).__name__}\n{self.state!r}"
 
 
 class _TraceFiles:

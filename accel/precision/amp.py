@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from accel.config.handlers import AutocastKwargs, GradScalerKwargs
+from accel.errors import StateError
 from accel.precision.base import Precision
 from accel.wrapping import unwrap_forward, wrap_forward
 
@@ -45,8 +46,17 @@ class StepScaler(torch.amp.GradScaler):
         """Step `optimizer` unless its gradients overflowed; return whether they did.
 
         Reads one flag from the device. An optimizer without gradients is stepped as it is.
+
+        Raises:
+            StateError: if no loss was ever scaled, and yet there are gradients.
         """
-        self.unscale_once(optimizer)
+        if self._scale is not None:
+            self.unscale_once(optimizer)
+        elif has_gradients(optimizer):
+            raise StateError(
+                "Gradients were computed with loss.backward(), so they are not scaled for fp16. "
+                "Call accelerator.backward(loss)."
+            )
         flags = self._found_inf_per_device(optimizer)
         if not flags:
             self._forget(optimizer)
@@ -95,6 +105,11 @@ class StepScaler(torch.amp.GradScaler):
         self._update_is_due = False
         self._unscaled.clear()
         super().load_state_dict(state_dict)
+
+
+def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether any parameter of `optimizer` has a gradient."""
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def step_unless_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:

@@ -102,13 +102,15 @@ def test_a_forward_of_the_instances_own_comes_back_too() -> None:
     assert model.forward is own
 
 
-def train_fp16(overflow_at: int, steps: int = 3) -> tuple[list[bool], list[float], list[float]]:
+def train_fp16(
+    overflow_at: int, fused: bool, steps: int = 3
+) -> tuple[list[bool], list[float], list[float]]:
     """Return, by step: whether it was skipped, the scale, the learning rate."""
     handler = GradScalerKwargs(init_scale=1024.0, growth_interval=1000)
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
-    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
     model, optimizer, scheduler = accelerator.prepare(model, inner, scheduler)
     skipped, scales, rates = [], [], []
@@ -127,8 +129,9 @@ def train_fp16(overflow_at: int, steps: int = 3) -> tuple[list[bool], list[float
     return skipped, scales, rates
 
 
-def test_an_overflow_skips_the_step_and_the_scheduler_and_lowers_the_scale() -> None:
-    skipped, scales, rates = train_fp16(overflow_at=1)
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_skips_the_step_and_the_scheduler_and_lowers_the_scale(fused: bool) -> None:
+    skipped, scales, rates = train_fp16(1, fused)
     assert skipped == [False, True, False]
     assert scales == [1024.0, 512.0, 512.0]
     assert rates == [0.5, 0.5, 0.25]
@@ -214,6 +217,16 @@ def test_a_step_without_gradients_and_a_disabled_scaler_are_harmless() -> None:
     lone.param_groups[0]["params"][0].grad = torch.full((1,), 65536.0)
     assert scaler.step_unless_overflow(lone) is False
     assert lone.param_groups[0]["params"][0].item() == -1.0
+
+
+def test_gradients_of_a_loss_that_was_never_scaled_are_refused() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    optimizer.step()  # nothing to do yet
+    model(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(StateError, match=r"accelerator\.backward\(loss\)"):
+        optimizer.step()
 
 
 def test_an_update_that_is_due_is_part_of_the_saved_state() -> None:
