@@ -157,6 +157,7 @@ def test_rotary_products_depend_on_the_distance_alone() -> None:
     torch.testing.assert_close(products[0, 0], q @ k)
 
 
+@torch.no_grad()
 def test_the_objective_counts_targets() -> None:
     objective, model = NextByte(), byte_gpt(dim=16, num_layers=1, num_heads=2)
     torch.nn.init.normal_(model.head.weight)  # type: ignore[union-attr, arg-type]

@@ -162,6 +162,7 @@ def test_the_neighbour_tells_sets_apart() -> None:
     assert neighbour_accuracy(sample[:300], copies) < 0.1
 
 
+@torch.no_grad()
 def test_the_metrics_prefer_real_images() -> None:
     step, real = GANStep(), images(200)
     made = step.evaluate([real, None])
