@@ -21,7 +21,7 @@ from accel.errors import (
     Problem,
 )
 from runner import flags as command_line
-from runner import outcomes, paths, trust
+from runner import outcomes, paths, threads, trust
 from runner.outcomes import DONE, FAILED, INTERRUPTED, REFUSED, STOPPED
 
 if TYPE_CHECKING:
@@ -38,8 +38,10 @@ def run(arguments: Sequence[str]) -> int:
     """Run a command line and return its exit code; what went wrong is on standard error."""
     try:
         imports, rest = command_line.take_imports(arguments)
-        with _trusting(imports):
-            return _dispatch(rest)
+        with _trusting(imports), threads.sleeping_when_idle():
+            code = _dispatch(rest)
+            sys.stdout.flush()
+            return code
     except (ConfigError, MissingPackageError) as error:
         print(error, file=sys.stderr)
         return REFUSED
@@ -48,6 +50,9 @@ def run(arguments: Sequence[str]) -> int:
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # the reader (`| head`) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FAILED if end.code else DONE
     except Exception as error:

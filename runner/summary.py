@@ -31,7 +31,7 @@ def header_rows(loop: Loop) -> list[Row]:
     rows = [
         ("directory", str(loop.run_dir)),
         ("device", device_line(loop.accelerator)),
-        ("model", model_line(loop.step.models, loop.num_parameters)),
+        ("model", model_line(loop)),
         ("data", data_line(loop.data)),
         ("batch", batch_line(loop.plan)),
         ("length", length_line(loop)),
@@ -58,10 +58,11 @@ def device_line(accelerator: Accelerator) -> str:
     )
 
 
-def model_line(models: Mapping[str, torch.nn.Module], num_parameters: tuple[int, int]) -> str:
+def model_line(loop: Loop) -> str:
     """Return e.g. "Cnn · 123,456 parameters, all trainable"."""
-    total, trainable = num_parameters
-    names = ", ".join(type(model).__name__ for model in models.values())
+    total, trainable = loop.num_parameters
+    own = [loop.accelerator.unwrap_model(model) for model in loop.step.models.values()]
+    names = ", ".join(type(model).__name__ for model in own)
     share = "all trainable" if trainable == total else f"{trainable:,} trainable"
     return f"{names} · {total:,} parameters, {share}"
 
@@ -146,6 +147,7 @@ def summary_of(loop: Loop) -> dict[str, Any]:
 def final_rows(loop: Loop, summary: Mapping[str, Any]) -> list[Row]:
     """Return the final table: what came out, how fast, where things are."""
     rows: list[Row] = []
+    epochs = f"epoch {loop.state.epoch_number}"
     if summary["best"] is not None:
         best = summary["best"]
         rows.append(
@@ -155,7 +157,7 @@ def final_rows(loop: Loop, summary: Mapping[str, Any]) -> list[Row]:
         rows.append((split, "  ".join(f"{name} {number(v)}" for name, v in metrics.items())))
     rows += loop.rows
     rows += [
-        ("stopped", f"{summary['reason']} (step {summary['step']}, epoch {summary['epoch']})"),
+        ("stopped", f"{summary['reason']} (step {summary['step']}, {epochs})"),
         ("time", f"{clock(summary['seconds'])} · {short(summary['samples_per_second'])} samples/s"),
         ("directory", str(loop.run_dir)),
     ]

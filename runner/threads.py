@@ -19,6 +19,10 @@ FILE = "threads.json"
 # cuBLAS gives the same bits only with a workspace of fixed size.
 # Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
 CUBLAS_WORKSPACE = ":4096:8"
+# Idle threads of OpenMP spin by default. Beside any other program on the same cores that costs a
+# Source: https://gcc.gnu.org/onlinedocs/libgomp/ (OMP_WAIT_POLICY)
+# Source: https://gcc.gnu.org/onlinedocs/libgomp/OMP_005fWAIT_005fPOLICY.html
+WAIT_POLICY = "OMP_WAIT_POLICY"
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,11 @@ class Numerics:
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.deterministic = True
             torch.backends.cudnn.benchmark = False
+
+
+def sleeping_when_idle() -> AbstractContextManager[None]:
+    """Let idle threads sleep, unless the person has chosen; for libraries that are loaded later."""
+    return env.patched(**{WAIT_POLICY: env.read(WAIT_POLICY) or "PASSIVE"})
 
 
 def cores() -> int:
