@@ -21,6 +21,18 @@ IGNORED_VARIABLES = {
 IGNORED_THREADS = ("pydevd", "QueueFeederThread", "tqdm", "ThreadPoolExecutor", "asyncio")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    if not wanting:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in wanting:
+            item.add_marker(pytest.mark.skip(reason="torch finds no CUDA device"))
+
+
 def children() -> dict[int, str]:
     """Return the command lines of this process's children, by process id (Linux; else empty)."""
     found: dict[int, str] = {}

@@ -10,10 +10,7 @@ from accel import Accelerator, DistributedDataParallelKwargs
 from accel.config.handlers import GradScalerKwargs
 from tests.helpers import run_distributed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def train(mixed_precision: str, **ddp: object) -> tuple[list[float], str, str]:

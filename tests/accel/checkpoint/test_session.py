@@ -75,7 +75,6 @@ def test_random_states_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
 @pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
 def test_a_state_of_a_gpu_goes_on_there_and_loads_on_the_cpu(
     tmp_path: Path, precision: str
