@@ -40,8 +40,8 @@ def reset_accel() -> None:
 
     from accel.state import AcceleratorState, GradientState, PartialState
 
-    gc.collect()
     if dist.is_initialized():
+        gc.collect()  # what holds a reducer of the group goes first; dear, so only here
         dist.destroy_process_group()
     AcceleratorState._reset_state()
     GradientState._reset_state()
