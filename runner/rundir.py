@@ -192,7 +192,7 @@ def write_environment(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "hostname": platform.node(),
-        "command": sys.argv,
+        "command": sys.orig_argv,  # Hydra is given another line
         "cwd": os.getcwd(),
         "packages": _versions(),
         "device": _device(),

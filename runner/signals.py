@@ -196,7 +196,7 @@ def _own_connection() -> Store:
 
 @contextmanager
 def held_back(numbers: Sequence[int]) -> Iterator[None]:
-    """Deliver `numbers` only after the context; processes started inside hold them back, too."""
+    """Hold `numbers` back from this thread; processes that it starts inside hold them back, too."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
