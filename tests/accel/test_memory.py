@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import pytest
@@ -27,9 +28,20 @@ def test_release_memory() -> None:
     assert collected() is None
 
 
-def test_clear_device_cache_does_nothing_without_a_device() -> None:
-    clear_device_cache()
-    clear_device_cache(garbage_collection=True)
+def test_clear_device_cache_collects_garbage_where_asked() -> None:
+    class Knot:
+        def __init__(self) -> None:
+            self.itself = self
+
+    gc.disable()  # nothing but the call under test may collect
+    try:
+        reference = weakref.ref(Knot())
+        clear_device_cache()
+        assert reference() is not None
+        clear_device_cache(garbage_collection=True)
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
