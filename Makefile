@@ -3,7 +3,7 @@
 # Which Python: VENV=<folder> if given; else an active environment that already has a torch the project
 # supports (it is used as it is: its torch is never replaced); else .venv, made here from constraints.txt.
 
-.PHONY: train test check bench format clean
+.PHONY: train test check mutants bench format clean
 .DEFAULT_GOAL := help
 
 ARGS ?=
@@ -23,6 +23,9 @@ check: ## lint, format and types
 
 format: ## rewrite files in the project's format
 	@python=$(call PYTHON,check) && "$$python" -m ruff check --fix . && "$$python" -m ruff format .
+
+mutants: ## break each documented name in turn: its test must notice (ARGS="--only gather")
+	@python=$(call PYTHON,test) && exec "$$python" -m tests.conformance.gate $(ARGS)
 
 bench: ## measure the cost of a step against a hand-written loop
 	@python=$(call PYTHON,test) && exec "$$python" -m tests.benchmarks.bench_step

@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 GRACE_SECONDS = 5.0
+START_METHOD = "spawn"  # the mutation gate forks, so that workers are mutants, too
+MAX_SECONDS = float("inf")
 
 
 class WorkerError(AssertionError):
@@ -81,7 +83,7 @@ class _Pool:
     """`world_size` processes that wait for functions."""
 
     def __init__(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(START_METHOD)
         self.world_size = world_size
         self.pipes: list[Connection] = []
         self.processes = []
@@ -197,7 +199,7 @@ def run_distributed(
     """
     if world_size not in _POOLS:
         _POOLS[world_size] = _Pool(world_size)
-    return _POOLS[world_size].call(function, args, timeout)
+    return _POOLS[world_size].call(function, args, min(timeout, MAX_SECONDS))
 
 
 def python(*args: str) -> list[str]:

@@ -1,0 +1,1 @@
+"""What the documentation promises, who tests it, and whether that test would notice its absence."""

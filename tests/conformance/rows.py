@@ -1,0 +1,138 @@
+"""Rows of the conformance table: one per documented callable, parameter, attribute and value.
+
+A table file (`table/*.py`) lists the documented names of one part as `Entry` objects. Each entry
+gives rows; each row names the test that exercises it, and a mutant that this test must reject:
+
+| row | mutant |
+|---|---|
+| a callable | does nothing (`NoOp` says what nothing is) |
+| a parameter | the caller's value is replaced by the default |
+| an attribute | reads as None |
+| a value of an enumeration | does not exist |
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class NoOp(enum.Enum):
+    """What a callable does when it does nothing; the mildest that still leaves callers running."""
+
+    NONE = "returns None"
+    FIRST = "returns its first argument"
+    CONTEXT = "returns a context manager that does nothing"
+    FIRST_IN_CONTEXT = "returns a context manager that yields its first argument"
+    DECORATOR = "returns the function, or a decorator that does"
+    ALL = "returns its arguments as they are (one alone, several as a tuple)"
+
+
+class _Required(enum.Enum):
+    REQUIRED = "required"
+
+    def __repr__(self) -> str:
+        return "REQUIRED"
+
+
+REQUIRED = _Required.REQUIRED
+
+
+@dataclass(frozen=True)
+class P:
+    """One documented parameter.
+
+    Args:
+        default: what the documentation gives; `REQUIRED` if nothing.
+        test: id of the test that passes another value, and fails if it does not arrive.
+        keyword: whether it is one of ``**kwargs`` in the signature (documented by name only).
+    """
+
+    default: Any
+    test: str
+    keyword: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One documented name.
+
+    Args:
+        name: where it is documented: "accel.utils:gather", "accel:Accelerator.backward".
+        test: id of the test that fails if it does nothing (or, without `call`, the attribute's).
+        noop: what "nothing" is.
+        parameters: the documented parameters, in their documented order.
+        attributes: the documented attributes (and values of an enumeration) → test.
+        call: whether the name is itself something to call (a class: to build).
+    """
+
+    name: str
+    test: str = ""
+    noop: NoOp = NoOp.NONE
+    parameters: Mapping[str, P] = field(default_factory=dict)
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    call: bool = True
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows of this entry."""
+        if self.call:
+            yield Row(self.name, "call", "", self.test, self.noop)
+        for name, parameter in self.parameters.items():
+            yield Row(self.name, "parameter", name, parameter.test, default=parameter.default)
+        kind = "value" if inspect.isclass(self.object()) and self.is_enum() else "attribute"
+        for name, test in self.attributes.items():
+            yield Row(self.name, kind, name, test)
+
+    def object(self) -> Any:
+        """Return what the name stands for."""
+        return find(self.name)
+
+    def is_enum(self) -> bool:
+        """Return whether the name is an enumeration."""
+        found = self.object()
+        return inspect.isclass(found) and issubclass(found, enum.Enum)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that the documentation promises, and the test that exercises it.
+
+    Args:
+        name: the documented name that it belongs to.
+        kind: "call", "parameter", "attribute" or "value".
+        part: name of the parameter, attribute or value.
+        test: id of the test.
+        noop: for a call, what doing nothing is.
+        default: for a parameter, its documented default.
+    """
+
+    name: str
+    kind: str
+    part: str
+    test: str
+    noop: NoOp = NoOp.NONE
+    default: Any = None
+
+    def __str__(self) -> str:
+        what = f".{self.part}" if self.kind in ("attribute", "value") else f"({self.part})"
+        return f"{self.name}{what}"
+
+
+def find(name: str) -> Any:
+    """Return what "package.module:Name.attribute" stands for."""
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = (
+            inspect.getattr_static(found, part) if inspect.isclass(found) else getattr(found, part)
+        )
+    return found
+
+
+def function_of(found: Any) -> Any:
+    """Return the plain function of a method, static or class method, or a function itself."""
+    return getattr(found, "__func__", found)

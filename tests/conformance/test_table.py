@@ -1,0 +1,76 @@
+"""The conformance table fits the code: names, parameters, defaults, tests."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import inspect
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.rows import REQUIRED, Entry, Row, function_of
+from tests.conformance.table import PARTS, entries
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRIES = entries()
+ROWS = [row for entry in ENTRIES for row in entry.rows()]
+
+
+@cache
+def _tests_in(path: str) -> set[str]:
+    """Return the names of the test functions of a file, those in classes as ``Class::test``."""
+    tree = ast.parse((ROOT / path).read_text())
+    found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}::{m.name}" for m in node.body if isinstance(m, ast.FunctionDef)}
+    return {name for name in found if name.rpartition("::")[2].startswith("test_")}
+
+
+def test_every_part_has_entries() -> None:
+    assert PARTS
+    assert all(entries(part) for part in PARTS)
+
+
+def test_no_row_is_there_twice() -> None:
+    names = [str(row) for row in ROWS]
+    assert sorted(names) == sorted(set(names))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_the_test_of_each_row_exists(row: Row) -> None:
+    path, _, name = row.test.partition("::")
+    assert (ROOT / path).is_file(), row.test
+    assert name.partition("[")[0] in _tests_in(path), row.test
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_signatures_are_the_documented_ones(entry: Entry) -> None:
+    """Documented parameters come first, in the documented order, with the documented defaults."""
+    if not entry.parameters:
+        assert entry.object() is not None
+        return
+    found = entry.object()
+    signature = inspect.signature(found if inspect.isclass(found) else function_of(found))
+    ours = [name for name in signature.parameters if name not in ("self", "cls")]
+    documented = [name for name, parameter in entry.parameters.items() if not parameter.keyword]
+    assert ours[: len(documented)] == documented
+    for name in documented:
+        default = entry.parameters[name].default
+        parameter = signature.parameters[name]
+        if default is REQUIRED:
+            assert parameter.default is parameter.empty, name
+        elif default is not dict:  # a factory of an empty dict shows as such
+            assert parameter.default == default, name
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_attributes_and_values_exist(entry: Entry) -> None:
+    found = entry.object()
+    for name in entry.attributes:
+        if inspect.isclass(found) and issubclass(found, enum.Enum):
+            assert name in found.__members__
+        else:
+            assert name.isidentifier()
