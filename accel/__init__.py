@@ -35,33 +35,6 @@ if TYPE_CHECKING:
     from accel.state import GradientState as GradientState
     from accel.state import PartialState as PartialState
 
-__all__ = [
-    "AcceleratedOptimizer",
-    "AcceleratedScheduler",
-    "Accelerator",
-    "AcceleratorState",
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "FP8RecipeKwargs",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "GradientState",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "PartialState",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "TorchDynamoPlugin",
-    "find_executable_batch_size",
-    "is_rich_available",
-    "prepare_data_loader",
-    "skip_first_batches",
-    "synchronize_rng_states",
-]
-
 # Where each name is; its module is imported when the name is first used.
 _PLACES = {
     "AcceleratedOptimizer": "accel.optimizer",
@@ -90,10 +63,12 @@ _PLACES = {
     "synchronize_rng_states": "accel.rng",
 }
 
+if not TYPE_CHECKING:  # type checkers know the names, and only these, from the imports above
+    __all__ = list(_PLACES)
 
-def __getattr__(name: str) -> Any:
-    return attribute(__name__, _PLACES, name)
+    def __getattr__(name: str) -> Any:
+        return attribute(__name__, _PLACES, name)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return sorted({*globals(), *_PLACES})

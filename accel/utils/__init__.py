@@ -60,61 +60,6 @@ if TYPE_CHECKING:
     from accel.tree import recursively_apply as recursively_apply
     from accel.wrapping import extract_model_from_parallel as extract_model_from_parallel
 
-__all__ = [
-    "AutocastKwargs",
-    "BaseEnum",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DistributedDataParallelKwargs",
-    "DistributedOperationException",
-    "DistributedType",
-    "DynamoBackend",
-    "FP8RecipeKwargs",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "LoggerType",
-    "PrecisionType",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "RNGType",
-    "TorchDynamoPlugin",
-    "broadcast",
-    "broadcast_object_list",
-    "clear_device_cache",
-    "compare_versions",
-    "concatenate",
-    "convert_outputs_to_fp32",
-    "convert_to_fp32",
-    "extract_model_from_parallel",
-    "find_batch_size",
-    "find_executable_batch_size",
-    "gather",
-    "gather_object",
-    "honor_type",
-    "is_bf16_available",
-    "is_cuda_available",
-    "is_mps_available",
-    "is_namedtuple",
-    "is_rich_available",
-    "is_tensorboard_available",
-    "is_torch_version",
-    "is_torchdata_available",
-    "is_xpu_available",
-    "pad_across_processes",
-    "recursively_apply",
-    "reduce",
-    "release_memory",
-    "send_to_device",
-    "set_seed",
-    "should_reduce_batch_size",
-    "slice_tensors",
-    "synchronize_rng_state",
-    "synchronize_rng_states",
-    "wait_for_everyone",
-]
-
 # Where each name is; its module is imported when the name is first used.
 _PLACES = {
     "AutocastKwargs": "accel.config.handlers",
@@ -171,10 +116,12 @@ _PLACES = {
     "wait_for_everyone": "accel.ops",
 }
 
+if not TYPE_CHECKING:  # type checkers know the names, and only these, from the imports above
+    __all__ = list(_PLACES)
 
-def __getattr__(name: str) -> Any:
-    return attribute(__name__, _PLACES, name)
+    def __getattr__(name: str) -> Any:
+        return attribute(__name__, _PLACES, name)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return sorted({*globals(), *_PLACES})
