@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -52,7 +53,16 @@ _DISPATCHER_ARGUMENTS = (
 _END = object()
 
 
-class DataLoaderShard(PreparedLoader):
+class _MaybeStateful(DataLoader[Any]):
+    """A loader class whose instances are stateful ones where `use_stateful_dataloader` says so."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(cls.__init__).bind_partial(None, *args, **kwargs).arguments
+        stateful = given.get("use_stateful_dataloader", False)
+        return super().__new__(stateful_class(cls) if stateful else cls)
+
+
+class DataLoaderShard(_MaybeStateful, PreparedLoader):
     """A loader that yields this process's batches on its device.
 
     It fetches one batch ahead, so that `end_of_dataloader` is known while the last one is in hand.
@@ -73,9 +83,6 @@ class DataLoaderShard(PreparedLoader):
     Raises:
         MissingPackageError: if a stateful loader is asked for and torchdata is not installed.
     """
-
-    def __new__(cls, *args: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> Any:
-        return super().__new__(stateful_class(cls) if use_stateful_dataloader else cls)
 
     def __init__(
         self,
@@ -159,7 +166,7 @@ class DataLoaderShard(PreparedLoader):
         return super().total_dataset_length
 
 
-class DataLoaderDispatcher(PreparedLoader):
+class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
     """A loader that reads on the main process, which gives each process its slice of every batch.
 
     Args:
@@ -184,9 +191,6 @@ class DataLoaderDispatcher(PreparedLoader):
     Raises:
         MissingPackageError: if a stateful loader is asked for and torchdata is not installed.
     """
-
-    def __new__(cls, *args: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> Any:
-        return super().__new__(stateful_class(cls) if use_stateful_dataloader else cls)
 
     def __init__(
         self,
@@ -354,7 +358,7 @@ class DataLoaderDispatcher(PreparedLoader):
             yield rest[0]
 
 
-class SkipDataLoader(DataLoader[Any]):
+class SkipDataLoader(_MaybeStateful):
     """A loader that leaves out its first batches, for data that can only be read in order.
 
     Args:
@@ -366,9 +370,6 @@ class SkipDataLoader(DataLoader[Any]):
     Raises:
         MissingPackageError: if a stateful loader is asked for and torchdata is not installed.
     """
-
-    def __new__(cls, *args: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> Any:
-        return super().__new__(stateful_class(cls) if use_stateful_dataloader else cls)
 
     def __init__(
         self,

@@ -78,7 +78,22 @@ class SeedableRandomSampler(RandomSampler):
         self.seed, self.epoch = int(state["seed"]), int(state["epoch"])
 
 
-class SkipBatchSampler(Sampler[Any]):
+class _AroundBatchSampler:
+    """What samplers that draw from a batch sampler have in common."""
+
+    batch_sampler: Any
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of indices inside the batch sampler, or None."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self.batch_sampler.sampler = sampler
+
+
+class SkipBatchSampler(_AroundBatchSampler, Sampler[Any]):
     """A sampler without the first `skip_batches` entries of another; nothing is fetched for them.
 
     Args:
@@ -89,11 +104,6 @@ class SkipBatchSampler(Sampler[Any]):
     def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler of indices inside the batch sampler, or None."""
-        return getattr(self.batch_sampler, "sampler", None)
 
     @property
     def batch_size(self) -> int | None:
@@ -114,7 +124,7 @@ class SkipBatchSampler(Sampler[Any]):
         return itertools.islice(self.batch_sampler, self.skip_batches, None)
 
     def __len__(self) -> int:
-        return max(0, len(self.batch_sampler) - self.skip_batches)  # type: ignore[arg-type]
+        return max(0, len(self.batch_sampler) - self.skip_batches)
 
 
 def cycle_to(items: Sequence[Any], length: int) -> list[Any]:
@@ -122,7 +132,7 @@ def cycle_to(items: Sequence[Any], length: int) -> list[Any]:
     return list(itertools.islice(itertools.cycle(items), length))
 
 
-class BatchSamplerShard(BatchSampler):
+class BatchSamplerShard(_AroundBatchSampler, BatchSampler):
     """The batches of one process out of those of a batch sampler.
 
     With `even_batches`, every process gets as many batches, all of the same size: the last ones are
@@ -188,15 +198,6 @@ class BatchSamplerShard(BatchSampler):
         if self.batch_size is not None and self.split_batches:
             problems += split_problems(self.batch_size, self.num_processes)
         ConfigError.raise_if(problems)
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler of indices inside the batch sampler, or None."""
-        return getattr(self.batch_sampler, "sampler", None)
-
-    @sampler.setter
-    def sampler(self, sampler: Any) -> None:
-        self.batch_sampler.sampler = sampler
 
     @property
     def total_length(self) -> int:
@@ -300,7 +301,7 @@ def split_problems(batch_size: int, num_processes: int) -> list[Problem]:
     ]
 
 
-class CompletedBatchSampler(BatchSampler):
+class CompletedBatchSampler(_AroundBatchSampler, BatchSampler):
     """The batches of another sampler, completed to a multiple of the number of processes.
 
     For batches that one process reads for all: what completes the last round is then known by its
@@ -322,15 +323,6 @@ class CompletedBatchSampler(BatchSampler):
         self.drop_last = False
         self.even_batches = True
         self.added = 0
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler of indices inside the batch sampler, or None."""
-        return getattr(self.batch_sampler, "sampler", None)
-
-    @sampler.setter
-    def sampler(self, sampler: Any) -> None:
-        self.batch_sampler.sampler = sampler
 
     def __len__(self) -> int:
         length = len(self.batch_sampler)

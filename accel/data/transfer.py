@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -73,6 +74,13 @@ def is_plain_sequence(value: Any) -> bool:
     )
 
 
+def has_samples(value: Any) -> bool:
+    """Tell whether `value` has one entry per sample: a tensor [B, ...], a list of plain objects."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim > 0
+    return is_plain_sequence(value) and len(value) > 0
+
+
 def _parts(value: Any) -> list[tuple[Any, Any]] | None:
     """Return the entries of a container with their keys, None for a leaf."""
     if isinstance(value, Mapping):
@@ -95,7 +103,7 @@ def batch_length(batch: Any) -> int:
     Raises:
         ConfigError: if nothing in it has a length.
     """
-    found = _length(batch)
+    found = next((len(part) for part in iterate(batch, has_samples)), None)
     if found is None:
         raise ConfigError(
             Problem(
@@ -105,16 +113,6 @@ def batch_length(batch: Any) -> int:
             )
         )
     return found
-
-
-def _length(value: Any) -> int | None:
-    if isinstance(value, torch.Tensor):
-        return value.shape[0] if value.ndim else None
-    parts = _parts(value)
-    if parts is None:
-        return len(value) if is_plain_sequence(value) else None
-    lengths = (_length(entry) for _, entry in parts)
-    return next((length for length in lengths if length is not None), None)
 
 
 def slice_batch(
@@ -131,12 +129,7 @@ def slice_batch(
         process_index: not needed; custom slice functions get it.
         num_processes: not needed; custom slice functions get it.
     """
-    if isinstance(data, torch.Tensor):
-        return data[tensor_slice] if data.ndim else data
-    parts = _parts(data)
-    if parts is not None:
-        return _rebuilt(data, [slice_batch(entry, tensor_slice) for _, entry in parts])
-    return data[tensor_slice] if is_plain_sequence(data) else data
+    return recursively_apply(operator.itemgetter(tensor_slice), data, test_type=has_samples)
 
 
 def join_batches(batches: list[Any]) -> Any:
