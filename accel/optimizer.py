@@ -117,7 +117,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the wrapped optimizer."""
+        """Add a parameter group to the wrapped optimizer.
+
+        Args:
+            param_group: ``params`` and the options that differ from the defaults.
+        """
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,7 +129,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; tensors go to the device of their parameters."""
+        """Load what `state_dict` returned; tensors go to the device of their parameters.
+
+        Args:
+            state_dict: state of an optimizer with groups of the same sizes.
+        """
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
@@ -137,11 +145,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._call_if_there("eval")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "gradient_state": None}
+        return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.gradient_state = GradientState()
 
     def _call_if_there(self, name: str) -> None:
         method = getattr(self.optimizer, name, None)

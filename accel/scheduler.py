@@ -16,7 +16,9 @@ class AcceleratedScheduler:
 
     The schedule is one written for one process: each step stands for as many steps as there are
     processes, because each process takes a batch of its own. (A `ReduceLROnPlateau` counts
-    measurements, so it steps once.) Where batches are split over processes, a step is a step.
+    measurements, so it steps once.) A schedule with an end (`OneCycleLR`) stops there, since the
+    processes' steps together may overshoot it. Where batches are split over processes, a step is a
+    step, and the wrapped scheduler's own rules hold.
 
     Everything else is the wrapped scheduler's own.
 
@@ -43,7 +45,7 @@ class AcceleratedScheduler:
         self.gradient_state = GradientState()
         once = split_batches or isinstance(scheduler, ReduceLROnPlateau)
         self._repeats = 1 if once else PartialState().num_processes
-        self._ends = hasattr(scheduler, "total_steps")
+        self._ends = not once and hasattr(scheduler, "total_steps")
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not there yet while being unpickled
@@ -51,7 +53,12 @@ class AcceleratedScheduler:
         return getattr(self.scheduler, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move on if the optimizers did: once per process, and not past a schedule's last step."""
+        """Move on if the optimizers did: once per process, and not past a schedule's last step.
+
+        Args:
+            args: of the wrapped scheduler's `step`, such as the metric of a `ReduceLROnPlateau`.
+            kwargs: the same, by name.
+        """
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
@@ -86,5 +93,9 @@ class AcceleratedScheduler:
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load what `state_dict` returned.
+
+        Args:
+            state_dict: state of a scheduler of the same kind.
+        """
         self.scheduler.load_state_dict(state_dict)

@@ -10,10 +10,11 @@ import weakref
 from typing import Any, ClassVar
 
 from accel.comm.connect import connect
-from accel.comm.control import ProcessControl
+from accel.comm.control import SharedState
 from accel.config.handlers import InitProcessGroupKwargs
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel.device import default_device_type, use_device
+from accel.enums import DistributedType
 from accel.env import Environment
 from accel.errors import ConfigError, Problem, StateError, nearest
 from accel.plan import Arguments, Plan, resolve
@@ -60,7 +61,7 @@ def _adopt(plan: Plan, settled: Plan) -> Plan:
     return dataclasses.replace(plan, **{name: getattr(settled, name) for name in names})
 
 
-class PartialState(ProcessControl):
+class PartialState(SharedState):
     """Who this process is and where it computes; filled by the first instance.
 
     Args:
@@ -106,7 +107,7 @@ class PartialState(ProcessControl):
         cls._shared_state.clear()
 
 
-class AcceleratorState(ProcessControl):
+class AcceleratorState(SharedState):
     """What a run was set up with; filled by the first instance.
 
     Args:
@@ -140,6 +141,8 @@ class AcceleratorState(ProcessControl):
         **kwargs: Any,
     ) -> None:
         self.__dict__ = self._shared_state
+        if _from_accelerator and self.initialized and self.comm.closed:  # the run has ended
+            AcceleratorState._reset_state(reset_partial_state=True)
         if self.initialized:
             self._check(mixed_precision if _plan is None else _plan.mixed_precision, cpu)
             return
@@ -220,16 +223,19 @@ class GradientState:
     Attributes:
         sync_gradients: whether the current micro-batch ends an optimizer step.
         num_steps: micro-batches per optimizer step.
-        adjust_scheduler: whether the scheduler accounts for accumulation.
+        adjust_scheduler: whether calls of a scheduler's `step` within a window count for torch's
+            check of the call order.
         sync_with_dataloader: whether the end of a loader closes the current window.
         sync_each_batch: whether gradients are exchanged at every micro-batch.
         end_of_dataloader: whether the active loader gave its last batch.
-        remainder: samples that the last batch really has, over all processes; -1: not known.
+        remainder: samples that the last batch really has, over all processes, 0 if all of them;
+            -1: not known, or not at the last batch.
         active_dataloader: the loader that is being iterated over, or None.
         dataloader_references: all loaders that are being iterated over, the outermost first.
         broken_off_remainder: `remainder` of a pass that was left with its last batch in hand, as
             in ``batch = next(iter(loader))``; 0 from the start of the next pass on.
         plugin_kwargs: the settings that differ from the defaults.
+        distributed_type: how the processes work together.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -273,6 +279,13 @@ class GradientState:
         return bool(self._shared_state)
 
     @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes work together; builds a `PartialState` if there is none."""
+        return (
+            AcceleratorState if AcceleratorState._shared_state else PartialState
+        )().distributed_type
+
+    @property
     def plugin_kwargs(self) -> dict[str, Any]:
         """The settings that differ from the defaults of `GradientAccumulationPlugin`."""
         return GradientAccumulationPlugin(
@@ -309,6 +322,10 @@ class GradientState:
         """The number of samples that the last batch really has; -1 if not known."""
         loader = self.active_dataloader
         return -1 if loader is None else loader.remainder
+
+    def __reduce__(self) -> tuple[type[GradientState], tuple[()]]:
+        """Copies and unpickled ones share the state of their process."""
+        return type(self), ()
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients

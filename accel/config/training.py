@@ -43,7 +43,8 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: micro-batches per optimizer step. None: the caller of the engine decides.
-        adjust_scheduler: whether the scheduler is stepped once per micro-batch it stands for.
+        adjust_scheduler: whether calls of a scheduler's `step` within a window, which leave the
+            learning rate as it is, count for torch's check that it is called after the optimizer's.
         sync_with_dataloader: whether the end of a loader closes the current window.
         sync_each_batch: whether every micro-batch exchanges gradients (less memory, more traffic).
     """
