@@ -11,9 +11,13 @@ from accel._lazy import attribute
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator as Accelerator
+    from accel.checkpoint.weights import load_checkpoint_in_model as load_checkpoint_in_model
+    from accel.config.fp8 import AORecipeKwargs as AORecipeKwargs
+    from accel.config.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
+    from accel.config.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+    from accel.config.fp8 import TERecipeKwargs as TERecipeKwargs
     from accel.config.handlers import AutocastKwargs as AutocastKwargs
     from accel.config.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-    from accel.config.handlers import FP8RecipeKwargs as FP8RecipeKwargs
     from accel.config.handlers import GradScalerKwargs as GradScalerKwargs
     from accel.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
     from accel.config.handlers import KwargsHandler as KwargsHandler
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
 
 # Where each name is; its module is imported when the name is first used.
 _PLACES = {
+    "AORecipeKwargs": "accel.config.fp8",
     "AcceleratedOptimizer": "accel.optimizer",
     "AcceleratedScheduler": "accel.scheduler",
     "Accelerator": "accel.accelerator",
@@ -46,18 +51,21 @@ _PLACES = {
     "DataLoaderConfiguration": "accel.config.training",
     "DistributedDataParallelKwargs": "accel.config.handlers",
     "DistributedType": "accel.enums",
-    "FP8RecipeKwargs": "accel.config.handlers",
+    "FP8RecipeKwargs": "accel.config.fp8",
     "GradScalerKwargs": "accel.config.handlers",
     "GradientAccumulationPlugin": "accel.config.training",
     "GradientState": "accel.state",
     "InitProcessGroupKwargs": "accel.config.handlers",
     "KwargsHandler": "accel.config.handlers",
+    "MSAMPRecipeKwargs": "accel.config.fp8",
     "PartialState": "accel.state",
     "ProfileKwargs": "accel.config.handlers",
     "ProjectConfiguration": "accel.config.training",
+    "TERecipeKwargs": "accel.config.fp8",
     "TorchDynamoPlugin": "accel.config.training",
     "find_executable_batch_size": "accel.memory",
     "is_rich_available": "accel.imports",
+    "load_checkpoint_in_model": "accel.checkpoint.weights",
     "prepare_data_loader": "accel.data.prepare",
     "skip_first_batches": "accel.data.prepare",
     "synchronize_rng_states": "accel.rng",

@@ -6,7 +6,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
@@ -162,12 +161,8 @@ class CheckpointAPI:
             f: path (replaced whole, never in part) or open file.
             safe_serialization: whether to write safetensors.
         """
-        if not session.writes(self._accelerator):
-            return
-        if hasattr(f, "write"):
-            exports.save_to_file(obj, cast(BinaryIO, f), safe_serialization)
-        else:
-            exports.save_to_path(obj, Path(f), safe_serialization)
+        each_node = self._accelerator.plan.project.save_on_each_node
+        exports.save(obj, f, each_node, safe_serialization)
 
     def save_model(
         self,
@@ -178,21 +173,25 @@ class CheckpointAPI:
     ) -> None:
         """Export a model's weights as one file, or as shards with an index.
 
-        Call it on every process.
+        `load_checkpoint_in_model` loads them. Call it on every process; one writes (one of each
+        node with `save_on_each_node`), and the others do not wait for it. Files of an earlier
+        export in the folder are removed.
 
         Args:
             model: prepared or not.
             save_directory: created if it does not exist.
-            max_shard_size: largest size of a file: bytes, or a number with a unit such as "5GB". A
-                single larger tensor has a file of its own.
-            safe_serialization: whether files are safetensors, else `torch.save`.
+            max_shard_size: largest size of a file: bytes, or a number with a unit such as "5GB"
+                (10^9 bytes) or "5GiB" (2^30). A single larger tensor has a file of its own.
+            safe_serialization: whether files are safetensors, else what `torch.save` writes.
+
+        Raises:
+            CheckpointError: if safetensors cannot hold the model's state.
+            ConfigError: if `max_shard_size` is no size.
         """
-        accelerator = self._accelerator
         exports.parse_size(max_shard_size)
-        with session.together(accelerator.comm, f"save_model to {save_directory}"):
-            state = self.get_state_dict(model)
-            if session.writes(accelerator):
-                exports.export_model(state, save_directory, max_shard_size, safe_serialization)
+        state = self.get_state_dict(model)
+        if session.writes(self._accelerator):
+            exports.export_model(state, save_directory, max_shard_size, safe_serialization)
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return a model's whole state dict. Call it on every process.

@@ -22,6 +22,18 @@ from accel.checkpoint import files
 from accel.errors import CheckpointError, Problem
 
 _EXTRA = "model_extra"
+# What the pickle of a NumPy array or scalar calls, under the names of NumPy 1 and 2.
+_REBUILD: tuple[Any, ...] = (np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0])
+_ARRAYS: list[Any] = [
+    np.ndarray,
+    np.dtype,
+    *(
+        (function, f"numpy.{core}.multiarray.{function.__name__}")
+        for function in _REBUILD
+        for core in ("core", "_core")
+    ),
+    *{kind for name, kind in vars(np.dtypes).items() if name.endswith("DType")},
+]
 _WRITE_ERRORS = (pickle.PickleError, AttributeError, TypeError, ValueError, RuntimeError)
 
 
@@ -63,20 +75,30 @@ def save_plain(value: Any, path: Path, what: str) -> None:
         ) from error
 
 
-def load_plain(path: Path) -> Any:
-    """Return what `save_plain` wrote, its tensors on the CPU.
+def load_plain(
+    path: Path, map_location: str = "cpu", mmap: bool = False, arrays: bool = False
+) -> Any:
+    """Return what `save_plain` wrote.
+
+    Args:
+        path: the file.
+        map_location: where tensors are; "meta" reads none of their bytes.
+        mmap: whether the file is mapped into memory, so that tensors are read when they are used.
+        arrays: whether NumPy arrays are let in, too.
 
     Raises:
-        CheckpointError: if the file is missing or would run code.
+        CheckpointError: if the file is missing, would run code, or cannot be mapped.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(_ARRAYS if arrays else []):
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except FileNotFoundError as error:
         raise _lacking(path) from error
     except (pickle.PickleError, EOFError, RuntimeError, ValueError, KeyError) as error:
         rule = f"it is no file of plain containers and tensors ({_first_line(error)})"
         remedy = (
-            "Nothing else is unpickled, as it could run code. Use a checkpoint of `save_state`."
+            "Nothing else is unpickled, as it could run code. Use a checkpoint of `save_state`, or "
+            "let classes in that you trust with torch.serialization.add_safe_globals([…])."
         )
         raise CheckpointError(str(Problem(f"file {str(path)!r}", rule, remedy))) from error
 
@@ -202,10 +224,14 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     except FileNotFoundError as error:
         raise _lacking(path) from error
     except (SafetensorError, OSError) as error:
-        rule = f"it is no whole safetensors file ({_first_line(error)})"
-        problem = Problem(f"file {str(path)!r}", rule, "Use another checkpoint.")
-        raise CheckpointError(str(problem)) from error
+        raise unreadable_tensors(path, error) from error
     return state | {name: state[kept] for name, kept in aliases.items() if kept in state}
+
+
+def unreadable_tensors(path: Path, error: Exception) -> CheckpointError:
+    """Return the error for a safetensors file that cannot be read."""
+    rule = f"it is no whole safetensors file ({_first_line(error)})"
+    return CheckpointError(str(Problem(f"file {str(path)!r}", rule, "Use another checkpoint.")))
 
 
 # -- whole models --------------------------------------------------------------------------

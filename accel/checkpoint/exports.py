@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from safetensors.torch import save as to_safetensors
@@ -15,6 +15,7 @@ from safetensors.torch import save as to_safetensors
 from accel.checkpoint import files
 from accel.checkpoint.common import refuse_unwritable, split_shared, write_tensors
 from accel.errors import CheckpointError, ConfigError, Problem
+from accel.state import PartialState
 
 UNITS = {
     "": 1,
@@ -24,6 +25,35 @@ UNITS = {
 
 
 # -- single objects ------------------------------------------------------------------------
+
+
+def save(
+    obj: Any,
+    f: str | os.PathLike[str] | BinaryIO,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
+) -> None:
+    """Save an object once per run, in the place of `torch.save`.
+
+    Processes do not wait for each other: call `wait_for_everyone` before another one reads it.
+
+    Args:
+        obj: what `torch.save` takes; with `safe_serialization`, tensors by name.
+        f: path (replaced whole, never in part; "~" is the home folder) or open file.
+        save_on_each_node: whether one process of each node saves, for disks that are not shared;
+            else the main process alone.
+        safe_serialization: whether to write safetensors, else what `torch.save` writes.
+
+    Raises:
+        CheckpointError: if safetensors cannot hold it.
+    """
+    state = PartialState()
+    if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
+        return
+    if hasattr(f, "write"):
+        save_to_file(obj, cast(BinaryIO, f), safe_serialization)
+    else:
+        save_to_path(obj, Path(f).expanduser(), safe_serialization)
 
 
 def save_to_path(value: Any, path: Path, safe: bool) -> None:

@@ -165,7 +165,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         version = body["format"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise broken(path, f"its {MANIFEST} cannot be read ({error})", _USE_ANOTHER) from error
-    if digest != _digest_of(body) or not all(map(_is_inside, files)):
+    if digest != _digest_of(body) or not all(map(is_inside, files)):
         raise broken(path, f"its {MANIFEST} was altered", _USE_ANOTHER)
     if version != FORMAT_VERSION:
         rule = f"its format is {version}, this version reads {FORMAT_VERSION}"
@@ -173,7 +173,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
-def _is_inside(name: str) -> bool:
+def is_inside(name: str) -> bool:
+    """Return whether a path relative to a folder stays inside of it."""
     pure = PurePosixPath(name)
     return bool(name) and not pure.is_absolute() and ".." not in pure.parts
 

@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING, Any
 from accel._lazy import attribute
 
 if TYPE_CHECKING:
+    from accel.checkpoint.exports import save as save
+    from accel.checkpoint.weights import load_checkpoint_in_model as load_checkpoint_in_model
+    from accel.config.fp8 import AORecipeKwargs as AORecipeKwargs
+    from accel.config.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
+    from accel.config.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+    from accel.config.fp8 import TERecipeKwargs as TERecipeKwargs
     from accel.config.handlers import AutocastKwargs as AutocastKwargs
     from accel.config.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-    from accel.config.handlers import FP8RecipeKwargs as FP8RecipeKwargs
     from accel.config.handlers import GradScalerKwargs as GradScalerKwargs
     from accel.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
     from accel.config.handlers import KwargsHandler as KwargsHandler
@@ -62,6 +67,7 @@ if TYPE_CHECKING:
 
 # Where each name is; its module is imported when the name is first used.
 _PLACES = {
+    "AORecipeKwargs": "accel.config.fp8",
     "AutocastKwargs": "accel.config.handlers",
     "BaseEnum": "accel.enums",
     "DDPCommunicationHookType": "accel.enums",
@@ -70,16 +76,18 @@ _PLACES = {
     "DistributedOperationException": "accel.errors",
     "DistributedType": "accel.enums",
     "DynamoBackend": "accel.enums",
-    "FP8RecipeKwargs": "accel.config.handlers",
+    "FP8RecipeKwargs": "accel.config.fp8",
     "GradScalerKwargs": "accel.config.handlers",
     "GradientAccumulationPlugin": "accel.config.training",
     "InitProcessGroupKwargs": "accel.config.handlers",
     "KwargsHandler": "accel.config.handlers",
     "LoggerType": "accel.enums",
+    "MSAMPRecipeKwargs": "accel.config.fp8",
     "PrecisionType": "accel.enums",
     "ProfileKwargs": "accel.config.handlers",
     "ProjectConfiguration": "accel.config.training",
     "RNGType": "accel.enums",
+    "TERecipeKwargs": "accel.config.fp8",
     "TorchDynamoPlugin": "accel.config.training",
     "broadcast": "accel.ops",
     "broadcast_object_list": "accel.ops",
@@ -103,10 +111,12 @@ _PLACES = {
     "is_torch_version": "accel.imports",
     "is_torchdata_available": "accel.imports",
     "is_xpu_available": "accel.imports",
+    "load_checkpoint_in_model": "accel.checkpoint.weights",
     "pad_across_processes": "accel.ops",
     "recursively_apply": "accel.tree",
     "reduce": "accel.ops",
     "release_memory": "accel.memory",
+    "save": "accel.checkpoint.exports",
     "send_to_device": "accel.ops",
     "set_seed": "accel.rng",
     "should_reduce_batch_size": "accel.memory",

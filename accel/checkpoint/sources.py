@@ -1,0 +1,227 @@
+"""Files of weights: which there are, what they hold, and reading them one after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from accel.checkpoint import files
+from accel.checkpoint.common import load_plain, read_tensors, unreadable_tensors
+from accel.errors import CheckpointError, Problem
+
+if TYPE_CHECKING:
+    from accel.comm.base import Communicator
+
+# Of each format: what a folder may hold; safetensors first, as it cannot run code.
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_INDEX = ".index.json"
+# Shape by name; None for a value that is no tensor (`Module.get_extra_state`).
+Shapes = dict[str, tuple[int, ...] | None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of one checkpoint of weights.
+
+    Args:
+        path: what the caller named.
+        paths: the files, in the order in which they are read.
+        weight_map: file name by weight, as the index has it; None without an index.
+        mmap: whether legacy files are mapped into memory, not read whole.
+    """
+
+    path: Path
+    paths: tuple[Path, ...]
+    weight_map: Mapping[str, str] | None = None
+    mmap: bool = False
+
+    def shapes(self) -> Shapes:
+        """Return the shape of every weight; no weight is read.
+
+        Raises:
+            CheckpointError: if a file is missing, or lacks what the index says it holds.
+        """
+        held = {path.name: _shapes(path) for path in self.paths}
+        lacking = [
+            f"{name} (in {file})"
+            for name, file in (self.weight_map or {}).items()
+            if name not in held[file]
+        ]
+        if lacking:
+            raise _refused(self.path, f"its shards lack {', '.join(lacking)}", "Save it again.")
+        return {name: shape for shapes in held.values() for name, shape in shapes.items()}
+
+    def parts(self) -> Iterator[dict[str, Any]]:
+        """Yield the weights of one file after the other, on the CPU."""
+        for path in self.paths:
+            if path.suffix == ".safetensors":
+                yield read_tensors(path)
+            else:
+                yield dict(load_plain(path, mmap=self.mmap))
+
+
+class Broadcast:
+    """A source that only rank 0 reads; the others receive each weight.
+
+    Args:
+        source: what rank 0 reads, or the error that it met; None on other ranks.
+        comm: how the ranks talk.
+        device: where tensors are exchanged.
+    """
+
+    def __init__(
+        self, source: Source | Exception | None, comm: Communicator, device: torch.device
+    ) -> None:
+        self.source = source
+        self.comm = comm
+        self.device = device
+
+    def shapes(self) -> Shapes:
+        """Return the shape of every weight, on each rank."""
+
+        def read() -> Shapes:
+            if isinstance(self.source, Exception):
+                raise self.source
+            return self.source.shapes() if self.source is not None else {}
+
+        found: Shapes = self._told(read)
+        return found
+
+    def parts(self) -> Iterator[dict[str, Any]]:
+        """Yield the weights of one file after the other, on each rank."""
+        here = self.source.parts() if isinstance(self.source, Source) else iter(())
+        while True:
+            part: dict[str, Any] = {}
+            form = self._told(lambda part=part: self._next(here, part))
+            if form is None:
+                return
+            yield {name: self._received(part.get(name), value) for name, value in form.items()}
+
+    @staticmethod
+    def _next(here: Iterator[dict[str, Any]], part: dict[str, Any]) -> dict[str, Any] | None:
+        """Fill `part` with the next one and return its form: shapes and dtypes; None at the end."""
+        found = next(here, None)
+        if found is None:
+            return None
+        part.update(found)
+        return {
+            name: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+            for name, value in found.items()
+        }
+
+    def _received(self, value: Any, form: Any) -> Any:
+        """Return one weight of rank 0."""
+        if not (isinstance(form, tuple) and isinstance(form[1], torch.dtype)):
+            return form
+        if value is None:
+            value = torch.empty(form[0], dtype=form[1])
+        return self.comm.broadcast(value.to(self.device).contiguous())
+
+    def _told(self, read: Any) -> Any:
+        """Return what `read` returns on rank 0; if it fails there, raise on every rank."""
+        answer: Any = None
+        error: Exception | None = None
+        if self.comm.rank == 0:
+            try:
+                answer = read()
+            except Exception as caught:
+                error = caught
+        message = None if error is None else f"{type(error).__name__}: {error}"
+        answer, message = self.comm.broadcast_objects([answer, message])
+        if message is not None:
+            raise CheckpointError(f"rank 0 could not read the weights. {message}") from error
+        return answer
+
+
+# -- which files ---------------------------------------------------------------------------
+
+
+def find(checkpoint: str | PathLike[str], mmap: bool = False) -> Source:
+    """Return the files of `checkpoint`.
+
+    Args:
+        checkpoint: a file of weights, an index of shards (``….index.json``), or a folder that holds
+            one of these. Where a folder holds both formats, safetensors are taken.
+        mmap: whether legacy files are mapped into memory.
+
+    Raises:
+        CheckpointError: if there is none, or more than one of a format.
+    """
+    path = Path(checkpoint).expanduser()
+    if path.is_dir():
+        return _in_folder(path, mmap)
+    if not path.is_file():
+        raise _refused(path, "there is no such file or folder", "Name one that exists.")
+    if path.suffix == ".json":
+        return _indexed(path, mmap)
+    return Source(path, (path,), mmap=mmap)
+
+
+def _in_folder(folder: Path, mmap: bool) -> Source:
+    for whole in _WHOLE:
+        indexes = {path for path in folder.glob(f"*{_INDEX}") if _of_format(path, whole)}
+        found = sorted(indexes | {p for p in (folder / whole,) if p.is_file()})
+        if len(found) > 1:
+            names = ", ".join(path.name for path in found)
+            raise _refused(folder, f"it holds {names}", "Name the one that is meant.")
+        if found:
+            return find(found[0], mmap)
+    rule = f"it holds no {' or '.join(_WHOLE)}, and no index of shards (*{_INDEX})"
+    raise _refused(folder, rule, "Name the file of weights itself.")
+
+
+def _of_format(index: Path, whole: str) -> bool:
+    """Return whether an index belongs to the format of `whole`; others count as legacy."""
+    is_safe = index.name.endswith(f".safetensors{_INDEX}")
+    return is_safe == whole.endswith(".safetensors")
+
+
+def _indexed(index: Path, mmap: bool) -> Source:
+    try:
+        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        rule = f"it is no index of shards ({error!r})"
+        raise _refused(index, rule, 'It is JSON: {"weight_map": {weight: file}}.') from error
+    names = sorted(set(weight_map.values()))
+    outside = [name for name in names if not files.is_inside(name)]
+    if outside:
+        raise _refused(index, f"it names {outside}, which lie elsewhere", "Use another one.")
+    paths = tuple(index.parent / name for name in names)
+    missing = ", ".join(path.name for path in paths if not path.is_file())
+    if missing:
+        raise _refused(index, f"its folder lacks {missing}", "Fetch the missing files.")
+    return Source(index, paths, weight_map, mmap)
+
+
+def _refused(path: Path, rule: str, remedy: str) -> CheckpointError:
+    return CheckpointError(str(Problem(f"checkpoint {fspath(path)!r}", rule, remedy)))
+
+
+# -- what they hold ------------------------------------------------------------------------
+
+
+def _shapes(path: Path) -> Shapes:
+    if path.suffix != ".safetensors":
+        state = load_plain(path, map_location="meta")
+        if not isinstance(state, Mapping):
+            rule = f"it holds a {type(state).__name__}, not weights by name"
+            raise _refused(path, rule, "Save the model's state_dict().")
+        return {
+            name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
+            for name, value in state.items()
+        }
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            found: Shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+            aliases = dict(file.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise unreadable_tensors(path, error) from error
+    return found | {name: found[kept] for name, kept in aliases.items() if kept in found}

@@ -1,0 +1,325 @@
+"""Weights from a checkpoint into a model in memory, one file after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike, fspath
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from accel.checkpoint import sources
+from accel.checkpoint.sources import Shapes
+from accel.device import default_device_type, device_count
+from accel.errors import CheckpointError, ConfigError, NotBuiltError, Problem, nearest
+from accel.logging import get_logger
+from accel.state import PartialState
+from accel.wrapping import extract_model_from_parallel
+
+logger = get_logger(__name__)
+
+AnyDevice = int | str | torch.device
+MAX_NAMED = 20  # names listed in a message
+MAX_SUGGESTED = 200  # names that a mistyped one is compared with
+
+
+def load_checkpoint_in_model(
+    model: torch.nn.Module,
+    checkpoint: str | PathLike[str],
+    device_map: Mapping[str, AnyDevice] | None = None,
+    offload_folder: str | PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load weights into a model, never holding more than one file of them besides the model.
+
+    Names and shapes are compared before anything is loaded, so that a checkpoint that does not fit
+    leaves the model as it was. Parameters on the meta device are given memory; others keep their
+    identity (an optimizer goes on with them), and what is tied in the model stays tied. Pickles are
+    read without running code.
+
+    Args:
+        model: prepared or not.
+        checkpoint: a file of weights (``.safetensors``, or what `torch.save` wrote), an index of
+            shards (``….index.json``), or a folder that holds one of these.
+        device_map: device by name of a submodule or weight; the longest name that fits holds, ""
+            fits all. None: weights stay where the model has them, those on meta go to the CPU.
+            Over several devices, the model still has to be dispatched before it can run.
+        offload_folder: where weights mapped to "disk" go; not built yet.
+        dtype: what floating weights become, e.g. "bfloat16"; None: as the model has them.
+        offload_state_dict: whether files that `torch.save` wrote are mapped into memory instead of
+            being read whole (safetensors always are).
+        offload_buffers: whether buffers are offloaded with the weights; not built yet.
+        keep_in_fp32_modules: submodules, by full name or one part of it, that stay in fp32 whatever
+            `dtype` says; None: none.
+        offload_8bit_bnb: whether 8-bit modules are offloaded; not built yet.
+        strict: whether missing and unexpected names are an error, else one warning.
+        full_state_dict: whether weights are whole tensors; sharded ones are not built yet.
+        broadcast_from_rank0: whether rank 0 alone reads the files and sends the weights to the
+            others. Every rank must call then.
+
+    Raises:
+        CheckpointError: naming every wrong shape (and with `strict` every missing and unexpected
+            name), or what is wrong with the files.
+        ConfigError: for devices and names that do not exist.
+        NotBuiltError: for what is not built yet.
+
+    Example:
+        >>> accelerator.save_model(model, "export", max_shard_size="1GB")
+        >>> load_checkpoint_in_model(fresh, "export", strict=True)
+    """
+    to_disk = f"offload_folder={offload_folder!r}, offload_buffers={offload_buffers}"
+    _refuse_unbuilt(device_map, to_disk, offload_8bit_bnb, full_state_dict)
+    target = extract_model_from_parallel(model, keep_torch_compile=False)
+    source = _source(checkpoint, offload_state_dict, broadcast_from_rank0)
+    shapes = source.shapes()
+    plan = _Plan(target, device_map, dtype, keep_in_fp32_modules or ())
+    _compare(fspath(checkpoint), plan, shapes, strict)
+    plan.move(shapes)
+    for part in source.parts():
+        plan.load(part)
+    plan.tie()
+
+
+def _refuse_unbuilt(device_map: Any, to_disk: str, eight_bit: bool, full: bool) -> None:
+    problems = []
+    later = "it is not built yet"
+    if isinstance(device_map, str):
+        remedy = 'Give devices by submodule, such as {"": "cpu"}.'
+        problems.append(Problem(f"device_map={device_map!r}", later, remedy))
+    elif on_disk := [name for name, device in (device_map or {}).items() if device == "disk"]:
+        value = f"device_map sends {on_disk} to 'disk' ({to_disk})"
+        problems.append(Problem(value, f"offloading: {later}", "Name a device."))
+    if eight_bit:
+        problems.append(Problem("offload_8bit_bnb=True", later, "Leave it out."))
+    if not full:
+        remedy = "Save the whole weights, with `save_model`."
+        problems.append(Problem("full_state_dict=False", later, remedy))
+    if problems:
+        raise NotBuiltError(*problems)
+
+
+def _source(checkpoint: Any, mmap: bool, broadcast: bool) -> sources.Source | sources.Broadcast:
+    if not broadcast:
+        return sources.find(checkpoint, mmap)
+    state = PartialState()
+    found: sources.Source | Exception | None = None
+    if state.comm.rank == 0:
+        try:
+            found = sources.find(checkpoint, mmap)
+        except CheckpointError as error:
+            found = error  # raised on every rank when the shapes are asked for
+    return sources.Broadcast(found, state.comm, state.device)
+
+
+# -- what goes where -----------------------------------------------------------------------
+
+
+class _Plan:
+    """Device and dtype of each weight of a model, and how it gets there.
+
+    Args:
+        model: the user's own module.
+        device_map: device by prefix of a name, or None.
+        dtype: of floating weights, or None.
+        keep_in_fp32: names of submodules.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device_map: Mapping[str, AnyDevice] | None,
+        dtype: str | torch.dtype | None,
+        keep_in_fp32: Sequence[str],
+    ) -> None:
+        self.model = model
+        self.state: dict[str, Any] = model.state_dict(keep_vars=True)
+        self.ties = list(_ties(model))
+        problems: list[Problem] = []
+        self._dtype = _as_dtype(dtype, problems)
+        self._devices = {
+            name: _as_device(name, device, problems) for name, device in (device_map or {}).items()
+        }
+        self._kept = set(keep_in_fp32)
+        problems += self._unknown_names()
+        problems += self._without_device(device_map is None)
+        ConfigError.raise_if(problems)
+
+    def _unknown_names(self) -> Iterator[Problem]:
+        modules = [name for name, _ in self.model.named_modules() if name]
+        known = ["", *modules, *self.state]
+        for name in self._devices:
+            if name not in known:
+                value = f"device_map[{name!r}]"
+                yield Problem(
+                    value, "the model has no such submodule", nearest(name, modules[:MAX_SUGGESTED])
+                )
+        parts = {part for name in self.state for part in name.split(".")}
+        for name in self._kept - {*known, *parts}:
+            value = f"keep_in_fp32_modules: {name!r}"
+            yield Problem(
+                value, "the model has no such submodule", nearest(name, modules[:MAX_SUGGESTED])
+            )
+
+    def _without_device(self, everywhere: bool) -> Iterator[Problem]:
+        lacking = [] if everywhere else [n for n in self.state if self._mapped(n) is None]
+        if lacking:
+            remedy = 'Name their submodules too, or "" for all others.'
+            yield Problem(
+                f"device_map gives no device to {listed(lacking)}", "each has one", remedy
+            )
+
+    def _mapped(self, name: str) -> torch.device | None:
+        """Return the device of the longest entry of the map that `name` lies in."""
+        prefix = name
+        while prefix:
+            if prefix in self._devices:
+                return self._devices[prefix]
+            prefix = prefix.rpartition(".")[0]
+        return self._devices.get("")
+
+    def _place(self, name: str) -> tuple[torch.device, torch.dtype]:
+        """Return where the weight `name` belongs, and as what."""
+        present = self.state[name]
+        stays = torch.device("cpu") if present.is_meta else present.device
+        dtype = present.dtype
+        if self._dtype is not None and dtype.is_floating_point:
+            dtype = torch.float32 if self._keeps(name) else self._dtype
+        return self._mapped(name) or stays, dtype
+
+    def _keeps(self, name: str) -> bool:
+        within = any(name.startswith(f"{module}.") for module in self._kept)
+        return within or not self._kept.isdisjoint(name.split("."))
+
+    # -- loading ---------------------------------------------------------------------------
+
+    def move(self, names: Iterable[str]) -> None:
+        """Bring the weights that the model has in memory to their device and dtype."""
+        for name in names:
+            present = self.state.get(name)
+            if isinstance(present, torch.Tensor) and not present.is_meta and not is_lazy(present):
+                device, dtype = self._place(name)
+                present.data = present.data.to(device, dtype)
+
+    def load(self, part: Mapping[str, Any]) -> None:
+        """Load some of the weights."""
+        fresh = {
+            # A copy: what was read may be a view of the file.
+            name: value.to(*self._place(name), copy=True)
+            for name, value in part.items()
+            if isinstance(value, torch.Tensor) and getattr(self.state.get(name), "is_meta", False)
+        }
+        rest = {name: value for name, value in part.items() if name not in fresh}
+        if fresh:
+            self.model.load_state_dict(fresh, strict=False, assign=True)
+        if rest:
+            self.model.load_state_dict(rest, strict=False)
+
+    def tie(self) -> None:
+        """Let what was tied on the meta device be one tensor again."""
+        for group in self.ties:
+            places = [_place_of(self.model, name) for name in group]
+            loaded = next((held[key] for held, key in places if not held[key].is_meta), None)
+            for held, key in places if loaded is not None else ():
+                held[key] = loaded
+
+
+def _ties(model: torch.nn.Module) -> Iterator[list[str]]:
+    """Yield the names of each tensor that has several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        names.setdefault(id(tensor), []).append(name)
+    return (group for group in names.values() if len(group) > 1)
+
+
+def _place_of(model: torch.nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Return the dictionary of the module that holds the tensor `name`, and its key there."""
+    path, _, key = name.rpartition(".")
+    owner = model.get_submodule(path)
+    return (owner._parameters if key in owner._parameters else owner._buffers), key
+
+
+def _as_dtype(dtype: str | torch.dtype | None, problems: list[Problem]) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if isinstance(found, torch.dtype):
+        return found
+    names = ("float32", "float16", "bfloat16", "float64")
+    problems.append(Problem(f"dtype={dtype!r}", "it is a dtype of torch", nearest(dtype, names)))
+    return None
+
+
+def _as_device(name: str, device: AnyDevice, problems: list[Problem]) -> torch.device:
+    """Return a device of this machine."""
+    kind = f"{default_device_type()}:{device}" if isinstance(device, int) else str(device)
+    value = f"device_map[{name!r}]={device!r}"
+    try:
+        found = torch.device(kind)
+        count = 1 if found.type in ("cpu", "meta") else device_count(found.type)
+    except (RuntimeError, ConfigError) as error:
+        problems.append(Problem(value, f"it is no device ({str(error).splitlines()[0]})", _DEVICES))
+        return torch.device("cpu")
+    if isinstance(device, int) and found.type == "cpu":
+        problems.append(Problem(value, "this machine has no accelerator", _DEVICES))
+    elif (found.index or 0) >= count:
+        problems.append(Problem(value, f"this machine has {count} {found.type} devices", _DEVICES))
+    elif found.type == "meta":
+        problems.append(Problem(value, "weights on meta have no memory", _DEVICES))
+    return found
+
+
+_DEVICES = 'Give "cpu", or an accelerator of this machine by number or as "cuda:0".'
+
+
+# -- what does not fit ---------------------------------------------------------------------
+
+
+def _compare(checkpoint: str, plan: _Plan, shapes: Shapes, strict: bool) -> None:
+    """Report everything in which the checkpoint does not fit the model, in one message."""
+    state = plan.state
+    tied = {name: set(group) for group in plan.ties for name in group}
+    missing = [n for n in state if n not in shapes and tied.get(n, set()).isdisjoint(shapes)]
+    unexpected = [name for name in shapes if name not in state]
+    wrong = [
+        f"{name} is {list(shape)}, in the model {list(state[name].shape)}"
+        for name, shape in shapes.items()
+        if shape is not None and _has_shape(state.get(name)) and state[name].shape != shape
+    ]
+    told = [
+        f"{what}: {listed(found)}"
+        for what, found in (
+            ("wrong shapes", wrong),
+            ("missing from the checkpoint", missing),
+            ("not in the model", unexpected),
+        )
+        if found
+    ]
+    if wrong or (strict and told):
+        remedy = "Build the model as it was when it was saved"
+        also = ", or pass strict=False." if not wrong else "."
+        value = f"checkpoint {checkpoint!r}"
+        rule = f"its weights do not fit {type(plan.model).__name__}; {'; '.join(told)}"
+        raise CheckpointError(str(Problem(value, rule, remedy + also)))
+    if told:
+        logger.warning("load_checkpoint_in_model(%r): %s.", checkpoint, "; ".join(told))
+
+
+def _has_shape(present: Any) -> bool:
+    return isinstance(present, torch.Tensor) and not is_lazy(present)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as a message lists them."""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
