@@ -1,0 +1,1 @@
+"""Every example of the documentation that defines the API, run as it stands there."""

@@ -1,0 +1,230 @@
+"""Examples of kwargs handlers, profiling and loaders (pages: Accelerator, handlers, internals).
+
+The pages lost the code of some handlers' examples; they are written here in the form of the one
+that they kept.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tests.documentation.player import Example, Names
+
+# -- profiling ---------------------------------------------------------------------------------
+
+
+def work() -> Names:
+    """Assume functions that train."""
+
+    def train() -> None:
+        for _ in range(2):
+            train_iteration()
+
+    def train_iteration() -> None:
+        torch.ones(4, 4) @ torch.ones(4, 4)
+
+    return {"train": train, "train_iteration": train_iteration}
+
+
+PROFILE = Example(
+    """
+    # Profile with default settings
+    from accelerate import Accelerator
+    from accelerate.utils import ProfileKwargs
+
+    accelerator = Accelerator()
+    with accelerator.profile() as prof:
+        train()
+    accelerator.print(prof.key_averages().table())
+    """,
+    work,
+    sizes=(1, 2),
+)
+
+PROFILE_WITH_HANDLER = Example(
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import ProfileKwargs
+
+    # Profile with the custom handler
+    def custom_handler(prof):
+        print(prof.key_averages().table(sort_by="self_cpu_time_total", row_limit=10))
+
+    kwargs = ProfileKwargs(
+        schedule_option=dict(wait=1, warmup=1, active=1), on_trace_ready=custom_handler
+    )
+    accelerator = Accelerator(kwarg_handler=[kwargs])
+    with accelerator.profile() as prof:
+        for _ in range(10):
+            train_iteration()
+            prof.step()
+    """,
+    work,
+    sizes=(1, 2),
+)
+
+PROFILE_TO_FILE = Example(
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import ProfileKwargs
+
+    # Profile and export to Chrome Trace
+    kwargs = ProfileKwargs(output_trace_dir="output_trace")
+    accelerator = Accelerator(kwarg_handler=[kwargs])
+    with accelerator.profile():
+        train()
+    """,
+    work,
+    sizes=(1, 2),
+)
+
+# -- handlers ----------------------------------------------------------------------------------
+
+
+def handler_kwargs(names: Names) -> object:
+    """Look at what the handler changes."""
+    return names["kwargs"].to_kwargs()
+
+
+PROFILE_KWARGS = Example(
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import ProfileKwargs
+
+    kwargs = ProfileKwargs(activities=["cpu", "cuda"])
+    accelerator = Accelerator(kwargs_handlers=[kwargs])
+    """,
+    observe=handler_kwargs,
+    sizes=(1, 2),
+)
+
+
+def small_training() -> Names:
+    """Assume a model with a part that is not used, and its optimizer and inputs."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)])
+    model.forward = lambda inputs: model[0](inputs)  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"model": model, "optimizer": optimizer, "inputs": torch.ones(2, 3)}
+
+
+def unused_has_none(names: Names) -> tuple[object, bool]:
+    """Look at what the handler changes, and whether the unused part has no gradient."""
+    gradients = [p.grad for p in names["model"].parameters()]
+    return names["kwargs"].to_kwargs(), all(g is None or not g.any() for g in gradients[2:])
+
+
+DDP_KWARGS = Example(
+    """
+    from accelerate import Accelerator
+    from accelerate import DistributedDataParallelKwargs
+
+    kwargs = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(kwargs_handlers=[kwargs])
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(2):
+        accelerator.backward(model(inputs).sum())
+    """,
+    small_training,
+    unused_has_none,
+    sizes=(2, 1, 3),
+)
+
+AUTOCAST_KWARGS = Example(
+    """
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import AutocastKwargs
+
+    kwargs = AutocastKwargs(cache_enabled=True)
+    accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=[kwargs])
+    with accelerator.autocast():
+        print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+    with accelerator.autocast(AutocastKwargs(enabled=False)):
+        print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+    """,
+    sizes=(1, 2),
+)
+
+GRAD_SCALER_KWARGS = Example(
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import GradScalerKwargs
+
+    kwargs = GradScalerKwargs(backoff_factor=0.25)
+    accelerator = Accelerator(kwargs_handlers=[kwargs])
+    """,
+    observe=handler_kwargs,
+    sizes=(1, 2),
+)
+
+INIT_PROCESS_GROUP_KWARGS = Example(
+    """
+    from datetime import timedelta
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    kwargs = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=800))
+    accelerator = Accelerator(kwargs_handlers=[kwargs])
+    print(torch.distributed.get_backend() if accelerator.use_distributed else "none")
+    """,
+    observe=handler_kwargs,
+    sizes=(2, 1, 3),
+)
+
+# -- loaders -----------------------------------------------------------------------------------
+
+BATCH_SAMPLER_SHARD = Example(
+    """
+    from torch.utils.data import BatchSampler, SequentialSampler
+    from accelerate.data_loader import BatchSamplerShard
+
+    sampler = BatchSampler(SequentialSampler(range(8)), batch_size=4, drop_last=False)
+    for split_batches in (False, True):
+        for process_index in range(2):
+            shard = BatchSamplerShard(
+                sampler, num_processes=2, process_index=process_index, split_batches=split_batches
+            )
+            print(split_batches, process_index, list(shard))
+    """,
+    sizes=(1,),
+)
+
+ITERABLE_DATASET_SHARD = Example(
+    """
+    from torch.utils.data import IterableDataset
+    from accelerate.data_loader import IterableDatasetShard
+
+    class Numbers(IterableDataset):
+        def __iter__(self):
+            yield from range(8)
+
+    for split_batches in (False, True):
+        for process_index in range(2):
+            shard = IterableDatasetShard(
+                Numbers(),
+                batch_size=4,
+                num_processes=2,
+                process_index=process_index,
+                split_batches=split_batches,
+            )
+            print(split_batches, process_index, list(shard))
+    """,
+    sizes=(1,),
+)
+
+PREPARE_DATA_LOADER = Example(
+    """
+    import torch
+    from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderShard, prepare_data_loader
+
+    accelerator = Accelerator()
+    dataloader = torch.utils.data.DataLoader(range(12), batch_size=2)
+    for split_batches in (False, True):
+        prepared = prepare_data_loader(dataloader, split_batches=split_batches)
+        print(isinstance(prepared, DataLoaderShard), [batch.tolist() for batch in prepared])
+    """,
+    sizes=(2, 1),
+)
