@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accel.errors import ConfigError, Problem, nearest
+from accel.errors import ConfigError, Problem, unknown_choice
 
 KNOWN = ("cpu", "cuda", "xpu", "mps", "npu", "mlu", "musa", "sdaa", "hpu")
 
@@ -51,9 +51,7 @@ def device_count(name: str) -> int:
         ConfigError: if torch knows no such kind.
     """
     if name not in KNOWN:
-        raise ConfigError(
-            Problem(f"device={name!r}", f"it is one of {', '.join(KNOWN)}", nearest(name, KNOWN))
-        )
+        raise ConfigError(unknown_choice("device", name, KNOWN))
     module = getattr(torch, name, None)
     if module is None or not module.is_available():
         return 0

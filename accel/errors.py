@@ -36,6 +36,19 @@ class Problem:
         return f"{self.value}: {self.rule}. {self.remedy}"
 
 
+def unknown_choice(where: str, value: object, known: Iterable[str]) -> Problem:
+    """Return the problem that `value` is none of the choices.
+
+    Args:
+        where: what was set, e.g. ``"mixed_precision"``.
+        value: what it was set to.
+        known: the choices.
+    """
+    names = [str(name) for name in known]
+    rule = f"it is one of {', '.join(names)}"
+    return Problem(f"{where}={value!r}", rule, nearest(str(value), names))
+
+
 class AccelError(Exception):
     """Base of every exception that `accel` raises on purpose."""
 

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from packaging.version import Version, parse
 
-from accel.errors import ConfigError, MissingPackageError, Problem, nearest
+from accel.errors import ConfigError, MissingPackageError, Problem, unknown_choice
 
 OPERATORS: dict[str, Callable[[Version, Version], bool]] = {
     ">": operator.gt,
@@ -67,20 +67,19 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
         ConfigError: for another `operation`.
     """
     if operation not in OPERATORS:
-        raise ConfigError(
-            Problem(
-                f"operation={operation!r}",
-                f"it is one of {' '.join(OPERATORS)}",
-                nearest(operation, OPERATORS),
-            )
-        )
+        raise ConfigError(unknown_choice("operation", operation, OPERATORS))
     if isinstance(library_or_version, str):
         library_or_version = parse(importlib.metadata.version(library_or_version))
     return OPERATORS[operation](library_or_version, parse(requirement))
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Return whether torch's version stands in the relation `operation` to `version`."""
+    """Return whether torch's version stands in a relation to another.
+
+    Args:
+        operation: one of > >= == != <= <.
+        version: the version to compare with, without a build's suffix: "2.9.0".
+    """
     return compare_versions(
         parse(parse(importlib.metadata.version("torch")).base_version), operation, version
     )
@@ -107,16 +106,49 @@ def is_xpu_available() -> bool:
     return torch.xpu.is_available()
 
 
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Return whether torch_xla is installed, and computes on the kind of device asked for.
+
+    Args:
+        check_is_tpu: whether it has to find a TPU, too.
+        check_is_gpu: whether it has to find a GPU, too.
+
+    Raises:
+        ConfigError: for both at once.
+
+    Source: https://docs.pytorch.org/xla/release/r2.9/learn/api-guide.html
+    """
+    if check_is_tpu and check_is_gpu:
+        raise ConfigError(
+            Problem(
+                "check_is_tpu=True, check_is_gpu=True",
+                "torch_xla computes on one kind of device",
+                "Ask for one of them.",
+            )
+        )
+    if not is_available("torch_xla"):
+        return False
+    if not (check_is_tpu or check_is_gpu):
+        return True
+    kind = importlib.import_module("torch_xla.runtime").device_type()
+    return kind == "TPU" if check_is_tpu else kind in ("GPU", "CUDA", "ROCM")
+
+
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Return whether the device of this machine computes in bf16.
 
     Args:
-        ignore_tpu: accepted for compatibility; a TPU computes in bf16.
+        ignore_tpu: whether the question is about the other devices, though there is a TPU (which
+            does compute in bf16).
     """
     import torch
 
+    if not ignore_tpu and is_torch_xla_available(check_is_tpu=True):
+        return True
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported()
+    if torch.backends.mps.is_available():
+        return torch.backends.mps.is_macos_or_newer(14, 0)
     return True
 
 

@@ -6,6 +6,7 @@ Nested data travels in one collective per dtype: leaves are joined, exchanged an
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -13,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from accel.comm.base import Communicator, ReduceOp
-from accel.errors import ConfigError, DistributedOperationException, Problem, nearest
+from accel.errors import ConfigError, DistributedOperationException, unknown_choice
 from accel.state import PartialState
 from accel.tree import flatten, honor_type, is_tensor, iterate, like_mapping, recursively_apply
 
@@ -42,33 +43,46 @@ def _dims(data: Any) -> Any:
     return recursively_apply(lambda tensor: f"{tensor.ndim} dims", data)
 
 
-def _check_agreement(name: str, comm: Communicator, description: Any) -> None:
-    """Raise on every rank if `description` is not the same on all of them."""
-    everywhere = comm.all_gather_object(description)
+def _check_agreement(comm: Communicator, name: str, call: str, description: Any) -> None:
+    """Raise on every rank unless all of them make the same call with data of one description."""
+    everywhere = comm.all_gather_object((call, description))
     if all(other == everywhere[0] for other in everywhere):
         return
-    lines = [f"  rank {rank}: {shape}" for rank, shape in enumerate(everywhere)]
+    same_call = all(other[0] == call for other in everywhere)
+    lines = [
+        f"  rank {rank}: {shape if same_call else f'{other} of {shape}'}"
+        for rank, (other, shape) in enumerate(everywhere)
+    ]
     raise DistributedOperationException(
         "\n".join(
             (
                 f"{name}: ranks disagree on what they exchange. Shapes and types are",
                 *lines,
-                "Make them equal, for example with pad_across_processes.",
+                "Make them equal, for example with pad_across_processes."
+                if same_call
+                else "Make the same calls in the same order on every process.",
             )
         )
     )
 
 
 def _verified(describe: Callable[[Any], Any]) -> Callable[[Operation], Operation]:
-    """Decorate an operation so that in debug mode ranks first compare `describe(data)`."""
+    """Decorate an operation so that in debug mode ranks first compare call and `describe(data)`."""
 
     def decorate(operation: Operation) -> Operation:
+        signature = inspect.signature(operation)
+
         @functools.wraps(operation)
-        def checked(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        def checked(*args: Any, **kwargs: Any) -> Any:
             state = PartialState()
             if state.num_processes > 1 and state.debug:
-                _check_agreement(operation.__name__, state.comm, describe(tensor))
-            return operation(tensor, *args, **kwargs)
+                bound = signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                data, *options = bound.arguments.items()
+                settings = ", ".join(f"{key}={value!r}" for key, value in options)
+                call = f"{operation.__name__}({settings})"
+                _check_agreement(state.comm, operation.__name__, call, describe(data[1]))
+            return operation(*args, **kwargs)
 
         return cast(Operation, checked)
 
@@ -132,6 +146,7 @@ def gather(tensor: Any) -> Any:
     return rebuild(empty)
 
 
+@_verified(lambda _: "objects")
 def gather_object(object: Any) -> list[Any]:
     """Gather picklable values from all processes.
 
@@ -168,6 +183,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     return rebuild([answer[0] for answer in received])
 
 
+@_verified(lambda objects: f"{len(objects)} objects")
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Replace the elements of a list by those of one process, in place.
 
@@ -200,13 +216,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         ConfigError: for another `reduction`.
     """
     if reduction not in REDUCTIONS:
-        raise ConfigError(
-            Problem(
-                f"reduction={reduction!r}",
-                f"it is one of {', '.join(REDUCTIONS)}",
-                nearest(reduction, REDUCTIONS),
-            )
-        )
+        raise ConfigError(unknown_choice("reduction", reduction, REDUCTIONS))
     leaves, rebuild = flatten(tensor, error_on_other_type=True)
     if reduction == "none":
         return rebuild([leaf * scale for leaf in leaves])

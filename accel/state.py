@@ -141,8 +141,8 @@ class AcceleratorState(SharedState):
         **kwargs: Any,
     ) -> None:
         self.__dict__ = self._shared_state
-        if _from_accelerator and self.initialized and self.comm.closed:  # the run has ended
-            AcceleratorState._reset_state(reset_partial_state=True)
+        if _from_accelerator and PartialState._shared_state and PartialState().comm.closed:
+            AcceleratorState._reset_state(reset_partial_state=True)  # a run that has ended
         if self.initialized:
             self._check(mixed_precision if _plan is None else _plan.mixed_precision, cpu)
             return
@@ -232,8 +232,8 @@ class GradientState:
             -1: not known, or not at the last batch.
         active_dataloader: the loader that is being iterated over, or None.
         dataloader_references: all loaders that are being iterated over, the outermost first.
-        broken_off_remainder: `remainder` of a pass that was left with its last batch in hand, as
-            in ``batch = next(iter(loader))``; 0 from the start of the next pass on.
+        broken_off: (`remainder`, samples with repetitions) of the last batch, where a pass was left
+            with it in hand, as in ``batch = next(iter(loader))``; (0, 0) from the next pass on.
         plugin_kwargs: the settings that differ from the defaults.
         distributed_type: how the processes work together.
     """
@@ -245,7 +245,7 @@ class GradientState:
     adjust_scheduler: bool
     sync_with_dataloader: bool
     sync_each_batch: bool
-    broken_off_remainder: int
+    broken_off: tuple[int, int]
     _loaders: list[weakref.ref[Any]]
 
     def __init__(
@@ -254,7 +254,7 @@ class GradientState:
         self.__dict__ = self._shared_state
         if not self.initialized:
             self.sync_gradients = True
-            self.broken_off_remainder = 0
+            self.broken_off = 0, 0
             self._loaders = []
             self._configure(GradientAccumulationPlugin())
         if gradient_accumulation_plugin is not None:
@@ -332,7 +332,7 @@ class GradientState:
 
     def _add_dataloader(self, dataloader: Any) -> None:
         """Make `dataloader` the active one."""
-        self.broken_off_remainder = 0
+        self.broken_off = 0, 0
         loaders = self._loaders
         loaders.append(weakref.ref(dataloader, self._forget))
 

@@ -146,11 +146,12 @@ def split(data: Any, rank: int, world_size: int, padding: bool = False) -> Any:
 def _common_length(inputs: Any) -> int:
     """Return the length of `inputs`, or of all values of a dict."""
     if not isinstance(inputs, Mapping):
-        if not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):
+        is_text = isinstance(inputs, (str, bytes))
+        if is_text or not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):
             raise ConfigError(
                 Problem(
                     f"split: {type(inputs).__name__}",
-                    "it takes lists, tuples, tensors, arrays and dicts of these",
+                    "it takes lists, tuples, tensors, arrays, data sets and dicts of these",
                     "Make a list of it.",
                 )
             )
@@ -186,6 +187,7 @@ def _take(inputs: Any, indices: Sequence[int]) -> Any:
         return inputs.select(list(indices))
     if isinstance(indices, range):
         return inputs[indices.start : indices.stop]
-    if isinstance(inputs, (list, tuple)):
-        return type(inputs)(inputs[index] for index in indices)
-    return inputs[list(indices)]
+    if hasattr(inputs, "shape"):  # a tensor or an array
+        return inputs[list(indices)]
+    chosen = [inputs[index] for index in indices]
+    return tuple(chosen) if isinstance(inputs, tuple) else chosen

@@ -24,6 +24,7 @@ class Communicator(ABC):
         world_size: number of processes.
         local_world_size: number of processes on this node.
         backend: name of the backend ("gloo", "nccl"), None for one process.
+        closed: whether `close` was called.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class Communicator(ABC):
     world_size: int
     local_world_size: int
     backend: str | None
+    closed: bool = False
 
     @abstractmethod
     def barrier(self) -> None:

@@ -33,7 +33,7 @@ def _nothing(function: Function) -> Function:
 
 
 class ProcessControl:
-    """What `PartialState` and `AcceleratorState` share: who this process is, and process control.
+    """Who this process is, and who runs what: what the states and the `Accelerator` share.
 
     Attributes:
         plan: the resolved configuration.
@@ -41,44 +41,14 @@ class ProcessControl:
         device: where it computes.
     """
 
-    _shared_state: ClassVar[dict[str, Any]]
-
     plan: Plan
     comm: Communicator
     device: torch.device
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("plan", "comm", "device"):
-            raise StateError(
-                f"{type(self).__name__} was reset, so it has no {name!r} any more. "
-                f"Build a new Accelerator() or {type(self).__name__}()."
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    @property
-    def initialized(self) -> bool:
-        """Whether the shared state is filled."""
-        return bool(self._shared_state)
 
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes work together."""
         return self.plan.distributed_type
-
-    @property
-    def mixed_precision(self) -> str:
-        """The number format of a step: no, fp16 or bf16."""
-        return self.plan.mixed_precision
-
-    @property
-    def debug(self) -> bool:
-        """Whether operations check shapes over ranks first."""
-        return self.plan.debug
-
-    @property
-    def backend(self) -> str | None:
-        """The backend of the process group; None for one process."""
-        return self.comm.backend
 
     @property
     def num_processes(self) -> int:
@@ -114,15 +84,6 @@ class ProcessControl:
     def is_last_process(self) -> bool:
         """Whether this is the process with the highest index."""
         return self.comm.rank == self.comm.world_size - 1
-
-    @property
-    def default_device(self) -> torch.device:
-        """The device kind that a run without wishes gets on this machine."""
-        return torch.device(default_device_type())
-
-    def set_device(self) -> None:
-        """Make this process's device the current one of its kind."""
-        use_device(self.device)
 
     def wait_for_everyone(self) -> None:
         """Wait until every process is here."""
@@ -230,6 +191,58 @@ class ProcessControl:
         """
         yield tree.split(inputs, self.process_index, self.num_processes, apply_padding)
 
+
+def _require_index(name: str, value: int | None) -> None:
+    if value is None:
+        raise ConfigError(
+            Problem(
+                f"{name}=None", "it names the process that runs the function", f"Give {name}=0."
+            )
+        )
+
+
+class SharedState(ProcessControl):
+    """What `PartialState` and `AcceleratorState` add: a state that all instances share."""
+
+    _shared_state: ClassVar[dict[str, Any]]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("plan", "comm", "device"):
+            raise StateError(
+                f"{type(self).__name__} was reset, so it has no {name!r} any more. "
+                f"Build a new Accelerator() or {type(self).__name__}()."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the shared state is filled."""
+        return bool(self._shared_state)
+
+    @property
+    def mixed_precision(self) -> str:
+        """The number format of a step: no, fp16 or bf16."""
+        return self.plan.mixed_precision
+
+    @property
+    def debug(self) -> bool:
+        """Whether operations check shapes over ranks first."""
+        return self.plan.debug
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of the process group; None for one process."""
+        return self.comm.backend
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device kind that a run without wishes gets on this machine."""
+        return torch.device(default_device_type())
+
+    def set_device(self) -> None:
+        """Make this process's device the current one of its kind."""
+        use_device(self.device)
+
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave the process group.
 
@@ -251,13 +264,4 @@ class ProcessControl:
             f"Process index: {self.process_index}\n"
             f"Local process index: {self.local_process_index}\n"
             f"Device: {self.device}\n"
-        )
-
-
-def _require_index(name: str, value: int | None) -> None:
-    if value is None:
-        raise ConfigError(
-            Problem(
-                f"{name}=None", "it names the process that runs the function", f"Give {name}=0."
-            )
         )

@@ -60,4 +60,5 @@ class LocalCommunicator(Communicator):
         return list(values)
 
     def close(self) -> None:
-        """Do nothing: there is no group."""
+        """Note the end of the run; there is no group, so collectives go on working."""
+        self.closed = True

@@ -126,7 +126,6 @@ class TorchCommunicator(Communicator):
         self.rank, self.local_rank = plan.rank, plan.local_rank
         self.world_size, self.local_world_size = plan.world_size, plan.local_world_size
         self.device = plan.device
-        self._closed = False
         self._debug = plan.debug
         self._timeout = plan.init.timeout or default_pg_timeout
         if not dist.is_initialized():
@@ -145,10 +144,10 @@ class TorchCommunicator(Communicator):
             )
 
     def _require_open(self) -> None:
-        if self._closed or not dist.is_initialized():
+        if self.closed or not dist.is_initialized():
             raise StateError(
                 "The process group was left. Call collectives before end_training() or "
-                "destroy_process_group()."
+                "destroy_process_group(), or build a new Accelerator() on every process."
             )
 
     def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -211,14 +210,14 @@ class TorchCommunicator(Communicator):
 
     def close(self) -> None:
         """Wait for the device and for every rank, then leave the group (if it was built here)."""
-        if self._closed:
+        if self.closed:
             return
         if dist.is_initialized() and dist.group.WORLD is _MEETING.group:
             synchronize(self.device)
             self.barrier()
             dist.destroy_process_group()
             _MEETING.group = None
-        self._closed = True
+        self.closed = True
 
 
 def _as_movable(flat: torch.Tensor) -> torch.Tensor:

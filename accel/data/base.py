@@ -89,6 +89,7 @@ class PreparedLoader(DataLoader[Any]):
         self.skip_batches = skip_batches
         self.end_of_dataloader = False
         self.remainder = -1
+        self._last_size = 0
         self._non_blocking = non_blocking
         self._passes = _Passes()
         self._started: list[torch.Tensor] | None = None
@@ -127,7 +128,11 @@ class PreparedLoader(DataLoader[Any]):
         return self._passes.count if found is None else found
 
     def set_epoch(self, epoch: int) -> None:
-        """Hand the epoch to samplers and data set. The end of a pass hands them the next one."""
+        """Hand the epoch to samplers and data set. The end of a pass hands them the next one.
+
+        Args:
+            epoch: number of the next pass, from 0 on.
+        """
         self._passes.count = epoch
         set_sampler_epoch(index_sampler(self), epoch)
         if hasattr(self.dataset, "set_epoch"):
@@ -177,9 +182,15 @@ class PreparedLoader(DataLoader[Any]):
         """Return `units`, which are read one ahead; stateful loaders note their state."""
         return units
 
-    def _end(self, remainder: int) -> None:
-        """Say that the batch given next is the last."""
+    def _end(self, remainder: int, size: int | None = None) -> None:
+        """Say that the batch given next is the last.
+
+        Args:
+            remainder: what `remainder` says.
+            size: samples of the batch over all processes, repetitions included; None: a full batch.
+        """
         self.remainder = remainder
+        self._last_size = self.total_batch_size if size is None else size
         self.end_of_dataloader = True
 
     def _complete(self, epoch: int) -> None:
@@ -192,6 +203,6 @@ class PreparedLoader(DataLoader[Any]):
         """End a pass, whole or broken off."""
         self._started = None
         if self.end_of_dataloader:  # the caller keeps the last batch, and left: gather_for_metrics
-            GradientState().broken_off_remainder = self.remainder
+            GradientState().broken_off = self.remainder, self._last_size
         self.end_of_dataloader, self.remainder = outer
         GradientState()._remove_dataloader(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.errors import ConfigError, Problem, nearest
+from accel.errors import ConfigError, unknown_choice
 from accel.plan import Plan
 from accel.precision.amp import DTYPES, AmpPrecision
 from accel.precision.base import Precision
@@ -18,11 +18,4 @@ def build_precision(plan: Plan) -> Precision:
         return Precision()
     if plan.mixed_precision in DTYPES:
         return AmpPrecision(plan.mixed_precision, plan.device_type, plan.autocast, plan.scaler)
-    known = ("no", *DTYPES)
-    raise ConfigError(
-        Problem(
-            f"mixed_precision={plan.mixed_precision!r}",
-            f"it is one of {', '.join(known)}",
-            nearest(plan.mixed_precision, known),
-        )
-    )
+    raise ConfigError(unknown_choice("mixed_precision", plan.mixed_precision, ("no", *DTYPES)))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel.errors import ConfigError, Problem, nearest
+from accel.errors import ConfigError, unknown_choice
 from accel.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -28,13 +28,7 @@ def find_strategy(name: str) -> type[Strategy]:
         ConfigError: if the table has no such name.
     """
     if name not in STRATEGIES:
-        raise ConfigError(
-            Problem(
-                f"strategy={name!r}",
-                f"it is one of {', '.join(STRATEGIES)}",
-                nearest(name, STRATEGIES),
-            )
-        )
+        raise ConfigError(unknown_choice("strategy", name, STRATEGIES))
     module, _, attribute = STRATEGIES[name].partition(":")
     found: type[Strategy] = getattr(importlib.import_module(module), attribute)
     return found

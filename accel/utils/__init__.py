@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from accel.imports import is_rich_available as is_rich_available
     from accel.imports import is_tensorboard_available as is_tensorboard_available
     from accel.imports import is_torch_version as is_torch_version
+    from accel.imports import is_torch_xla_available as is_torch_xla_available
     from accel.imports import is_torchdata_available as is_torchdata_available
     from accel.imports import is_xpu_available as is_xpu_available
     from accel.memory import clear_device_cache as clear_device_cache
@@ -109,6 +110,7 @@ _PLACES = {
     "is_rich_available": "accel.imports",
     "is_tensorboard_available": "accel.imports",
     "is_torch_version": "accel.imports",
+    "is_torch_xla_available": "accel.imports",
     "is_torchdata_available": "accel.imports",
     "is_xpu_available": "accel.imports",
     "load_checkpoint_in_model": "accel.checkpoint.weights",
