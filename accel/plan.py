@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from accel.config.fp8 import RECIPES
 from accel.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
-    FP8RecipeKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
@@ -33,10 +33,10 @@ from accel.errors import ConfigError, NotBuiltError, Problem, nearest
 HANDLERS: tuple[type[KwargsHandler], ...] = (
     AutocastKwargs,
     DistributedDataParallelKwargs,
-    FP8RecipeKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
+    *RECIPES,
 )
 DISTRIBUTED_TYPES = {"cpu": DistributedType.MULTI_CPU, "cuda": DistributedType.MULTI_GPU}
 Handler = TypeVar("Handler", bound=KwargsHandler)
@@ -144,7 +144,7 @@ class Plan:
     scaler: GradScalerKwargs
     ddp: DistributedDataParallelKwargs
     init: InitProcessGroupKwargs
-    fp8: FP8RecipeKwargs | None
+    fp8: KwargsHandler | None
     profile: ProfileKwargs
     dataloader: DataLoaderConfiguration
     accumulation: GradientAccumulationPlugin
@@ -336,9 +336,23 @@ def _mixed_precision(
         found.add(f"{source}={name!r}", f"it is one of {', '.join(known)}", nearest(name, known))
     elif name == "fp8":
         found.missing(f"{source}='fp8'", "Use bf16.")
-    if FP8RecipeKwargs in handlers:
-        found.missing("kwargs_handlers: FP8RecipeKwargs", "Leave it out and use bf16.")
+    _check_recipes([kind.__name__ for kind in RECIPES if kind in handlers], name, found)
     return name
+
+
+def _check_recipes(given: Sequence[str], mixed_precision: str, found: _Findings) -> None:
+    if len(given) > 1:
+        found.add(
+            f"kwargs_handlers: {' and '.join(given)}",
+            "there is one recipe of fp8 training",
+            "Give the one of the engine that is to be used.",
+        )
+    if given and mixed_precision != "fp8":
+        found.add(
+            f"kwargs_handlers: {given[0]} with mixed_precision={mixed_precision!r}",
+            "a recipe of fp8 training needs fp8",
+            "Give mixed_precision='fp8', or leave the recipe out.",
+        )
 
 
 def _dataloader(arguments: Arguments, found: _Findings) -> DataLoaderConfiguration:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from accel.enums import BaseEnum, DDPCommunicationHookType
-from accel.errors import ConfigError, Problem, nearest
+from accel.errors import ConfigError, Problem, nearest, unknown_choice
 
 if TYPE_CHECKING:
     import torch
@@ -25,13 +26,7 @@ def check_choice(owner: object, name: str, known: Iterable[str], problems: list[
     value = getattr(owner, name)
     names = list(known)
     if value is not None and str(value) not in names:
-        problems.append(
-            Problem(
-                f"{type(owner).__name__}.{name}={value!r}",
-                f"it is one of {', '.join(names)}",
-                nearest(str(value), names),
-            )
-        )
+        problems.append(unknown_choice(f"{type(owner).__name__}.{name}", value, names))
 
 
 def check_minimum(owner: object, name: str, minimum: float, problems: list[Problem]) -> None:
@@ -193,45 +188,8 @@ class InitProcessGroupKwargs(KwargsHandler):
             )
 
 
-@dataclass
-class FP8RecipeKwargs(KwargsHandler):
-    """The recipe of fp8 training with TransformerEngine or MS-AMP.
-
-    Args:
-        backend: the engine, TE or MSAMP; None takes the one that is installed.
-        use_autocast_during_eval: whether evaluation computes in fp8, too.
-        opt_level: MS-AMP's optimization level, O1 or O2.
-        margin: margin of the gradient scaling.
-        interval: how often the scaling factor is computed anew, steps.
-        fp8_format: E4M3 or HYBRID.
-        amax_history_len: length of the history for the scaling factor.
-        amax_compute_algo: max or most_recent.
-        override_linear_precision: whether fprop, dgrad and wgrad run in higher precision.
-    """
-
-    backend: Any = None
-    use_autocast_during_eval: bool | None = None
-    opt_level: Any = None
-    margin: int | None = None
-    interval: int | None = None
-    fp8_format: Any = None
-    amax_history_len: int | None = None
-    amax_compute_algo: Any = None
-    override_linear_precision: Any = None
-
-    def __post_init__(self) -> None:
-        if self.backend is not None:
-            self.backend = str(self.backend).upper()
-        if self.override_linear_precision is not None:
-            self.override_linear_precision = tuple(self.override_linear_precision)
-        problems: list[Problem] = []
-        check_choice(self, "backend", ("TE", "MSAMP"), problems)
-        check_choice(self, "opt_level", ("O1", "O2"), problems)
-        check_choice(self, "fp8_format", ("E4M3", "HYBRID"), problems)
-        check_choice(self, "amax_compute_algo", ("max", "most_recent"), problems)
-        check_minimum(self, "interval", 1, problems)
-        check_minimum(self, "amax_history_len", 1, problems)
-        ConfigError.raise_if(problems)
+ACTIVITIES = ("cpu", "xpu", "mtia", "cuda")
+SCHEDULE_KEYS = ("wait", "warmup", "active", "repeat", "skip_first")
 
 
 @dataclass
@@ -239,15 +197,20 @@ class ProfileKwargs(KwargsHandler):
     """How the profiler records.
 
     Args:
-        activities: what is recorded: cpu, cuda, xpu, mtia; None records all there is.
-        schedule_option: steps to wait, warmup, active, repeat, skip_first, as in `torch.profiler`.
-        on_trace_ready: called with the profiler when a trace is complete.
+        activities: what is recorded: cpu, xpu, mtia, cuda; None records all there is.
+        schedule_option: steps to wait, warmup, active, repeat, skip_first, as in `torch.profiler`;
+            None records everything.
+        on_trace_ready: called with the profiler when a trace is complete: a callable or the dotted
+            name of one.
         record_shapes: whether shapes of inputs are kept.
         profile_memory: whether allocations are tracked.
         with_stack: whether file and line of each operator are kept.
         with_flops: whether operations are estimated by formula.
         with_modules: whether the module hierarchy is kept.
         output_trace_dir: folder for one Chrome trace per rank; None writes none.
+
+    Raises:
+        ConfigError: for an activity or a key of the schedule that there is not.
 
     Source: https://docs.pytorch.org/docs/stable/profiler.html
     """
@@ -264,44 +227,56 @@ class ProfileKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         import_callable(self, "on_trace_ready")
-        problems: list[Problem] = []
-        for activity in self.activities or ():
-            if activity not in ("cpu", "cuda", "xpu", "mtia"):
-                problems.append(
-                    Problem(
-                        f"ProfileKwargs.activities={activity!r}",
-                        "each is one of cpu, cuda, xpu, mtia",
-                        nearest(activity, ("cpu", "cuda", "xpu", "mtia")),
-                    )
+        schedule = dict(self.schedule_option or {})
+        problems = [
+            Problem(
+                f"ProfileKwargs.activities={activity!r}",
+                f"each is one of {', '.join(ACTIVITIES)}",
+                nearest(activity, ACTIVITIES),
+            )
+            for activity in self.activities or ()
+            if activity not in ACTIVITIES
+        ]
+        problems += [
+            Problem(
+                f"ProfileKwargs.schedule_option[{key!r}]",
+                f"each key is one of {', '.join(SCHEDULE_KEYS)}",
+                nearest(key, SCHEDULE_KEYS),
+            )
+            for key in schedule
+            if key not in SCHEDULE_KEYS
+        ]
+        if schedule and schedule.get("active", 0) < 1:
+            problems.append(
+                Problem(
+                    f"ProfileKwargs.schedule_option={schedule!r}",
+                    "a cycle records at least one step",
+                    "Give active=1 or more.",
                 )
-        for key in self.schedule_option or ():
-            known = ("wait", "warmup", "active", "repeat", "skip_first")
-            if key not in known:
-                problems.append(
-                    Problem(
-                        f"ProfileKwargs.schedule_option[{key!r}]",
-                        f"each key is one of {', '.join(known)}",
-                        nearest(key, known),
-                    )
-                )
+            )
         ConfigError.raise_if(problems)
 
     def build(self, on_trace_ready: Callable[[Any], None] | None = None) -> torch.profiler.profile:
         """Build a profiler with this configuration.
+
+        Activities of a device that this machine has not are left out, with a warning.
 
         Args:
             on_trace_ready: takes the place of the field of that name where that is None.
 
         Returns:
             A `torch.profiler.profile`, not started.
+
+        Raises:
+            ConfigError: if nothing is left to record.
         """
         import torch
-        from torch.profiler import ProfilerActivity
 
-        chosen = [getattr(ProfilerActivity, name.upper()) for name in self.activities or ()]
-        schedule = torch.profiler.schedule(**self.schedule_option) if self.schedule_option else None
+        # A schedule of torch waits, warms up and so on for 0 steps unless it is told otherwise.
+        steps = {"wait": 0, "warmup": 0, "active": 0, **(self.schedule_option or {})}
+        schedule = torch.profiler.schedule(**steps) if self.schedule_option else None
         return torch.profiler.profile(
-            activities=chosen or None,
+            activities=self._present_activities(),
             schedule=schedule,
             on_trace_ready=self.on_trace_ready or on_trace_ready,
             record_shapes=self.record_shapes,
@@ -310,3 +285,29 @@ class ProfileKwargs(KwargsHandler):
             with_flops=self.with_flops,
             with_modules=self.with_modules,
         )
+
+    def _present_activities(self) -> list[torch.profiler.ProfilerActivity] | None:
+        """Return the activities that can be recorded on this machine; None: all of them."""
+        if not self.activities:
+            return None
+        import torch
+
+        present = {
+            activity.name.lower(): activity for activity in torch.profiler.supported_activities()
+        }
+        absent = [name for name in self.activities if name not in present]
+        if len(absent) == len(self.activities):
+            raise ConfigError(
+                Problem(
+                    f"ProfileKwargs.activities={self.activities!r}",
+                    f"torch {torch.__version__} can record {', '.join(sorted(present))} here",
+                    "Name one of these, or leave activities out.",
+                )
+            )
+        if absent:
+            warnings.warn(
+                f"ProfileKwargs: this machine has no {' and no '.join(absent)} that torch "
+                f"{torch.__version__} can record; {', '.join(sorted(present))} alone is recorded.",
+                stacklevel=3,
+            )
+        return [present[name] for name in self.activities if name in present]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -33,12 +34,27 @@ def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
     return lambda state, bucket: hook(state, bucket)
 
 
+def _orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
+    """Orthogonalize the columns of one matrix [n, r] or of several [k, n, r], in place."""
+    several = matrices if matrices.dim() == 3 else matrices.unsqueeze(0)
+    powerSGD_hook._orthogonalize(several, epsilon)
+
+
+# torch's own batched hook hands one matrix to a function that takes several (torch 2.9 to 2.13,
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/algorithms/ddp_comm_hooks): the
+# same code, calling ours.
+_batched_power_sgd_hook: Callable[..., Any] = types.FunctionType(
+    powerSGD_hook.batched_powerSGD_hook.__code__,
+    {**vars(powerSGD_hook), "_orthogonalize": _orthogonalize},
+    "batched_powerSGD_hook",
+)
+
 HOOKS: dict[Hook, Callable[..., Any]] = {
     Hook.NO: default_hooks.allreduce_hook,
     Hook.FP16: default_hooks.fp16_compress_hook,
     Hook.BF16: _renamed(default_hooks.bf16_compress_hook),
     Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
-    Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+    Hook.BATCHED_POWER_SGD: _batched_power_sgd_hook,
 }
 WRAPPERS: dict[Hook, Callable[..., Any]] = {
     Hook.FP16: default_hooks.fp16_compress_wrapper,
@@ -161,20 +177,8 @@ def register_hook(model: DistributedDataParallel, handler: DistributedDataParall
     model.register_comm_hook(state, hook)
 
 
-def _orthogonalizes_flat_matrices() -> bool:
-    """Return whether torch's batched hook works: it passes matrices where batches are wanted."""
-    try:
-        powerSGD_hook._orthogonalize(torch.ones(2, 1))
-    except AssertionError:
-        return False
-    return True
-
-
 def _hook_problems(handler: DistributedDataParallelKwargs) -> list[Problem]:
     hook = str(handler.comm_hook)
-    if handler.comm_hook == Hook.BATCHED_POWER_SGD and not _orthogonalizes_flat_matrices():
-        rule = f"torch {torch.__version__}'s own hook fails at its first compressed step"
-        return [Problem(f"comm_hook={hook!r}", rule, "Use comm_hook='power_sgd'.")]
     if not handler.comm_state_option:
         return []
     if handler.comm_hook not in POWER_SGD:
@@ -186,10 +190,13 @@ def _hook_problems(handler: DistributedDataParallelKwargs) -> list[Problem]:
             )
         ]
     known = list(inspect.signature(powerSGD_hook.PowerSGDState).parameters)[1:]
-    return [
-        Problem(
-            f"comm_state_option[{name!r}]", f"{handler.comm_hook} has none", nearest(name, known)
-        )
-        for name in handler.comm_state_option
-        if name not in known
-    ]
+    strange = [name for name in handler.comm_state_option if name not in known]
+    if strange:
+        rule = f"{handler.comm_hook} has none"
+        return [Problem(f"comm_state_option[{n!r}]", rule, nearest(n, known)) for n in strange]
+    try:
+        powerSGD_hook.PowerSGDState(None, **handler.comm_state_option)
+    except ValueError as error:
+        value = f"comm_state_option={handler.comm_state_option!r}"
+        return [Problem(value, f"torch refuses it: {error}", "Change the option that it names.")]
+    return []

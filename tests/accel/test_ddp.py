@@ -21,7 +21,6 @@ from accel import (
 from accel.config.handlers import GradScalerKwargs
 from accel.errors import ConfigError, StateError
 from accel.state import AcceleratorState
-from accel.strategies.ddp import _orthogonalizes_flat_matrices
 from tests.helpers import free_port, python, run_distributed
 
 SAMPLES = 12
@@ -82,47 +81,6 @@ def test_training_is_that_of_one_process(world_size: int, batch_size: int, steps
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         assert found_rate == rate
         assert found_kind == "DistributedDataParallel"
-
-
-def train_with_hook(hook: str, wrapper: str, options: dict[str, Any]) -> torch.Tensor:
-    return train(6, epochs=2, comm_hook=hook, comm_wrapper=wrapper, comm_state_option=options)[0]
-
-
-@pytest.mark.parametrize(
-    ("hook", "wrapper", "options", "tolerance"),
-    [
-        ("fp16", "no", {}, 1e-3),
-        ("bf16", "no", {}, 2e-2),
-        ("no", "fp16", {}, 1e-3),
-        ("power_sgd", "no", {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}, 0.5),
-        ("power_sgd", "bf16", {"start_powerSGD_iter": 2}, 0.5),
-    ],
-)
-def test_communication_hooks_compress_gradients(
-    hook: str, wrapper: str, options: dict[str, Any], tolerance: float
-) -> None:
-    expected = train(6, epochs=2)[0]
-    first, second = run_distributed(train_with_hook, 2, hook, wrapper, options)
-    assert torch.equal(first, second)
-    assert not torch.equal(first, expected)
-    torch.testing.assert_close(first, expected, rtol=tolerance, atol=tolerance)
-
-
-def refused_hook(options: dict[str, Any], hook: str) -> str:
-    handler = DistributedDataParallelKwargs(comm_hook=hook, comm_state_option=options)
-    with pytest.raises(ConfigError) as caught:
-        Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(make_model())
-    return str(caught.value)
-
-
-def test_options_that_a_hook_does_not_have_are_refused() -> None:
-    answers = run_distributed(refused_hook, 2, {"matrix_aproximation_rank": 2}, "power_sgd")
-    assert "Did you mean 'matrix_approximation_rank'?" in answers[0]
-    answers = run_distributed(refused_hook, 2, {"matrix_approximation_rank": 2}, "fp16")
-    assert "only power_sgd and batched_power_sgd have a state" in answers[0]
-    if not _orthogonalizes_flat_matrices():
-        answers = run_distributed(refused_hook, 2, {}, "batched_power_sgd")
-        assert "Use comm_hook='power_sgd'" in answers[0]
 
 
 def wrapped() -> dict[str, Any]:

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
-    FP8RecipeKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
@@ -217,7 +217,6 @@ def test_device_has_one_owner() -> None:
         Arguments(deepspeed_plugins={}),
         Arguments(megatron_lm_plugin=object()),
         Arguments(mixed_precision="fp8"),
-        Arguments(kwargs_handlers=[FP8RecipeKwargs()]),
         Arguments(dynamo_backend="inductor"),
         Arguments(dynamo_plugin=TorchDynamoPlugin(backend="eager")),
     ],
@@ -225,6 +224,23 @@ def test_device_has_one_owner() -> None:
 def test_what_is_not_built_yet_says_so(arguments: Arguments) -> None:
     with pytest.raises(NotBuiltError, match="does not offer it yet"):
         resolve(arguments, ONE)
+
+
+@pytest.mark.parametrize(
+    "recipe", [TERecipeKwargs(), MSAMPRecipeKwargs(), AORecipeKwargs(), FP8RecipeKwargs()]
+)
+def test_a_recipe_of_fp8_training_needs_fp8(recipe: KwargsHandler) -> None:
+    with pytest.raises(NotBuiltError, match="mixed_precision='fp8'"):
+        resolve(Arguments(mixed_precision="fp8", kwargs_handlers=[recipe]), ONE)
+    text = problems(Arguments(mixed_precision="bf16", kwargs_handlers=[recipe]))
+    assert f"{type(recipe).__name__} with mixed_precision='bf16'" in text
+    assert "Give mixed_precision='fp8'" in text
+
+
+def test_there_is_one_recipe() -> None:
+    both: list[KwargsHandler] = [TERecipeKwargs(), AORecipeKwargs()]
+    text = problems(Arguments(mixed_precision="fp8", kwargs_handlers=both))
+    assert "TERecipeKwargs and AORecipeKwargs: there is one recipe" in text
 
 
 def test_engines_switched_on_by_a_launcher() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accel.config import handlers, training
+from accel.config import fp8, handlers, training
 from accel.enums import DDPCommunicationHookType, DynamoBackend
 from runner import build, compose, hydra_setup, keys, paths
 from runner.schema import DataLoader, Recipe
@@ -160,7 +160,7 @@ HANDLERS: dict[str, tuple[type, dict[str, tuple[str, Any]]]] = {
         },
     ),
     "precision.fp8": (
-        handlers.FP8RecipeKwargs,
+        fp8.FP8RecipeKwargs,
         {
             "backend": ("TE", "TE"),
             "use_autocast_during_eval": ("true", True),

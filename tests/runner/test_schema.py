@@ -95,7 +95,7 @@ def test_plain_and_back_is_the_same_recipe() -> None:
                 "init": {"timeout": 600},
             },
             "model": {"name": "cnn", "nested": {"x": None, "y": ["no", True, 1e-5]}},
-            "profile": {"schedule_option": {"wait": 1}},
+            "profile": {"schedule_option": {"wait": 1, "active": 1}},
             "trainer": {"max_time": "00:10:00"},
         }
     )

@@ -1,0 +1,189 @@
+"""Recipes of fp8 training, one class an engine; `FP8RecipeKwargs` is the older one for two engines.
+
+In the constructors None stands for the documented default, which the object then holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel.config.handlers import KwargsHandler, check_choice, check_minimum, import_callable
+from accel.errors import ConfigError, Problem
+
+DELAYED_SCALING: dict[str, Any] = {
+    "use_autocast_during_eval": False,
+    "margin": 0,
+    "interval": 1,
+    "fp8_format": "HYBRID",
+    "amax_history_len": 1024,
+    "amax_compute_algo": "most_recent",
+    "override_linear_precision": (False, False, False),
+}
+OPT_LEVELS = ("O1", "O2")
+OPT_LEVEL = "O2"
+
+
+def _fill(owner: object, defaults: Mapping[str, Any]) -> None:
+    """Give the fields of `owner` that are None their defaults."""
+    for name, default in defaults.items():
+        if getattr(owner, name) is None:
+            setattr(owner, name, default)
+
+
+def _check_delayed_scaling(owner: Any, problems: list[Problem]) -> None:
+    check_choice(owner, "fp8_format", ("HYBRID", "E4M3", "E5M2"), problems)
+    check_choice(owner, "amax_compute_algo", ("max", "most_recent"), problems)
+    check_minimum(owner, "interval", 1, problems)
+    check_minimum(owner, "amax_history_len", 1, problems)
+    switches = owner.override_linear_precision = tuple(owner.override_linear_precision)
+    if len(switches) != 3 or not all(isinstance(switch, bool) for switch in switches):
+        problems.append(
+            Problem(
+                f"{type(owner).__name__}.override_linear_precision={switches!r}",
+                "it is three switches: fprop, dgrad, wgrad",
+                "Give (False, False, True), say.",
+            )
+        )
+
+
+@dataclass
+class TERecipeKwargs(KwargsHandler):
+    """The recipe of fp8 training with TransformerEngine: delayed scaling.
+
+    Args:
+        use_autocast_during_eval: whether evaluation computes in fp8, too. None: False.
+        margin: margin of the scaling factor, powers of two. None: 0.
+        interval: how often the scaling factor is computed anew, steps. None: 1.
+        fp8_format: HYBRID (E4M3 forward, E5M2 backward), E4M3 or E5M2. None: HYBRID.
+        amax_history_len: length of the history for the scaling factor, steps. None: 1024.
+        amax_compute_algo: which maximum of the history is taken, max or most_recent. None:
+            most_recent.
+        override_linear_precision: whether fprop, dgrad and wgrad run in higher precision. None:
+            none of them.
+        use_mxfp8_block_scaling: whether blocks of 32 values have a scale of their own. None: False.
+
+    Source: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/common.html
+    """
+
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: Any = None
+    amax_history_len: int | None = None
+    amax_compute_algo: Any = None
+    override_linear_precision: Any = None
+    use_mxfp8_block_scaling: bool | None = None
+
+    def __post_init__(self) -> None:
+        _fill(self, {**DELAYED_SCALING, "use_mxfp8_block_scaling": False})
+        problems: list[Problem] = []
+        _check_delayed_scaling(self, problems)
+        ConfigError.raise_if(problems)
+
+
+@dataclass
+class MSAMPRecipeKwargs(KwargsHandler):
+    """The recipe of fp8 training with MS-AMP.
+
+    Args:
+        opt_level: what is kept in 8 bits: O1 (weight gradients and their exchange) or O2 (states of
+            the optimizer, too). None: O2.
+
+    Source: https://azure.github.io/MS-AMP/docs/user-tutorial/optimization-level
+    """
+
+    opt_level: Any = None
+
+    def __post_init__(self) -> None:
+        _fill(self, {"opt_level": OPT_LEVEL})
+        problems: list[Problem] = []
+        check_choice(self, "opt_level", OPT_LEVELS, problems)
+        ConfigError.raise_if(problems)
+
+
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """The recipe of fp8 training with torchao.
+
+    Args:
+        config: a `torchao.float8.Float8LinearConfig`; None: torchao's default, with the two
+            switches below.
+        module_filter_func: called with a module and its name; whether that is converted. A callable
+            or the dotted name of one. None: the engine decides.
+        pad_inner_dim: whether inner dims are padded to what the kernels want. None: torchao's
+            default.
+        enable_fsdp_float8_all_gather: whether FSDP gathers weights in fp8. None: torchao's default.
+
+    Source: https://docs.pytorch.org/ao/stable/generated/torchao.float8.Float8LinearConfig.html
+    """
+
+    config: Any = None
+    module_filter_func: Any = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def __post_init__(self) -> None:
+        import_callable(self, "module_filter_func")
+        switches = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
+        given = [name for name in switches if getattr(self, name) is not None]
+        ConfigError.raise_if(
+            [
+                Problem(
+                    f"AORecipeKwargs.{name}={getattr(self, name)!r} with config",
+                    "one place decides",
+                    f"Give {name} in the Float8LinearConfig alone.",
+                )
+                for name in given
+                if self.config is not None
+            ]
+        )
+
+
+@dataclass
+class FP8RecipeKwargs(KwargsHandler):
+    """The recipe of fp8 training with TransformerEngine or MS-AMP; older than a class for each.
+
+    Args:
+        backend: the engine, TE or MSAMP (also in small letters); None takes the one that is
+            installed, MS-AMP first.
+        use_autocast_during_eval: whether evaluation computes in fp8, too. None: False.
+        opt_level: MS-AMP's optimization level, O1 or O2. None: O2.
+        margin: margin of the scaling factor, powers of two. None: 0.
+        interval: how often the scaling factor is computed anew, steps. None: 1.
+        fp8_format: HYBRID (E4M3 forward, E5M2 backward), E4M3 or E5M2. None: HYBRID.
+        amax_history_len: length of the history for the scaling factor, steps. None: 1024.
+        amax_compute_algo: which maximum of the history is taken, max or most_recent. None:
+            most_recent.
+        override_linear_precision: whether fprop, dgrad and wgrad run in higher precision. None:
+            none of them.
+    """
+
+    backend: Any = None
+    use_autocast_during_eval: bool | None = None
+    opt_level: Any = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: Any = None
+    amax_history_len: int | None = None
+    amax_compute_algo: Any = None
+    override_linear_precision: Any = None
+
+    def __post_init__(self) -> None:
+        if self.backend is not None:
+            self.backend = str(self.backend).upper()
+        _fill(self, {**DELAYED_SCALING, "opt_level": OPT_LEVEL})
+        problems: list[Problem] = []
+        check_choice(self, "backend", ("TE", "MSAMP"), problems)
+        check_choice(self, "opt_level", OPT_LEVELS, problems)
+        _check_delayed_scaling(self, problems)
+        ConfigError.raise_if(problems)
+
+
+RECIPES: tuple[type[KwargsHandler], ...] = (
+    TERecipeKwargs,
+    MSAMPRecipeKwargs,
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+)

@@ -1,0 +1,195 @@
+"""Communication hooks of DDP: what each hook and wrapper does to the numbers, on 2 and 3."""
+
+from __future__ import annotations
+
+import functools
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from accel import Accelerator, DistributedDataParallelKwargs
+from accel.errors import ConfigError
+from accel.state import AcceleratorState
+from tests.helpers import run_distributed
+
+HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")
+WRAPPERS = ("no", "fp16", "bf16")
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+COMPRESSED_FROM = 2  # what torch demands at least
+TOLERANCE = {"no": 1e-5, "fp16": 5e-3, "bf16": 5e-2}
+
+
+def gradients(
+    hook: str, wrapper: str, options: dict[str, Any], size: int = 8, steps: int = 3
+) -> list[torch.Tensor]:
+    """Return a weight's gradient [size, size] of some steps; each process has its own inputs."""
+    handler = DistributedDataParallelKwargs(
+        comm_hook=hook, comm_wrapper=wrapper, comm_state_option=options
+    )
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    torch.manual_seed(0)
+    model = accelerator.prepare(torch.nn.Linear(size, size, bias=False))
+    found = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + accelerator.process_index)
+        inputs = torch.randn(20, size, generator=generator)
+        model.zero_grad()
+        accelerator.backward((model(inputs) ** 3).mean())
+        found.append(model.module.weight.grad.clone())
+    return found
+
+
+def options_of(hook: str, **more: Any) -> dict[str, Any]:
+    return {"start_powerSGD_iter": COMPRESSED_FROM, **more} if "power_sgd" in hook else {}
+
+
+def all_gradients() -> dict[tuple[str, str], list[torch.Tensor]]:
+    return {(h, w): gradients(h, w, options_of(h)) for h, w in product(HOOKS, WRAPPERS)}
+
+
+@functools.cache
+def gathered(world_size: int) -> list[dict[tuple[str, str], list[torch.Tensor]]]:
+    """Return `all_gradients` of each rank: one distributed call for all tests of this file."""
+    return run_distributed(all_gradients, world_size)
+
+
+def fits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(tensor, tensor.to(dtype).to(tensor.dtype))
+
+
+def is_projection(compressed: torch.Tensor, whole: torch.Tensor, tolerance: float) -> bool:
+    """Return whether `compressed` is `whole` projected onto one direction of its columns."""
+    singular = torch.linalg.svdvals(compressed)
+    off = compressed.T @ (whole - compressed)
+    return bool(singular[1] < tolerance * singular[0] and off.norm() < tolerance)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_and_its_wrapper_show_in_the_numbers(
+    hook: str, wrapper: str, world_size: int
+) -> None:
+    ranks = gathered(world_size)
+    exact, found = ranks[0]["no", "no"], ranks[0][hook, wrapper]
+    for other in ranks[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other[hook, wrapper], found, strict=True))
+    lowest = "bf16" if "bf16" in (hook, wrapper) else "fp16" if "fp16" in (hook, wrapper) else "no"
+    tolerance = TOLERANCE[lowest]
+    torch.testing.assert_close(found[0], exact[0], rtol=tolerance, atol=tolerance / 10)
+    if lowest != "no":
+        assert fits(found[0], DTYPES[lowest])
+        assert not fits(exact[0], DTYPES[lowest])
+    if "power_sgd" in hook:
+        compressed, whole = found[COMPRESSED_FROM], exact[COMPRESSED_FROM]
+        assert is_projection(compressed, whole, tolerance)
+        assert not is_projection(whole, whole, tolerance)
+    if wrapper != "no":
+        assert all(fits(gradient, DTYPES[wrapper]) for gradient in found)
+
+
+def effects_of_options(hook: str) -> dict[str, Any]:
+    """Return what each option of the state changes in a compressed gradient."""
+    plain = gradients(hook, "no", options_of(hook), size=14, steps=5)
+
+    def changed(**more: Any) -> list[torch.Tensor]:
+        return gradients(hook, "no", options_of(hook, **more), size=14, steps=5)
+
+    def same(others: list[torch.Tensor]) -> list[bool]:
+        return [torch.allclose(a, b, atol=1e-6) for a, b in zip(plain, others, strict=True)]
+
+    ranks = [
+        int(torch.linalg.matrix_rank(step, rtol=1e-4))
+        for step in changed(matrix_approximation_rank=3)
+    ]
+    return {
+        "rank": ranks[COMPRESSED_FROM:],
+        "later": same(changed(start_powerSGD_iter=4)),
+        "forgetful": same(changed(use_error_feedback=False)),
+        "cold": same(changed(warm_start=False)),
+        "seed": same(changed(random_seed=5)),
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("hook", ["power_sgd", "batched_power_sgd"])
+def test_the_options_of_a_hook_reach_its_state(hook: str, world_size: int) -> None:
+    for found in run_distributed(effects_of_options, world_size, hook):
+        assert found["rank"] == [3, 3, 3]
+        assert found["later"] == [True, True, False, False, False]
+        assert found["forgetful"] == [True, True, True, False, False]
+        assert found["cold"] == [True, True, True, False, False]
+        assert found["seed"][:3] == [True, True, False]
+
+
+def least_rate() -> list[bool]:
+    """Return whether a 12×12 weight is compressed, which at rank 1 saves a factor of six."""
+    found = []
+    for rate in (5, 7):
+        options = options_of("power_sgd", min_compression_rate=rate)
+        gradient = gradients("power_sgd", "no", options, size=12)[COMPRESSED_FROM]
+        found.append(int(torch.linalg.matrix_rank(gradient, rtol=1e-4)) == 1)
+    return found
+
+
+def refused(options: dict[str, Any], hook: str) -> str:
+    handler = DistributedDataParallelKwargs(comm_hook=hook, comm_state_option=options)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    with pytest.raises(ConfigError) as caught:
+        accelerator.prepare(torch.nn.Linear(1, 1))
+    return str(caught.value)
+
+
+def test_what_is_not_worth_it_is_not_compressed() -> None:
+    assert run_distributed(least_rate, 2) == [[True, False]] * 2
+
+
+def test_options_that_a_hook_does_not_have_are_refused() -> None:
+    answers = run_distributed(refused, 2, {"matrix_aproximation_rank": 2}, "power_sgd")
+    assert "Did you mean 'matrix_approximation_rank'?" in answers[0]
+    answers = run_distributed(refused, 2, {"matrix_approximation_rank": 2}, "fp16")
+    assert "only power_sgd and batched_power_sgd have a state" in answers[0]
+    answers = run_distributed(refused, 2, {"start_powerSGD_iter": 1}, "power_sgd")
+    assert "start_powerSGD_iter" in answers[0]
+
+
+def alone() -> dict[str, list[torch.Tensor]]:
+    return {hook: gradients(hook, "no", options_of(hook)) for hook in HOOKS}
+
+
+def test_each_hook_by_its_name() -> None:
+    found = run_distributed(alone, 2)[0]
+    lowered = {
+        hook: [name for name in DTYPES if fits(found[hook][0], DTYPES[name])] for hook in HOOKS
+    }
+    assert lowered["no"] == lowered["power_sgd"] == lowered["batched_power_sgd"] == []
+    assert lowered["fp16"] == ["fp16"]
+    assert "bf16" in lowered["bf16"]
+    whole = found["no"][COMPRESSED_FROM]
+    for hook in ("power_sgd", "batched_power_sgd"):
+        assert is_projection(found[hook][COMPRESSED_FROM], whole, 1e-5)
+
+
+def wrapped() -> dict[str, torch.Tensor]:
+    return {wrapper: gradients("no", wrapper, {}, steps=1)[0] for wrapper in WRAPPERS}
+
+
+def test_each_wrapper_by_its_name() -> None:
+    found = run_distributed(wrapped, 2)[0]
+    assert not fits(found["no"], torch.float16)
+    assert fits(found["fp16"], torch.float16)
+    assert not fits(found["fp16"], torch.bfloat16)
+    assert fits(found["bf16"], torch.bfloat16)
+
+
+def compressed() -> int:
+    options = options_of("power_sgd", matrix_approximation_rank=2)
+    gradient = gradients("power_sgd", "no", options, size=14)[COMPRESSED_FROM]
+    return int(torch.linalg.matrix_rank(gradient, rtol=1e-4))
+
+
+def test_the_state_of_a_hook_takes_its_options() -> None:
+    assert run_distributed(compressed, 2) == [2, 2]
