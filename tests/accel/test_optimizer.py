@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import ExponentialLR
 
+from accel import Accelerator
 from accel.errors import ConfigError
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
+from accel.scheduler import AcceleratedScheduler
 from accel.state import GradientState
 
 
@@ -120,12 +124,123 @@ def test_schedulers_and_hooks_see_the_wrapped_optimizer() -> None:
     assert optimizer.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
 
 
-def test_optimizers_that_tell_training_from_evaluation_are_told() -> None:
-    _, optimizer = make()
-    modes = []
-    optimizer.optimizer.train = lambda: modes.append("train")
-    optimizer.optimizer.eval = lambda: modes.append("eval")
-    optimizer.train()
+class ScheduleFree(torch.optim.SGD):
+    """SGD that evaluates at the average of its iterates, as schedule-free optimizers do.
+
+    Source: https://arxiv.org/abs/2405.15682
+    """
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.iterates: list[torch.Tensor] = []
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.iterates.append(self.param_groups[0]["params"][0].detach().clone())
+
+    def _put(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].copy_(value)
+
+    def eval(self) -> None:
+        self._put(torch.stack(self.iterates).mean(dim=0))
+
+    def train(self) -> None:
+        self._put(self.iterates[-1])
+
+
+def test_a_schedule_free_optimizer_is_switched_to_evaluation_and_back() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = Accelerator(cpu=True).prepare(ScheduleFree([parameter], lr=1.0))
+    for _ in range(3):
+        parameter.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     optimizer.eval()
-    assert modes == ["train", "eval"]
-    make()[1].train()  # others do nothing
+    assert parameter.item() == -2.0
+    optimizer.train()
+    assert parameter.item() == -3.0
+
+
+def test_other_optimizers_have_nothing_to_switch() -> None:
+    model, optimizer = make()
+    before = model.weight.detach().clone()
+    optimizer.eval()
+    optimizer.train()
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(("device_placement", "device"), [(True, "meta"), (False, "cpu")])
+def test_state_goes_to_the_device_of_its_parameter(device_placement: bool, device: str) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    inner = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    inner.state[parameter] = {"momentum_buffer": torch.ones(2), "step": torch.tensor(3.0)}
+    optimizer = AcceleratedOptimizer(inner, device_placement=device_placement)
+    state = optimizer.state[parameter]
+    assert state["momentum_buffer"].device.type == device
+    assert state["step"].item() == 3.0  # a count stays where torch wants it: on the CPU
+
+
+def test_loaded_state_goes_to_the_device_of_its_parameter() -> None:
+    model, optimizer = make()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    _, other = make()
+    other.optimizer.param_groups[0]["params"] = [
+        torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in model.parameters()
+    ]
+    other.load_state_dict(optimizer.state_dict())
+    buffers = [state["momentum_buffer"] for state in other.state.values()]
+    assert [buffer.device.type for buffer in buffers] == ["meta", "meta"]
+
+
+# -- overflow --------------------------------------------------------------------------------------
+
+
+def make_scaled(scale: float = 16.0) -> tuple[torch.nn.Parameter, AcceleratedOptimizer]:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+    inner = torch.optim.SGD([parameter], lr=0.125, momentum=0.5)
+    return parameter, AcceleratedOptimizer(inner, scaler=scaler)
+
+
+def test_the_scaler_unscales_gradients_and_skips_what_overflowed() -> None:
+    """The same sequence as the public package's, in one window a step."""
+    parameter, optimizer = make_scaled()
+    scheduler = AcceleratedScheduler(ExponentialLR(optimizer.optimizer, 0.5), optimizer)
+    found = []
+    for overflows in (False, True, False, True, True, False):
+        factor = float("inf") if overflows else 1.0
+        optimizer.scaler.scale(parameter.sum() * factor).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        rate, scale = scheduler.get_last_lr()[0], optimizer.scaler.get_scale()
+        found.append((optimizer.step_was_skipped, parameter.item(), rate, scale))
+    assert found == [
+        (False, 0.875, 0.0625, 16.0),
+        (True, 0.875, 0.0625, 8.0),
+        (False, 0.78125, 0.03125, 8.0),
+        (True, 0.78125, 0.03125, 4.0),
+        (True, 0.78125, 0.03125, 2.0),
+        (False, 0.7265625, 0.015625, 2.0),
+    ]
+
+
+def test_a_skip_is_known_until_the_next_step() -> None:
+    """The same sequence as the public package's, in windows of two micro-batches."""
+    parameter, optimizer = make_scaled()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    found = []
+    for overflows in (False, False, True, False, False, False):
+        with accelerator.accumulate():
+            factor = float("inf") if overflows else 1.0
+            optimizer.scaler.scale(parameter.sum() * factor / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((optimizer.step_was_skipped, parameter.item()))
+    assert found == [
+        *((False, 1.0), (False, 0.875)),
+        *((False, 0.875), (True, 0.875)),
+        *((True, 0.875), (False, 0.6875)),
+    ]
