@@ -78,21 +78,28 @@ class CheckpointAPI:
     def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
         *,
         strict: bool = True,
         map_location: str | None = None,
+        trust_unverified: bool = False,
         **load_model_func_kwargs: Any,
     ) -> str:
         """Restore what `save_state` saved, after verifying every file.
 
         Call it on every process, after preparing and registering the same objects. The number of
-        processes may differ. Saved objects that are not registered here are not loaded.
+        processes may differ. Saved objects that are not registered here are not loaded. No file is
+        read in a way that could run code.
 
         Args:
             input_dir: the checkpoint. None: under automatic naming, the newest complete one.
+            load_kwargs: how files are read: `map_location` as below, and `weights_only`, which is
+                always True.
             strict: whether every weight of the models and of the checkpoint must match.
             map_location: "cpu" or "on_device": where weights are read before they are copied into
                 the models; here they are always read on the CPU.
+            trust_unverified: whether a directory in the documented layout without a manifest is
+                loaded, such as another library's. Data loaders begin their order anew then.
             load_model_func_kwargs: arguments of a backend's own load function; none are known here.
 
         Returns:
@@ -101,16 +108,25 @@ class CheckpointAPI:
         Raises:
             CheckpointError: on every process, if it is missing, incomplete or altered, or does not
                 fit the run. Objects may then be partly restored.
+            ConfigError: for arguments that do not exist.
+
+        Example:
+            >>> accelerator.register_for_checkpointing(my_state)
+            >>> accelerator.load_state("states/epoch_1")
         """
-        _refuse(load_model_func_kwargs, "load_state", ("input_dir", "strict", "map_location"))
-        if map_location not in _MAP_LOCATIONS:
-            rule = "it is 'cpu' or 'on_device'"
-            raise ConfigError(Problem(f"map_location={map_location!r}", rule, "Leave it out."))
+        known = ("input_dir", "load_kwargs", "strict", "map_location", "trust_unverified")
+        _refuse(load_model_func_kwargs, "load_state", known)
+        _check_reading({"map_location": map_location, **(load_kwargs or {})})
         hooks = tuple(self._load_hooks.values())
-        return os.fspath(session.load(self._accelerator, input_dir, hooks, strict))
+        options = session.LoadOptions(strict, trust_unverified, hooks)
+        return os.fspath(session.load(self._accelerator, input_dir, options))
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load `objects` with the state, in the order they are registered.
+
+        Args:
+            objects: each has `state_dict()`, which returns plain containers, numbers and tensors,
+                and `load_state_dict(state)`.
 
         Raises:
             ConfigError: naming every one that lacks `state_dict` or `load_state_dict`.
@@ -134,6 +150,9 @@ class CheckpointAPI:
         saved by the engine. What it writes into `output_dir` becomes part of the checkpoint (the
         directory is renamed when it is complete, so do not keep the path).
 
+        Args:
+            hook: called on every process, in the order of registration.
+
         Returns:
             A handle whose `remove()` removes the hook.
         """
@@ -143,6 +162,9 @@ class CheckpointAPI:
         """Call ``hook(models, input_dir)`` in `load_state` before anything is loaded.
 
         Models that the hook removes from the list are not loaded by the engine.
+
+        Args:
+            hook: called on every process, in the order of registration.
 
         Returns:
             A handle whose `remove()` removes the hook.
@@ -216,6 +238,22 @@ def _refuse(arguments: Mapping[str, Any], method: str, known: tuple[str, ...]) -
         Problem(f"{method}({name}=…)", "no such argument", nearest(name, known))
         for name in arguments
     ]
+    ConfigError.raise_if(problems)
+
+
+def _check_reading(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of `torch.load` that this engine cannot follow."""
+    problems = []
+    for name, value in arguments.items():
+        what = f"load_state({name}={value!r})"
+        if name == "map_location" and (value and str(value)) not in _MAP_LOCATIONS:
+            problems.append(Problem(what, "it is 'cpu' or 'on_device'", "Leave it out."))
+        elif name == "weights_only" and value is not True:
+            remedy = "Let classes that you trust in with torch.serialization.add_safe_globals([…])."
+            problems.append(Problem(what, "nothing is read in a way that runs code", remedy))
+        elif name not in ("map_location", "weights_only"):
+            remedy = nearest(name, ("map_location", "weights_only"))
+            problems.append(Problem(what, "no such argument", remedy))
     ConfigError.raise_if(problems)
 
 

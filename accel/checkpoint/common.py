@@ -257,14 +257,22 @@ def write_model(state: Mapping[str, Any], folder: Path, index: int = 0, safe: bo
 
 
 def read_model(folder: Path, index: int = 0) -> dict[str, Any]:
-    """Return the state dict that `write_model` wrote.
+    """Return the state dict that `write_model` wrote; files that the manifest lacks do not count.
 
     Raises:
         CheckpointError: if there is none.
     """
-    binary = folder / files.model_name(index, safe=False)
-    if binary.exists():
-        return dict(load_plain(binary))
+    held = _held(folder)
+    binary = files.model_name(index, safe=False)
+    if binary in held:
+        return dict(load_plain(folder / binary))
     state: dict[str, Any] = read_tensors(folder / files.model_name(index))
-    extra = folder / files.numbered(_EXTRA, ".bin", index)
-    return state | (load_plain(extra) if extra.exists() else {})
+    extra = files.numbered(_EXTRA, ".bin", index)
+    return state | (load_plain(folder / extra) if extra in held else {})
+
+
+def _held(folder: Path) -> set[str]:
+    """Return the files of the checkpoint; others, of the user's own, may lie beside them."""
+    if (folder / files.MANIFEST).exists():
+        return set(files.read_manifest(folder).files)
+    return {path.name for path in folder.iterdir()}

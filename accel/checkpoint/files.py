@@ -61,9 +61,9 @@ def random_states_name(rank: int) -> str:
     return f"random_states_{rank}.pkl"
 
 
-def positions_name(rank: int) -> str:
-    """Return the file name of the positions of a rank's stateful loaders."""
-    return f"dataloader_positions_{rank}.bin"
+def positions_name(rank: int, index: int) -> str:
+    """Return the file name of the position of a rank's `index`-th loader, if that is stateful."""
+    return numbered("dl_state_dict" + (f"_rank{rank}" if rank else ""), ".bin", index)
 
 
 def custom_name(index: int) -> str:
@@ -144,7 +144,10 @@ _USE_ANOTHER = "Use another checkpoint: an older one may be whole."
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Return the manifest of the checkpoint at `path`; the files it lists are not looked at.
+    """Return the manifest of a checkpoint; the files that it lists are not looked at.
+
+    Args:
+        path: the checkpoint's directory.
 
     Raises:
         CheckpointError: if there is none, or it is altered or of a newer format.
@@ -182,6 +185,9 @@ def is_inside(name: str) -> bool:
 def verify(path: str | os.PathLike[str]) -> Manifest:
     """Return the manifest after comparing every file's size and digest with it.
 
+    Args:
+        path: the checkpoint's directory.
+
     Raises:
         CheckpointError: naming every file that is missing or differs.
     """
@@ -207,7 +213,11 @@ def _differences(places: list[Path], manifest: Manifest) -> list[str]:
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path` is a checkpoint whose files all are as they were written."""
+    """Return whether a directory is a checkpoint whose files all are as they were written.
+
+    Args:
+        path: the directory.
+    """
     try:
         verify(path)
     except CheckpointError:
@@ -216,9 +226,12 @@ def is_complete(path: str | os.PathLike[str]) -> bool:
 
 
 def newest_complete(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the complete ``checkpoint_<n>`` of the highest n in `folder`; None if there is none.
+    """Return the complete ``checkpoint_<n>`` of the highest n; None if there is none.
 
     Broken ones are named in a warning and passed over.
+
+    Args:
+        folder: where they lie, such as ``<project_dir>/checkpoints``.
     """
     for path in reversed(checkpoints(folder)):
         try:
@@ -274,12 +287,9 @@ def seal(staged: Path, engine: Mapping[str, Any], metadata: Mapping[str, Any]) -
     Raises:
         CheckpointError: if `metadata` is no plain JSON.
     """
-    entries = {}
     for file in _files(staged):
         flush_file(file)
-        relative = file.relative_to(staged).as_posix()
-        entries[relative] = Entry(file.stat().st_size, _sha256(file))
-    manifest = Manifest(entries, {**engine, "created": _now()}, dict(metadata))
+    manifest = Manifest(entries(staged), {**engine, "created": _now()}, dict(metadata))
     try:
         text = manifest.to_json()
     except (TypeError, ValueError) as error:
@@ -290,6 +300,14 @@ def seal(staged: Path, engine: Mapping[str, Any], metadata: Mapping[str, Any]) -
     for folder in {file.parent for file in _files(staged)}:
         flush_directory(folder)
     return manifest
+
+
+def entries(folder: Path) -> dict[str, Entry]:
+    """Return size and digest of every file in `folder`, by relative path."""
+    return {
+        file.relative_to(folder).as_posix(): Entry(file.stat().st_size, _sha256(file))
+        for file in _files(folder)
+    }
 
 
 def publish(staged: Path, final: str | os.PathLike[str]) -> None:

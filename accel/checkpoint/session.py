@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel import rng
-from accel.checkpoint import files
+from accel.checkpoint import files, foreign
 from accel.checkpoint.common import load_plain, read_model, save_plain, write_model
 from accel.checkpoint.files import Manifest, numbered
 from accel.checkpoint.loaders import (
@@ -55,6 +55,40 @@ class SaveOptions:
     metadata: Mapping[str, Any] | None = None
     protected: Iterable[AnyPath] = ()
     hooks: Iterable[Hook] = ()
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a state is read.
+
+    Args:
+        strict: whether every weight of models and checkpoint must match.
+        trust_unverified: whether a directory without a manifest is read, too.
+        hooks: called as ``hook(models, folder)`` before anything is loaded.
+    """
+
+    strict: bool = True
+    trust_unverified: bool = False
+    hooks: Iterable[Hook] = ()
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint to load.
+
+    Args:
+        path: its directory.
+        manifest: what it consists of.
+        foreign: whether it has no manifest of its own.
+    """
+
+    path: Path
+    manifest: Manifest
+    foreign: bool
+
+    def plain(self, name: str) -> Any:
+        """Return what the file `name` holds."""
+        return load_plain(self.path / name, arrays=self.foreign)
 
 
 # -- ranks together ------------------------------------------------------------------------
@@ -249,9 +283,9 @@ def _write(accelerator: Accelerator, folder: Path, options: SaveOptions) -> None
             save_plain(state, folder / name, what)
     rank = accelerator.comm.rank
     save_plain(rng.capture(), folder / files.random_states_name(rank), "random states")
-    own = positions(objects.dataloaders)
-    if any(state is not None for state in own):
-        save_plain(own, folder / files.positions_name(rank), "data loaders")
+    for index, position in enumerate(positions(objects.dataloaders)):
+        if position is not None:
+            save_plain(position, folder / files.positions_name(rank, index), f"data loader {index}")
 
 
 def _indexed(remaining: list[Any], every: list[Any], what: str) -> list[tuple[int, Any]]:
@@ -293,9 +327,7 @@ def _parameter_names(accelerator: Accelerator) -> ParameterNames:
 # -- load ----------------------------------------------------------------------------------
 
 
-def load(
-    accelerator: Accelerator, input_dir: AnyPath | None, hooks: Iterable[Hook], strict: bool
-) -> Path:
+def load(accelerator: Accelerator, input_dir: AnyPath | None, options: LoadOptions) -> Path:
     """Restore the state of `accelerator` and return the directory that it came from.
 
     Raises:
@@ -307,19 +339,43 @@ def load(
     with together(comm, f"verifying {path}"):
         if accelerator.plan.local_rank == 0:
             files.repair(path)
-            files.verify(path)
+            _verify(path, options.trust_unverified)
     with together(comm, f"loading {path}"):
-        manifest = files.read_manifest(path)
-        _check_counts(accelerator, path, manifest)
+        saved = _saved(path)
+        _check_counts(accelerator, saved)
         models = list(accelerator._objects.models)
-        for hook in hooks:
+        for hook in options.hooks:
             hook(models, fspath(path))
-        _restore_models(accelerator, path, models, strict)
-        _restore_objects(accelerator, path, manifest)
-        _restore_positions(accelerator, path, manifest)
-        _restore_random_states(comm.rank, path, manifest)
+        _restore_models(accelerator, saved, models, options.strict)
+        _restore_objects(accelerator, saved)
+        _restore_positions(accelerator, saved)
+        _restore_random_states(comm.rank, saved)
     _continue_numbering(accelerator, path)
     return path
+
+
+def _verify(path: Path, trusted: bool) -> None:
+    if not foreign.is_documented(path):
+        files.verify(path)
+    elif trusted:
+        logger.warning(
+            "%s has no %s: its files could not be verified. Data loaders begin their order anew.",
+            path,
+            files.MANIFEST,
+        )
+    else:
+        rule = f"it has no {files.MANIFEST}: its writing was cut off, or another library wrote it"
+        remedy = (
+            "If you know that it is whole, pass load_state(…, trust_unverified=True): it is read "
+            "without running code. The next save_state writes a directory that can be verified."
+        )
+        raise files.broken(path, rule, remedy)
+
+
+def _saved(path: Path) -> Saved:
+    if foreign.is_documented(path):
+        return Saved(path, foreign.describe(path), foreign=True)
+    return Saved(path, files.read_manifest(path), foreign=False)
 
 
 def _load_path(accelerator: Accelerator, input_dir: AnyPath | None) -> Path | None:
@@ -334,9 +390,9 @@ def _load_path(accelerator: Accelerator, input_dir: AnyPath | None) -> Path | No
     return newest
 
 
-def _check_counts(accelerator: Accelerator, path: Path, manifest: Manifest) -> None:
+def _check_counts(accelerator: Accelerator, checkpoint: Saved) -> None:
     """Refuse a checkpoint that lacks what this run has; what it has besides is not loaded."""
-    saved = manifest.engine["objects"]
+    saved = checkpoint.manifest.engine["objects"]
     lacking = [
         f"{saved.get(kind, 0)} of {len(found)} {kind}"
         for kind, found in vars(accelerator._objects).items()
@@ -344,68 +400,74 @@ def _check_counts(accelerator: Accelerator, path: Path, manifest: Manifest) -> N
     ]
     if lacking:
         remedy = "Prepare and register the same objects as when it was saved."
-        raise files.broken(path, f"it holds only {', '.join(lacking)}", remedy)
+        raise files.broken(checkpoint.path, f"it holds only {', '.join(lacking)}", remedy)
 
 
-def _restore_models(accelerator: Accelerator, path: Path, models: list[Any], strict: bool) -> None:
+def _restore_models(
+    accelerator: Accelerator, saved: Saved, models: list[Any], strict: bool
+) -> None:
     strategy = accelerator.strategy
     for index, model in _indexed(models, accelerator._objects.models, "load_state"):
-        state = read_model(path, index)
+        state = read_model(saved.path, index)
+        if saved.foreign:
+            state = foreign.complete(strategy.unwrap_model(model), state)
         try:
             strategy.load_model_state(model, state, strict=strict)
         except RuntimeError as error:
             rule = f"its weights do not fit model {index} ({type(model).__name__}): {error}"
             remedy = "Build the model as it was when it was saved, or pass strict=False."
-            raise files.broken(path, rule, remedy) from error
+            raise files.broken(saved.path, rule, remedy) from error
 
 
-def _restore_objects(accelerator: Accelerator, path: Path, manifest: Manifest) -> None:
+def _restore_objects(accelerator: Accelerator, saved: Saved) -> None:
     objects = accelerator._objects
     names = _parameter_names(accelerator)
     for index, optimizer in enumerate(objects.optimizers):
-        load_by_name(
-            unwrap_optimizer(optimizer),
-            load_plain(path / numbered("optimizer", ".bin", index)),
-            names,
-        )
+        state = saved.plain(numbered("optimizer", ".bin", index))
+        if saved.foreign and foreign.is_by_position(state):
+            optimizer.load_state_dict(state)
+        else:
+            load_by_name(unwrap_optimizer(optimizer), state, names)
     for index, scheduler in enumerate(objects.schedulers):
-        scheduler.load_state_dict(load_plain(path / numbered("scheduler", ".bin", index)))
+        scheduler.load_state_dict(saved.plain(numbered("scheduler", ".bin", index)))
     for index, loader in enumerate(objects.dataloaders):
-        load_loader_state(loader, load_plain(path / numbered("sampler", ".bin", index)))
+        if not saved.foreign:
+            load_loader_state(loader, saved.plain(numbered("sampler", ".bin", index)))
     if accelerator.scaler is not None:
-        _restore_scaler(accelerator.scaler, path, manifest)
+        _restore_scaler(accelerator.scaler, saved)
     for index, custom in enumerate(objects.custom):
-        custom.load_state_dict(load_plain(path / files.custom_name(index)))
-    accelerator.step = int(manifest.engine["accumulation_step"])
+        custom.load_state_dict(saved.plain(files.custom_name(index)))
+    accelerator.step = int(saved.manifest.engine["accumulation_step"])
 
 
-def _restore_scaler(scaler: torch.amp.GradScaler, path: Path, manifest: Manifest) -> None:
-    if files.SCALER in manifest.files:
-        scaler.load_state_dict(load_plain(path / files.SCALER))
+def _restore_scaler(scaler: torch.amp.GradScaler, saved: Saved) -> None:
+    if files.SCALER in saved.manifest.files:
+        scaler.load_state_dict(saved.plain(files.SCALER))
         return
     logger.warning(
         "The checkpoint %s was saved under precision %r, without a gradient scaler: this run's "
         "starts at its initial scale.",
-        path,
-        manifest.engine["mixed_precision"],
+        saved.path,
+        saved.manifest.engine["mixed_precision"],
     )
 
 
-def _restore_positions(accelerator: Accelerator, path: Path, manifest: Manifest) -> None:
-    comm = accelerator.comm
-    name = files.positions_name(comm.rank)
+def _restore_positions(accelerator: Accelerator, saved: Saved) -> None:
+    comm, loaders = accelerator.comm, accelerator._objects.dataloaders
+    names = [files.positions_name(comm.rank, index) for index in range(len(loaders))]
     # On other numbers of processes a rank reads other samples: its old position means nothing.
-    same = manifest.engine["world_size"] == comm.world_size and name in manifest.files
-    load_positions(accelerator._objects.dataloaders, load_plain(path / name) if same else [])
+    same = saved.manifest.engine["world_size"] == comm.world_size
+    present = [saved.plain(n) if same and n in saved.manifest.files else None for n in names]
+    load_positions(loaders, present)
 
 
-def _restore_random_states(rank: int, path: Path, manifest: Manifest) -> None:
-    name = files.random_states_name(rank)
-    if name in manifest.files:
-        rng.restore(load_plain(path / name))
+def _restore_random_states(rank: int, saved: Saved) -> None:
+    present, name = saved.manifest.files, files.random_states_name(rank)
+    if name in present:
+        rng.restore(foreign.random_states(saved.plain(name)))
         return
     # More ranks than when it was saved: a stream of its own, the same at each load.
-    root = manifest.files[min(n for n in manifest.files if n.startswith("random_states_"))].sha256
+    root = present[min(n for n in present if n.startswith("random_states_"))].sha256
     rng.set_seed(int(hashlib.sha256(f"{root}:{rank}".encode()).hexdigest()[:8], 16))
 
 

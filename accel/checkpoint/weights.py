@@ -22,6 +22,7 @@ logger = get_logger(__name__)
 AnyDevice = int | str | torch.device
 MAX_NAMED = 20  # names listed in a message
 MAX_SUGGESTED = 200  # names that a mistyped one is compared with
+_NO_SUBMODULE = "the model has no such submodule"
 
 
 def load_checkpoint_in_model(
@@ -141,7 +142,7 @@ class _Plan:
     ) -> None:
         self.model = model
         self.state: dict[str, Any] = model.state_dict(keep_vars=True)
-        self.ties = list(_ties(model))
+        self.ties = list(ties(model))
         problems: list[Problem] = []
         self._dtype = _as_dtype(dtype, problems)
         self._devices = {
@@ -158,15 +159,11 @@ class _Plan:
         for name in self._devices:
             if name not in known:
                 value = f"device_map[{name!r}]"
-                yield Problem(
-                    value, "the model has no such submodule", nearest(name, modules[:MAX_SUGGESTED])
-                )
+                yield Problem(value, _NO_SUBMODULE, nearest(name, modules[:MAX_SUGGESTED]))
         parts = {part for name in self.state for part in name.split(".")}
         for name in self._kept - {*known, *parts}:
             value = f"keep_in_fp32_modules: {name!r}"
-            yield Problem(
-                value, "the model has no such submodule", nearest(name, modules[:MAX_SUGGESTED])
-            )
+            yield Problem(value, _NO_SUBMODULE, nearest(name, modules[:MAX_SUGGESTED]))
 
     def _without_device(self, everywhere: bool) -> Iterator[Problem]:
         lacking = [] if everywhere else [n for n in self.state if self._mapped(n) is None]
@@ -231,8 +228,8 @@ class _Plan:
                 held[key] = loaded
 
 
-def _ties(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Yield the names of each tensor that has several."""
+def ties(model: torch.nn.Module) -> Iterator[list[str]]:
+    """Yield the names of each parameter and buffer that has several."""
     names: dict[int, list[str]] = {}
     for name, tensor in (
         *model.named_parameters(remove_duplicate=False),

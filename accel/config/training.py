@@ -88,7 +88,11 @@ class ProjectConfiguration:
         ConfigError.raise_if(problems)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set `project_dir`, and `logging_dir` where it is None."""
+        """Set `project_dir`, and `logging_dir` where it is None.
+
+        Args:
+            project_dir: folder of the run.
+        """
         self.project_dir = None if project_dir is None else os.fspath(project_dir)
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
