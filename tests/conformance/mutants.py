@@ -26,8 +26,10 @@ def apply(row: Row) -> None:
     """
     if row.kind == "call":
         _disable(row)
-    elif row.kind == "parameter":
-        _force_default(row)
+    elif row.kind in ("parameter", "choice"):
+        for function in _takers(row):
+            change = _forget_argument if row.kind == "parameter" else _refuse_value
+            change(inspect.unwrap(function), row)
     elif row.kind == "value":
         _remove_member(find(row.name), row.part)
     else:
@@ -124,7 +126,8 @@ def _replace(function: Any, stand_in: Callable[..., Any]) -> types.FunctionType:
 # -- parameters ------------------------------------------------------------------------------
 
 
-def _force_default(row: Row) -> None:
+def _takers(row: Row) -> list[Any]:
+    """Return the functions behind the name of `row` that take its parameter."""
     found = find(row.name)
     if inspect.isclass(found):
         functions = [f for f in _constructors(found) if _takes(f, row.part)]
@@ -132,8 +135,7 @@ def _force_default(row: Row) -> None:
         functions = [function_of(found)]
     if not any(_takes(function, row.part) for function in functions):
         raise LookupError(f"{row.name} has no parameter {row.part!r}")
-    for function in functions:
-        _forget_argument(inspect.unwrap(function), row)
+    return functions
 
 
 def _takes(function: Any, name: str) -> bool:
@@ -160,6 +162,19 @@ def _forget_argument(function: Any, row: Row) -> None:
         else:
             bound.arguments.pop(row.part, None)
         return original(*bound.args, **bound.kwargs)
+
+    original = _replace(function, stand_in)
+
+
+def _refuse_value(function: Any, row: Row) -> None:
+    signature = inspect.signature(function)
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments.get(row.part)
+        several = isinstance(given, (list, tuple, set, dict))
+        if row.value in given if several else given == row.value:
+            raise ValueError(f"the mutant knows no {row.part}={row.value!r}")
+        return original(*args, **kwargs)
 
     original = _replace(function, stand_in)
 

@@ -9,6 +9,7 @@ gives rows; each row names the test that exercises it, and a mutant that this te
 | a parameter | the caller's value is replaced by the default |
 | an attribute | reads as None |
 | a value of an enumeration | does not exist |
+| a value that a parameter may take | is refused |
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class Entry:
         noop: what "nothing" is.
         parameters: the documented parameters, in their documented order.
         attributes: the documented attributes (and values of an enumeration) → test.
+        choices: for a parameter that takes one of a few words (or a collection of them), each
+            documented word → the test that gives it.
         call: whether the name is itself something to call (a class: to build).
     """
 
@@ -75,6 +78,7 @@ class Entry:
     noop: NoOp = NoOp.NONE
     parameters: Mapping[str, P] = field(default_factory=dict)
     attributes: Mapping[str, str] = field(default_factory=dict)
+    choices: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     call: bool = True
 
     def rows(self) -> Iterator[Row]:
@@ -86,6 +90,9 @@ class Entry:
         kind = "value" if inspect.isclass(self.object()) and self.is_enum() else "attribute"
         for name, test in self.attributes.items():
             yield Row(self.name, kind, name, test)
+        for name, values in self.choices.items():
+            for value, test in values.items():
+                yield Row(self.name, "choice", name, test, value=value)
 
     def object(self) -> Any:
         """Return what the name stands for."""
@@ -103,11 +110,12 @@ class Row:
 
     Args:
         name: the documented name that it belongs to.
-        kind: "call", "parameter", "attribute" or "value".
+        kind: "call", "parameter", "attribute", "value" or "choice".
         part: name of the parameter, attribute or value.
         test: id of the test.
         noop: for a call, what doing nothing is.
         default: for a parameter, its documented default.
+        value: for a choice, the word.
     """
 
     name: str
@@ -116,8 +124,11 @@ class Row:
     test: str
     noop: NoOp = NoOp.NONE
     default: Any = None
+    value: str = ""
 
     def __str__(self) -> str:
+        if self.kind == "choice":
+            return f"{self.name}({self.part}={self.value!r})"
         what = f".{self.part}" if self.kind in ("attribute", "value") else f"({self.part})"
         return f"{self.name}{what}"
 
