@@ -7,7 +7,6 @@ import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,8 +34,8 @@ class StepAPI:
     strategy: Strategy
     gradient_state: GradientState
     scaler: Any
-    step: int
     _objects: Objects
+    _windows: Windows
     _divides_loss: bool
 
     # -- accumulation --------------------------------------------------------------------------
@@ -50,6 +49,15 @@ class StepAPI:
     def gradient_accumulation_steps(self, num_steps: int) -> None:
         plugin = dataclasses.replace(self.plan.accumulation, num_steps=num_steps)
         self.gradient_state = GradientState(plugin)
+
+    @property
+    def step(self) -> int:
+        """The micro-batches since the end of the last pass over a loader."""
+        return self._windows.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._windows.step = step
 
     @property
     def sync_gradients(self) -> bool:
@@ -86,7 +94,9 @@ class StepAPI:
             ...         scheduler.step()
             ...         optimizer.zero_grad()
         """
-        return _MicroBatchContext(self, models, sync_gradients)
+        if sync_gradients is None and self.gradient_state.num_steps == 1:
+            return self._windows
+        return _MicroBatchContext(self._windows, self.strategy, models, sync_gradients)
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module | None = None) -> Iterator[None]:
@@ -161,7 +171,7 @@ class StepAPI:
         num_steps = self.gradient_state.num_steps
         if num_steps != 1 and self._divides_loss:
             loss = loss / num_steps
-        if kwargs and "learning_rate" in kwargs:
+        if "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs["learning_rate"])
             return
         if self.scaler is not None:
@@ -275,42 +285,67 @@ class StepAPI:
         return tensors
 
 
-class _MicroBatchContext:
-    """The context of one micro-batch. A class with slots: it is entered at every step."""
+class Windows:
+    """Where the windows of accumulation stand, and the context of a window of one micro-batch.
 
-    __slots__ = ("_accelerator", "_exits", "_models", "_sync")
+    Entered at every step: hence one object for all of them, slots, and plain attributes.
+
+    Attributes:
+        state: the shared state of accumulation.
+        step: micro-batches since the end of the last pass over a loader.
+    """
+
+    __slots__ = ("state", "step")
+
+    def __init__(self, state: GradientState) -> None:
+        self.state = state
+        self.step = 0
+
+    def __enter__(self) -> None:
+        state = self.state
+        state.sync_gradients = True
+        self.step = 0 if state.end_of_dataloader and state.sync_with_dataloader else self.step + 1
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is to be undone."""
+
+
+class _MicroBatchContext:
+    """The context of one micro-batch out of several of a window."""
+
+    __slots__ = ("_exits", "_models", "_strategy", "_sync", "_windows")
 
     def __init__(
-        self, accelerator: StepAPI, models: tuple[torch.nn.Module, ...], sync: bool | None
+        self,
+        windows: Windows,
+        strategy: Strategy,
+        models: tuple[torch.nn.Module, ...],
+        sync: bool | None,
     ) -> None:
-        self._accelerator = accelerator
+        self._windows = windows
+        self._strategy = strategy
         self._models = models
         self._sync = sync
         self._exits: ExitStack | None = None
 
     def __enter__(self) -> None:
-        accelerator, sync = self._accelerator, self._sync
-        state = accelerator.gradient_state
-        accelerator.step += 1
-        if sync is None:
-            if state.sync_with_dataloader and state.end_of_dataloader:
-                sync, accelerator.step = True, 0
-            else:
-                sync = accelerator.step % state.num_steps == 0
-        elif sync:
-            accelerator.step = 0
+        state, sync = self._windows.state, self._ends_window()
         state.sync_gradients = sync
         if not sync and self._models and not state.sync_each_batch:
             self._exits = ExitStack()
             for model in self._models:
-                self._exits.enter_context(accelerator.strategy.no_sync(model))
+                self._exits.enter_context(self._strategy.no_sync(model))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _ends_window(self) -> bool:
+        """Count this micro-batch; return whether it is the last of its window."""
+        windows, state = self._windows, self._windows.state
+        at_end = state.end_of_dataloader and state.sync_with_dataloader and self._sync is None
+        windows.step = 0 if at_end or self._sync else windows.step + 1
+        if self._sync is not None:
+            return self._sync
+        return at_end or windows.step % state.num_steps == 0
+
+    def __exit__(self, *error: object) -> None:
         if self._exits is not None:
             self._exits.close()
 

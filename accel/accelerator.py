@@ -14,7 +14,7 @@ import torch
 from accel._checkpoint_api import CheckpointAPI
 from accel._prepare_api import PrepareAPI
 from accel._process_api import ProcessAPI
-from accel._step_api import StepAPI
+from accel._step_api import StepAPI, Windows
 from accel._tracking_api import TrackingAPI
 from accel.config.handlers import KwargsHandler, ProfileKwargs
 from accel.config.training import (
@@ -74,7 +74,7 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
         strategy: how the model is spread.
         scaler: the gradient scaler of fp16, or None.
         device: where this process computes.
-        step: micro-batches since the current window of accumulation began to be counted.
+        step: micro-batches since the end of the last pass over a loader.
         trackers: those that `init_trackers` opened.
 
     Raises:
@@ -155,11 +155,11 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
         self.comm = self.state.comm
         self.device = self.state.device
         self.gradient_state = GradientState(self.plan.accumulation)
+        self._windows = Windows(self.gradient_state)
         self.precision = build_precision(self.plan)
         self.scaler = self.precision.scaler
         self.strategy = build_strategy(self.plan, self.comm, self.device, self.precision)
         self.device_placement = self.plan.device_placement
-        self.step = 0
         self.trackers: list[GeneralTracker] = []
         self._objects = Objects()
         self._divides_loss = not self.strategy.traits.owns_accumulation

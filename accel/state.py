@@ -245,6 +245,8 @@ class GradientState:
     adjust_scheduler: bool
     sync_with_dataloader: bool
     sync_each_batch: bool
+    end_of_dataloader: bool
+    remainder: int
     broken_off: tuple[int, int]
     _loaders: list[weakref.ref[Any]]
 
@@ -256,6 +258,7 @@ class GradientState:
             self.sync_gradients = True
             self.broken_off = 0, 0
             self._loaders = []
+            self._follow_dataloader()
             self._configure(GradientAccumulationPlugin())
         if gradient_accumulation_plugin is not None:
             self._configure(gradient_accumulation_plugin)
@@ -311,18 +314,6 @@ class GradientState:
         """Whether a loader is being iterated over."""
         return self.active_dataloader is not None
 
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the active loader gave its last batch."""
-        loader = self.active_dataloader
-        return False if loader is None else loader.end_of_dataloader
-
-    @property
-    def remainder(self) -> int:
-        """The number of samples that the last batch really has; -1 if not known."""
-        loader = self.active_dataloader
-        return -1 if loader is None else loader.remainder
-
     def __reduce__(self) -> tuple[type[GradientState], tuple[()]]:
         """Copies and unpickled ones share the state of their process."""
         return type(self), ()
@@ -330,11 +321,17 @@ class GradientState:
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients
 
+    def _follow_dataloader(self) -> None:
+        """Take over where the active loader stands; loaders call this when that changes."""
+        loader = self.active_dataloader
+        self.end_of_dataloader = False if loader is None else loader.end_of_dataloader
+        self.remainder = -1 if loader is None else loader.remainder
+
     def _add_dataloader(self, dataloader: Any) -> None:
         """Make `dataloader` the active one."""
         self.broken_off = 0, 0
-        loaders = self._loaders
-        loaders.append(weakref.ref(dataloader, self._forget))
+        self._loaders.append(weakref.ref(dataloader, self._forget))
+        self._follow_dataloader()
 
     def _remove_dataloader(self, dataloader: Any) -> None:
         """Take out the innermost entry of `dataloader`; the one around it becomes active."""
@@ -342,11 +339,13 @@ class GradientState:
         for position in range(len(loaders) - 1, -1, -1):
             if loaders[position]() is dataloader:
                 del loaders[position]
-                return
+                break
+        self._follow_dataloader()
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
-        loaders = self._shared_state.get("_loaders", [])
-        loaders[:] = [other for other in loaders if other is not reference]
+        if self.initialized:
+            self._loaders[:] = [other for other in self._loaders if other is not reference]
+            self._follow_dataloader()
 
     def __repr__(self) -> str:
         return (

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel.data.samplers import SkipBatchSampler, sampler_epoch, samplers, set_sampler_epoch
-from accel.rng import synchronize_rng_states
-from accel.state import GradientState
+from accel.rng import preserved, synchronize_rng_states
+from accel.state import GradientState, PartialState
 
 _LOADER_ARGUMENTS = (
     "num_workers",
@@ -27,6 +27,20 @@ _LOADER_ARGUMENTS = (
     "in_order",
     "snapshot_every_n_steps",  # StatefulDataLoader
 )
+
+_SHARED_DATA_AXES = ("tp", "cp", "sp", "pp")
+
+
+def data_rank(state: PartialState, mesh: Any = None) -> tuple[int, int]:
+    """Return how many shares the data has and which is this process's."""
+    if mesh is None:
+        return state.num_processes, state.process_index
+    count, index = 1, 0
+    for axis in mesh.mesh_dim_names or ():
+        if axis not in _SHARED_DATA_AXES:
+            size = mesh[axis].size()
+            count, index = count * size, index * size + mesh.get_local_rank(axis)
+    return count, index
 
 
 def loader_arguments(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -93,6 +107,7 @@ class PreparedLoader(DataLoader[Any]):
         self._non_blocking = non_blocking
         self._passes = _Passes()
         self._started: list[torch.Tensor] | None = None
+        self._goes_on = False  # whether passes begin where an earlier one was cut off
         sampler = getattr(self.batch_sampler, "sampler", None)
         if sampler is not None:
             # torch puts a sequential one here; `loader.sampler` should be the one in use.
@@ -114,12 +129,22 @@ class PreparedLoader(DataLoader[Any]):
             arguments.update(index_arguments(self, sampler))
         loader = type(self)(self.dataset, **arguments)
         loader._passes = self._passes
+        loader._goes_on = True
         return loader
+
+    def _get_iterator(self) -> Any:
+        if not self._goes_on:
+            return super()._get_iterator()
+        # torch draws the workers' seed. The pass that is gone on with did so when it began, so that
+        # a second draw would make the rest of a resumed epoch differ from one that was not cut.
+        with preserved():
+            return super()._get_iterator()
 
     _entries_per_batch = 1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_iterator": None}
+        # Neither live workers nor process groups travel; what a rank reads was decided before.
+        return {**self.__dict__, "_iterator": None, "torch_device_mesh": None}
 
     @property
     def epoch(self) -> int:
@@ -192,10 +217,12 @@ class PreparedLoader(DataLoader[Any]):
         self.remainder = remainder
         self._last_size = self.total_batch_size if size is None else size
         self.end_of_dataloader = True
+        GradientState()._follow_dataloader()
 
     def _complete(self, epoch: int) -> None:
         """Go on to the epoch after `epoch`, unless the caller has chosen one meanwhile."""
         self.end_of_dataloader = False
+        GradientState()._follow_dataloader()
         if self.epoch == epoch:
             self.set_epoch(epoch + 1)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -190,9 +190,8 @@ class Strategy(ABC):
 
     # -- the step --------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients of `loss`, already scaled for accumulation and precision."""
-        loss.backward(**kwargs)
+    backward: Callable[..., None] = staticmethod(torch.Tensor.backward)
+    """Compute gradients of a loss [], already scaled for accumulation and precision."""
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Return a context in which backward passes through `model` exchange no gradients."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-import tempfile
-import time
-from pathlib import Path
-from typing import Any
+from datetime import timedelta
 
 import pytest
 import torch
 
 from accel import env
-from accel.config.training import GradientAccumulationPlugin
+from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel.enums import DistributedType
 from accel.errors import ConfigError, NotBuiltError, StateError
 from accel.plan import Arguments, resolve
@@ -127,41 +124,53 @@ def test_a_state_made_for_the_cpu_stays_there(monkeypatch: pytest.MonkeyPatch) -
     assert current_environment().use_cpu
 
 
-def test_unknown_arguments() -> None:
+@pytest.mark.parametrize("kind", [PartialState, AcceleratorState])
+def test_unknown_arguments(kind: type[PartialState | AcceleratorState]) -> None:
     with pytest.raises(ConfigError, match="Did you mean 'backend'"):
-        PartialState(bakend="gloo")
+        kind(bakend="gloo")
     assert not PartialState._shared_state
-    with pytest.raises(NotBuiltError, match="fsdp_plugin"):
-        AcceleratorState(fsdp_plugin=object())
 
 
-def test_decorators_in_both_forms() -> None:
-    state = PartialState(cpu=True)
-
-    @state.on_main_process
-    def bare() -> str:
-        return "ran"
-
-    @state.on_last_process()
-    def called() -> str:
-        return "ran"
-
-    @state.on_process(process_index=7)  # the only process runs everything
-    def seventh() -> str:
-        return "ran"
-
-    functions = (bare, called, seventh, state.on_local_main_process(bare))
-    assert [function() for function in functions] == ["ran"] * 4
-    assert bare.__name__ == "bare"
-    with pytest.raises(ConfigError, match="process_index=None"):
-        state.on_process(bare)
-    with pytest.raises(ConfigError, match="local_process_index=None"):
-        state.on_local_process()(bare)
+@pytest.mark.parametrize("name", ["deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"])
+def test_engines_that_are_not_built_yet_are_refused(name: str) -> None:
+    with pytest.raises(NotBuiltError, match=f"{name}.*does not offer it yet"):
+        AcceleratorState(cpu=True, **{name: object()})
 
 
-def test_print(capsys: pytest.CaptureFixture[str]) -> None:
-    PartialState(cpu=True).print("a", "b", sep="-")
-    assert capsys.readouterr().out == "a-b\n"
+@pytest.mark.parametrize("kind", [PartialState, AcceleratorState])
+def test_cpu_ignores_the_accelerator_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, kind: type[PartialState | AcceleratorState]
+) -> None:
+    monkeypatch.setattr("accel.device.default_device_type", lambda: "cuda")
+    assert kind(cpu=True).device == torch.device("cpu")
+
+
+def test_a_plugin_says_how_models_are_compiled() -> None:
+    plugin = TorchDynamoPlugin(backend="eager", mode="default")
+    assert AcceleratorState(cpu=True, dynamo_plugin=plugin).dynamo_plugin is plugin
+
+
+def test_a_state_of_an_accelerator_begins_anew_where_the_last_run_has_ended() -> None:
+    ended = AcceleratorState("bf16", cpu=True)
+    ended.destroy_process_group()
+    with pytest.raises(ConfigError, match="set up with 'bf16'"):
+        AcceleratorState("no", cpu=True)
+    assert AcceleratorState("no", cpu=True, _from_accelerator=True).mixed_precision == "no"
+
+
+def seconds_of_the_group(kind: str) -> float:
+    make = {"partial": PartialState, "full": AcceleratorState}[kind]
+    state = make(cpu=True, timeout=timedelta(seconds=77))
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    state.destroy_process_group()
+    return seconds
+
+
+@pytest.mark.parametrize("kind", ["partial", "full"])
+def test_keyword_arguments_set_the_process_group_up(kind: str) -> None:
+    assert run_distributed(seconds_of_the_group, 2, kind) == [77.0, 77.0]
 
 
 def test_one_process_gets_everything() -> None:
@@ -178,74 +187,6 @@ def raise_inside(state: PartialState) -> None:
 
 
 # -- several processes -------------------------------------------------------------------------
-
-
-def who() -> dict[str, Any]:
-    state = AcceleratorState(cpu=True)
-    rank = state.process_index
-
-    def name() -> int:
-        return rank
-
-    result = {
-        "type": str(state.distributed_type),
-        "is": (state.is_main_process, state.is_local_main_process, state.is_last_process),
-        "main": state.on_main_process(name)(),
-        "local_main": state.on_local_main_process()(name)(),
-        "last": state.on_last_process(name)(),
-        "process": state.on_process(process_index=1)(name)(),
-        "local_process": state.on_local_process(name, local_process_index=1)(),
-        "repr": repr(state).splitlines()[:4],
-    }
-    with state.split_between_processes({"x": [0, 1, 2, 3]}) as part:
-        result["part"] = part["x"]
-    with state.split_between_processes(torch.arange(4), apply_padding=True) as tensor:
-        result["padded"] = state.comm.all_gather(tensor).tolist()
-    state.wait_for_everyone()
-    state.destroy_process_group()
-    return result
-
-
-@pytest.mark.parametrize("size", WORLD_SIZES)
-def test_process_control(size: int) -> None:
-    for rank, result in enumerate(run_distributed(who, size)):
-        alone = size == 1
-        assert result["type"] == ("NO" if alone else "MULTI_CPU")
-        assert result["is"] == (rank == 0, rank == 0, rank == size - 1)
-        assert result["main"] == (0 if rank == 0 else None)
-        assert result["local_main"] == result["main"]
-        assert result["last"] == (rank if rank == size - 1 else None)
-        assert result["process"] == (rank if alone or rank == 1 else None)
-        assert result["local_process"] == result["process"]
-        assert result["repr"][1:] == [
-            f"Num processes: {size}",
-            f"Process index: {rank}",
-            f"Local process index: {rank}",
-        ]
-        parts = {1: [[0, 1, 2, 3]], 2: [[0, 1], [2, 3]], 3: [[0, 1], [2], [3]]}
-        assert result["part"] == parts[size][rank]
-        padded = {1: [0, 1, 2, 3], 2: [0, 1, 2, 3], 3: [0, 1, 2, 2, 3, 3]}
-        assert result["padded"] == padded[size]
-
-
-def write_in_turn(folder: str) -> bool:
-    state = PartialState(cpu=True)
-    mark = Path(folder, "first")
-    with state.main_process_first():
-        if state.is_main_process:
-            time.sleep(0.2)
-            mark.write_text("done")
-        seen = mark.exists()
-    with state.local_main_process_first():
-        seen = seen and mark.exists()
-    state.destroy_process_group()
-    return seen
-
-
-@pytest.mark.parametrize("size", WORLD_SIZES)
-def test_the_main_process_goes_first(size: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        assert run_distributed(write_in_turn, size, folder) == [True] * size
 
 
 def fail_first() -> str:
@@ -349,6 +290,7 @@ def test_the_innermost_loader_is_active() -> None:
     state._add_dataloader(outer)
     state._add_dataloader(inner)
     inner.end_of_dataloader, inner.remainder = True, 3
+    state._follow_dataloader()  # as a loader does
     assert state.active_dataloader is inner
     assert state.in_dataloader
     assert state.end_of_dataloader
