@@ -146,7 +146,9 @@ def test_cpu_ignores_the_accelerator_of_the_machine(
 
 
 def test_a_plugin_says_how_models_are_compiled() -> None:
-    plugin = TorchDynamoPlugin(backend="eager", mode="default")
+    with pytest.raises(NotBuiltError, match="dynamo_backend='eager'"):
+        AcceleratorState(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager"))
+    plugin = TorchDynamoPlugin(backend="no", fullgraph=True)
     assert AcceleratorState(cpu=True, dynamo_plugin=plugin).dynamo_plugin is plugin
 
 
