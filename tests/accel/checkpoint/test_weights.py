@@ -1,0 +1,335 @@
+"""load_checkpoint_in_model: any documented layout, into models in memory and on meta."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel import Accelerator, load_checkpoint_in_model
+from accel.checkpoint import common
+from accel.checkpoint.exports import export_model
+from accel.errors import CheckpointError, ConfigError, NotBuiltError
+from tests.accel.checkpoint.test_common import Evil
+
+LAYOUTS = {
+    "file": ("model.safetensors", {}),
+    "folder": ("", {}),
+    "shards": ("", {"max_shard_size": 60}),
+    "index": ("model.safetensors.index.json", {"max_shard_size": 60}),
+    "legacy file": ("pytorch_model.bin", {"safe": False}),
+    "legacy folder": ("", {"safe": False}),
+    "legacy shards": ("", {"safe": False, "max_shard_size": 60}),
+    "legacy index": ("pytorch_model.bin.index.json", {"safe": False, "max_shard_size": 60}),
+}
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+class Tied(nn.Module):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3, **kwargs)
+        self.head = nn.Linear(3, 5, bias=False, **kwargs)
+        self.head.weight = self.embedding.weight
+
+
+class Counting(nn.Module):
+    """A module whose state holds a value that is no tensor."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2))
+        self.seen = seen
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def saved(folder: Path, **kwargs: Any) -> nn.Sequential:
+    """Return a model whose weights lie in `folder`."""
+    model = net()
+    nn.init.normal_(model[1].running_mean)
+    export_model(model.state_dict(), folder, **kwargs)
+    return model
+
+
+def same(ours: nn.Module, theirs: nn.Module) -> bool:
+    """Return whether two models have the same weights, bit for bit."""
+    pairs = zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True)
+    return all(a == b and torch.equal(v, w) for (a, v), (b, w) in pairs)
+
+
+def fails(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Return the message of the one error that a call ends in."""
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+# -- where weights lie ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_every_layout_loads_strictly(tmp_path: Path, layout: str, device: str) -> None:
+    name, options = LAYOUTS[layout]
+    model = saved(tmp_path, **options)
+    fresh = net().to(device)
+    load_checkpoint_in_model(fresh, tmp_path / name, strict=True)
+    assert same(fresh, model)
+    assert all(parameter.requires_grad for parameter in fresh.parameters())
+
+
+def test_weights_are_loaded(tmp_path: Path) -> None:
+    model, fresh = saved(tmp_path), net()
+    load_checkpoint_in_model(fresh, str(tmp_path))
+    assert same(fresh, model)
+
+
+def test_a_checkpoint_is_looked_for_where_it_is_said_to_be(tmp_path: Path) -> None:
+    saved(tmp_path / "other")
+    model, fresh = saved(tmp_path / "own"), net()
+    load_checkpoint_in_model(fresh, checkpoint=tmp_path / "own")
+    assert same(fresh, model)
+
+
+def test_a_prepared_model_keeps_its_parameters(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    fresh = net()
+    before = list(fresh.parameters())
+    load_checkpoint_in_model(Accelerator(cpu=True).prepare(torch.compile(fresh)), tmp_path)
+    assert same(fresh, model)
+    assert all(map(lambda a, b: a is b, fresh.parameters(), before))
+
+
+def test_folders_that_do_not_tell_what_is_meant(tmp_path: Path) -> None:
+    assert "no such file or folder" in fails(load_checkpoint_in_model, net(), tmp_path / "none")
+    assert "no index of shards" in fails(load_checkpoint_in_model, net(), tmp_path)
+    saved(tmp_path)
+    (tmp_path / "other.safetensors.index.json").write_text("{}")
+    message = fails(load_checkpoint_in_model, net(), tmp_path)
+    assert "model.safetensors, other.safetensors.index.json" in message
+
+
+def test_safetensors_go_before_pickles(tmp_path: Path) -> None:
+    saved(tmp_path, safe=False)
+    model, fresh = saved(tmp_path), net()
+    load_checkpoint_in_model(fresh, tmp_path)
+    assert same(fresh, model)
+
+
+def test_a_damaged_index_is_told(tmp_path: Path) -> None:
+    saved(tmp_path, max_shard_size=60)
+    index = tmp_path / "model.safetensors.index.json"
+    text = index.read_text()
+    index.write_text("[]")
+    assert "it is no index of shards" in fails(load_checkpoint_in_model, net(), tmp_path)
+    index.write_text(json.dumps({"weight_map": {"0.weight": "../model.safetensors"}}))
+    assert "lie elsewhere" in fails(load_checkpoint_in_model, net(), tmp_path)
+    body = json.loads(text)
+    body["weight_map"] |= {"2.more": body["weight_map"]["2.bias"]}
+    index.write_text(json.dumps(body))
+    assert "its shards lack 2.more (in model-0" in fails(load_checkpoint_in_model, net(), tmp_path)
+    index.write_text(text)
+    for path in list(tmp_path.glob("model-0000[23]*")):
+        path.unlink()
+    message = fails(load_checkpoint_in_model, net(), tmp_path)
+    assert "lacks model-00002-of-00004.safetensors, model-00003-of-00004.safetensors" in message
+
+
+def test_files_that_are_broken_or_would_run_code(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save({"0.weight": Evil()}, tmp_path / "pytorch_model.bin")
+    assert "could run code" in fails(load_checkpoint_in_model, net(), tmp_path)
+    assert "code ran" not in caplog.text
+    torch.save([1], tmp_path / "pytorch_model.bin")
+    assert "it holds a list" in fails(load_checkpoint_in_model, net(), tmp_path)
+    saved(tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-8])
+    message = fails(load_checkpoint_in_model, net(), tmp_path)
+    assert "no whole safetensors file" in message
+
+
+# -- what fits -----------------------------------------------------------------------------
+
+
+def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
+    saved(tmp_path, max_shard_size=60)
+    other = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False))
+    other.append(nn.Linear(1, 1))
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    for strict in (True, False):
+        message = fails(load_checkpoint_in_model, other, tmp_path, strict=strict)
+        assert "0.weight is [4, 3], in the model [5, 3], 0.bias is [4], in the model [5]" in message
+        assert "missing from the checkpoint: 3.weight, 3.bias" in message
+        assert "not in the model: 2.bias" in message
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+def test_names_must_match_if_strict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = saved(tmp_path)
+    other = net().append(nn.Linear(1, 1))
+    other[2].bias = None
+    message = fails(load_checkpoint_in_model, other, tmp_path, strict=True)
+    assert "missing from the checkpoint: 3.weight, 3.bias; not in the model: 2.bias" in message
+    with caplog.at_level(logging.WARNING):
+        load_checkpoint_in_model(other, tmp_path)
+    assert "missing from the checkpoint: 3.weight, 3.bias; not in the model: 2.bias" in caplog.text
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tied_weights_stay_tied(tmp_path: Path, device: str) -> None:
+    model, fresh = Tied(), Tied(device=device)
+    export_model(model.state_dict(), tmp_path)
+    load_checkpoint_in_model(fresh, tmp_path, strict=True)
+    assert fresh.head.weight is fresh.embedding.weight
+    assert torch.equal(fresh.head.weight, model.head.weight)
+    # Another library's file has one of the two names, and does not tell of the other.
+    torch.save({"head.weight": torch.ones(5, 3)}, tmp_path / "one.bin")
+    again = Tied(device=device)
+    load_checkpoint_in_model(again, tmp_path / "one.bin", strict=True)
+    assert again.head.weight is again.embedding.weight
+    assert torch.equal(again.embedding.weight, torch.ones(5, 3))
+
+
+def test_values_that_are_no_tensors_are_loaded(tmp_path: Path) -> None:
+    model, fresh = Counting(7), Counting(0)
+    export_model(model.state_dict(), tmp_path, safe=False)
+    load_checkpoint_in_model(fresh, tmp_path, strict=True)
+    assert fresh.seen == 7
+    assert torch.equal(fresh.weight, model.weight)
+
+
+# -- device and dtype ----------------------------------------------------------------------
+
+
+def test_a_device_map_places_submodules(tmp_path: Path) -> None:
+    model, fresh = saved(tmp_path), net().to("meta")
+    load_checkpoint_in_model(
+        fresh, tmp_path, device_map={"": "cpu", "2.weight": torch.device("cpu")}
+    )
+    assert same(fresh, model)
+    message = fails(load_checkpoint_in_model, net(), tmp_path, device_map={"0": "cpu"})
+    assert "gives no device to 1.weight" in message
+    assert "0.weight" not in message
+    wrong = {"0": "cpu", "1": "cpu", "2": "meta", "3": "cpu", "4.x": "coal"}
+    message = fails(load_checkpoint_in_model, net(), tmp_path, device_map=wrong)
+    for part in ("['2']='meta': weights on meta", "['3']: the model has no such", "'coal'"):
+        assert part in message
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the machine has an accelerator")
+def test_devices_that_this_machine_lacks(tmp_path: Path) -> None:
+    saved(tmp_path)
+    for device in (0, "cuda:0"):
+        message = fails(load_checkpoint_in_model, net(), tmp_path, device_map={"": device})
+        assert "this machine has" in message
+
+
+@pytest.mark.gpu
+def test_a_device_map_spreads_a_model(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    for fresh in (net(), net().to("meta")):
+        load_checkpoint_in_model(fresh, tmp_path, device_map={"": 0, "2": "cpu"})
+        assert {p.device.type for p in fresh[0].parameters()} == {"cuda"}
+        assert {p.device.type for p in fresh[2].parameters()} == {"cpu"}
+        assert same(fresh.cpu(), model)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_become_the_dtype(tmp_path: Path, device: str) -> None:
+    model = saved(tmp_path)
+    for dtype in (torch.bfloat16, "bfloat16", "torch.bfloat16"):
+        fresh = net().to(device)
+        load_checkpoint_in_model(fresh, tmp_path, dtype=dtype)
+        assert fresh[0].weight.dtype == fresh[1].running_mean.dtype == torch.bfloat16
+        assert fresh[1].num_batches_tracked.dtype == torch.int64
+        assert torch.equal(fresh[0].weight, model[0].weight.bfloat16())
+    assert "Did you mean 'float32'" in fails(
+        load_checkpoint_in_model, net(), tmp_path, dtype="flaot32"
+    )
+
+
+def test_some_modules_stay_in_fp32(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    fresh = net().to("meta")
+    keep = {"dtype": torch.float16, "keep_in_fp32_modules": ["2"]}
+    load_checkpoint_in_model(fresh, tmp_path, **keep)
+    assert fresh[0].weight.dtype == torch.float16
+    assert torch.equal(fresh[2].weight, model[2].weight)
+    message = fails(load_checkpoint_in_model, net(), tmp_path, keep_in_fp32_modules=["7"])
+    assert "keep_in_fp32_modules: '7'" in message
+
+
+def test_the_models_own_dtype_holds_otherwise(tmp_path: Path) -> None:
+    model, fresh = saved(tmp_path), net().half()
+    load_checkpoint_in_model(fresh, tmp_path)
+    assert torch.equal(fresh[0].weight, model[0].weight.half())
+
+
+def test_what_was_read_is_no_view_of_the_file(tmp_path: Path) -> None:
+    model, fresh = saved(tmp_path), net().to("meta")
+    load_checkpoint_in_model(fresh, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert same(fresh, model)
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in fresh.parameters())
+
+
+# -- the rest ------------------------------------------------------------------------------
+
+
+def test_legacy_files_may_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, mapped = saved(tmp_path, safe=False), []
+    load = torch.load
+
+    def spy(path: Any, **kwargs: Any) -> Any:
+        mapped.append((kwargs["map_location"], kwargs["mmap"], kwargs["weights_only"]))
+        return load(path, **kwargs)
+
+    monkeypatch.setattr(common.torch, "load", spy)
+    for wanted in (True, False):
+        fresh = net()
+        load_checkpoint_in_model(fresh, tmp_path, offload_state_dict=wanted)
+        assert same(fresh, model)
+        assert mapped.pop() == ("cpu", wanted, True)
+        assert mapped.pop() == ("meta", False, True)
+
+
+def unbuilt(**kwargs: Any) -> str:
+    with pytest.raises(NotBuiltError) as caught:
+        load_checkpoint_in_model(net(), "never looked at", **kwargs)
+    return str(caught.value)
+
+
+def test_offloading_is_refused_until_it_is_built() -> None:
+    disk = {"0": "cpu", "1": "disk", "2": "disk"}
+    message = unbuilt(device_map=disk, offload_folder="there", offload_buffers=True)
+    assert "device_map sends ['1', '2'] to 'disk'" in message
+    assert "offload_folder='there', offload_buffers=True" in message
+
+
+def test_other_options_are_refused_until_they_are_built() -> None:
+    message = unbuilt(device_map="auto", offload_8bit_bnb=True, full_state_dict=False)
+    for part in ("device_map='auto'", "offload_8bit_bnb=True", "full_state_dict=False"):
+        assert part in message
+
+
+def test_a_folder_for_offloading_alone_does_no_harm(tmp_path: Path) -> None:
+    model, fresh = saved(tmp_path), net()
+    load_checkpoint_in_model(fresh, tmp_path, offload_folder="x", offload_buffers=True)
+    assert same(fresh, model)
