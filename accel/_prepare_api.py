@@ -254,7 +254,12 @@ class PrepareAPI:
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> DataLoader[Any]:
-        """Return a loader that leaves out the first `num_batches` batches of `dataloader`."""
+        """Return a loader that leaves out the first batches of another, for this pass.
+
+        Args:
+            dataloader: prepared or not.
+            num_batches: how many batches of this process are left out; 0: `dataloader` itself.
+        """
         return skip_first_batches(dataloader, num_batches=num_batches)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:

@@ -14,7 +14,8 @@ import torch
 from accel import env
 from accel.device import default_device_type
 from accel.enums import RNGType
-from accel.errors import CheckpointError, ConfigError, Problem
+from accel.errors import CheckpointError, ConfigError, Problem, unknown_choice
+from accel.imports import require
 from accel.state import PartialState
 
 # NumPy takes seeds of 32 bits.
@@ -54,12 +55,13 @@ def _accelerator() -> Any | None:
 
 
 def _get_state(rng_type: str, generator: torch.Generator | None) -> torch.Tensor:
+    """Return the state of one generator as bytes."""
     if rng_type == RNGType.TORCH:
         return torch.get_rng_state()
     if rng_type == RNGType.GENERATOR:
         return _require(generator).get_state()
-    state: torch.Tensor = getattr(torch, rng_type).get_rng_state()
-    return state
+    state = _device_module(rng_type).get_rng_state()
+    return state if isinstance(state, torch.Tensor) else torch.tensor([state]).view(torch.uint8)
 
 
 def _set_state(rng_type: str, generator: torch.Generator | None, state: torch.Tensor) -> None:
@@ -68,7 +70,27 @@ def _set_state(rng_type: str, generator: torch.Generator | None, state: torch.Te
     elif rng_type == RNGType.GENERATOR:
         _require(generator).set_state(state)
     else:
-        getattr(torch, rng_type).set_rng_state(state)
+        number = rng_type == RNGType.XLA  # the state of an XLA device is one integer
+        value = int(state.view(torch.int64)) if number else state
+        _device_module(rng_type).set_rng_state(value)
+
+
+def _device_module(rng_type: str) -> Any:
+    """Return the module with the generator of a kind of device (`torch.cuda`, …)."""
+    if rng_type not in RNGType.list():
+        raise ConfigError(unknown_choice("rng_type", rng_type, RNGType.list()))
+    if rng_type == RNGType.XLA:
+        return require("torch_xla.core.xla_model", "rng_type='xla'", package="torch_xla")
+    module = getattr(torch, rng_type, None)
+    if module is None or not module.is_available():
+        raise ConfigError(
+            Problem(
+                f"rng_type={rng_type!r} on a machine without such a device",
+                "only a generator that is there can be synchronised",
+                "Leave it out; 'torch' and 'generator' are always there.",
+            )
+        )
+    return module
 
 
 def _require(generator: torch.Generator | None) -> torch.Generator:
@@ -89,8 +111,11 @@ def synchronize_rng_states(
     """Give every process the generator states of the main process, in one exchange.
 
     Args:
-        rng_types: torch, generator, or a kind of device.
+        rng_types: torch, generator, or a kind of device (cuda, xla, …).
         generator: what "generator" stands for.
+
+    Raises:
+        ConfigError: if there is no such generator.
     """
     names = [str(name) for name in rng_types]
     states = [_get_state(name, generator) for name in names]
@@ -108,8 +133,11 @@ def synchronize_rng_state(
     """Give every process one generator state of the main process.
 
     Args:
-        rng_type: torch, generator, or a kind of device; None: torch.
+        rng_type: torch, generator, or a kind of device (cuda, xla, …); None: torch.
         generator: what "generator" stands for.
+
+    Raises:
+        ConfigError: if there is no such generator.
     """
     synchronize_rng_states([rng_type or RNGType.TORCH], generator)
 

@@ -53,7 +53,8 @@ def _section(docstring: str, name: str) -> str:
 def _described(docstring: str) -> set[str]:
     """Return the parameters that the section Args describes."""
     lines = re.findall(r"^    ([\w*][\w*, ]*):", _section(docstring, "Args"), re.M)
-    return {name.strip(" *") for line in lines for name in line.split(",")}
+    names = {name.strip(" *") for line in lines for name in line.split(",")}
+    return {name for name in names if name[0] != "_"}
 
 
 def _parameters(found: Any) -> dict[str, inspect.Parameter]:

@@ -31,7 +31,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     Attributes:
         remainder: after a whole pass in this process, how many samples of the last round over all
-            processes are real; 0 where all are. -1 before, and where worker processes read.
+            processes are real; 0 where all are. -1 before.
 
     Raises:
         ConfigError: if the batch size cannot be split.
@@ -61,6 +61,22 @@ class IterableDatasetShard(IterableDataset[Any]):
         """How many samples all processes together read in a full round."""
         return self.batch_size * (1 if self.split_batches else self.num_processes)
 
+    def remainder_read_by(self, num_workers: int) -> int:
+        """Return `remainder` after a pass that `num_workers` worker processes read; -1: not known.
+
+        What a worker process counts stays there; a length tells the same, if there is one worker.
+
+        Args:
+            num_workers: as of the loader; 0: this process read.
+        """
+        if self.drop_last:
+            return 0
+        if num_workers == 0:
+            return self.remainder
+        if num_workers == 1 and hasattr(self.dataset, "__len__"):
+            return len(self.dataset) % self.round_size
+        return -1
+
     def __len__(self) -> int:
         samples = len(self.dataset)
         rounds = samples // self.round_size if self.drop_last else -(-samples // self.round_size)
@@ -74,18 +90,23 @@ class IterableDatasetShard(IterableDataset[Any]):
         )
         stream = iter(self.dataset)
         first: list[Any] = []
-        self.remainder = 0
+        real = 0
         while samples := list(itertools.islice(stream, size)):
             first = first or samples
             if len(samples) < size:
                 if self.drop_last:
-                    return
-                self.remainder = len(samples)
-                samples += cycle_to(first, size - len(samples))
+                    break
+                real = len(samples)
+                samples += cycle_to(first, size - real)
             yield from samples[mine]
+        self.remainder = real  # at the end: a pass inside this one must not disturb it
 
     def set_epoch(self, epoch: int) -> None:
-        """Hand the epoch to the data set, if it wants it."""
+        """Hand the epoch to the data set, if it wants it.
+
+        Args:
+            epoch: number of the next pass, from 0 on.
+        """
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 

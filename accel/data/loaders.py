@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel.data.base import PreparedLoader, index_sampler
+from accel.data.base import PreparedLoader, data_rank, index_sampler
 from accel.data.iterable import IterableDatasetShard
 from accel.data.samplers import (
     CompletedBatchSampler,
@@ -25,6 +25,7 @@ from accel.data.transfer import (
     SliceFunction,
     batch_length,
     complete,
+    has_samples,
     join_batches,
     receive_round,
     send_round,
@@ -38,17 +39,21 @@ from accel.tree import iterate, recursively_apply
 
 __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "PreparedLoader", "SkipDataLoader"]
 
-_DISPATCHER_ARGUMENTS = (
-    "split_batches",
-    "slice_fn",
+_SHARD_ARGUMENTS = (
     "device",
     "rng_types",
     "synchronized_generator",
+    "_drop_last",
+    "_non_blocking",
+    "torch_device_mesh",
+)
+_DISPATCHER_ARGUMENTS = (
+    *_SHARD_ARGUMENTS,
+    "split_batches",
+    "slice_fn",
     "even_batches",
     "num_processes",
     "process_index",
-    "_drop_last",
-    "_non_blocking",
 )
 _END = object()
 
@@ -75,9 +80,9 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         synchronized_generator: the one called "generator".
         skip_batches: how many batches are fetched and left out at the start of each pass.
         use_stateful_dataloader: whether it is a `torchdata.stateful_dataloader.StatefulDataLoader`.
-        _drop_last: whether the original loader left out a short last batch.
+        _drop_last: whether a short last round was left out: then all samples of the last are real.
         _non_blocking: whether copies to the device overlap with computation.
-        torch_device_mesh: not needed here: the sampler decides what this process reads.
+        torch_device_mesh: kept as an attribute; the sampler decides what this process reads.
         kwargs: of `torch.utils.data.DataLoader`.
 
     Raises:
@@ -107,15 +112,10 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
             **kwargs,
         )
         self._drop_last = _drop_last
+        self.torch_device_mesh = torch_device_mesh
 
     def _own_arguments(self) -> dict[str, Any]:
-        return {
-            "device": self.device,
-            "rng_types": self.rng_types,
-            "synchronized_generator": self.synchronized_generator,
-            "_drop_last": self._drop_last,
-            "_non_blocking": self._non_blocking,
-        }
+        return {name: getattr(self, name) for name in _SHARD_ARGUMENTS}
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         epoch, outer = self.epoch, self._enter()
@@ -130,7 +130,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
                 while (following := next(batches, _END)) is not _END:
                     yield current if place is None else place(current)
                     current = following
-                self._end(self._last_remainder())
+                self._end(self._last_remainder(current))
                 yield current if place is None else place(current)
             self._complete(epoch)
         finally:
@@ -144,12 +144,16 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
             return None
         return partial(send_to_device, device=self.device, non_blocking=self._non_blocking)
 
-    def _last_remainder(self) -> int:
-        if isinstance(self.dataset, IterableDatasetShard):
-            return self.dataset.remainder
-        if isinstance(self.dataset, IterableDataset):
+    def _last_remainder(self, batch: Any) -> int:
+        """Return how many samples the last round has, whose batch is `batch`; 0 if it is full."""
+        if self._drop_last:
             return 0
-        return last_batch_remainder(index_sampler(self))
+        if not isinstance(self.dataset, IterableDataset):
+            return last_batch_remainder(index_sampler(self))
+        if isinstance(self.dataset, IterableDatasetShard):
+            return self.dataset.remainder_read_by(self.num_workers)
+        found = next((len(part) for part in iterate(batch, has_samples)), 0)
+        return found % self.batch_size if self.batch_size else 0
 
     @property
     def total_batch_size(self) -> int:
@@ -179,13 +183,13 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
             samples from the beginning, so that each process gets as many.
         _non_blocking: whether copies to the device overlap with computation.
         slice_fn: cuts a batch, as ``slice_fn(batch, slice, process_index=…, num_processes=…)``.
-        torch_device_mesh: not needed here: `num_processes` and `process_index` say which slice.
+        torch_device_mesh: ranks along its axes "tp", "cp", "sp" and "pp" get the same slice.
         device: where slices are put; None leaves them on the CPU.
         rng_types: generators that ranks synchronise at the start of each pass.
         synchronized_generator: the one called "generator".
         even_batches: whether a last round that cannot be cut evenly is completed.
-        num_processes: how many slices; None: one per process.
-        process_index: which slice; None: the rank.
+        num_processes: how many slices; None: as the mesh says, else one per process.
+        process_index: which slice; None: as the mesh says, else the rank.
         kwargs: of `torch.utils.data.DataLoader`.
 
     Raises:
@@ -220,13 +224,14 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
             non_blocking=_non_blocking,
             **kwargs,
         )
-        state = PartialState()
+        count, index = data_rank(PartialState(), torch_device_mesh)
         self.split_batches = split_batches
         self.slice_fn = slice_batch if slice_fn is None else slice_fn
         self.even_batches = even_batches
-        self.num_processes = state.num_processes if num_processes is None else num_processes
-        self.process_index = state.process_index if process_index is None else process_index
+        self.num_processes = count if num_processes is None else num_processes
+        self.process_index = index if process_index is None else process_index
         self._drop_last = _drop_last
+        self.torch_device_mesh = torch_device_mesh
 
     def _own_arguments(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _DISPATCHER_ARGUMENTS}
@@ -287,7 +292,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
                 mine = self._slice(found.size)
                 following = found.following
                 if following is None or self._slice(following).start >= following:
-                    self._end(found.real if found.real < self._round_size(found) else 0)
+                    self._end(found.real if found.real < self._round_size(found) else 0, found.size)
                 if mine.start < found.size:
                     yield self._cut(found.batch, mine)
             self._complete(epoch)

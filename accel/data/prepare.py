@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from accel.data.base import PreparedLoader, index_arguments, index_sampler, loader_arguments
+from accel.data.base import (
+    PreparedLoader,
+    data_rank,
+    index_arguments,
+    index_sampler,
+    loader_arguments,
+)
 from accel.data.iterable import IterableDatasetShard, worker_problems
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accel.data.samplers import (
@@ -24,8 +30,6 @@ from accel.data.samplers import (
 from accel.enums import RNGType
 from accel.errors import ConfigError, Problem
 from accel.state import PartialState
-
-_SHARED_DATA_AXES = ("tp", "cp", "sp", "pp")
 
 
 def prepare_data_loader(
@@ -81,7 +85,7 @@ def prepare_data_loader(
     if isinstance(dataloader, PreparedLoader):
         return dataloader
     state = PartialState()
-    count, index = _data_rank(state, torch_device_mesh)
+    count, index = data_rank(state, torch_device_mesh)
     count = count if num_processes is None else num_processes
     index = index if process_index is None else process_index
     streamed = isinstance(dataloader.dataset, IterableDataset)
@@ -110,6 +114,7 @@ def prepare_data_loader(
         use_stateful_dataloader=use_stateful_dataloader,
         _drop_last=_drops_last(dataloader),
         _non_blocking=non_blocking,
+        torch_device_mesh=torch_device_mesh,
     )
     if not dispatched:
         return DataLoaderShard(dataset, **arguments)
@@ -155,18 +160,6 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         return SkipDataLoader(dataloader.dataset, skip_batches=skipped, **arguments)
     sampler = SkipBatchSampler(index_sampler(dataloader), num_batches)
     return DataLoader(dataloader.dataset, **arguments, **index_arguments(dataloader, sampler))
-
-
-def _data_rank(state: PartialState, mesh: Any) -> tuple[int, int]:
-    """Return how many shares the data has and which is this process's."""
-    if mesh is None:
-        return state.num_processes, state.process_index
-    count, index = 1, 0
-    for axis in mesh.mesh_dim_names or ():
-        if axis not in _SHARED_DATA_AXES:
-            size = mesh[axis].size()
-            count, index = count * size, index * size + mesh.get_local_rank(axis)
-    return count, index
 
 
 def _check(dataloader: DataLoader[Any], count: int, split_batches: bool) -> None:

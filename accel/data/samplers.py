@@ -66,7 +66,11 @@ class SeedableRandomSampler(RandomSampler):
         return iter(draw)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next pass has."""
+        """Choose the epoch whose order the next pass has.
+
+        Args:
+            epoch: its number, from 0 on.
+        """
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
@@ -74,7 +78,11 @@ class SeedableRandomSampler(RandomSampler):
         return {"seed": self.seed, "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take over what `state_dict` returned."""
+        """Take over what decides the order.
+
+        Args:
+            state: what `state_dict` returned.
+        """
         self.seed, self.epoch = int(state["seed"]), int(state["epoch"])
 
 
@@ -247,7 +255,7 @@ class BatchSamplerShard(_AroundBatchSampler, BatchSampler):
         size = self.round_size
         first: list[int] = []
         ended = False
-        self.remainder = 0
+        real = 0
         for group in self._rounds():
             samples = group[0] if len(group) == 1 else list(itertools.chain.from_iterable(group))
             if ended or len(samples) > size:
@@ -258,9 +266,9 @@ class BatchSamplerShard(_AroundBatchSampler, BatchSampler):
                 continue
             ended = True
             if not self.drop_last:
-                self.remainder = len(samples)
-                missing = size - len(samples)
-                yield self._piece([*samples, *cycle_to(first, missing)])
+                real = len(samples)
+                yield self._piece([*samples, *cycle_to(first, size - real)])
+        self.remainder = real  # at the end: a pass inside this one must not disturb it
 
     def _varying_size(self) -> ConfigError:
         return ConfigError(
@@ -272,18 +280,18 @@ class BatchSamplerShard(_AroundBatchSampler, BatchSampler):
         )
 
     def _iterate_split(self) -> Iterator[list[int]]:
-        self.remainder = 0
         for (batch,) in self._rounds():
             piece = self._piece(batch)
             if piece and not (self.drop_last and len(batch) < self.round_size):
                 yield piece
+        self.remainder = 0
 
     def _iterate_dealt(self) -> Iterator[list[int]]:
-        self.remainder = 0
         for group in self._rounds():
             whole = len(group) == self.num_processes
             if self.process_index < len(group) and (whole or not self.drop_last):
                 yield group[self.process_index]
+        self.remainder = 0
 
 
 def split_problems(batch_size: int, num_processes: int) -> list[Problem]:
@@ -332,7 +340,6 @@ class CompletedBatchSampler(_AroundBatchSampler, BatchSampler):
         return max(length, -(-completed // self.batch_size))
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.added = 0
         seen = 0
         head: list[int] = []
         batch: list[int] = []
@@ -342,10 +349,11 @@ class CompletedBatchSampler(_AroundBatchSampler, BatchSampler):
                 yield batch
             batch = following
             seen += len(batch)
-        self.added = -seen % self.num_processes if self.even_batches else 0
-        batch = [*batch, *cycle_to(head, self.added)]
+        added = -seen % self.num_processes if self.even_batches else 0
+        batch = [*batch, *cycle_to(head, added)]
         for start in range(0, len(batch), self.batch_size):
             yield batch[start : start + self.batch_size]
+        self.added = added
 
 
 class SamplerShard(Sampler[Any]):
