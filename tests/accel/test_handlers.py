@@ -1,0 +1,335 @@
+"""Kwargs handlers: what they hold, what they refuse, and what reaches the objects of torch."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel import Accelerator, AutocastKwargs, GradScalerKwargs
+from accel.errors import ConfigError
+from accel.state import AcceleratorState
+from accel.utils import (
+    AORecipeKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    FP8RecipeKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    MSAMPRecipeKwargs,
+    ProfileKwargs,
+    TERecipeKwargs,
+)
+from tests.helpers import run_distributed
+
+HANDLERS = (
+    *(AORecipeKwargs, AutocastKwargs, DistributedDataParallelKwargs, FP8RecipeKwargs),
+    *(GradScalerKwargs, InitProcessGroupKwargs, MSAMPRecipeKwargs, ProfileKwargs, TERecipeKwargs),
+)
+
+# -- what differs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", HANDLERS)
+def test_a_handler_as_it_is_made_differs_in_nothing(kind: type[KwargsHandler]) -> None:
+    assert kind().to_kwargs() == {}
+
+
+def test_only_what_differs_is_handed_on() -> None:
+    assert AutocastKwargs(enabled=True, cache_enabled=False).to_kwargs() == {"cache_enabled": False}
+    assert GradScalerKwargs(8.0, growth_interval=2000).to_kwargs() == {"init_scale": 8.0}
+    handler = DistributedDataParallelKwargs(check_reduction=True, comm_hook="fp16", dim=0)
+    assert handler.to_kwargs() == {"check_reduction": True, "comm_hook": "fp16"}
+    changed = DistributedDataParallelKwargs()
+    changed.comm_state_option["warm_start"] = False
+    assert changed.to_kwargs() == {"comm_state_option": {"warm_start": False}}
+    assert DistributedDataParallelKwargs().to_kwargs() == {}
+
+
+def test_a_handler_of_the_users_own_is_understood() -> None:
+    class Mine(GradScalerKwargs):
+        pass
+
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[Mine(init_scale=4.0)])
+    assert accelerator.plan.scaler.to_kwargs() == {"init_scale": 4.0}
+    assert isinstance(accelerator.plan.scaler, KwargsHandler)
+
+
+# -- recipes of fp8 training -------------------------------------------------------------------
+
+DELAYED = {
+    "use_autocast_during_eval": (False, True),
+    "margin": (0, 3),
+    "interval": (1, 2),
+    "fp8_format": ("HYBRID", "E4M3"),
+    "amax_history_len": (1024, 16),
+    "amax_compute_algo": ("most_recent", "max"),
+    "override_linear_precision": ((False, False, False), (False, True, False)),
+}
+OPT_LEVEL = {"opt_level": ("O2", "O1")}
+FIELDS: dict[type[KwargsHandler], dict[str, tuple[Any, Any]]] = {
+    FP8RecipeKwargs: {"backend": (None, "TE"), **DELAYED, **OPT_LEVEL},
+    TERecipeKwargs: {**DELAYED, "use_mxfp8_block_scaling": (False, True)},
+    MSAMPRecipeKwargs: OPT_LEVEL,
+    AORecipeKwargs: {
+        "config": (None, object()),
+        "module_filter_func": (None, callable),
+        "pad_inner_dim": (None, True),
+        "enable_fsdp_float8_all_gather": (None, False),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_each_field_of_a_recipe(kind: Any) -> None:
+    for name, (default, other) in FIELDS[kind].items():
+        assert getattr(kind(), name) == default
+        assert getattr(kind(**{name: other}), name) == other
+        assert kind(**{name: other}).to_kwargs() == {name: other}
+        assert kind(**{name: default}).to_kwargs() == {}
+
+
+def test_the_older_recipe_by_position() -> None:
+    recipe = FP8RecipeKwargs(
+        "msamp", True, "O1", 1, 2, "E4M3", 3, "max", [True, False, True]
+    )  # YAML gives lists
+    assert recipe.backend == "MSAMP"
+    assert (recipe.use_autocast_during_eval, recipe.opt_level) == (True, "O1")
+    assert (recipe.margin, recipe.interval, recipe.fp8_format) == (1, 2, "E4M3")
+    assert (recipe.amax_history_len, recipe.amax_compute_algo) == (3, "max")
+    assert recipe.override_linear_precision == (True, False, True)
+
+
+@pytest.mark.parametrize("backend", ["TE", "MSAMP", "te", "msamp"])
+def test_both_engines_have_the_older_recipe(backend: str) -> None:
+    assert FP8RecipeKwargs(backend=backend).backend == backend.upper()
+
+
+@pytest.mark.parametrize("kind", [FP8RecipeKwargs, TERecipeKwargs])
+def test_the_formats_and_histories_of_a_recipe(kind: Any) -> None:
+    for name in ("HYBRID", "E4M3", "E5M2"):
+        assert kind(fp8_format=name).fp8_format == name
+    for name in ("max", "most_recent"):
+        assert kind(amax_compute_algo=name).amax_compute_algo == name
+
+
+@pytest.mark.parametrize("kind", [FP8RecipeKwargs, MSAMPRecipeKwargs])
+def test_the_levels_of_a_recipe(kind: Any) -> None:
+    for name in ("O1", "O2"):
+        assert kind(opt_level=name).opt_level == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (FP8RecipeKwargs, {"backend": "TEE"}, "Did you mean 'TE'?"),
+        (FP8RecipeKwargs, {"opt_level": "O3"}, "it is one of O1, O2"),
+        (MSAMPRecipeKwargs, {"opt_level": "O3"}, "it is one of O1, O2"),
+        (TERecipeKwargs, {"fp8_format": "E4M4"}, "Did you mean 'E4M3'?"),
+        (TERecipeKwargs, {"amax_compute_algo": "mean"}, "it is one of max, most_recent"),
+        (TERecipeKwargs, {"interval": 0}, "at least 1"),
+        (TERecipeKwargs, {"amax_history_len": 0}, "at least 1"),
+        (TERecipeKwargs, {"override_linear_precision": (True, False)}, "three switches"),
+        (TERecipeKwargs, {"override_linear_precision": (1, 2, 3)}, "three switches"),
+        (AORecipeKwargs, {"module_filter_func": "torch.no_such"}, "dotted name"),
+        (AORecipeKwargs, {"config": object(), "pad_inner_dim": True}, "one place decides"),
+    ],
+)
+def test_what_a_recipe_does_not_know_is_refused(
+    kind: Any, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kind(**arguments)
+    assert message in str(caught.value)
+
+
+def test_a_filter_may_be_named() -> None:
+    assert (
+        AORecipeKwargs(module_filter_func="torch.is_tensor").module_filter_func is torch.is_tensor
+    )
+
+
+# -- autocast and the gradient scaler ------------------------------------------------------------
+
+
+def test_autocast_keeps_casts_of_weights_unless_it_is_told_not_to() -> None:
+    found = []
+    for cache_enabled in (None, True, False):
+        AcceleratorState._reset_state()
+        handler = AutocastKwargs(cache_enabled=cache_enabled)
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[handler])
+        with accelerator.autocast():
+            found.append(torch.is_autocast_cache_enabled())
+    assert found == [True, True, False]
+
+
+def test_autocast_is_off_where_it_is_not_enabled() -> None:
+    found = []
+    for enabled in (True, False):
+        AcceleratorState._reset_state()
+        handler = AutocastKwargs(enabled=enabled)
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[handler])
+        with accelerator.autocast():
+            found.append(torch.nn.Linear(1, 1)(torch.ones(1, 1)).dtype)
+    assert found == [torch.bfloat16, torch.float32]
+
+
+def scales(steps: str, **arguments: Any) -> list[float]:
+    """Return the scale after each step; of `steps`, "o" overflows and "." does not."""
+    AcceleratorState._reset_state()
+    handler = GradScalerKwargs(**arguments)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    found = []
+    for step in steps:
+        inputs = torch.full((1, 1), 1e30 if step == "o" else 1.0)
+        accelerator.backward((model(inputs) * inputs).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(accelerator.scaler.get_scale())
+    return found
+
+
+def test_the_scale_of_losses_grows_and_backs_off_as_the_handler_says() -> None:
+    assert scales("o.") == [32768.0, 32768.0]
+    assert scales(".", init_scale=8.0) == [8.0]
+    assert scales("..", init_scale=8.0, growth_interval=1) == [16.0, 32.0]
+    assert scales("....", init_scale=8.0, growth_interval=2) == [8.0, 16.0, 16.0, 32.0]
+    assert scales("..", init_scale=8.0, growth_interval=1, growth_factor=3.0) == [24.0, 72.0]
+    assert scales("o", init_scale=8.0, backoff_factor=0.25) == [2.0]
+    assert scales(".", enabled=False) == [1.0]
+
+
+# -- the process group -------------------------------------------------------------------------
+
+
+def group(meeting: str) -> dict[str, Any]:
+    """Return what the live group says, with the handler's values and without."""
+    found = {}
+    handlers = {
+        "default": InitProcessGroupKwargs(),
+        "ours": InitProcessGroupKwargs("cpu:gloo", f"file://{meeting}", timedelta(seconds=77)),
+        "seconds": InitProcessGroupKwargs(timeout=78),
+    }
+    for name, handler in handlers.items():
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+        live = dist.distributed_c10d._get_default_group()
+        store = dist.distributed_c10d._get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        found[name] = (
+            dist.get_backend_config(),
+            type(store).__name__,
+            live._get_backend(torch.device("cpu")).options._timeout,
+            accelerator.reduce(torch.ones(())).item(),
+        )
+        accelerator.end_training()
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_live_group_is_as_the_handler_says(world_size: int, tmp_path: Path) -> None:
+    size, half_hour = float(world_size), timedelta(minutes=30)
+    for found in run_distributed(group, world_size, str(tmp_path / "meeting")):
+        default, ours = found["default"], found["ours"]
+        assert default[1:] == ("TCPStore", half_hour, size)
+        assert ours == ("cpu:gloo", "FileStore", timedelta(seconds=77), size)
+        assert ours[0] != default[0]
+        assert found["seconds"][2] == timedelta(seconds=78)
+
+
+@pytest.mark.parametrize("timeout", ["soon", True])
+def test_a_duration_is_one(timeout: Any) -> None:
+    with pytest.raises(ConfigError, match="number of seconds"):
+        InitProcessGroupKwargs(timeout=timeout)
+
+
+# -- DistributedDataParallel -------------------------------------------------------------------
+
+
+class Parts(torch.nn.Module):
+    """A model with a buffer, and a layer that is left out of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        self.register_buffer("counter", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.used(inputs)
+
+
+def wrapped(**arguments: Any) -> torch.nn.parallel.DistributedDataParallel:
+    AcceleratorState._reset_state()
+    handler = DistributedDataParallelKwargs(**arguments)
+    return Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(Parts())
+
+
+def two_steps(model: torch.nn.Module) -> bool:
+    """Return whether a second step works though a layer got no gradient in the first."""
+    model(torch.ones(1, 2)).sum().backward()
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+    except RuntimeError as error:
+        return "find_unused_parameters=True" not in str(error)  # torch's advice
+    return True
+
+
+def buffers(**arguments: Any) -> float:
+    model = wrapped(**arguments)
+    model.module.counter.fill_(float(dist.get_rank()))
+    model(torch.ones(1, 2))
+    return float(model.module.counter)
+
+
+def storages(**arguments: Any) -> int:
+    """Return how many storages the gradients of a weight and its bias have."""
+    model = wrapped(**arguments)
+    model(torch.ones(1, 2)).sum().backward()
+    used = model.module.used
+    return len({grad.untyped_storage().data_ptr() for grad in (used.weight.grad, used.bias.grad)})
+
+
+def ddp_effects() -> dict[str, Any]:
+    return {
+        "buffers": (buffers(), buffers(broadcast_buffers=False)),
+        "unused": (two_steps(wrapped()), two_steps(wrapped(find_unused_parameters=True))),
+        "static": (wrapped().static_graph, wrapped(static_graph=True).static_graph),
+        "bucket": (wrapped().bucket_bytes_cap, wrapped(bucket_cap_mb=7).bucket_bytes_cap),
+        "storages": (storages(), storages(gradient_as_bucket_view=True)),
+        "dim": (wrapped().dim, wrapped(dim=1).dim),
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ddp_does_what_the_handler_says(world_size: int) -> None:
+    for rank, found in enumerate(run_distributed(ddp_effects, world_size)):
+        assert found["buffers"] == (0.0, float(rank))
+        assert found["unused"] == (False, True)
+        assert found["static"] == (False, True)
+        assert found["bucket"] == (25 * 2**20, 7 * 2**20)
+        assert found["storages"] == (2, 1)  # the bucket's
+        assert found["dim"] == (0, 1)
+
+
+def test_hooks_are_named_by_value_or_by_member() -> None:
+    for hook in DDPCommunicationHookType:
+        for spelling in (hook, hook.value):
+            assert DistributedDataParallelKwargs(comm_hook=spelling).comm_hook is hook
+    assert [hook.value for hook in DDPCommunicationHookType] == [
+        *("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")
+    ]
+    for wrapper in ("no", "fp16", "bf16"):
+        assert DistributedDataParallelKwargs(comm_wrapper=wrapper).comm_wrapper == wrapper
+    with pytest.raises(ConfigError, match="it is one of no, fp16, bf16"):
+        DistributedDataParallelKwargs(comm_wrapper="power_sgd")
+    with pytest.raises(ConfigError, match="Did you mean 'fp16'"):
+        DistributedDataParallelKwargs(comm_hook="fp61")
+    with pytest.raises(ConfigError, match="at least 1"):
+        DistributedDataParallelKwargs(bucket_cap_mb=0)
