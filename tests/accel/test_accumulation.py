@@ -365,3 +365,49 @@ def trained(num_steps: int, split_batches: bool) -> torch.Tensor:
 def test_split_batches_train_as_one_process_does(world_size: int) -> None:
     for found in run_distributed(trained, world_size, 2, True):
         torch.testing.assert_close(found, trained(2, False))
+
+
+# -- processes with different numbers of batches -------------------------------------------------
+
+
+def uneven(even_batches: bool | None) -> dict[str, Any]:
+    """Train on five batches of two samples, which two or three processes cannot share evenly."""
+    accelerator = Accelerator(cpu=True)
+    inputs = torch.linspace(-1.0, 2.0, 10).view(10, 1)
+    model = scalar_model()
+    model, optimizer, loader = accelerator.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        DataLoader(TensorDataset(inputs, 3 * inputs), batch_size=2),
+    )
+    num_batches = 0
+    with accelerator.join_uneven_inputs([model], even_batches=even_batches):
+        for batch, targets in loader:
+            accelerator.backward(torch.nn.functional.mse_loss(model(batch), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            num_batches += 1
+    with (
+        pytest.raises(KeyError),
+        accelerator.join_uneven_inputs([model], even_batches=even_batches),
+    ):
+        raise KeyError("batch")
+    return {"batches": num_batches, "after": len(loader), "weight": weight_of(model).item()}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_processes_that_run_out_of_batches_shadow_the_others(world_size: int) -> None:
+    found = run_distributed(uneven, world_size, False)
+    shares = {1: [5], 2: [3, 2], 3: [2, 2, 1]}[world_size]
+    assert [entry["batches"] for entry in found] == shares
+    assert [entry["after"] for entry in found] == [max(shares)] * world_size
+    assert found[0]["weight"] != 1.0
+    assert [entry["weight"] for entry in found] == [found[0]["weight"]] * world_size
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_loaders_own_setting_holds_unless_told_otherwise(world_size: int) -> None:
+    batches = {1: 5, 2: 3, 3: 2}[world_size]
+    for setting in (None, True):
+        for entry in run_distributed(uneven, world_size, setting):
+            assert entry["batches"] == entry["after"] == batches

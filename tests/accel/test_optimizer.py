@@ -205,7 +205,6 @@ def make_scaled(scale: float = 16.0) -> tuple[torch.nn.Parameter, AcceleratedOpt
 
 
 def test_the_scaler_unscales_gradients_and_skips_what_overflowed() -> None:
-    """The same sequence as the public package's, in one window a step."""
     parameter, optimizer = make_scaled()
     scheduler = AcceleratedScheduler(ExponentialLR(optimizer.optimizer, 0.5), optimizer)
     found = []
@@ -228,7 +227,6 @@ def test_the_scaler_unscales_gradients_and_skips_what_overflowed() -> None:
 
 
 def test_a_skip_is_known_until_the_next_step() -> None:
-    """The same sequence as the public package's, in windows of two micro-batches."""
     parameter, optimizer = make_scaled()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     found = []

@@ -1,0 +1,207 @@
+"""The step: accumulation, gradients, optimizer and scheduler wrappers (pages: accelerator, state
+classes, internals)."""
+
+from __future__ import annotations
+
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+
+ACCELERATOR = "tests/accel/test_accelerator.py::"
+ACCUMULATION = "tests/accel/test_accumulation.py::"
+OPTIMIZER = "tests/accel/test_optimizer.py::"
+PRECISION = "tests/accel/test_precision.py::"
+SCHEDULER = "tests/accel/test_scheduler.py::"
+
+WINDOWS = ACCUMULATION + "test_a_window_ends_with_the_loader_unless_told_otherwise"
+SEVERAL = ACCUMULATION + "test_several_models_exchange_gradients_where_their_window_ends[2]"
+EACH_BATCH = ACCUMULATION + "test_every_micro_batch_exchanges_gradients_if_told_so[2]"
+EXCHANGES = ACCUMULATION + "test_exchanges_can_be_put_off_and_triggered[2]"
+UNEVEN = ACCUMULATION + "test_processes_that_run_out_of_batches_shadow_the_others[2]"
+READ = ACCUMULATION + "test_the_state_knows_the_loader_that_is_read[2]"
+ENVIRONMENT = ACCUMULATION + "test_the_environment_gives_the_number_of_micro_batches"
+SETTINGS = ACCUMULATION + "test_the_plugins_settings_arrive"
+CLIPPED = ACCELERATOR + "test_gradients_are_clipped_by_norm_and_by_value"
+BACKWARD = ACCELERATOR + "test_backward_takes_the_arguments_of_torch"
+LOMO = ACCELERATOR + "test_lomo_optimizers_update_in_the_backward_pass"
+UNSCALED = PRECISION + "test_gradients_are_unscaled_once_and_only_where_asked"
+OVERFLOW = PRECISION + "test_an_overflow_skips_the_step_and_the_scheduler_and_lowers_the_scale"
+AUTOCAST = PRECISION + "test_autocast_takes_a_handler_in_place_of_the_runs_own"
+ORDER = SCHEDULER + "test_calls_within_a_window_count_for_the_order_of_calls"
+OF_THE_RUN = SCHEDULER + "test_the_run_says_how_its_schedulers_step"
+LEFT_TO_CALLER = SCHEDULER + "test_the_run_may_leave_the_stepping_to_the_caller"
+SCHEDULED = SCHEDULER + "test_it_steps_at_the_end_of_a_window"
+SCHEDULE_STATE = SCHEDULER + "test_state_goes_out_and_in"
+WRAPPED = OPTIMIZER + "test_it_is_an_optimizer_with_the_state_of_the_wrapped_one"
+WAITS = OPTIMIZER + "test_step_and_zero_grad_wait_for_the_end_of_a_window"
+CLOSURE = OPTIMIZER + "test_a_closure_is_handed_on"
+STATE = OPTIMIZER + "test_state_goes_out_and_in"
+PLACED = OPTIMIZER + "test_state_goes_to_the_device_of_its_parameter"
+SCALER = OPTIMIZER + "test_the_scaler_unscales_gradients_and_skips_what_overflowed"
+SWITCHED = OPTIMIZER + "test_a_schedule_free_optimizer_is_switched_to_evaluation_and_back"
+
+METHODS = [
+    Entry("accel:Accelerator.accumulate", WINDOWS, NoOp.CONTEXT, {"models": P(REQUIRED, SEVERAL)}),
+    Entry(
+        "accel:Accelerator.backward",
+        BACKWARD,
+        parameters={"loss": P(REQUIRED, BACKWARD), "kwargs": P(REQUIRED, BACKWARD)},
+    ),
+    Entry(
+        "accel:Accelerator.lomo_backward",
+        LOMO,
+        parameters={"loss": P(REQUIRED, LOMO), "learning_rate": P(REQUIRED, LOMO)},
+    ),
+    Entry(
+        "accel:Accelerator.clip_grad_norm_",
+        CLIPPED,
+        parameters={
+            "parameters": P(REQUIRED, CLIPPED),
+            "max_norm": P(REQUIRED, CLIPPED),
+            "norm_type": P(2, CLIPPED),
+        },
+    ),
+    Entry(
+        "accel:Accelerator.clip_grad_value_",
+        CLIPPED,
+        parameters={"parameters": P(REQUIRED, CLIPPED), "clip_value": P(REQUIRED, CLIPPED)},
+    ),
+    Entry(
+        "accel:Accelerator.unscale_gradients",
+        UNSCALED,
+        parameters={"optimizer": P(None, UNSCALED)},
+    ),
+    Entry("accel:Accelerator.no_sync", EXCHANGES, NoOp.CONTEXT, {"model": P(None, EXCHANGES)}),
+    Entry(
+        "accel:Accelerator.trigger_sync_in_backward",
+        EXCHANGES,
+        NoOp.CONTEXT,
+        {"model": P(REQUIRED, EXCHANGES)},
+    ),
+    Entry(
+        "accel:Accelerator.join_uneven_inputs",
+        UNEVEN,
+        NoOp.CONTEXT,
+        {"joinables": P(REQUIRED, UNEVEN), "even_batches": P(None, UNEVEN)},
+    ),
+    Entry(
+        "accel:Accelerator.autocast",
+        AUTOCAST,
+        NoOp.CONTEXT,
+        {"autocast_handler": P(None, AUTOCAST)},
+    ),
+]
+
+SETTINGS_OF_A_RUN = [
+    Entry(
+        "accel:Accelerator",
+        call=False,
+        parameters={  # the whole signature is in the part that builds it
+            "gradient_accumulation_steps": P(1, SETTINGS, keyword=True),
+            "gradient_accumulation_plugin": P(None, SETTINGS, keyword=True),
+            "step_scheduler_with_optimizer": P(True, LEFT_TO_CALLER, keyword=True),
+        },
+        attributes={
+            "gradient_accumulation_steps": ENVIRONMENT,
+            "optimizer_step_was_skipped": OVERFLOW,
+            "sync_gradients": ACCUMULATION + "test_without_a_loader_micro_batches_are_counted",
+        },
+    ),
+    Entry(  # ACCELERATE_GRADIENT_ACCUMULATION_STEPS
+        "accel.env:Environment", call=False, attributes={"accumulation_steps": ENVIRONMENT}
+    ),
+    Entry(
+        "accel.utils:GradientAccumulationPlugin",
+        SETTINGS,
+        parameters={
+            "num_steps": P(None, SETTINGS),
+            "adjust_scheduler": P(True, ORDER),
+            "sync_with_dataloader": P(True, WINDOWS),
+            "sync_each_batch": P(False, EACH_BATCH),
+        },
+    ),
+    Entry(
+        "accel.state:GradientState",
+        SETTINGS,
+        parameters={"gradient_accumulation_plugin": P(None, SETTINGS)},
+        attributes={
+            "end_of_dataloader": READ,
+            "remainder": READ,
+            "sync_gradients": WAITS,
+            "active_dataloader": READ,
+            "dataloader_references": READ,
+            "num_steps": SETTINGS,
+            "adjust_scheduler": ORDER,
+            "sync_with_dataloader": WINDOWS,
+            "distributed_type": READ,
+        },
+    ),
+]
+
+WRAPPERS = [
+    Entry(
+        "accel.optimizer:AcceleratedOptimizer",
+        WRAPPED,
+        parameters={
+            "optimizer": P(REQUIRED, WRAPPED),
+            "device_placement": P(True, PLACED),
+            "scaler": P(None, SCALER),
+        },
+        attributes={"step_was_skipped": SCALER},
+    ),
+    Entry(
+        "accel.optimizer:AcceleratedOptimizer.step",
+        WAITS,
+        parameters={"closure": P(None, CLOSURE)},
+    ),
+    Entry(
+        "accel.optimizer:AcceleratedOptimizer.zero_grad",
+        WAITS,
+        parameters={"set_to_none": P(None, WAITS)},
+    ),
+    Entry(
+        "accel.optimizer:AcceleratedOptimizer.add_param_group",
+        WRAPPED,
+        parameters={"param_group": P(REQUIRED, WRAPPED)},
+    ),
+    Entry("accel.optimizer:AcceleratedOptimizer.state_dict", STATE),
+    Entry(
+        "accel.optimizer:AcceleratedOptimizer.load_state_dict",
+        STATE,
+        parameters={"state_dict": P(REQUIRED, STATE)},
+    ),
+    Entry("accel.optimizer:AcceleratedOptimizer.train", SWITCHED),
+    Entry("accel.optimizer:AcceleratedOptimizer.eval", SWITCHED),
+    Entry(
+        "accel.scheduler:AcceleratedScheduler",
+        SCHEDULED,
+        parameters={
+            "scheduler": P(REQUIRED, SCHEDULED),
+            "optimizers": P(
+                REQUIRED, SCHEDULER + "test_it_does_not_step_where_the_optimizer_did_not"
+            ),
+            "step_with_optimizer": P(
+                True, SCHEDULER + "test_one_of_its_own_steps_whenever_it_is_called"
+            ),
+            "split_batches": P(False, OF_THE_RUN),
+        },
+    ),
+    Entry(
+        "accel.scheduler:AcceleratedScheduler.step",
+        SCHEDULED,
+        parameters={
+            "args": P(REQUIRED, SCHEDULER + "test_a_plateau_counts_measurements_not_processes[1]"),
+            "kwargs": P(
+                REQUIRED, SCHEDULER + "test_a_plateau_counts_measurements_not_processes[1]"
+            ),
+        },
+    ),
+    Entry("accel.scheduler:AcceleratedScheduler.get_last_lr", SCHEDULED),
+    Entry("accel.scheduler:AcceleratedScheduler.get_lr", SCHEDULE_STATE),
+    Entry("accel.scheduler:AcceleratedScheduler.state_dict", SCHEDULE_STATE),
+    Entry(
+        "accel.scheduler:AcceleratedScheduler.load_state_dict",
+        SCHEDULE_STATE,
+        parameters={"state_dict": P(REQUIRED, SCHEDULE_STATE)},
+    ),
+]
+
+ENTRIES = [*METHODS, *SETTINGS_OF_A_RUN, *WRAPPERS]
