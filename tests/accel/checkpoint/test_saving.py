@@ -1,0 +1,353 @@
+"""What `Accelerator` and `accel.utils` offer for saving, argument by argument."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from accel import Accelerator, ProjectConfiguration, load_checkpoint_in_model
+from accel.checkpoint import files
+from accel.errors import CheckpointError, ConfigError
+from accel.utils import save
+from tests.accel.checkpoint.parts import automatic, build, equal
+from tests.accel.checkpoint.test_session import Counter, names
+
+
+class Net(nn.Module):
+    """A model with a tied weight, a buffer and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def accelerator(**kwargs: Any) -> Accelerator:
+    return Accelerator(cpu=True, **kwargs)
+
+
+# -- single objects ------------------------------------------------------------------------
+
+
+def test_an_object_is_saved(tmp_path: Path) -> None:
+    accelerator().save({"a": [1, 2]}, tmp_path / "x.bin")
+    assert torch.load(tmp_path / "x.bin", weights_only=True) == {"a": [1, 2]}
+    with io.BytesIO() as buffer:
+        accelerator().save(torch.ones(2), buffer)
+        buffer.seek(0)
+        assert torch.equal(torch.load(buffer, weights_only=True), torch.ones(2))
+
+
+def test_an_object_is_saved_as_safetensors(tmp_path: Path) -> None:
+    accelerator().save({"w": torch.ones(2)}, str(tmp_path / "x"), safe_serialization=True)
+    assert torch.equal(load_file(tmp_path / "x")["w"], torch.ones(2))
+
+
+def test_the_function_saves_an_object(tmp_path: Path) -> None:
+    save({"a": 1}, str(tmp_path / "x.bin"))
+    assert torch.load(tmp_path / "x.bin", weights_only=True) == {"a": 1}
+    save({"a": 2}, tmp_path / "x.bin")
+    assert torch.load(tmp_path / "x.bin", weights_only=True) == {"a": 2}
+    assert names(tmp_path) == ["x.bin"]
+
+
+def test_the_function_saves_safetensors(tmp_path: Path) -> None:
+    save({"w": torch.ones(2)}, tmp_path / "x", safe_serialization=True)
+    assert torch.equal(load_file(tmp_path / "x")["w"], torch.ones(2))
+    with pytest.raises(CheckpointError, match="tensor 'w'"):
+        save({"w": torch.ones(2).to_sparse()}, tmp_path / "y", safe_serialization=True)
+    assert names(tmp_path) == ["x"]
+
+
+# -- models --------------------------------------------------------------------------------
+
+
+def test_a_model_is_exported(tmp_path: Path) -> None:
+    engine, model, fresh = accelerator(), Net(), Net()
+    engine.save_model(engine.prepare(model), tmp_path / "new" / "folder")
+    assert names(tmp_path / "new" / "folder") == ["model.safetensors"]
+    load_checkpoint_in_model(fresh, tmp_path / "new" / "folder", strict=True)
+    assert all(map(torch.equal, fresh.state_dict().values(), model.state_dict().values()))
+
+
+def test_an_export_is_split_into_shards(tmp_path: Path) -> None:
+    model = Net()
+    accelerator().save_model(model, tmp_path, max_shard_size=100)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    state = model.state_dict()
+    assert index["metadata"]["total_size"] == 6 * 4 * 4 + 4 * 4 * 4 + 8
+    assert index["weight_map"].keys() == state.keys()
+    # safetensors alone reads every shard.
+    read = {
+        name: value
+        for file in tmp_path.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
+    assert state.keys() - read.keys() == {"head.weight"}
+    assert all(torch.equal(value, state[name]) for name, value in read.items())
+    with pytest.raises(ConfigError, match="max_shard_size"):
+        accelerator().save_model(model, tmp_path, max_shard_size="10 parsecs")
+
+
+def test_an_export_may_be_what_torch_saves(tmp_path: Path) -> None:
+    model = Net()
+    accelerator().save_model(model, tmp_path, safe_serialization=False)
+    assert names(tmp_path) == ["pytorch_model.bin"]
+    read = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert read.keys() == model.state_dict().keys()
+
+
+def test_a_state_dict_has_the_users_own_names() -> None:
+    engine, model = accelerator(), nn.Linear(2, 2)
+    state = engine.get_state_dict(nn.DataParallel(engine.prepare(model)))
+    assert list(state) == ["weight", "bias"]
+    assert torch.equal(state["weight"], model.weight)
+
+
+def test_a_state_dict_may_keep_the_wrappers_names() -> None:
+    wrapped = nn.DataParallel(nn.Linear(2, 2))
+    state = accelerator().get_state_dict(wrapped, unwrap=False)
+    assert list(state) == ["module.weight", "module.bias"]
+
+
+# -- states --------------------------------------------------------------------------------
+
+
+def test_a_state_is_saved_where_it_is_said(tmp_path: Path) -> None:
+    engine = accelerator()
+    engine.prepare(nn.Linear(2, 2))
+    assert engine.save_state(output_dir=str(tmp_path / "deep" / "state"))
+    found = names(tmp_path / "deep" / "state")
+    assert found == ["manifest.json", "model.safetensors", "random_states_0.pkl"]
+
+
+def test_a_state_may_hold_weights_as_torch_saves_them(tmp_path: Path) -> None:
+    engine = accelerator()
+    model = engine.prepare(nn.Linear(2, 2))
+    weight = model.weight.detach().clone()
+    engine.save_state(str(tmp_path), safe_serialization=False)
+    assert "pytorch_model.bin" in names(tmp_path)
+    assert "model.safetensors" not in names(tmp_path)
+    nn.init.zeros_(model.weight)
+    engine.load_state(str(tmp_path))
+    assert torch.equal(model.weight, weight)
+
+
+def test_arguments_of_no_backend_are_refused(tmp_path: Path) -> None:
+    engine = accelerator()
+    with pytest.raises(ConfigError, match=r"save_state\(exclude_frozen=…\)"):
+        engine.save_state(str(tmp_path / "x"), exclude_frozen=True)
+    assert names(tmp_path) == []
+    engine.save_state(str(tmp_path / "x"))
+    with pytest.raises(ConfigError, match="Did you mean 'strict'"):
+        engine.load_state(str(tmp_path / "x"), strct=True)
+
+
+def test_a_state_is_loaded_from_where_it_is_said(tmp_path: Path) -> None:
+    engine = accelerator()
+    model = engine.prepare(nn.Linear(2, 2))
+    weight = model.weight.detach().clone()
+    engine.save_state(str(tmp_path / "first"))
+    nn.init.zeros_(model.weight)
+    engine.save_state(str(tmp_path / "second"))
+    assert engine.load_state(input_dir=str(tmp_path / "first")) == str(tmp_path / "first")
+    assert torch.equal(model.weight, weight)
+
+
+def test_how_files_are_read(tmp_path: Path) -> None:
+    engine = accelerator()
+    engine.save_state(str(tmp_path))
+    engine.load_state(str(tmp_path), {"map_location": torch.device("cpu"), "weights_only": True})
+    engine.load_state(str(tmp_path), map_location="on_device")
+    with pytest.raises(ConfigError) as caught:
+        engine.load_state(
+            str(tmp_path), load_kwargs={"weights_only": False, "map_location": "moon", "mmp": 1}
+        )
+    for part in ("weights_only=False): nothing is read in a way", "'moon'", "mmp=1"):
+        assert part in str(caught.value)
+    with pytest.raises(ConfigError, match="map_location='cuda:3'"):
+        engine.load_state(str(tmp_path), map_location="cuda:3")
+
+
+def test_weights_may_fit_in_part(tmp_path: Path) -> None:
+    engine = accelerator()
+    model = engine.prepare(nn.Sequential(nn.Linear(2, 2)))
+    weight = model[0].weight.detach().clone()
+    engine.save_state(str(tmp_path))
+    model.append(nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match="do not fit model 0"):
+        engine.load_state(str(tmp_path))
+    nn.init.zeros_(model[0].weight)
+    engine.load_state(str(tmp_path), strict=False)
+    assert torch.equal(model[0].weight, weight)
+
+
+def test_every_generator_comes_back(tmp_path: Path) -> None:
+    engine = accelerator()
+    engine.save_state(str(tmp_path))
+
+    def draw() -> list[float]:
+        return [random.random(), random.gauss(0, 1), np.random.normal(), torch.randn(1).item()]
+
+    expected = draw()
+    assert draw() != expected
+    engine.load_state(str(tmp_path))
+    assert draw() == expected
+
+
+def test_registered_objects_come_back_and_others_do_not(tmp_path: Path) -> None:
+    engine = accelerator()
+    counters = Counter(1), Counter(2)
+    engine.register_for_checkpointing(*counters)
+    engine.save_state(str(tmp_path))
+    assert {"custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl"} < set(names(tmp_path))
+    other = accelerator()
+    first = Counter(9)
+    other.register_for_checkpointing(first)
+    other.load_state(str(tmp_path))
+    assert first.value == 1
+    for counter in counters:
+        counter.value = 0
+    engine.load_state(str(tmp_path))
+    assert [counter.value for counter in counters] == [1, 2]
+
+
+def test_a_hook_before_saving_takes_weights_over(tmp_path: Path) -> None:
+    engine = accelerator()
+    model = engine.prepare(nn.Linear(2, 2))
+    seen: list[Any] = []
+
+    def hook(models: list[Any], weights: list[Any], folder: str) -> None:
+        seen.extend([models[0] is model, list(weights[0]), Path(folder).is_dir()])
+        torch.save(weights.pop(), Path(folder) / "own.bin")
+
+    handle = engine.register_save_state_pre_hook(hook)
+    engine.save_state(str(tmp_path))
+    assert seen == [True, ["weight", "bias"], True]
+    assert names(tmp_path) == ["manifest.json", "own.bin", "random_states_0.pkl"]
+    handle.remove()
+    engine.save_state(str(tmp_path))
+    assert names(tmp_path) == ["manifest.json", "model.safetensors", "random_states_0.pkl"]
+    assert len(seen) == 3
+
+
+def test_a_hook_before_loading_takes_models_over(tmp_path: Path) -> None:
+    engine = accelerator()
+    model = engine.prepare(nn.Linear(2, 2))
+    engine.save_state(str(tmp_path))
+    seen: list[Any] = []
+
+    def hook(models: list[Any], folder: str) -> None:
+        seen.extend([models.pop() is model, folder])
+
+    handle = engine.register_load_state_pre_hook(hook)
+    nn.init.zeros_(model.weight)
+    engine.load_state(str(tmp_path))
+    assert seen == [True, str(tmp_path)]
+    assert not model.weight.any()
+    handle.remove()
+    engine.load_state(str(tmp_path))
+    assert model.weight.any()
+    assert len(seen) == 2
+
+
+# -- directories that exist ----------------------------------------------------------------
+
+
+def test_files_of_the_users_own_neither_harm_nor_count(tmp_path: Path) -> None:
+    run = build()
+    run.train()
+    run.accelerator.save_state(tmp_path)
+    saved = run.everything()
+    (tmp_path / "notes.txt").write_text("mine")
+    for name in ("pytorch_model.bin", "model_extra.bin", "custom_checkpoint_0.pkl", "scaler.pt"):
+        torch.save({"not": "ours"}, tmp_path / name)
+    run.train()
+    run.accelerator.load_state(tmp_path)
+    assert equal(run.everything(), saved)
+    run.accelerator.save_state(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    run.accelerator.load_state(tmp_path)
+
+
+def test_another_state_in_the_same_directory_leaves_nothing_of_the_first(tmp_path: Path) -> None:
+    engine = accelerator()
+    engine.prepare(nn.Linear(2, 2), nn.Linear(2, 2))
+    engine.register_for_checkpointing(Counter())
+    engine.save_state(str(tmp_path))
+    other = accelerator()
+    other.prepare(nn.Linear(3, 3))
+    other.save_state(str(tmp_path), safe_serialization=False)
+    assert names(tmp_path) == ["manifest.json", "pytorch_model.bin", "random_states_0.pkl"]
+
+
+# -- project -------------------------------------------------------------------------------
+
+
+def test_the_fields_of_a_project(tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path), "logs", True, 3, 7, True)
+    assert (project.project_dir, project.logging_dir) == (str(tmp_path), "logs")
+    assert (project.automatic_checkpoint_naming, project.total_limit) == (True, 3)
+    assert (project.iteration, project.save_on_each_node) == (7, True)
+    with pytest.raises(ConfigError) as caught:
+        ProjectConfiguration(total_limit=0, iteration=-1)
+    assert len(caught.value.problems) == 2
+
+
+def test_the_folder_of_a_project(tmp_path: Path) -> None:
+    project = ProjectConfiguration(project_dir=str(tmp_path))
+    assert (project.project_dir, project.logging_dir) == (str(tmp_path), str(tmp_path))
+    assert accelerator(project_config=project).project_dir == str(tmp_path)
+
+
+def test_the_folder_of_logs() -> None:
+    project = ProjectConfiguration(logging_dir="logs")
+    assert accelerator(project_config=project).logging_dir == "logs"
+
+
+def test_the_folders_of_a_project_may_be_set_later() -> None:
+    project = ProjectConfiguration()
+    assert (project.project_dir, project.logging_dir) == (None, None)
+    project.set_directories("one")
+    assert (project.project_dir, project.logging_dir) == ("one", "one")
+    project.set_directories(project_dir="two")
+    assert (project.project_dir, project.logging_dir) == ("two", "one")
+
+
+def test_automatic_names(tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    engine = accelerator(project_config=project)
+    assert engine.save_state(str(tmp_path / "elsewhere")) == str(
+        tmp_path / "checkpoints" / "checkpoint_0"
+    )
+    assert names(tmp_path) == ["checkpoints"]
+
+
+def test_only_so_many_are_kept(tmp_path: Path) -> None:
+    engine = accelerator(project_config=automatic(tmp_path, limit=2))
+    for _ in range(4):
+        engine.save_state()
+    assert names(tmp_path / "checkpoints") == ["checkpoint_2", "checkpoint_3"]
+    assert files.is_complete(engine.load_state())
+
+
+def test_the_number_of_the_next_one(tmp_path: Path) -> None:
+    engine = accelerator(project_config=automatic(tmp_path, iteration=7))
+    assert engine.save_iteration == 7
+    assert Path(engine.save_state()).name == "checkpoint_7"
+    assert engine.save_iteration == 8
+    again = accelerator(project_config=automatic(tmp_path))
+    assert again.save_iteration == 0
+    again.load_state()
+    assert again.save_iteration == 8
