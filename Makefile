@@ -27,8 +27,8 @@ format: ## rewrite files in the project's format
 mutants: ## break each documented name in turn: its test must notice (ARGS="--only gather")
 	@python=$(call PYTHON,test) && exec "$$python" -m tests.conformance.gate $(ARGS)
 
-bench: ## measure the cost of a step against a hand-written loop
-	@python=$(call PYTHON,test) && exec "$$python" -m tests.benchmarks.bench_step
+bench: ## measure the cost of a step against a hand-written loop, and of the import
+	@python=$(call PYTHON,test) && exec "$$python" -m tests.benchmarks
 
 clean: ## remove what was built here (not the runs)
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
