@@ -51,23 +51,29 @@ class ProcessAPI(ProcessControl):
         """
         as_objects = use_gather_object or not _only_tensors(input_data)
         data = ops.gather_object(input_data) if as_objects else ops.gather(input_data)
-        state = self.gradient_state
-        if not state.in_dataloader:
-            remainder, size = state.broken_off
-        elif state.end_of_dataloader:
-            remainder, size = state.remainder, None
-        else:
-            return data
-        if remainder == -1:
-            logger.info(
-                "gather_for_metrics: the length of the data set is not known, so samples that "
-                "complete the last batch cannot be told apart and stay."
-            )
+        remainder, size = self._repetitions()
         if remainder <= 0:
             return data
         if as_objects:
             return _first(data, remainder, size)
         return recursively_apply(_first, data, remainder, size)
+
+    def _repetitions(self) -> tuple[int, int | None]:
+        """Return how many samples of the batch in hand are real, 0 if all, and how many there are.
+
+        The latter is None inside a pass, where everything that is gathered is of that batch.
+        """
+        state = self.gradient_state
+        if self.comm.world_size == 1:  # a short batch is not completed
+            return 0, None
+        if not state.in_dataloader:
+            return state.broken_off
+        if state.end_of_dataloader and state.remainder == -1:
+            logger.info(
+                "gather_for_metrics: the length of the data set is not known, so samples that "
+                "complete the last batch cannot be told apart and stay."
+            )
+        return (state.remainder if state.end_of_dataloader else 0), None
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return the elementwise reduction of nested tensors over processes, times `scale`.

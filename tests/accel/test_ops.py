@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import pickle
 from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from accel import env, ops
-from accel.errors import ConfigError, DistributedOperationException
+from accel import ops
+from accel.errors import ConfigError
 from accel.state import PartialState
 from tests.helpers import run_distributed
 
@@ -33,6 +34,14 @@ class Counting:
     def count(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self.calls.append(name)
         return getattr(self.comm, name)(*args, **kwargs)
+
+
+class Encoding(UserDict[str, Any]):
+    """A mapping that moves itself and knows no `non_blocking`."""
+
+    def to(self, device: torch.device) -> Encoding:
+        self.data = {key: ops.send_to_device(value, device) for key, value in self.data.items()}
+        return self
 
 
 def as_lists(data: Any) -> Any:
@@ -154,52 +163,99 @@ def test_joined_exchange_equals_one_by_one() -> None:
     assert run_distributed(many_leaves, 3, 25) == [True] * 3
 
 
-def disagree(operation: str) -> str:
-    rank = env.integer("RANK")
-    with env.patched(ACCELERATE_DEBUG_MODE="1"):
-        state = PartialState(cpu=True)
-    shape = (2, 3) if rank == 0 else (2, 4)
-    with pytest.raises(DistributedOperationException) as caught:
-        getattr(ops, operation)({"x": torch.zeros(shape)})
-    agreed = ops.gather({"x": torch.zeros(1)})["x"].shape[0]
-    padded = ops.pad_across_processes(torch.zeros(shape), dim=1).shape[1]
-    assert (agreed, padded) == (2, 4)
+OPERATIONS: dict[str, Callable[[Any], Any]] = {
+    "gather": ops.gather,
+    "broadcast": ops.broadcast,
+    "reduce": lambda data: ops.reduce(data, "sum"),
+    "pad": ops.pad_across_processes,
+    "send": lambda data: ops.send_to_device(data, "cpu"),
+    "fp32": ops.convert_to_fp32,
+    "slice": lambda data: ops.slice_tensors(data, slice(0, 1)),
+    "concatenate": lambda data: ops.concatenate([data, data]),
+}
+
+
+def types(data: Any) -> Any:
+    """Return the types in nested data, a tensor's dtype with it."""
+    if isinstance(data, torch.Tensor):
+        return str(data.dtype)
+    if isinstance(data, Mapping):
+        return type(data).__name__, {key: types(value) for key, value in data.items()}
+    return type(data).__name__, [types(value) for value in data]
+
+
+def operate_on_types() -> dict[str, Any]:
+    state = PartialState(cpu=True)
+    own = torch.full((1, 2), state.process_index)
+    data = {
+        "pair": Pair(own, [own.double()]),
+        "user": UserDict(x=own),
+        "encoding": Encoding(ids=own, mask=(own.int(),)),
+        "ordered": OrderedDict(a=own),
+    }
+    found = {name: types(operate(data)) for name, operate in OPERATIONS.items()}
     state.destroy_process_group()
-    return str(caught.value)
+    return {"before": types(data), **found}
 
 
-@pytest.mark.parametrize("operation", ["gather", "reduce", "broadcast"])
-def test_debug_mode_names_rank_and_shape(operation: str) -> None:
-    for message in run_distributed(disagree, 2, operation):
-        assert message.startswith(f"{operation}: ranks disagree")
-        assert "rank 0: {'x': '[2, 3] float32'}" in message
-        assert "rank 1: {'x': '[2, 4] float32'}" in message
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_containers_and_dtypes_keep_their_types(size: int) -> None:
+    for found in run_distributed(operate_on_types, size):
+        assert found == dict.fromkeys(found, found["before"])
 
 
-def disagree_in_structure() -> list[str]:
-    rank = env.integer("RANK")
-    with env.patched(ACCELERATE_DEBUG_MODE="1"):
-        state = PartialState(cpu=True)
-    messages = []
-    for data in (
-        [torch.zeros(1)] * (2 if rank else 1),
-        torch.zeros(1, dtype=torch.float32 if rank else torch.float64),
-    ):
-        with pytest.raises(DistributedOperationException) as caught:
-            ops.gather(data)
-        messages.append(str(caught.value))
-    with pytest.raises(DistributedOperationException) as caught:
-        ops.pad_across_processes(torch.zeros([1] * (rank + 1)) if rank is not None else None)
-    messages.append(str(caught.value))
+def odd_layouts() -> dict[str, Any]:
+    state = PartialState(cpu=True)
+    rank = state.process_index
+    data = {
+        "turned": (torch.arange(6).reshape(2, 3) + 10 * rank).t(),
+        "every_second": (torch.arange(4) + 10 * rank)[::2],
+        "scalar": torch.tensor(rank),
+        "expanded": torch.tensor([rank]).expand(2),
+    }
+    last = state.num_processes - 1
+    counting = Counting(state.comm)
+    state.comm = counting
+    found = {
+        "gathered": as_lists(ops.gather(data)),
+        "sent": as_lists(ops.broadcast(data, from_process=last)),
+        "summed": as_lists(ops.reduce(data, "sum")),
+        "padded": as_lists(ops.pad_across_processes(data)),
+    }
+    found["calls"] = counting.calls
+    state.comm = counting.comm
     state.destroy_process_group()
-    return messages
+    return found
 
 
-def test_debug_mode_compares_structure_type_and_dims() -> None:
-    counts, types, dims = run_distributed(disagree_in_structure, 2)[1]
-    assert "rank 1: ['[1] float32', '[1] float32']" in counts
-    assert "rank 0: [1] float64" in types
-    assert "rank 1: 2 dims" in dims
+def layouts(start: int) -> dict[str, Any]:
+    """Return what `odd_layouts` begins with on the rank whose numbers start here."""
+    rank = start // 10
+    return {
+        "turned": [[start + n, start + n + 3] for n in range(3)],
+        "every_second": [start, start + 2],
+        "scalar": rank,
+        "expanded": [rank, rank],
+    }
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_tensors_of_any_layout_travel_in_one_collective(size: int) -> None:
+    every = [layouts(10 * rank) for rank in range(size)]
+    for rank, found in enumerate(run_distributed(odd_layouts, size)):
+        scalars = found["gathered"].pop("scalar")
+        assert scalars == (0 if size == 1 else list(range(size)))
+        for key, rows in found["gathered"].items():
+            assert rows == [row for own in every for row in own[key]]
+        assert found["sent"] == every[-1]
+        total = sum(range(size))
+        assert found["summed"]["turned"] == [
+            [10 * total + size * n, 10 * total + size * (n + 3)] for n in range(3)
+        ]
+        assert found["summed"]["scalar"] == total
+        assert found["padded"] == every[rank]
+        kinds = ["all_gather", "broadcast", "all_reduce", "all_reduce"]
+        assert found["calls"] == (["all_reduce"] if size == 1 else kinds)
 
 
 # -- one process -------------------------------------------------------------------------------
@@ -237,14 +293,6 @@ def test_send_to_device() -> None:
     assert (moved["a"][1], moved["b"][1]) == ("text", 3)
     assert moved["keep"] is one
     assert data["a"][0] is one  # type: ignore[index]
-
-
-class Encoding(UserDict[str, Any]):
-    """A mapping that moves itself and knows no `non_blocking`."""
-
-    def to(self, device: torch.device) -> Encoding:
-        self.data = {key: value.to(device) for key, value in self.data.items()}
-        return self
 
 
 def test_what_moves_itself_is_asked_to() -> None:

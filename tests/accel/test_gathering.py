@@ -1,0 +1,154 @@
+"""What the processes of an `Accelerator` exchange; metrics count every sample once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accel import Accelerator
+from accel.state import GradientState
+from tests.helpers import run_distributed
+
+SIZE = pytest.mark.parametrize("size", [1, 2, 3])
+
+
+# -- plain exchanges ---------------------------------------------------------------------------
+
+
+def exchange() -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    own = torch.tensor([rank, 1])
+    ragged = torch.full((2, rank + 1), rank)
+    pad = accelerator.pad_across_processes
+    found = {
+        "gather": accelerator.gather({"x": own})["x"].tolist(),
+        "reduce": accelerator.reduce(own).tolist(),
+        "mean": accelerator.reduce(own, reduction="mean").tolist(),
+        "scaled": accelerator.reduce(own.float(), "sum", 0.5).tolist(),
+        "pad": pad(ragged.t()).shape[0],
+        "pad_dim": list(pad(ragged, dim=1).shape),
+        "pad_index": pad(ragged, dim=1, pad_index=-1)[0].tolist(),
+        "pad_first": pad(ragged, dim=1, pad_index=-1, pad_first=True)[0].tolist(),
+    }
+    accelerator.end_training()
+    return found
+
+
+@SIZE
+def test_exchanges(size: int) -> None:
+    total = sum(range(size))
+    for rank, found in enumerate(run_distributed(exchange, size)):
+        own, padding = [rank] * (rank + 1), [-1] * (size - rank - 1)
+        assert found == {
+            "gather": [value for other in range(size) for value in (other, 1)],
+            "reduce": [total, size],
+            "mean": [total / size, 1.0],
+            "scaled": [total / 2, size / 2],
+            "pad": size,
+            "pad_dim": [2, size],
+            "pad_index": own + padding,
+            "pad_first": padding + own,
+        }
+
+
+# -- metrics -----------------------------------------------------------------------------------
+
+
+def evaluate(samples: int, batch_size: int, dispatch: bool) -> dict[str, Any]:
+    """Gather what belongs to the samples of a whole pass, in three ways."""
+    accelerator = Accelerator(cpu=True, dispatch_batches=dispatch)
+    loader = accelerator.prepare(DataLoader(torch.arange(samples), batch_size))
+    found: dict[str, list[Any]] = {"tensors": [], "nested": [], "objects": [], "flagged": []}
+    for batch in loader:
+        assert accelerator.gather_for_metrics(batch.sum()).numel() <= accelerator.num_processes
+        found["tensors"] += accelerator.gather_for_metrics(batch).tolist()
+        nested = accelerator.gather_for_metrics({"a": (batch, torch.stack([batch, batch], 1))})
+        found["nested"] += [nested["a"][0].tolist(), nested["a"][1][:, 1].tolist()]
+        found["objects"] += accelerator.gather_for_metrics([str(int(n)) for n in batch])
+        rows = [torch.full((int(n),), 1) for n in batch]  # of different lengths
+        gathered = accelerator.gather_for_metrics(rows, use_gather_object=True)
+        found["flagged"] += [len(row) for row in gathered]
+    last = accelerator.gather_for_metrics(batch)
+    accelerator.end_training()
+    return {**found, "after": len(last)}
+
+
+@SIZE
+@pytest.mark.parametrize(("samples", "batch_size"), [(9, 5), (12, 2), (2, 5)])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_each_sample_counts_once(size: int, samples: int, batch_size: int, dispatch: bool) -> None:
+    every = list(range(samples))
+    for found in run_distributed(evaluate, size, samples, batch_size, dispatch):
+        assert found["tensors"] == every
+        assert found["objects"] == [str(n) for n in every]
+        assert found["flagged"] == every
+        halves = found["nested"][::2], found["nested"][1::2]
+        assert [[n for part in half for n in part] for half in halves] == [every, every]
+        # When the pass is over nothing is cut any more.
+        last = samples % (size * batch_size) or size * batch_size
+        full = size * (-(-last // size) if dispatch or size == 1 else batch_size)
+        assert found["after"] == full
+
+
+def break_off() -> dict[str, Any]:
+    """Leave a pass with its last batch in hand, as an example of the documentation does."""
+    accelerator = Accelerator(cpu=True)
+    rank, size = accelerator.process_index, accelerator.num_processes
+    loader = accelerator.prepare(DataLoader(range(5 * size - 1), batch_size=5))
+    batch = next(iter(loader))
+    gather = accelerator.gather_for_metrics
+    found = {
+        "batch": gather(batch).tolist(),
+        "prediction": gather(2 * batch).tolist(),
+        "text": gather([str(int(n)) for n in batch]),
+        "loss": gather(torch.tensor(rank + 0.5)).numel(),
+        "longer": gather({"x": torch.zeros(7), "y": batch})["x"].shape[0],
+        "object": gather({"rank": str(rank)}),
+        "again": len(gather(batch)),
+    }
+    for _ in accelerator.prepare(DataLoader(range(2 * size), batch_size=1)):
+        found["other"] = len(gather(torch.zeros(5)))
+        break
+    found["forgotten"] = len(gather(torch.zeros(5)))
+    accelerator.end_training()
+    return found
+
+
+@SIZE
+def test_a_last_batch_in_hand_is_cut_and_nothing_else(size: int) -> None:
+    every = list(range(5 * size - 1))
+    for found in run_distributed(break_off, size):
+        assert found["batch"] == every
+        assert found["prediction"] == [2 * n for n in every]
+        assert found["text"] == [str(n) for n in every]
+        assert found["loss"] == size
+        assert found["longer"] == 7 * size
+        assert found["object"] == [{"rank": str(rank)} for rank in range(size)]
+        assert found["again"] == len(every)
+        assert found["other"] == found["forgotten"] == 5 * size
+
+
+def in_the_middle() -> list[int]:
+    accelerator = Accelerator(cpu=True)
+    outer = accelerator.prepare(DataLoader(range(12), batch_size=3))
+    inner = accelerator.prepare(DataLoader(range(7), batch_size=5))
+    lengths = []
+    for batch in outer:
+        for _ in inner:
+            pass
+        lengths.append(len(accelerator.gather_for_metrics(batch)))
+        break
+    lengths.append(len(accelerator.gather_for_metrics(batch)))
+    state = GradientState()
+    lengths.append(len(state.dataloader_references))
+    accelerator.end_training()
+    return lengths
+
+
+@SIZE
+def test_a_batch_in_the_middle_is_never_cut(size: int) -> None:
+    assert run_distributed(in_the_middle, size) == [[3 * size, 3 * size, 1]] * size
