@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from accel.checkpoint import files
 from accel.errors import CheckpointError, ConfigError
@@ -174,6 +175,33 @@ def test_a_half_counted_window_is_restored(tmp_path: Path) -> None:
     run.accelerator.step = 0
     run.accelerator.load_state(tmp_path)
     assert run.accelerator.step == 3
+
+
+class Positioned(DataLoader[Any]):
+    """A loader that knows its position, as torchdata's do."""
+
+    position = 3
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def test_positions_of_stateful_loaders_have_files_of_their_own(tmp_path: Path) -> None:
+    run = build()
+    loaders = [Positioned([1]), Positioned([2])]
+    loaders[1].position = 7
+    run.accelerator._objects.dataloaders.extend(loaders)
+    run.accelerator.save_state(tmp_path)
+    assert {"dl_state_dict_1.bin", "dl_state_dict_2.bin", "sampler_2.bin"} < set(names(tmp_path))
+    loaders[0].position = loaders[1].position = 0
+    run.accelerator.load_state(tmp_path)
+    assert [loader.position for loader in loaders] == [3, 7]
+    assert [files.positions_name(rank, i) for rank, i in ((0, 0), (1, 0), (1, 2))] == [
+        *("dl_state_dict.bin", "dl_state_dict_rank1.bin", "dl_state_dict_rank1_2.bin")
+    ]
 
 
 # -- automatic naming ----------------------------------------------------------------------
