@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from accel import Accelerator, GradientAccumulationPlugin, ProfileKwargs
+from accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
+from accel.config.fp8 import MSAMPRecipeKwargs
 from accel.config.handlers import DistributedDataParallelKwargs
-from accel.config.training import ProjectConfiguration
-from accel.errors import ConfigError
+from accel.config.training import ProjectConfiguration, TorchDynamoPlugin
+from accel.enums import PrecisionType
+from accel.errors import ConfigError, NotBuiltError
 from accel.plan import Plan
 from accel.state import AcceleratorState, GradientState, PartialState
 
@@ -250,6 +249,93 @@ def test_the_spelling_of_the_documentations_example_is_understood() -> None:
     assert accelerator.plan.ddp.bucket_cap_mb == 3
 
 
+# -- the constructor ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["no", "fp16", "bf16"])
+def test_each_precision_by_its_name(name: str) -> None:
+    for spelling in (name, PrecisionType(name)):
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(cpu=True, mixed_precision=spelling)
+        assert accelerator.mixed_precision == name
+        assert accelerator.state.mixed_precision == name
+
+
+def test_fp8_has_no_engine_yet() -> None:
+    with pytest.raises(NotBuiltError, match=r"mixed_precision='fp8'.*Use bf16"):
+        Accelerator(cpu=True, mixed_precision="fp8")
+    with pytest.raises(ConfigError, match="MSAMPRecipeKwargs with mixed_precision='no'"):
+        Accelerator(cpu=True, kwargs_handlers=[MSAMPRecipeKwargs()])
+
+
+@pytest.mark.parametrize(
+    "name", ["deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin"]
+)
+def test_an_engine_that_is_not_built_yet_is_refused(name: str) -> None:
+    with pytest.raises(NotBuiltError, match=f"{name}.*does not offer it yet.*DDP"):
+        Accelerator(cpu=True, **{name: object()})
+
+
+def test_models_are_not_compiled_yet() -> None:
+    assert Accelerator(cpu=True, dynamo_backend="no").state.dynamo_plugin.backend == "no"
+    with pytest.raises(NotBuiltError, match="dynamo_backend='inductor'"):
+        Accelerator(cpu=True, dynamo_backend="inductor")
+    with pytest.raises(ConfigError, match="Did you mean 'inductor'"):
+        Accelerator(cpu=True, dynamo_backend="indctor")
+    with pytest.raises(NotBuiltError, match="dynamo_backend='eager'"):
+        Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager"))
+
+
+def test_the_machines_accelerator_is_left_alone_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel.device.default_device_type", lambda: "xpu")
+    assert Accelerator(cpu=True).device == torch.device("cpu")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert Accelerator(device="cpu").device == torch.device("cpu")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(ConfigError, match="'xpu': this machine has no such device"):
+        Accelerator()
+
+
+def test_generators_that_are_not_there_are_refused() -> None:
+    for name in ("cuda", "xla"):
+        with pytest.raises(ConfigError, match=f"rng_types: '{name}': this run computes on cpu"):
+            Accelerator(cpu=True, rng_types=[name])
+    for name in ("torch", "generator"):
+        assert Accelerator(cpu=True, rng_types=[name]).rng_types == (name,)
+    assert Accelerator(cpu=True).rng_types == ("generator",)
+
+
+def test_states_and_logs_go_where_the_run_says() -> None:
+    accelerator = Accelerator(cpu=True, project_dir="here", logging_dir="logs")
+    assert (accelerator.project_dir, accelerator.logging_dir) == ("here", "logs")
+    project = ProjectConfiguration(project_dir="there", total_limit=2)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    assert (accelerator.project_dir, accelerator.logging_dir) == ("there", "there")
+    assert accelerator.project_configuration.total_limit == 2
+
+
+def test_loaders_follow_the_configuration() -> None:
+    config = DataLoaderConfiguration(use_seedable_sampler=True, even_batches=False, data_seed=3)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    assert accelerator.use_seedable_sampler is True
+    assert accelerator.even_batches is False
+    with pytest.raises(ConfigError, match="even_batches=True with dataloader_config"):
+        Accelerator(cpu=True, dataloader_config=config, even_batches=True)
+
+
+def test_older_spellings_are_understood() -> None:
+    accelerator = Accelerator(
+        cpu=True,
+        split_batches=True,
+        dispatch_batches=True,
+        even_batches=False,
+        use_seedable_sampler=True,
+    )
+    assert accelerator.plan.dataloader == DataLoaderConfiguration(
+        split_batches=True, dispatch_batches=True, even_batches=False, use_seedable_sampler=True
+    )
+
+
 def test_everything_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Accelerator(cpu=True, mixed_precision="bf61", gradient_accumulation_steps=0)
@@ -264,43 +350,6 @@ def test_a_refused_run_leaves_no_state_behind() -> None:
 
 
 # -- around the run ----------------------------------------------------------------------------
-
-
-def test_a_profile_is_written_as_a_chrome_trace(tmp_path: Path) -> None:
-    handler = ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path / "trace"))
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
-    with accelerator.profile() as profiler:
-        torch.ones(4).sum()
-    assert "aten::sum" in {event.key for event in profiler.key_averages()}
-    trace = json.loads((tmp_path / "trace" / "profile_0.json").read_text())
-    assert any(event.get("name") == "aten::sum" for event in trace["traceEvents"])
-
-
-def test_each_cycle_of_a_schedule_is_written(tmp_path: Path) -> None:
-    seen = []
-    handler = ProfileKwargs(
-        activities=["cpu"],
-        schedule_option={"wait": 0, "warmup": 0, "active": 1, "repeat": 2},
-        on_trace_ready=lambda profiler: seen.append(profiler.step_num),
-        output_trace_dir=str(tmp_path),
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch: no warm-up
-        with Accelerator(cpu=True).profile(handler) as profiler:
-            for _ in range(3):
-                torch.ones(4).sum()
-                profiler.step()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "profile_0.json",
-        "profile_0_1.json",
-    ]
-    assert len(seen) == 2
-
-
-def test_profiling_needs_no_folder() -> None:
-    with Accelerator(cpu=True).profile(ProfileKwargs(activities=["cpu"])) as profiler:
-        torch.ones(4).sum()
-    assert len(profiler.key_averages()) > 0
 
 
 def test_unwrapping_stops_at_the_users_own_module() -> None:

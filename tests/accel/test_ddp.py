@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,44 @@ def test_models_are_wrapped_as_the_handler_says() -> None:
         "twice": "Sequential",
         "unwrapped": "Sequential",
     }
+
+
+def only_evaluated() -> tuple[str, str]:
+    accelerator = Accelerator(cpu=True)
+    prepared = (
+        accelerator.prepare_model(make_model(), evaluation_mode=True),
+        accelerator.prepare_model(make_model()),
+    )
+    return type(prepared[0]).__name__, type(prepared[1]).__name__
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_model_that_is_only_evaluated_needs_no_wrapper(world_size: int) -> None:
+    kinds = ("Sequential", "DistributedDataParallel")
+    assert run_distributed(only_evaluated, world_size) == [kinds] * world_size
+
+
+def pickled() -> dict[str, bool]:
+    """Return whether copies of prepared models are equal to the models, and live on their own."""
+    found = {}
+    for precision in ("no", "bf16"):
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(cpu=True, mixed_precision=precision)
+        model = accelerator.prepare(make_model())
+        inputs = torch.ones(2, 3)
+        for name, one in {"wrapped": model, "plain": accelerator.unwrap_model(model)}.items():
+            twin = pickle.loads(pickle.dumps(one))
+            same = torch.equal(twin(inputs), one(inputs))
+            with torch.no_grad():
+                next(twin.parameters()).fill_(5.0)
+            found[f"{precision} {name}"] = same and not torch.equal(twin(inputs), one(inputs))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_prepared_models_pickle(world_size: int) -> None:
+    names = [f"{precision} {name}" for precision in ("no", "bf16") for name in ("wrapped", "plain")]
+    assert run_distributed(pickled, world_size) == [dict.fromkeys(names, True)] * world_size
 
 
 # -- when gradients are exchanged ----------------------------------------------------------------

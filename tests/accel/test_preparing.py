@@ -12,6 +12,7 @@ from accel.errors import ConfigError
 from accel.objects import Objects
 from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler
+from accel.state import AcceleratorState
 from accel.strategies.base import Strategy, Traits
 from accel.strategies.single import SingleProcessStrategy
 from accel.strategies.table import STRATEGIES, find_strategy
@@ -148,6 +149,40 @@ def test_a_model_in_evaluation_mode_is_prepared_too() -> None:
     model = accelerator.prepare_model(torch.nn.Linear(2, 1), evaluation_mode=True)
     assert "forward" in model.__dict__
     assert accelerator._models == [model]
+
+
+class Moved(torch.nn.Linear):
+    """Remembers where it was moved to."""
+
+    places: tuple[str, ...] = ()
+
+    def to(self, device: torch.device) -> torch.nn.Module:  # type: ignore[override]
+        self.places += (str(device),)
+        return self
+
+
+def test_a_model_is_moved_unless_told_otherwise() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.prepare_model(Moved(1, 1)).places == ("cpu",)
+    assert accelerator.prepare_model(Moved(1, 1), device_placement=False).places == ()
+    assert accelerator.prepare(Moved(1, 1), device_placement=[False]).places == ()
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True, device_placement=False)
+    assert accelerator.device_placement is False
+    assert accelerator.prepare_model(Moved(1, 1)).places == ()
+    assert accelerator.prepare_model(Moved(1, 1), device_placement=True).places == ("cpu",)
+
+
+def test_an_optimizer_and_its_scheduler_are_prepared_alone() -> None:
+    accelerator = Accelerator(cpu=True)
+    _, inner, _, schedule = parts()
+    optimizer = accelerator.prepare_optimizer(inner)
+    assert (optimizer.optimizer, optimizer.device_placement) == (inner, True)
+    other = accelerator.prepare_optimizer(parts()[1], device_placement=False)
+    assert other.device_placement is False
+    prepared = accelerator.prepare_scheduler(schedule)
+    assert (prepared.scheduler, prepared.optimizers) == (schedule, [optimizer])
+    assert accelerator._optimizers == [optimizer, other]
 
 
 def test_a_loader_is_prepared_as_the_run_was_told() -> None:
