@@ -32,7 +32,7 @@ from tests.accel.data.parts import Counting, Pair, Stream, prepared, values
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.integers(0, 60),
+    st.integers(0, 200),
     st.integers(1, 5),
     st.integers(1, 4),
     st.booleans(),
@@ -61,7 +61,7 @@ def test_the_end_is_known_exactly_while_the_last_batch_is_in_hand(
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(0, 60), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.booleans())
+@given(st.integers(0, 200), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.booleans())
 def test_the_union_of_the_shares_is_the_data(
     n: int, size: int, count: int, split: bool, streamed: bool
 ) -> None:
@@ -87,7 +87,7 @@ def test_the_union_of_the_shares_is_the_data(
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.integers(0, 60),
+    st.integers(0, 200),
     st.integers(1, 5),
     st.integers(1, 4),
     st.booleans(),
@@ -400,6 +400,17 @@ def test_a_saved_state_has_the_order_of_the_pass_under_way(seedable: bool) -> No
     load_loader_state(resumed, state)
     assert values(skip_first_batches(resumed, 2)) == seen[2:]
     assert values(resumed) == following
+
+
+def test_the_rest_of_a_pass_draws_no_seed_that_the_whole_pass_did_not() -> None:
+    """Else a training resumed in mid-epoch would go on with other random numbers (dropout)."""
+    loader = prepared(12, 2)
+    before = torch.get_rng_state()
+    assert values(skip_first_batches(loader, 2)) == values(loader)[2:]
+    after_both = torch.get_rng_state()
+    torch.set_rng_state(before)
+    values(loader)
+    assert torch.equal(torch.get_rng_state(), after_both)
 
 
 def test_the_cost_of_a_batch_is_a_generator_step() -> None:

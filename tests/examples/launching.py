@@ -1,0 +1,79 @@
+"""Runs the scripts in `examples/`: as plain programs, and under torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.helpers import free_port, python
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+SECONDS = 200.0
+AT_A_TIME = 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way to start a script.
+
+    Args:
+        script: its name without ``.py``.
+        arguments: of its command line.
+        processes: that torchrun starts; None: no torchrun.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    processes: int | None = None
+
+    def command(self) -> list[str]:
+        """Return the command line."""
+        script = [str(EXAMPLES / f"{self.script}.py"), "--cpu", *self.arguments]
+        if self.processes is None:
+            return python(*script)
+        torchrun = ("--nproc-per-node", str(self.processes), "--master-port", str(free_port()))
+        return python("-m", "torch.distributed.run", *torchrun, *script)
+
+    def __call__(self) -> subprocess.CompletedProcess[str]:
+        """Run it to its end, or fail after `SECONDS`; nothing of it stays."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(
+            self.command(),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(timeout=SECONDS)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)  # its workers, too
+                process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def outputs(*runs: Run) -> list[list[str]]:
+    """Run scripts, some at a time, and return what each printed: lines.
+
+    Raises:
+        AssertionError: if one did not end well.
+    """
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        results = list(pool.map(lambda run: run(), runs))
+    for result in results:
+        assert result.returncode == 0, f"{result.args}\n{result.stdout}\n{result.stderr}"
+        assert "terminate called" not in result.stderr, result.stderr
+    return [result.stdout.splitlines() for result in results]
+
+
+def number_after(word: str, lines: Sequence[str]) -> float:
+    """Return the number that follows `word` in the last line that has it."""
+    (*_, line) = (line for line in lines if word in line)
+    return float(line.split(word)[1].split()[0].strip(",:"))
