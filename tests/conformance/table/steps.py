@@ -38,6 +38,9 @@ PLACED = OPTIMIZER + "test_state_goes_to_the_device_of_its_parameter"
 SCALER = OPTIMIZER + "test_the_scaler_unscales_gradients_and_skips_what_overflowed"
 SWITCHED = OPTIMIZER + "test_a_schedule_free_optimizer_is_switched_to_evaluation_and_back"
 
+NUMBER = "tests/accel/test_loss.py::test_a_plain_number_is_normalised_too"
+EQUAL_STEPS = "tests/accel/test_loss.py::test_any_number_of_processes_makes_the_exact_steps[2-own]"
+
 METHODS = [
     Entry("accel:Accelerator.accumulate", WINDOWS, NoOp.CONTEXT, {"models": P(REQUIRED, SEVERAL)}),
     Entry(
@@ -204,4 +207,23 @@ WRAPPERS = [
     ),
 ]
 
-ENTRIES = [*METHODS, *SETTINGS_OF_A_RUN, *WRAPPERS]
+NORMALISATION = [
+    Entry(
+        "accel.loss:normalize_loss",
+        EQUAL_STEPS,
+        NoOp.FIRST,
+        {
+            "total": P(REQUIRED, NUMBER),
+            "global_weight": P(REQUIRED, NUMBER),
+            "num_processes": P(REQUIRED, NUMBER),
+            "num_steps": P(REQUIRED, NUMBER),
+        },
+    ),
+    Entry(
+        "accel.loss:global_weight",
+        EQUAL_STEPS,
+        parameters={"weights": P(REQUIRED, EQUAL_STEPS), "comm": P(REQUIRED, EQUAL_STEPS)},
+    ),
+]
+
+ENTRIES = [*METHODS, *SETTINGS_OF_A_RUN, *WRAPPERS, *NORMALISATION]
