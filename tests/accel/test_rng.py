@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accel import rng
-from accel.errors import CheckpointError, ConfigError
+from accel.errors import CheckpointError, ConfigError, MissingPackageError
 from accel.state import PartialState
 from tests.helpers import run_distributed
 
@@ -80,6 +80,48 @@ def test_ranks_get_the_states_of_the_main_process(size: int) -> None:
     assert [both for both, _, _ in everywhere] == [expected] * size
     assert len({tuple(alone) for _, alone, _ in everywhere}) == 1
     assert all(differs == (size > 1) for _, _, differs in everywhere)
+
+
+class Device:
+    """A device's generator whose state is `state`."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def is_available(self) -> bool:
+        return True
+
+    def get_rng_state(self) -> Any:
+        return self.state
+
+    def set_rng_state(self, state: Any) -> None:
+        self.state = state
+
+
+def synchronized_devices() -> tuple[list[int], int]:
+    rank = PartialState(cpu=True).process_index
+    cuda, xla = Device(torch.tensor([rank + 7], dtype=torch.uint8)), Device(rank + 2**40)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("is_available", "get_rng_state", "set_rng_state"):
+            patch.setattr(torch.cuda, name, getattr(cuda, name))
+        patch.setattr(rng, "require", lambda module, *_, **__: xla)
+        rng.synchronize_rng_states(["cuda", "xla"])
+    return cuda.state.tolist(), xla.state
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_devices_get_the_states_of_the_main_process(size: int) -> None:
+    assert run_distributed(synchronized_devices, size) == [([7], 2**40)] * size
+
+
+def test_what_is_not_there_cannot_be_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"rng_type='cuda' on a machine without such a device"):
+        rng.synchronize_rng_state("cuda")
+    with pytest.raises(ConfigError, match=r"rng_type='tosh'.*torch"):
+        rng.synchronize_rng_state("tosh")
+    with pytest.raises(MissingPackageError, match="torch_xla"):
+        rng.synchronize_rng_state("xla")
 
 
 def test_generator_must_be_given() -> None:

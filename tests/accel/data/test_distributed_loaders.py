@@ -1,6 +1,9 @@
-"""Prepared loaders on two real processes."""
+"""Prepared loaders on real processes."""
 
 from __future__ import annotations
+
+import itertools
+import random
 
 import pytest
 import torch
@@ -25,6 +28,16 @@ class Stream(IterableDataset):
             raise AssertionError("only the main process reads")
         for number in range(self.length):
             yield {"id": torch.tensor(number), "x": torch.tensor([float(number)] * 3)}
+
+
+class Numbers(IterableDataset):
+    """The numbers below `length`."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self):
+        return iter(range(self.length))
 
 
 class Sharded(IterableDataset):
@@ -123,6 +136,53 @@ def test_the_main_process_reads_for_all(length, split, drop_last, even, wanted, 
         rounds = max(len(ids) for ids in wanted)
         # one description a round and one for the end; one collective per dtype
         assert rank["calls"] == {"objects": rounds + 1, "tensors": 2 * rounds}
+
+
+def plans(count: int) -> list[dict]:
+    """Return dispatched loaders of every kind, the same list on every process."""
+    draw = random.Random(count)
+    return [
+        {
+            "length": draw.choice([0, 1, count - 1, count + 1, draw.randint(2, 200)]),
+            "size": draw.randint(1, 9) * count,
+            "streamed": draw.random() < 0.5,
+            "split": draw.random() < 0.5,
+            "even": draw.random() < 0.5,
+            "drop_last": draw.random() < 0.5,
+        }
+        for _ in range(40)
+    ]
+
+
+def read_plans() -> list[list[list[int]]]:
+    found = []
+    for plan in plans(PartialState(cpu=True).num_processes):
+        length = plan["length"]
+        dataset = Numbers(length) if plan["streamed"] else range(length)
+        loader = prepare_data_loader(
+            DataLoader(dataset, batch_size=plan["size"], drop_last=plan["drop_last"]),
+            dispatch_batches=True,
+            split_batches=plan["split"],
+            even_batches=plan["even"],
+        )
+        found.append([batch.tolist() for batch in loader])
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_nobody_waits_and_every_sample_is_read_whatever_the_plan(count: int) -> None:
+    ranks = run_distributed(read_plans, count)
+    for plan, *shares in zip(plans(count), *ranks, strict=True):
+        rounds = itertools.zip_longest(*shares, fillvalue=[])
+        seen = [i for group in rounds for batch in group for i in batch]
+        total = plan["size"] * (1 if plan["split"] else count)
+        whole = plan["length"] // total * total if plan["drop_last"] else plan["length"]
+        assert seen[:whole] == list(range(whole)), plan
+        if plan["even"] or plan["drop_last"]:
+            assert len(seen) - whole < count, plan
+            assert len({tuple(map(len, share)) for share in shares}) == 1, plan
+        else:
+            assert len(seen) == whole, plan
 
 
 class Failing(IterableDataset):

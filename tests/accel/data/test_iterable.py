@@ -104,9 +104,15 @@ def test_the_documented_example() -> None:
     assert [share(0, True), share(1, True)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
+def test_a_short_last_round_is_left_out_or_completed() -> None:
+    assert list(IterableDatasetShard(Stream(9), 2, True, 2, 1)) == [2, 3, 6, 7]
+    assert list(IterableDatasetShard(Stream(9), 2, False, 2, 1)) == [2, 3, 6, 7, 1, 2]
+
+
 def test_the_epoch_reaches_the_stream() -> None:
     stream = Stream(3)
-    IterableDatasetShard(stream, 1, False, 2, 0).set_epoch(4)
+    shard = IterableDatasetShard(stream, 1, False, 2, 0)
+    shard.set_epoch(4)
     assert stream.epoch == 4
 
 

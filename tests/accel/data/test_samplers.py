@@ -106,6 +106,13 @@ def test_the_documented_examples() -> None:
     assert list(BatchSamplerShard(inner, 2, 1, split_batches=True)) == [[2, 3], [6, 7]]
 
 
+def test_uneven_batches_are_left_as_they_are() -> None:
+    inner = BatchSampler(SequentialSampler(range(7)), 2, False)
+    found = [list(BatchSamplerShard(inner, 3, rank, even_batches=False)) for rank in range(3)]
+    assert found == [[[0, 1], [6]], [[2, 3]], [[4, 5]]]
+    assert [BatchSamplerShard(inner, 3, rank).total_length for rank in range(3)] == [4] * 3
+
+
 def test_fewer_samples_than_processes() -> None:
     assert shards(1, 2, 4, False, even_batches=True) == [[[0, 0]]] * 4
     assert shards(0, 2, 4, False, even_batches=True) == [[]] * 4
@@ -153,7 +160,7 @@ def test_a_rank_beyond_the_processes_is_refused() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 40), st.integers(1, 5), st.booleans())
+@given(LENGTH, COUNT, st.booleans())
 def test_single_indices_are_dealt_out(n: int, count: int, even: bool) -> None:
     found = [list(SamplerShard(SequentialSampler(range(n)), count, r, even)) for r in range(count)]
     seen = [i for group in itertools.zip_longest(*found) for i in group if i is not None]
