@@ -51,7 +51,11 @@ def release_memory(*objects: Any) -> list[Any]:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Return whether `exception` says that memory ran out."""
+    """Return whether an exception says that memory ran out.
+
+    Args:
+        exception: what was raised.
+    """
     if isinstance(exception, torch.OutOfMemoryError):
         return True
     text = str(exception)

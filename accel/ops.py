@@ -367,6 +367,9 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 def find_batch_size(data: Any) -> int:
     """Return the size of dim 0 of the first tensor in nested data.
 
+    Args:
+        data: nested tensors; scalars are passed over.
+
     Raises:
         TypeError: if there is no tensor with a dim.
     """
@@ -381,7 +384,14 @@ def _is_low_precision(value: Any) -> bool:
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Turn the fp16 and bf16 tensors of nested data into fp32."""
+    """Turn the fp16 and bf16 tensors of nested data into fp32.
+
+    Args:
+        tensor: nested tensors; other leaves stay as they are.
+
+    Returns:
+        The same structure.
+    """
     if isinstance(tensor, torch.Tensor):
         return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
     return recursively_apply(torch.Tensor.float, tensor, test_type=_is_low_precision)
@@ -403,5 +413,9 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `model_forward` with its outputs turned into fp32."""
+    """Return a function like another, with its outputs turned into fp32.
+
+    Args:
+        model_forward: the function; it can be pickled afterwards if it can now.
+    """
     return ConvertOutputsToFp32(model_forward)

@@ -20,12 +20,21 @@ def is_tensor(value: Any) -> bool:
 
 
 def is_namedtuple(value: Any) -> bool:
-    """Return whether `value` is an instance of a named tuple."""
+    """Return whether a value is an instance of a named tuple.
+
+    Args:
+        value: any object.
+    """
     return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_asdict")
 
 
 def honor_type(original: Any, values: Iterable[Any]) -> Any:
-    """Return `values` in a sequence of the type of `original` (list, tuple, named tuple, …)."""
+    """Return values in a sequence of the type of another.
+
+    Args:
+        original: a list, tuple, named tuple, ….
+        values: as many as a named tuple has fields; any number for the others.
+    """
     if is_namedtuple(original):
         return type(original)(*values)
     return type(original)(values)

@@ -169,7 +169,12 @@ class ProcessControl:
         return self._only_if(self.local_process_index == local_process_index, function)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per node; takes the arguments of `print`."""
+        """Print once per node.
+
+        Args:
+            args: what to print.
+            kwargs: `sep`, `end`, `file` and `flush`, as for Python's `print`.
+        """
         if self.is_local_main_process:
             print(*args, **kwargs)
 

@@ -295,6 +295,15 @@ def test_send_to_device() -> None:
     assert data["a"][0] is one  # type: ignore[index]
 
 
+def test_copies_may_overlap_with_computation() -> None:
+    class Moved:
+        def to(self, device: str, non_blocking: bool = False) -> tuple[str, bool]:
+            return device, non_blocking
+
+    assert ops.send_to_device([Moved()], "meta", non_blocking=True) == [("meta", True)]
+    assert ops.send_to_device([Moved()], "meta") == [("meta", False)]
+
+
 def test_what_moves_itself_is_asked_to() -> None:
     encoding = Encoding(x=torch.ones(1))
     assert ops.send_to_device(encoding, "meta") is encoding

@@ -42,3 +42,14 @@ def test_a_forward_is_wrapped_once_and_keeps_its_signature() -> None:
     unwrap_forward(model)
     unwrap_forward(model)
     assert "forward" not in model.__dict__
+
+
+def test_a_model_is_taken_out_of_its_containers() -> None:
+    inner = torch.nn.Linear(1, 1)
+    wrap_forward(inner, lambda: torch.autocast("cpu", torch.bfloat16))
+    outside = torch.nn.DataParallel(torch.nn.DataParallel(inner))
+    assert extract_model_from_parallel(inner) is inner
+    assert extract_model_from_parallel(outside) is inner
+    assert isinstance(inner.forward, WrappedForward)
+    assert extract_model_from_parallel(outside, keep_fp32_wrapper=False) is inner
+    assert "forward" not in inner.__dict__

@@ -5,18 +5,102 @@ from __future__ import annotations
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
 OPS = "tests/accel/test_ops.py::"
-PADDING = OPS + "test_padding"
+GATHERING = "tests/accel/test_gathering.py::"
+COLLECTIVES = OPS + "test_collectives[2]"
+LAYOUTS = OPS + "test_tensors_of_any_layout_travel_in_one_collective[2]"
+PADDING = OPS + "test_padding[2]"
+SENT = OPS + "test_send_to_device"
+SLICED = OPS + "test_slices_and_sizes"
+JOINED = OPS + "test_concatenate"
+FP32 = OPS + "test_conversion_to_fp32"
+EXCHANGES = GATHERING + "test_exchanges[2]"
+METRICS = GATHERING + "test_each_sample_counts_once[False-9-5-2]"
 
-ENTRIES = [
-    Entry(
-        "accel.utils:pad_across_processes",
-        PADDING,
+
+def padding(name: str, test: str) -> Entry:
+    """Return the rows of the function or the method that pads."""
+    return Entry(
+        name,
+        test,
         NoOp.FIRST,
         {
-            "tensor": P(REQUIRED, PADDING),
-            "dim": P(0, PADDING),
-            "pad_index": P(0, PADDING),
-            "pad_first": P(False, PADDING),
+            "tensor": P(REQUIRED, test),
+            "dim": P(0, test),
+            "pad_index": P(0, test),
+            "pad_first": P(False, test),
+        },
+    )
+
+
+ENTRIES = [
+    Entry("accel.utils:gather", COLLECTIVES, NoOp.FIRST, {"tensor": P(REQUIRED, COLLECTIVES)}),
+    Entry(
+        "accel.utils:gather_object", COLLECTIVES, NoOp.FIRST, {"object": P(REQUIRED, COLLECTIVES)}
+    ),
+    Entry(
+        "accel.utils:broadcast",
+        COLLECTIVES,
+        NoOp.FIRST,
+        {"tensor": P(REQUIRED, COLLECTIVES), "from_process": P(0, COLLECTIVES)},
+    ),
+    Entry(
+        "accel.utils:broadcast_object_list",
+        COLLECTIVES,
+        NoOp.FIRST,
+        {"object_list": P(REQUIRED, COLLECTIVES), "from_process": P(0, COLLECTIVES)},
+    ),
+    Entry(
+        "accel.utils:reduce",
+        LAYOUTS,
+        NoOp.FIRST,
+        {
+            "tensor": P(REQUIRED, LAYOUTS),
+            "reduction": P("mean", LAYOUTS),
+            "scale": P(1.0, COLLECTIVES),
         },
     ),
+    padding("accel.utils:pad_across_processes", PADDING),
+    Entry(
+        "accel.utils:concatenate",
+        JOINED,
+        NoOp.FIRST,
+        {"data": P(REQUIRED, JOINED), "dim": P(0, JOINED)},
+    ),
+    Entry(
+        "accel.utils:send_to_device",
+        SENT,
+        NoOp.FIRST,
+        {
+            "tensor": P(REQUIRED, SENT),
+            "device": P(REQUIRED, SENT),
+            "non_blocking": P(False, OPS + "test_copies_may_overlap_with_computation"),
+            "skip_keys": P(None, SENT),
+        },
+    ),
+    Entry(
+        "accel.utils:slice_tensors",
+        SLICED,
+        NoOp.FIRST,
+        {"data": P(REQUIRED, SLICED), "tensor_slice": P(REQUIRED, SLICED)},
+    ),
+    Entry("accel.utils:find_batch_size", SLICED, NoOp.NONE, {"data": P(REQUIRED, SLICED)}),
+    Entry("accel.utils:convert_to_fp32", FP32, NoOp.FIRST, {"tensor": P(REQUIRED, FP32)}),
+    Entry("accel:Accelerator.gather", EXCHANGES, NoOp.FIRST, {"tensor": P(REQUIRED, EXCHANGES)}),
+    Entry(
+        "accel:Accelerator.gather_for_metrics",
+        METRICS,
+        NoOp.FIRST,
+        {"input_data": P(REQUIRED, METRICS), "use_gather_object": P(False, METRICS)},
+    ),
+    Entry(
+        "accel:Accelerator.reduce",
+        EXCHANGES,
+        NoOp.FIRST,
+        {
+            "tensor": P(REQUIRED, EXCHANGES),
+            "reduction": P("sum", EXCHANGES),
+            "scale": P(1.0, EXCHANGES),
+        },
+    ),
+    padding("accel:Accelerator.pad_across_processes", EXCHANGES),
 ]

@@ -1,0 +1,46 @@
+"""Enumerations, environment checks and modules (documentation pages: utilities, internals).
+
+The parameters that the pages print for an enumeration (`names`, `module`, `start`, …) are those of
+Python's own `enum.EnumType.__call__`; of them only `value` means something for one with members.
+"""
+
+from __future__ import annotations
+
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+
+ENUMS = "tests/accel/test_enums.py::test_values"
+IMPORTS = "tests/accel/test_imports.py::"
+VERSIONS = IMPORTS + "test_compare_versions"
+XLA = IMPORTS + "test_torch_xla_and_the_device_it_computes_on"
+BF16 = IMPORTS + "test_bf16_is_a_matter_of_the_device"
+EXTRACTED = "tests/accel/test_wrapping.py::test_a_model_is_taken_out_of_its_containers"
+
+
+def values(name: str, *members: str) -> Entry:
+    """Return the rows of an enumeration."""
+    kind = name.rpartition(":")[2]
+    return Entry(name, attributes={m: f"{ENUMS}[{kind}]" for m in members}, call=False)
+
+
+ENTRIES = [
+    values("accel:DistributedType", "NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "TPU"),
+    values("accel.utils:LoggerType", "ALL", "TENSORBOARD", "WANDB", "COMETML"),
+    values("accel.utils:PrecisionType", "NO", "FP8", "FP16", "BF16"),
+    Entry("accel.utils:is_bf16_available", BF16, parameters={"ignore_tpu": P(False, BF16)}),
+    Entry(
+        "accel.utils:is_torch_version",
+        VERSIONS,
+        parameters={"operation": P(REQUIRED, VERSIONS), "version": P(REQUIRED, VERSIONS)},
+    ),
+    Entry(
+        "accel.utils:is_torch_xla_available",
+        XLA,
+        parameters={"check_is_tpu": P(False, XLA), "check_is_gpu": P(False, XLA)},
+    ),
+    Entry(
+        "accel.utils:extract_model_from_parallel",
+        EXTRACTED,
+        NoOp.FIRST,
+        {"model": P(REQUIRED, EXTRACTED), "keep_fp32_wrapper": P(True, EXTRACTED)},
+    ),
+]
