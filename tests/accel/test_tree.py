@@ -144,6 +144,8 @@ def test_every_kind_is_split() -> None:
     assert first["a"] == [1, 2]
     assert second["b"]["c"].tolist() == [2]
     assert data["a"] == [1, 2, 3]
+    assert [list(part) for part in parts(range(3), padding=True)] == [[0, 1], [2, 2]]
+    assert parts(Pair(1, 2), padding=True) == parts(Pair(1, 2)) == [(1,), (2,)]
     assert parts([]) == [[], []]
     assert parts([1], padding=True) == [[1], [1]]
 
@@ -169,3 +171,5 @@ def test_what_cannot_be_split() -> None:
         tree.split({1, 2}, 0, 2)
     with pytest.raises(ConfigError, match="int"):
         tree.split(5, 0, 2)
+    with pytest.raises(ConfigError, match="str"):  # a prompt, not its letters
+        tree.split({"prompt": "text"}, 0, 2)
