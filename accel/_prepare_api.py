@@ -99,7 +99,14 @@ class PrepareAPI:
         return self._take_in_one("optimizers", optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Make a learning-rate scheduler fit the run; prepare its optimizer before."""
+        """Make a learning-rate scheduler fit the run; prepare its optimizer before.
+
+        Args:
+            scheduler: of torch, or anything with `step`, `state_dict` and `load_state_dict`.
+
+        Returns:
+            One that steps when its optimizer does.
+        """
         return self._take_in_one("schedulers", scheduler, None)
 
     def prepare_data_loader(
@@ -263,7 +270,11 @@ class PrepareAPI:
         return skip_first_batches(dataloader, num_batches=num_batches)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Return whether `model` was spread over several devices by a map such as ``"auto"``."""
+        """Return whether a model was spread over several devices by a map such as ``"auto"``.
+
+        Args:
+            model: prepared or not.
+        """
         maps = (getattr(module, "hf_device_map", None) for module in model.modules())
         return any(device_map is not None and len(device_map) > 1 for device_map in maps)
 
@@ -283,7 +294,14 @@ class PrepareAPI:
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[None]:
-        """Do what `free_memory` does."""
+        """Do what `free_memory` does.
+
+        Args:
+            objects: more to let go of.
+
+        Returns:
+            As many None as there are `objects`.
+        """
         return self.free_memory(*objects)
 
 

@@ -58,6 +58,8 @@ def _described(docstring: str) -> set[str]:
 
 
 def _parameters(found: Any) -> dict[str, inspect.Parameter]:
+    if inspect.isclass(found) and found.__init__ is object.__init__:
+        return {}
     function = found.__init__ if inspect.isclass(found) else getattr(found, "__func__", found)
     try:
         parameters = inspect.signature(function).parameters

@@ -15,6 +15,12 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a method of a tracker so that it runs on the main process alone.
 
     A tracker whose `main_process_only` is False runs it on every process.
+
+    Args:
+        function: the method.
+
+    Returns:
+        A method that does nothing, and returns None, on other processes.
     """
 
     @functools.wraps(function)
