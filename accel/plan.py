@@ -28,7 +28,7 @@ from accel.config.training import (
 from accel.device import process_group_backend, resolve_device
 from accel.enums import DistributedType, DynamoBackend, PrecisionType, RNGType
 from accel.env import Environment
-from accel.errors import ConfigError, NotBuiltError, Problem, nearest
+from accel.errors import ConfigError, NotBuiltError, Problem, nearest, unknown_choice
 
 HANDLERS: tuple[type[KwargsHandler], ...] = (
     AutocastKwargs,
@@ -332,8 +332,7 @@ def _mixed_precision(
         given, source = environment.mixed_precision, "ACCELERATE_MIXED_PRECISION"
     name = str(given or "no").lower()
     if name not in PrecisionType.list():
-        known = PrecisionType.list()
-        found.add(f"{source}={name!r}", f"it is one of {', '.join(known)}", nearest(name, known))
+        found.wrong.append(unknown_choice(source, name, PrecisionType.list()))
     elif name == "fp8":
         found.missing(f"{source}='fp8'", "Use bf16.")
     _check_recipes([kind.__name__ for kind in RECIPES if kind in handlers], name, found)
@@ -478,11 +477,7 @@ def _backend(
     asked = [part.rpartition(":")[2] for part in str(init.backend).split(",")]
     for name in asked:
         if name not in known:
-            found.add(
-                f"InitProcessGroupKwargs.backend={name!r}",
-                f"it is one of {', '.join(known)}",
-                nearest(name, known),
-            )
+            found.wrong.append(unknown_choice("InitProcessGroupKwargs.backend", name, known))
     return init.backend
 
 
