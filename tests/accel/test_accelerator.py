@@ -323,19 +323,6 @@ def test_loaders_follow_the_configuration() -> None:
         Accelerator(cpu=True, dataloader_config=config, even_batches=True)
 
 
-def test_older_spellings_are_understood() -> None:
-    accelerator = Accelerator(
-        cpu=True,
-        split_batches=True,
-        dispatch_batches=True,
-        even_batches=False,
-        use_seedable_sampler=True,
-    )
-    assert accelerator.plan.dataloader == DataLoaderConfiguration(
-        split_batches=True, dispatch_batches=True, even_batches=False, use_seedable_sampler=True
-    )
-
-
 def test_everything_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Accelerator(cpu=True, mixed_precision="bf61", gradient_accumulation_steps=0)

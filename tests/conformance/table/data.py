@@ -204,21 +204,6 @@ ACCELERATOR_ENTRIES = [
             "use_stateful_dataloader": P(False, CONFIGURATION + "test_loaders_of_torchdata"),
         },
     ),
-    Entry(
-        "accel:Accelerator",
-        call=False,
-        parameters={
-            "rng_types": P(
-                None,
-                CONFIGURATION + "test_a_pass_synchronises_the_named_generators[2]",
-                keyword=True,
-            ),
-            "split_batches": P(None, SPLIT, keyword=True),
-            "dispatch_batches": P(None, WHO, keyword=True),
-            "even_batches": P(None, SPLIT, keyword=True),
-            "use_seedable_sampler": P(None, EACH_ORDER, keyword=True),
-        },
-    ),
 ]
 
 RANDOM_ENTRIES = [

@@ -27,7 +27,6 @@ OVERFLOW = PRECISION + "test_an_overflow_skips_the_step_and_the_scheduler_and_lo
 AUTOCAST = PRECISION + "test_autocast_takes_a_handler_in_place_of_the_runs_own"
 ORDER = SCHEDULER + "test_calls_within_a_window_count_for_the_order_of_calls"
 OF_THE_RUN = SCHEDULER + "test_the_run_says_how_its_schedulers_step"
-LEFT_TO_CALLER = SCHEDULER + "test_the_run_may_leave_the_stepping_to_the_caller"
 SCHEDULED = SCHEDULER + "test_it_steps_at_the_end_of_a_window"
 SCHEDULE_STATE = SCHEDULER + "test_state_goes_out_and_in"
 WRAPPED = OPTIMIZER + "test_it_is_an_optimizer_with_the_state_of_the_wrapped_one"
@@ -97,11 +96,6 @@ SETTINGS_OF_A_RUN = [
     Entry(
         "accel:Accelerator",
         call=False,
-        parameters={  # the whole signature is in the part that builds it
-            "gradient_accumulation_steps": P(1, SETTINGS, keyword=True),
-            "gradient_accumulation_plugin": P(None, SETTINGS, keyword=True),
-            "step_scheduler_with_optimizer": P(True, LEFT_TO_CALLER, keyword=True),
-        },
         attributes={
             "gradient_accumulation_steps": ENVIRONMENT,
             "optimizer_step_was_skipped": OVERFLOW,

@@ -1,0 +1,169 @@
+"""The Accelerator itself (documentation page: Accelerator): constructor, attributes, preparing."""
+
+from __future__ import annotations
+
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+
+ACCELERATOR = "tests/accel/test_accelerator.py::"
+ACCUMULATION = "tests/accel/test_accumulation.py::"
+CONFIGURATION = "tests/accel/data/test_configuration.py::"
+DDP = "tests/accel/test_ddp.py::"
+HANDLERS = "tests/accel/test_handlers.py::"
+PRECISION = "tests/accel/test_precision.py::"
+PREPARING = "tests/accel/test_preparing.py::"
+PROFILING = "tests/accel/test_profiling.py::"
+TRACKERS = "tests/accel/test_trackers.py::"
+
+WHO = ACCELERATOR + "test_one_process_is_every_kind_of_process"
+MOVED = PREPARING + "test_a_model_is_moved_unless_told_otherwise"
+PRECISIONS = ACCELERATOR + "test_each_precision_by_its_name"
+FP8 = ACCELERATOR + "test_fp8_has_no_engine_yet"
+SETTINGS = ACCUMULATION + "test_the_plugins_settings_arrive"
+ALONE = ACCELERATOR + "test_the_machines_accelerator_is_left_alone_on_request"
+NOT_BUILT = ACCELERATOR + "test_an_engine_that_is_not_built_yet_is_refused"
+GENERATORS = ACCELERATOR + "test_generators_that_are_not_there_are_refused"
+FOLDERS = ACCELERATOR + "test_states_and_logs_go_where_the_run_says"
+NAMED = TRACKERS + "test_trackers_are_named_to_the_accelerator"
+COMPILED = ACCELERATOR + "test_models_are_not_compiled_yet"
+SPLIT = CONFIGURATION + "test_split_and_even_batches[2]"
+ORDER = PREPARING + "test_prepare_keeps_the_order_of_its_arguments"
+PLACES = PREPARING + "test_device_placement_is_told_for_each_object"
+EVALUATED = DDP + "test_a_model_that_is_only_evaluated_needs_no_wrapper"
+PREPARED_ALONE = PREPARING + "test_an_optimizer_and_its_scheduler_are_prepared_alone"
+UNWRAPPED = ACCELERATOR + "test_unwrapping_stops_at_the_users_own_module"
+OWN_FORWARD = PRECISION + "test_unwrapping_gives_the_models_own_forward_back"
+FORGOTTEN = PREPARING + "test_free_memory_lets_go_of_everything"
+OWN_TRACKER = TRACKERS + "test_a_tracker_of_the_users_own_as_a_class_and_as_an_object"
+BOARD = TRACKERS + "test_tensorboard_gets_scalars_text_images_and_hyper_parameters"
+MAPS = PREPARING + "test_device_maps_are_found"
+RUNS_OWN = PROFILING + "test_the_runs_own_handler_holds_unless_another_is_given"
+
+ENTRIES = [
+    Entry(
+        "accel:Accelerator",
+        WHO,
+        parameters={
+            "device_placement": P(True, MOVED),
+            "split_batches": P(None, SPLIT),
+            "mixed_precision": P(None, PRECISIONS),
+            "gradient_accumulation_steps": P(1, SETTINGS),
+            "cpu": P(False, ALONE),
+            "dataloader_config": P(None, ACCELERATOR + "test_loaders_follow_the_configuration"),
+            "deepspeed_plugin": P(None, NOT_BUILT),
+            "fsdp_plugin": P(None, NOT_BUILT),
+            "megatron_lm_plugin": P(None, NOT_BUILT),
+            "rng_types": P(
+                None, CONFIGURATION + "test_a_pass_synchronises_the_named_generators[2]"
+            ),
+            "log_with": P(None, NAMED),
+            "project_dir": P(None, FOLDERS),
+            "project_config": P(None, FOLDERS),
+            "gradient_accumulation_plugin": P(None, SETTINGS),
+            "step_scheduler_with_optimizer": P(
+                True,
+                "tests/accel/test_scheduler.py::test_the_run_may_leave_the_stepping_to_the_caller",
+            ),
+            "kwargs_handlers": P(None, HANDLERS + "test_autocast_is_off_where_it_is_not_enabled"),
+            "dynamo_backend": P(None, COMPILED),
+            "deepspeed_plugins": P(None, NOT_BUILT),
+            # Older spellings, and those of the examples.
+            "logging_dir": P(None, FOLDERS, keyword=True),
+            "dispatch_batches": P(None, CONFIGURATION + "test_who_reads", keyword=True),
+            "even_batches": P(None, SPLIT, keyword=True),
+            "use_seedable_sampler": P(
+                None, CONFIGURATION + "test_the_order_is_seeded", keyword=True
+            ),
+            "kwarg_handler": P(
+                None,
+                ACCELERATOR + "test_the_spelling_of_the_documentations_example_is_understood",
+                keyword=True,
+            ),
+            "dynamo_plugin": P(None, COMPILED, keyword=True),
+        },
+        attributes={  # others are in the parts on processes, steps and saving
+            "device_placement": MOVED,
+            "project_dir": FOLDERS,
+            "state": PRECISIONS,
+            "step": FORGOTTEN,
+            "trackers": BOARD,
+        },
+        choices={
+            "mixed_precision": {
+                "no": PRECISIONS,
+                "fp16": PRECISIONS,
+                "bf16": PRECISIONS,
+                "fp8": FP8,
+            },
+            "rng_types": dict.fromkeys(("torch", "cuda", "xla", "generator"), GENERATORS),
+            "log_with": dict.fromkeys(("all", "tensorboard", "wandb", "comet_ml"), NAMED),
+            "dynamo_backend": {"no": COMPILED},
+        },
+    ),
+    Entry(
+        "accel:Accelerator.prepare",
+        ORDER,
+        NoOp.ALL,
+        {"args": P(REQUIRED, ORDER), "device_placement": P(None, PLACES)},
+    ),
+    Entry(
+        "accel:Accelerator.prepare_model",
+        MOVED,
+        NoOp.FIRST,
+        {
+            "model": P(REQUIRED, MOVED),
+            "device_placement": P(None, MOVED),
+            "evaluation_mode": P(False, EVALUATED),
+        },
+    ),
+    Entry(
+        "accel:Accelerator.prepare_optimizer",
+        PREPARED_ALONE,
+        NoOp.FIRST,
+        {"optimizer": P(REQUIRED, PREPARED_ALONE), "device_placement": P(None, PREPARED_ALONE)},
+    ),
+    Entry(
+        "accel:Accelerator.prepare_scheduler",
+        PREPARED_ALONE,
+        NoOp.FIRST,
+        {"scheduler": P(REQUIRED, PREPARED_ALONE)},
+    ),
+    Entry(
+        "accel:Accelerator.unwrap_model",
+        UNWRAPPED,
+        NoOp.FIRST,
+        {"model": P(REQUIRED, UNWRAPPED), "keep_fp32_wrapper": P(True, OWN_FORWARD)},
+    ),
+    Entry("accel:Accelerator.free_memory", FORGOTTEN),
+    Entry("accel:Accelerator.clear", FORGOTTEN),
+    Entry("accel:Accelerator.end_training", OWN_TRACKER),
+    Entry(
+        "accel:Accelerator.profile",
+        PROFILING + "test_profiling_needs_no_handler",
+        NoOp.CONTEXT,
+        {"profile_handler": P(None, RUNS_OWN)},
+    ),
+    Entry("accel:Accelerator.verify_device_map", MAPS, parameters={"model": P(REQUIRED, MAPS)}),
+    Entry(
+        "accel:Accelerator.get_tracker",
+        OWN_TRACKER,
+        parameters={"name": P(REQUIRED, OWN_TRACKER), "unwrap": P(False, BOARD)},
+    ),
+    Entry(
+        "accel:Accelerator.init_trackers",
+        OWN_TRACKER,
+        parameters={
+            "project_name": P(REQUIRED, OWN_TRACKER),
+            "config": P(None, OWN_TRACKER),
+            "init_kwargs": P(None, OWN_TRACKER),
+        },
+    ),
+    Entry(
+        "accel:Accelerator.log",
+        OWN_TRACKER,
+        parameters={
+            "values": P(REQUIRED, OWN_TRACKER),
+            "step": P(None, OWN_TRACKER),
+            "log_kwargs": P(None, OWN_TRACKER),
+        },
+    ),
+]

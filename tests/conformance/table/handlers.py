@@ -1,0 +1,154 @@
+"""Kwargs handlers (documentation page: kwargs handlers)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.conformance.rows import Entry, P
+
+HANDLERS = "tests/accel/test_handlers.py::"
+HOOKS = "tests/accel/test_ddp_hooks.py::"
+PROFILING = "tests/accel/test_profiling.py::"
+
+OFF = HANDLERS + "test_autocast_is_off_where_it_is_not_enabled"
+CACHE = HANDLERS + "test_autocast_keeps_casts_of_weights_unless_it_is_told_not_to"
+DDP = HANDLERS + "test_ddp_does_what_the_handler_says"
+DIFFERING = HANDLERS + "test_only_what_differs_is_handed_on"
+BY_NAME = HANDLERS + "test_hooks_are_named_by_value_or_by_member"
+SCALE = HANDLERS + "test_the_scale_of_losses_grows_and_backs_off_as_the_handler_says"
+GROUP = HANDLERS + "test_the_live_group_is_as_the_handler_says"
+RECIPE = HANDLERS + "test_each_field_of_a_recipe"
+ENGINES = HANDLERS + "test_both_engines_have_the_older_recipe"
+FORMATS = HANDLERS + "test_the_formats_and_histories_of_a_recipe"
+LEVELS = HANDLERS + "test_the_levels_of_a_recipe"
+FIRST = PROFILING + "test_an_activity_that_is_there_is_recorded"
+SCHEDULE = PROFILING + "test_a_schedule_says_which_steps_are_recorded"
+EACH_HOOK = HOOKS + "test_each_hook_by_its_name"
+EACH_WRAPPER = HOOKS + "test_each_wrapper_by_its_name"
+
+
+def recipe(*names: str) -> dict[str, P]:
+    return {name: P(None, RECIPE) for name in names}
+
+
+DELAYED = ("margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo")
+LAST = "override_linear_precision"
+HISTORIES: dict[str, Any] = {
+    "fp8_format": dict.fromkeys(("E4M3", "HYBRID", "E5M2"), FORMATS),
+    "amax_compute_algo": dict.fromkeys(("max", "most_recent"), FORMATS),
+}
+
+ENTRIES = [
+    Entry("accel.utils:KwargsHandler.to_kwargs", DIFFERING),
+    Entry(
+        "accel.utils:AutocastKwargs",
+        OFF,
+        parameters={"enabled": P(True, OFF), "cache_enabled": P(None, CACHE)},
+    ),
+    Entry(
+        "accel.utils:DistributedDataParallelKwargs",
+        DDP,
+        parameters={
+            "dim": P(0, DDP),
+            "broadcast_buffers": P(True, DDP),
+            "bucket_cap_mb": P(25, DDP),
+            "find_unused_parameters": P(False, DDP),
+            "check_reduction": P(False, DIFFERING),  # torch ignores it
+            "gradient_as_bucket_view": P(False, DDP),
+            "static_graph": P(False, DDP),
+            "comm_hook": P("no", EACH_HOOK),
+            "comm_wrapper": P("no", EACH_WRAPPER),
+            "comm_state_option": P(dict, HOOKS + "test_the_state_of_a_hook_takes_its_options"),
+        },
+        choices={
+            "comm_hook": dict.fromkeys(
+                ("fp16", "bf16", "power_sgd", "batched_power_sgd"), EACH_HOOK
+            ),
+            "comm_wrapper": dict.fromkeys(("no", "fp16", "bf16"), EACH_WRAPPER),
+        },
+    ),
+    Entry(
+        "accel.utils:DDPCommunicationHookType",
+        call=False,
+        attributes=dict.fromkeys(("NO", "FP16", "BF16", "POWER_SGD", "BATCHED_POWER_SGD"), BY_NAME),
+    ),
+    Entry(
+        "accel.utils:FP8RecipeKwargs",
+        RECIPE,
+        parameters=recipe(*("backend", "use_autocast_during_eval", "opt_level", *DELAYED), LAST),
+        choices={
+            "backend": dict.fromkeys(("TE", "MSAMP", "te", "msamp"), ENGINES),
+            "opt_level": dict.fromkeys(("O1", "O2"), LEVELS),
+            **HISTORIES,
+        },
+    ),
+    Entry(
+        "accel.utils:TERecipeKwargs",
+        RECIPE,
+        parameters=recipe("use_autocast_during_eval", *DELAYED, LAST, "use_mxfp8_block_scaling"),
+        choices=HISTORIES,
+    ),
+    Entry(
+        "accel.utils:MSAMPRecipeKwargs",
+        RECIPE,
+        parameters=recipe("opt_level"),
+        choices={"opt_level": dict.fromkeys(("O1", "O2"), LEVELS)},
+    ),
+    Entry(
+        "accel.utils:AORecipeKwargs",
+        RECIPE,
+        parameters=recipe(
+            "config", "module_filter_func", "pad_inner_dim", "enable_fsdp_float8_all_gather"
+        ),
+    ),
+    Entry(
+        "accel.utils:ProfileKwargs",
+        SCHEDULE,
+        parameters={
+            "activities": P(None, PROFILING + "test_the_cpu_can_be_recorded_alone"),
+            "schedule_option": P(None, SCHEDULE),
+            "on_trace_ready": P(None, PROFILING + "test_a_callable_gets_each_complete_trace"),
+            "record_shapes": P(False, PROFILING + "test_shapes_are_kept_on_request"),
+            "profile_memory": P(False, PROFILING + "test_allocations_are_kept_on_request"),
+            "with_stack": P(False, PROFILING + "test_stacks_are_kept_on_request"),
+            "with_flops": P(False, PROFILING + "test_operations_are_estimated_on_request"),
+            "with_modules": P(False, PROFILING + "test_modules_are_kept_on_request"),
+            "output_trace_dir": P(None, PROFILING + "test_each_cycle_of_a_schedule_is_written"),
+        },
+        choices={
+            "activities": dict.fromkeys(("cpu", "xpu", "mtia", "cuda"), FIRST),
+            "schedule_option": dict.fromkeys(
+                ("wait", "warmup", "active", "repeat", "skip_first"), SCHEDULE
+            ),
+        },
+    ),
+    Entry(
+        "accel.utils:ProfileKwargs.build",
+        SCHEDULE,
+        parameters={
+            "on_trace_ready": P(
+                None, PROFILING + "test_build_takes_a_callable_where_the_handler_has_none"
+            )
+        },
+    ),
+    Entry(
+        "accel.utils:GradScalerKwargs",
+        SCALE,
+        parameters={
+            "init_scale": P(65536.0, SCALE),
+            "growth_factor": P(2.0, SCALE),
+            "backoff_factor": P(0.5, SCALE),
+            "growth_interval": P(2000, SCALE),
+            "enabled": P(True, SCALE),
+        },
+    ),
+    Entry(
+        "accel.utils:InitProcessGroupKwargs",
+        GROUP,
+        parameters={
+            "backend": P("nccl", GROUP),
+            "init_method": P(None, GROUP),
+            "timeout": P(None, GROUP),
+        },
+    ),
+]
