@@ -66,14 +66,15 @@ def shuffled_passes(rng_types: list[str] | None, seedable: bool) -> list[list[in
     return passes
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("seedable", [True, False])
 @pytest.mark.parametrize("rng_types", [None, ["generator"], ["torch", "generator"]])
-def test_ranks_shuffle_alike_though_their_generators_differ(rng_types, seedable) -> None:
-    ranks = run_distributed(shuffled_passes, 2, rng_types, seedable)
-    orders = [tuple(one + other) for one, other in zip(*ranks, strict=True)]
+def test_ranks_shuffle_alike_though_their_generators_differ(rng_types, seedable, count) -> None:
+    ranks = run_distributed(shuffled_passes, count, rng_types, seedable)
+    orders = [tuple(itertools.chain(*shares)) for shares in zip(*ranks, strict=True)]
     for order in orders:
         assert sorted(set(order)) == list(range(22))
-        assert len(order) == 24
+        assert len(order) == {1: 22, 2: 24, 3: 27}[count]
     assert len(set(orders)) == 3
 
 
@@ -84,9 +85,11 @@ def weighted() -> list[int]:
     return [i for batch in loader for i in batch.tolist()]
 
 
-def test_other_random_samplers_agree_too() -> None:
-    one, other = run_distributed(weighted, 2)
-    assert sorted(one + other) == list(range(16))
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_other_random_samplers_agree_too(count: int) -> None:
+    seen = list(itertools.chain(*run_distributed(weighted, count)))
+    assert sorted(set(seen)) == list(range(16))
+    assert len(seen) == (18 if count == 3 else 16)
 
 
 def dispatched(length: int, split: bool, drop_last: bool, even: bool) -> dict:
@@ -202,16 +205,18 @@ def failing() -> str:
     return "no error"
 
 
-def test_a_failure_to_read_reaches_every_rank() -> None:
-    main, other = run_distributed(failing, 2, timeout=20)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_failure_to_read_reaches_every_rank(count: int) -> None:
+    main, *others = run_distributed(failing, count)
     assert main == "OSError: disk"
-    assert "main process failed to read" in other
-    assert "OSError: disk" in other
+    for other in others:
+        assert "main process failed to read" in other
+        assert "OSError: disk" in other
 
 
 def broken_off() -> list[list[int]]:
-    PartialState(cpu=True)
-    loader = prepare_data_loader(DataLoader(Stream(12), batch_size=2))
+    count = PartialState(cpu=True).num_processes
+    loader = prepare_data_loader(DataLoader(Stream(6 * count), batch_size=2))
     seen = []
     for _ in range(2):
         for batch in loader:
@@ -222,10 +227,12 @@ def broken_off() -> list[list[int]]:
     return [*seen, *(batch["id"].tolist() for batch in skipping)]
 
 
-def test_broken_off_dispatch_starts_again_and_skips() -> None:
-    main, other = run_distributed(broken_off, 2)
-    assert main == [[0, 1], [4, 5], [0, 1], [4, 5], [8, 9]]
-    assert other == [[2, 3], [6, 7], [2, 3], [6, 7], [10, 11]]
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_broken_off_dispatch_starts_again_and_skips(count: int) -> None:
+    for rank, found in enumerate(run_distributed(broken_off, count)):
+        starts = [2 * (number * count + rank) for number in range(3)]
+        first, second, third = ([start, start + 1] for start in starts)
+        assert found == [first, second, first, second, third]
 
 
 def worker_ends() -> list[list[int]]:
@@ -255,32 +262,38 @@ def dispatched_order(seedable: bool) -> list:
     return [rounds, loader.epoch, torch.rand(1).item(), state.process_index]
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("seedable", [True, False])
-def test_dispatch_of_map_data_leaves_the_ranks_generators_alike(seedable: bool) -> None:
-    main, other = run_distributed(dispatched_order, 2, seedable)
-    assert main[:3] == other[:3]
-    seen = [i for batch in main[0][:3] for i in batch]
-    assert sorted(set(seen)) == list(range(10))
-    assert main[1] == 1 * 2
+def test_dispatch_of_map_data_leaves_the_ranks_generators_alike(seedable, count: int) -> None:
+    ranks = run_distributed(dispatched_order, count, seedable)
+    assert all(rank[:3] == ranks[0][:3] for rank in ranks)
+    rounds, epoch, *_ = ranks[0]
+    for one_pass in (rounds[: len(rounds) // 2], rounds[len(rounds) // 2 :]):
+        assert sorted({i for batch in one_pass for i in batch}) == list(range(10))
+    assert epoch == 2
 
 
-def metrics(count: int, dispatch: bool, split: bool) -> list[int]:
-    PartialState(cpu=True)
-    loader = prepare_data_loader(
-        DataLoader(range(count), batch_size=4), dispatch_batches=dispatch, split_batches=split
-    )
+LENGTHS = (1, 4, 9, 13, 18)
+
+
+def metrics() -> list[list[int]]:
     state, found = GradientState(), []
-    for batch in loader:
-        gathered = gather(batch)
-        if state.end_of_dataloader and state.remainder > 0:
-            gathered = gathered[: state.remainder]
-        found += gathered.tolist()
+    PartialState(cpu=True)
+    for length, dispatch, split in itertools.product(LENGTHS, (False, True), (False, True)):
+        loader = prepare_data_loader(
+            DataLoader(range(length), batch_size=6), dispatch_batches=dispatch, split_batches=split
+        )
+        seen = []
+        for batch in loader:
+            gathered = gather(batch)
+            if state.end_of_dataloader and state.remainder > 0:
+                gathered = gathered[: state.remainder]
+            seen += gathered.tolist()
+        found.append(seen)
     return found
 
 
-@pytest.mark.parametrize("dispatch", [False, True])
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("count", [1, 4, 9, 13, 16])
-def test_a_gathered_evaluation_counts_each_sample_once(count, dispatch, split) -> None:
-    for found in run_distributed(metrics, 2, count, dispatch, split):
-        assert found == list(range(count))
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_gathered_evaluation_counts_each_sample_once(count: int) -> None:
+    wanted = [list(range(length)) for length in LENGTHS for _ in range(4)]
+    assert run_distributed(metrics, count) == [wanted] * count

@@ -188,9 +188,15 @@ def test_even_batches_of_a_dispatching_loader_can_be_switched() -> None:
 # -- what a prepared loader is --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", [{}, {"dispatch_batches": True}])
-def test_prepared_loaders_are_torch_loaders_and_pickle(flags: dict) -> None:
-    loader = prepared(10, 3, 2, 1, **flags)
+@pytest.mark.parametrize("dataset", [range(10), Stream(10)])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_prepared_loaders_are_torch_loaders_and_pickle(dataset, dispatch: bool) -> None:
+    loader = prepare_data_loader(
+        DataLoader(dataset, batch_size=3),
+        num_processes=2,
+        process_index=1,
+        dispatch_batches=dispatch,
+    )
     first = values(loader)
     copied = pickle.loads(pickle.dumps(loader))
     assert isinstance(copied, DataLoader)
@@ -207,11 +213,14 @@ def test_a_loader_with_live_workers_pickles() -> None:
     assert values(pickle.loads(pickle.dumps(loader))) == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize("flags", [{}, {"dispatch_batches": True}])
-def test_loaders_are_freed_without_the_garbage_collector(flags: dict) -> None:
+@pytest.mark.parametrize("flags", [{}, {"dispatch_batches": True}, {"dispatch_batches": False}])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_loaders_are_freed_without_the_garbage_collector(flags: dict, streamed: bool) -> None:
     gc.disable()
     try:
-        loader = prepared(8, 2, **flags)
+        dataset = Stream(8) if streamed else range(8)
+        loader = prepare_data_loader(DataLoader(dataset, batch_size=2), **flags)
+        assert len(values(loader)) == 4
         skipping = skip_first_batches(loader, 1)
         iterator = iter(loader)
         next(iterator)
