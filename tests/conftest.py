@@ -37,7 +37,11 @@ def children() -> dict[int, str]:
     """Return the command lines of this process's children, by process id (Linux; else empty)."""
     found: dict[int, str] = {}
     for task in Path("/proc/self/task").glob("*/children"):
-        for pid in task.read_text().split():
+        try:
+            pids = task.read_text().split()
+        except OSError:  # the thread is gone
+            continue
+        for pid in pids:
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
