@@ -40,9 +40,8 @@ def _orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
     powerSGD_hook._orthogonalize(several, epsilon)
 
 
-# torch's own batched hook hands one matrix to a function that takes several (torch 2.9 to 2.13,
-# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/algorithms/ddp_comm_hooks): the
-# same code, calling ours.
+# torch 2.13's own batched hook hands one matrix to a function that takes several, and fails: this
+# is the same code, calling ours. Source: torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook
 _batched_power_sgd_hook: Callable[..., Any] = types.FunctionType(
     powerSGD_hook.batched_powerSGD_hook.__code__,
     {**vars(powerSGD_hook), "_orthogonalize": _orthogonalize},
