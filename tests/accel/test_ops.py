@@ -74,7 +74,8 @@ def collect() -> dict[str, Any]:
         "gathered": as_lists(gathered),
         "types": (type(gathered["b"][1]) is tuple, type(kept) is Pair, type(kept.second)),
         "reduced": as_lists(reduced),
-        "mean": ops.reduce(own).tolist(),
+        "mean": ops.reduce(own, "mean").tolist(),
+        "by_default": ops.reduce(own).tolist(),
         "max": ops.reduce(own, "max").tolist(),
         "none": ops.reduce(own, "none").tolist(),
         "objects": ops.gather_object([rank, f"rank {rank}"]),
@@ -100,7 +101,7 @@ def test_collectives(size: int) -> None:
         assert result["gathered"]["b"][1][1] == []
         assert result["types"] == (True, True, UserDict)
         assert result["reduced"] == [[[2.0 * total] * 2] * 2] * 3
-        assert result["mean"] == [[total / size] * 2] * 2
+        assert result["mean"] == result["by_default"] == [[total / size] * 2] * 2
         assert result["max"] == [[last, last]] * 2
         assert result["none"] == [[rank, rank]] * 2
         assert result["objects"] == [item for r in ranks for item in (r, f"rank {r}")]

@@ -52,7 +52,8 @@ def test_accelerator_state_is_built_on_the_partial_one() -> None:
 
 def test_debug_comes_from_the_environment() -> None:
     with env.patched(ACCELERATE_DEBUG_MODE="1"):
-        assert PartialState(cpu=True).debug
+        assert PartialState(cpu=True).debug is True
+        assert AcceleratorState(cpu=True).debug is True
 
 
 def test_use_after_reset_is_an_error() -> None:

@@ -58,6 +58,7 @@ ENTRIES = [
             "reduction": P("mean", LAYOUTS),
             "scale": P(1.0, COLLECTIVES),
         },
+        choices={"reduction": {"sum": LAYOUTS, "mean": COLLECTIVES, "none": COLLECTIVES}},
     ),
     padding("accel.utils:pad_across_processes", PADDING),
     Entry(
@@ -101,6 +102,7 @@ ENTRIES = [
             "reduction": P("sum", EXCHANGES),
             "scale": P(1.0, EXCHANGES),
         },
+        choices={"reduction": {"sum": EXCHANGES, "mean": EXCHANGES}},
     ),
     padding("accel:Accelerator.pad_across_processes", EXCHANGES),
 ]
