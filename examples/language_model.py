@@ -3,7 +3,7 @@
     python examples/language_model.py
     python -m torch.distributed.run --nproc-per-node 2 examples/language_model.py
 
-A sample is one definition of a module (a function, a class, …): lengths differ, and batches are
+A sample is the beginning of a class or a function: lengths differ, and batches are
 padded. The loss of an optimizer step is its summed loss over its number of bytes, whatever is
 padding, however many micro-batches it accumulates and however many processes share them; so any
 number of processes trains the same model.
@@ -67,20 +67,19 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x, mask=mask, is_causal=True)))
 
 
-def read_definitions(context: int, limit: int | None) -> list[Tensor]:
+def read_definitions(context: int, limit: int) -> list[Tensor]:
     """Return the definitions of the library's modules, each cut after `context` + 1 bytes.
 
     Args:
         context: the largest T.
-        limit: how many, taken evenly over the library; None: all.
+        limit: how many at most, taken evenly over the library.
     """
     definitions: list[bytes] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py")):
-        definitions += re.split(rb"\n(?=(?:def|class|@|if|async) ?)", path.read_bytes())
+        definitions += re.split(rb"\n(?= *(?:def|class) )", path.read_bytes())
     long = [text[: context + 1] for text in definitions if len(text) >= MIN_LENGTH]
-    if limit is not None:
-        long = long[:: max(1, len(long) // limit)][:limit]
-    return [torch.tensor(list(text)) for text in long]
+    evenly = long[:: max(1, len(long) // limit)]
+    return [torch.tensor(list(text)) for text in evenly[:limit]]
 
 
 def collate(texts: list[Tensor]) -> Batch:
@@ -210,7 +209,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     """Return the command line's arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=16, help="of one process")
     parser.add_argument(
         "--batches-per-step",
@@ -218,12 +217,12 @@ def parse_args() -> argparse.Namespace:
         default=4,
         help="batches of an optimizer step over all processes, a multiple of their number",
     )
-    parser.add_argument("--lr", type=float, default=2e-3, help="the highest of the schedule")
+    parser.add_argument("--lr", type=float, default=3e-3, help="the highest of the schedule")
     parser.add_argument("--max-norm", type=float, default=1.0, help="of the gradients")
     parser.add_argument("--dim", type=int, default=128, help="width, a multiple of 32")
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--context", type=int, default=128, help="bytes of a sample")
-    parser.add_argument("--limit", type=int, help="how many samples to use (default: all)")
+    parser.add_argument("--limit", type=int, default=4000, help="samples to use")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], default="no")
     parser.add_argument("--cpu", action="store_true", help="use no GPU")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from accel import (
 from accel.config.handlers import GradScalerKwargs
 from accel.errors import ConfigError, StateError
 from accel.state import AcceleratorState
-from tests.helpers import free_port, python, run_distributed
+from tests.helpers import run_distributed
 
 SAMPLES = 12
 
@@ -412,54 +410,3 @@ def begun_again() -> list[int]:
 
 def test_a_process_can_train_again_after_the_end() -> None:
     assert run_distributed(begun_again, 2) == [[2, 4], [2, 4]]
-
-
-SCRIPT = """
-import torch
-from accel import Accelerator
-
-accelerator = Accelerator(cpu=True)
-model = torch.nn.Linear(3, 1)
-data = torch.utils.data.TensorDataset(torch.randn(8, 3))
-model, optimizer, loader = accelerator.prepare(
-    model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(data, 2)
-)
-for (inputs,) in loader:
-    loss = model(inputs).mean()
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-print(len(accelerator.gather_for_metrics(inputs)))
-accelerator.end_training()
-"""
-
-
-def fresh_exit_codes() -> list[int]:
-    port = str(free_port())
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    common.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    root = str(Path(__file__).resolve().parents[2])
-    processes = [
-        subprocess.Popen(
-            python("-c", SCRIPT),
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=100) for process in processes]
-    assert [out for out, _ in outputs] == ["4\n", "4\n"], outputs
-    return [process.returncode for process in processes]
-
-
-def test_a_fresh_run_exits_cleanly() -> None:
-    assert fresh_exit_codes() == [0, 0]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_every_fresh_run_exits_cleanly() -> None:
-    assert [fresh_exit_codes() for _ in range(20)] == [[0, 0]] * 20
