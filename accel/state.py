@@ -44,7 +44,7 @@ def _init_handler(kwargs: dict[str, Any]) -> list[InitProcessGroupKwargs]:
 def current_environment() -> Environment:
     """Return the environment, with what this process has settled in place of what it says now."""
     environment = Environment.read()
-    if not PartialState._shared_state:
+    if not PartialState._shared_state or PartialState().comm.closed:
         return environment
     partial = PartialState()
     settled = {name: getattr(partial.plan.environment, name) for name in WORLD}

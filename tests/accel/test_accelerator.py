@@ -352,6 +352,11 @@ def test_unwrapping_stops_at_the_users_own_module() -> None:
     assert accelerator.strategy.unwrap_model(compiled) is inner
 
 
+def test_a_run_after_the_end_starts_from_its_own_arguments() -> None:
+    Accelerator(cpu=True, mixed_precision="bf16").end_training()
+    assert Accelerator(cpu=True).mixed_precision == "no"
+
+
 def test_end_training_can_be_called_twice() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.end_training()
