@@ -114,8 +114,8 @@ class AcceleratorState(SharedState):
         mixed_precision: no, fp16 or bf16; None: ACCELERATE_MIXED_PRECISION, else no.
         cpu: whether accelerators are ignored.
         dynamo_plugin: compilation.
-        deepspeed_plugin: not built yet.
-        fsdp_plugin: not built yet.
+        deepspeed_plugin: DeepSpeed, in one plugin or several by name.
+        fsdp_plugin: fully sharded training.
         megatron_lm_plugin: not built yet.
         _from_accelerator: whether an `Accelerator` builds it.
         kwargs: fields of `InitProcessGroupKwargs`.
@@ -158,6 +158,8 @@ class AcceleratorState(SharedState):
             )
             _plan = resolve(arguments, current_environment())
         partial = PartialState(cpu, _plan=_plan)
+        if _plan.backend is not None and partial.backend is None:  # an engine wants a group of one
+            partial._shared_state.update(plan=_plan, comm=connect(_plan))
         self._shared_state.update(
             plan=_adopt(_plan, partial.plan), comm=partial.comm, device=partial.device
         )

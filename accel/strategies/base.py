@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from accel.checkpoint.optimizers import ParameterNames, load_by_name, state_by_name
 from accel.data.prepare import prepare_data_loader
 from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem
@@ -226,6 +227,29 @@ class Strategy(ABC):
     ) -> None:
         """Load what `model_state` returned, from any backend and world size."""
         self.unwrap_model(model).load_state_dict(state, strict=strict)
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, names: ParameterNames
+    ) -> dict[str, Any]:
+        """Return an optimizer's state by parameter name, in whole tensors. Called on every rank.
+
+        Args:
+            optimizer: prepared.
+            names: the names of all prepared models' parameters.
+        """
+        return state_by_name(unwrap_optimizer(optimizer), names)
+
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], names: ParameterNames
+    ) -> None:
+        """Load what `optimizer_state` returned, from any backend and world size.
+
+        Args:
+            optimizer: prepared.
+            state: by parameter name, in whole tensors.
+            names: the names of all prepared models' parameters.
+        """
+        load_by_name(unwrap_optimizer(optimizer), state, names)
 
     @contextlib.contextmanager
     def portable(self) -> Iterator[None]:

@@ -212,9 +212,6 @@ def test_device_has_one_owner() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        Arguments(fsdp_plugin=object()),
-        Arguments(deepspeed_plugin={}),
-        Arguments(deepspeed_plugins={}),
         Arguments(megatron_lm_plugin=object()),
         Arguments(mixed_precision="fp8"),
         Arguments(dynamo_backend="inductor"),
@@ -241,11 +238,6 @@ def test_there_is_one_recipe() -> None:
     both: list[KwargsHandler] = [TERecipeKwargs(), AORecipeKwargs()]
     text = problems(Arguments(mixed_precision="fp8", kwargs_handlers=both))
     assert "TERecipeKwargs and AORecipeKwargs: there is one recipe" in text
-
-
-def test_engines_switched_on_by_a_launcher() -> None:
-    with pytest.raises(NotBuiltError, match="Unset ACCELERATE_USE_DEEPSPEED"):
-        resolve(Arguments(), dataclasses.replace(ONE, engines=("deepspeed",)))
 
 
 def test_dynamo() -> None:
