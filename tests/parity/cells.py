@@ -8,8 +8,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.fsdp import FullyShardedDataParallelPlugin
+from accel.config.parallel import TorchTensorParallelPlugin
+from accel.config.training import TorchDynamoPlugin
 from tests.parity.task import Task
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -55,23 +60,123 @@ class Backend:
     """
 
     label: str
-    arguments: Callable[[Cell], dict[str, Any]] = lambda cell: {}
+    arguments: Callable[[Cell], dict[str, Any]]
     owns_bf16: bool = False
     sharded: bool = False
     reason: Callable[[Cell], str | None] = lambda cell: None
 
 
-def _single(cell: Cell) -> str | None:
-    return None if cell.world_size == 1 else "one process alone; `ddp` is the same on several"
+TP_PLAN = {
+    "blocks.*.attention.q_proj": "colwise",
+    "blocks.*.attention.k_proj": "colwise",
+    "blocks.*.attention.v_proj": "colwise",
+    "blocks.*.attention.o_proj": "rowwise",
+    "blocks.*.mlp.up_proj": "colwise",
+    "blocks.*.mlp.down_proj": "rowwise",
+}
 
 
-def _ddp(cell: Cell) -> str | None:
-    return "DDP on one process is `single`" if cell.world_size == 1 else None
+def _fsdp(**fields: Any) -> Callable[[Cell], dict[str, Any]]:
+    return lambda cell: {"fsdp_plugin": FullyShardedDataParallelPlugin(**fields)}
+
+
+def _tensor_parallel(size: int | None = None) -> Callable[[Cell], dict[str, Any]]:
+    def arguments(cell: Cell) -> dict[str, Any]:
+        plugin = TorchTensorParallelPlugin(tp_size=size or cell.world_size, tp_plan=TP_PLAN)
+        return {"torch_tp_plugin": plugin}
+
+    return arguments
+
+
+def _deepspeed(stage: int, **fields: Any) -> Callable[[Cell], dict[str, Any]]:
+    return lambda cell: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=stage, **fields)}
+
+
+def _compiled(inner: Callable[[Cell], dict[str, Any]]) -> Callable[[Cell], dict[str, Any]]:
+    return lambda cell: {**inner(cell), "dynamo_plugin": TorchDynamoPlugin(backend="inductor")}
+
+
+def _none(cell: Cell) -> dict[str, Any]:
+    return {}
+
+
+def _together(*parts: Callable[[Cell], dict[str, Any]]) -> Callable[[Cell], dict[str, Any]]:
+    return lambda cell: {name: value for part in parts for name, value in part(cell).items()}
+
+
+def _alone(cell: Cell) -> str | None:
+    return None if cell.world_size == 1 else "one process alone; several are DDP"
+
+
+def _several(cell: Cell) -> str | None:
+    return "DDP on one process is one process alone" if cell.world_size == 1 else None
+
+
+def _four(cell: Cell) -> str | None:
+    return None if cell.world_size == 4 else "two times two processes are four"
+
+
+def _no_fp16(cell: Cell) -> str | None:
+    refused = "mixed_precision='fp16' is refused: losses of sharded models are not scaled yet"
+    return refused if cell.precision == "fp16" else None
+
+
+def _fp16_on_gpu(cell: Cell) -> str | None:
+    if cell.precision == "fp16" and cell.device == "cpu":
+        return "DeepSpeed computes in fp16 on accelerators alone; accel refuses it on a CPU"
+    return None
+
+
+def _first(*reasons: Callable[[Cell], str | None]) -> Callable[[Cell], str | None]:
+    return lambda cell: next(filter(None, (reason(cell) for reason in reasons)), None)
+
+
+def _sharded_backends() -> dict[str, Backend]:
+    engine = partial(Backend, owns_bf16=True, reason=_no_fp16)
+    both = _together(_fsdp(reshard_after_forward=True), _tensor_parallel(2))
+    four = _first(_no_fp16, _four)
+    return {
+        "fsdp_full_shard": engine(
+            "FSDP2 full_shard", _fsdp(reshard_after_forward=True), sharded=True
+        ),
+        "fsdp_shard_grad_op": engine("FSDP2 shard_grad_op", _fsdp(reshard_after_forward=False)),
+        "fsdp_hybrid_shard": engine("FSDP2 hybrid_shard", _fsdp(dp_replicate_size=2), reason=four),
+        "fsdp_no_shard": engine("FSDP2 no_shard", _fsdp(dp_replicate_size="all")),
+        "fsdp_cpu_offload": engine("FSDP2 cpu_offload", _fsdp(cpu_offload=True), sharded=True),
+        "fsdp_tp": engine("FSDP2 × TP", both, reason=four),
+        "tp": Backend("TP", _tensor_parallel()),
+        "tp_ddp": Backend("TP × replicas", _tensor_parallel(2), reason=_four),
+    }
+
+
+def _deepspeed_backends() -> dict[str, Backend]:
+    engine = partial(Backend, owns_bf16=True, reason=_fp16_on_gpu)
+    both = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
+    return {
+        "zero0": engine("DeepSpeed ZeRO-0", _deepspeed(0)),
+        "zero1": engine("DeepSpeed ZeRO-1", _deepspeed(1)),
+        "zero2": engine("DeepSpeed ZeRO-2", _deepspeed(2)),
+        "zero3": engine("DeepSpeed ZeRO-3", _deepspeed(3), sharded=True),
+        "zero2_offload": engine(
+            "DeepSpeed ZeRO-2 offload", _deepspeed(2, offload_optimizer_device="cpu")
+        ),
+        "zero3_offload": engine("DeepSpeed ZeRO-3 offload", _deepspeed(3, **both)),
+    }
 
 
 BACKENDS: dict[str, Backend] = {
-    "single": Backend("one process", reason=_single),
-    "ddp": Backend("DDP", reason=_ddp),
+    "single": Backend("one process", _none, reason=_alone),
+    "ddp": Backend("DDP", _none, reason=_several),
+    **_sharded_backends(),
+    **_deepspeed_backends(),
+    "compile_single": Backend("one process, compiled", _compiled(_none), reason=_alone),
+    "compile_ddp": Backend("DDP, compiled", _compiled(_none), reason=_several),
+    "compile_fsdp": Backend(
+        "FSDP2, compiled blocks", _compiled(_fsdp()), owns_bf16=True, reason=_no_fp16
+    ),
+    "compile_zero2": Backend(
+        "ZeRO-2, compiled", _compiled(_deepspeed(2)), owns_bf16=True, reason=_fp16_on_gpu
+    ),
 }
 
 
