@@ -182,9 +182,10 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
     _check_world(environment, found)
     handlers = _handlers(arguments.kwargs_handlers or (), found)
     device = _device(arguments, environment, found)
-    mixed_precision = _mixed_precision(arguments, environment, handlers, found)
+    mixed_precision = _mixed_precision(arguments, environment, handlers, engines, found)
+    engine_choice.check_precision(engines, mixed_precision, device.type, found)
     dataloader = _dataloader(arguments, found)
-    accumulation = _accumulation(arguments, environment, found)
+    accumulation = _accumulation(arguments, environment, engines, found)
     project = _project(arguments, found)
     dynamo = _dynamo(arguments, environment, found)
     rng_types = _rng_types(arguments.rng_types, device.type, found)
@@ -304,11 +305,13 @@ def _mixed_precision(
     arguments: Arguments,
     environment: Environment,
     handlers: dict[type[KwargsHandler], KwargsHandler],
+    engines: Engines,
     found: Findings,
 ) -> str:
     given, source = arguments.mixed_precision, "mixed_precision"
     if given is None and environment.mixed_precision is not None:
         given, source = environment.mixed_precision, "ACCELERATE_MIXED_PRECISION"
+    given = engines.mixed_precision if given is None else given
     name = str(given or "no").lower()
     if name not in PrecisionType.list():
         found.wrong.append(unknown_choice(source, name, PrecisionType.list()))
@@ -350,7 +353,7 @@ def _dataloader(arguments: Arguments, found: Findings) -> DataLoaderConfiguratio
 
 
 def _accumulation(
-    arguments: Arguments, environment: Environment, found: Findings
+    arguments: Arguments, environment: Environment, engines: Engines, found: Findings
 ) -> GradientAccumulationPlugin:
     steps, source = arguments.gradient_accumulation_steps, "gradient_accumulation_steps"
     plugin = arguments.gradient_accumulation_plugin
@@ -365,6 +368,8 @@ def _accumulation(
         return dataclasses.replace(plugin)
     if steps == 1 and environment.accumulation_steps is not None:
         steps, source = environment.accumulation_steps, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    if steps == 1 and engines.accumulation_steps is not None:
+        steps = engines.accumulation_steps
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         found.add(f"{source}={steps!r}", "it is a whole number, at least 1", "Give 1 or more.")
         steps = 1
@@ -392,24 +397,41 @@ def _project(arguments: Arguments, found: Findings) -> ProjectConfiguration:
 
 
 def _dynamo(arguments: Arguments, environment: Environment, found: Findings) -> TorchDynamoPlugin:
-    plugin, backend, source = arguments.dynamo_plugin, arguments.dynamo_backend, "dynamo_backend"
+    plugin, backend = arguments.dynamo_plugin, arguments.dynamo_backend
     if plugin is not None and backend is not None:
         found.add(
             f"dynamo_backend={str(backend)!r} with dynamo_plugin",
             "one place decides",
             "Give the backend in TorchDynamoPlugin alone.",
         )
-    if plugin is None:
-        if backend is None and environment.dynamo_backend is not None:
-            backend, source = environment.dynamo_backend, "ACCELERATE_DYNAMO_BACKEND"
-        try:
-            plugin = TorchDynamoPlugin(backend=DynamoBackend.NO if backend is None else backend)
-        except ConfigError as error:
-            found.wrong += error.problems
-            return TorchDynamoPlugin()
-    if plugin.backend not in (None, DynamoBackend.NO):
-        found.missing(f"{source}={str(plugin.backend)!r}", "Use 'no', or torch.compile(model).")
-    return plugin
+    told = {
+        "backend": ("ACCELERATE_DYNAMO_BACKEND", environment.dynamo_backend),
+        "mode": ("ACCELERATE_DYNAMO_MODE", environment.dynamo_mode),
+        "fullgraph": ("ACCELERATE_DYNAMO_USE_FULLGRAPH", environment.dynamo_fullgraph),
+        "dynamic": ("ACCELERATE_DYNAMO_USE_DYNAMIC", environment.dynamo_dynamic),
+        "use_regional_compilation": (
+            "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+            environment.dynamo_regional,
+        ),
+    }
+    given: dict[str, Any] = {"backend": backend} if plugin is None else plugin.to_dict()
+    lacking = {
+        name: (variable, value)
+        for name, (variable, value) in told.items()
+        if value is not None and given.get(name) is None
+    }
+    if plugin is not None and not lacking:
+        return plugin
+    values = {name: value for name, (_, value) in lacking.items()}
+    try:
+        return TorchDynamoPlugin(**{**given, **values})
+    except ConfigError as error:
+        named = ", ".join(variable for variable, _ in lacking.values())
+        source = f" (environment: {named})" if named else ""
+        found.wrong += [
+            dataclasses.replace(problem, value=problem.value + source) for problem in error.problems
+        ]
+        return TorchDynamoPlugin()
 
 
 def _rng_types(

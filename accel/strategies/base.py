@@ -22,6 +22,7 @@ from accel.errors import ConfigError, Problem
 from accel.objects import Objects
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
 from accel.scheduler import AcceleratedScheduler
+from accel.strategies.compile import compile_model
 from accel.wrapping import extract_model_from_parallel
 
 if TYPE_CHECKING:
@@ -42,8 +43,12 @@ class Traits:
         places_batches: whether the backend moves batches to the device itself.
         owns_precision: whether the backend casts and scales itself (no autocast, no scaler).
         owns_accumulation: whether the backend counts micro-batches itself.
+        owns_parameters: whether optimizers hold tensors of the backend after `prepare`, and not
+            the models' own parameters.
         joint_prepare: whether model, optimizer and scheduler must be prepared in one call.
         max_models: how many models one `prepare` may hold; None: any number.
+        hooks_inside: whether the backend works between the layers of a model, so that
+            `torch.compile` takes its repeated blocks unless the run says otherwise.
     """
 
     name: str
@@ -52,8 +57,10 @@ class Traits:
     places_batches: bool = False
     owns_precision: bool = False
     owns_accumulation: bool = False
+    owns_parameters: bool = False
     joint_prepare: bool = False
     max_models: int | None = None
+    hooks_inside: bool = False
 
 
 class Strategy(ABC):
@@ -145,7 +152,16 @@ class Strategy(ABC):
         if place:
             model = model.to(self.device)
         self.precision.wrap_forward(model)
-        return model
+        return self.compile_model(model)
+
+    def compile_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return `model` compiled as the run says, or as it is.
+
+        It comes after the forward pass under autocast and before a container such as DDP, which
+        then still sees each gradient as soon as it is there. Backends that put hooks into the model
+        (`Traits.hooks_inside`) call it after that, and get the same object back.
+        """
+        return compile_model(model, self.plan.dynamo, self.traits.hooks_inside)
 
     def wrap_optimizer(
         self, optimizer: torch.optim.Optimizer, place: bool = True

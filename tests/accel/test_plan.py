@@ -214,8 +214,6 @@ def test_device_has_one_owner() -> None:
     [
         Arguments(megatron_lm_plugin=object()),
         Arguments(mixed_precision="fp8"),
-        Arguments(dynamo_backend="inductor"),
-        Arguments(dynamo_plugin=TorchDynamoPlugin(backend="eager")),
     ],
 )
 def test_what_is_not_built_yet_says_so(arguments: Arguments) -> None:
@@ -245,8 +243,8 @@ def test_dynamo() -> None:
     assert "Did you mean 'inductor'?" in problems(Arguments(dynamo_backend="indctor"))
     both = Arguments(dynamo_backend="no", dynamo_plugin=TorchDynamoPlugin())
     assert "one place decides" in problems(both)
-    text = problems(Arguments(), dataclasses.replace(ONE, dynamo_backend="eager"))
-    assert "ACCELERATE_DYNAMO_BACKEND='eager'" in text
+    told = dataclasses.replace(ONE, dynamo_backend="eager")
+    assert resolve(Arguments(), told).dynamo == TorchDynamoPlugin(backend="eager")
 
 
 def test_everything_wrong_is_said_at_once() -> None:
