@@ -27,8 +27,8 @@ from accel.enums import DynamoBackend, PrecisionType, RNGType
 from accel.objects import Objects
 from accel.plan import Arguments, Plan, resolve
 from accel.precision.build import build_precision
-from accel.state import AcceleratorState, GradientState, current_environment
-from accel.strategies.table import build_strategy
+from accel.state import AcceleratorState, GradientState, current_environment, settled_arguments
+from accel.strategies.table import build_strategy, find_strategy
 from accel.trackers.base import GeneralTracker
 from accel.trackers.table import Wanted, filter_trackers
 
@@ -148,7 +148,7 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
             even_batches=even_batches,
             use_seedable_sampler=use_seedable_sampler,
         )
-        plan = resolve(arguments, current_environment())
+        plan = resolve(settled_arguments(arguments), current_environment())
         self.log_with = filter_trackers(log_with, plan.project.logging_dir)
         self._set_up(plan, cpu)
 
@@ -159,7 +159,8 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
         self.device = self.state.device
         self.gradient_state = GradientState(self.plan.accumulation)
         self._windows = Windows(self.gradient_state)
-        self.precision = build_precision(self.plan)
+        traits = find_strategy(self.plan.strategy).traits
+        self.precision = build_precision(self.plan, owned=traits.owns_precision)
         self.scaler = self.precision.scaler
         self.strategy = build_strategy(self.plan, self.comm, self.device, self.precision)
         self.device_placement = self.plan.device_placement
