@@ -74,12 +74,20 @@ class InitialWeights:
         """Give the tensors of `module` that have not had their turn memory and values."""
         if self._init is not None:
             for owner in module.modules():
-                own = (*owner._parameters.values(), *owner._buffers.values())
-                if any(tensor.is_meta for tensor in own if tensor is not None):
-                    self._init(owner)
+                self._initialise(owner, self._init)
         tensors = [tensor for tensor in self._allocated(module) if not isinstance(tensor, DTensor)]
         if self._sync and self._comm.world_size > 1:
             self._receive(tensors)
+
+    def _initialise(self, owner: torch.nn.Module, init: Callable[[torch.nn.Module], Any]) -> None:
+        """Let `init` fill what `owner` holds itself; what is shared stays so."""
+        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        before = [(t, n, v) for t in tables for n, v in t.items() if v is not None and v.is_meta]
+        if not before:
+            return
+        init(owner)
+        for table, name, old in before:
+            table[name] = self._fresh.setdefault(id(old), (old, table[name]))[1]
 
     def _allocated(self, module: torch.nn.Module) -> Iterator[torch.Tensor]:
         """Yield each tensor that is new, after giving it memory; shared ones stay shared."""

@@ -39,6 +39,11 @@ class TensorParallelStrategy(DTensorStrategy):
         if self.plugin.torch_device_mesh is not None:
             check_given(self.plugin.torch_device_mesh, self._mesh)
 
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """What lies in parts on several processes, in words for people."""
+        return ("the matrices of the plan",) if self.plugin.tp_size > 1 else ()
+
     def wrap_model(
         self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
     ) -> torch.nn.Module:

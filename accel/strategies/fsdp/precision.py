@@ -5,6 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,8 @@ def build_formats(given: Any, mixed_precision: str) -> Formats:
         dtype = COMPUTE.get(mixed_precision) if given is None else _dtype(given)
         formats = _standard(dtype)
     elif isinstance(given, MixedPrecisionPolicy):
-        formats = Formats(given, given)
+        # Between units, activations stay in the format of computation.
+        formats = Formats(dataclasses.replace(given, output_dtype=None), given)
     else:
         formats = _from_fields(given)
     wanted = COMPUTE.get(mixed_precision)

@@ -86,7 +86,11 @@ def plain(
             norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
             optimizer.step()
             optimizer.zero_grad()
-    return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return (
+        losses,
+        norms,
+        {name: value.detach().clone() for name, value in model.state_dict().items()},
+    )
 
 
 def build(
