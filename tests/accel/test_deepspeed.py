@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
-from accel.errors import ConfigError
-from accel.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from accel.utils import DeepSpeedPlugin
 from tests.helpers import run_distributed
 
 STEPS = 10
@@ -37,8 +33,9 @@ def data(batch_size: int, steps: int = STEPS) -> DataLoader[Any]:
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
+    dims = {p: len(getattr(p, "ds_shape", p.shape)) for p in model.parameters()}
+    decayed = [p for p, dim in dims.items() if dim > 1]
+    others = [p for p, dim in dims.items() if dim <= 1]
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=RATE, weight_decay=DECAY)
 
@@ -122,8 +119,7 @@ def trains_equally(cases: list[dict[str, Any]]) -> None:
         assert len(found) == STEPS
         worst = max(abs(a - b) / b for a, b in zip(found, losses, strict=True))
         assert worst < tolerance, (case, worst)
-        if tolerance < 1e-2:
-            assert largest(state, weights) < tolerance, case
+        assert largest(state, weights) < tolerance, case
         assert all(tensor.dtype == torch.float32 for tensor in state.values())
 
 

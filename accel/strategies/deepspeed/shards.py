@@ -127,6 +127,23 @@ def _of_flat_groups(groups: Any, flats: Any) -> dict[int, Piece]:
     return found
 
 
+def undo_first_step(engine: Any) -> None:
+    """Take back the step on zero gradients that half precision without ZeRO starts with.
+
+    It decays weights, and puts Adam's correction of its moments one step ahead.
+    """
+    kinds = ("fp32_groups", "fp32_groups_flat")
+    if not any(hasattr(engine.optimizer, name) for name in kinds) or engine.zero_optimization():
+        return
+    where = pieces(engine)
+    for parameter in engine.module.parameters():
+        if id(parameter) in where:
+            where[id(parameter)].put(parameter, where[id(parameter)].flat)
+    engine.basic_optimizer.state.clear()
+    for group in engine.basic_optimizer.param_groups:
+        group.pop("step", None)  # where DeepSpeed's own kernels count
+
+
 # -- weights -------------------------------------------------------------------------------
 
 

@@ -43,6 +43,7 @@ class DeepSpeedStrategy(Strategy):
         owns_parameters=True,
         joint_prepare=True,
         max_models=1,
+        hooks_inside=True,
     )
 
     def __init__(self, *args: Any) -> None:
@@ -220,6 +221,7 @@ class DeepSpeedStrategy(Strategy):
         """Start the engine, and put what it makes of the objects into `done`."""
         config = settings.finish()
         groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
+        groups = [group for group in groups if group]  # the engine drops empty ones
         dummy = next((s for s in schedulers if isinstance(s, DummyScheduler)), None)
         arguments: dict[str, Any] = {"model": model, "config": config}
         if isinstance(optimizer, DummyOptim):
@@ -233,9 +235,11 @@ class DeepSpeedStrategy(Strategy):
         engine.accel_plugin = self.plugin
         if self.precision.name in DTYPES and not engine.torch_autocast_enabled():
             self._cast_forward(engine.module)
+        self.compile_model(engine.module)
         done.models = [engine]
         if optimizer is None:
             return
+        shards.undo_first_step(engine)
         wrapped = DeepSpeedOptimizer(engine, groups)
         self._trained = weakref.ref(wrapped)
         done.optimizers = [wrapped]
