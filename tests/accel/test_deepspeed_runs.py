@@ -378,10 +378,21 @@ def refuses_devices() -> None:
         accelerator.end_training()
 
 
+def compiles() -> None:
+    for stage in (1, 3):
+        plugin = DeepSpeedPlugin(zero_stage=stage)
+        accelerator, model, optimizer, scheduler, loader = started(plugin, dynamo_backend="eager")
+        assert accelerator.unwrap_model(model)._compiled_call_impl is not None
+        losses = train(accelerator, model, optimizer, scheduler, loader)
+        assert max(abs(a - b) for a, b in zip(losses, whole()[0], strict=True)) < 1e-5
+        accelerator.end_training()
+
+
 def small_things() -> None:
     norms_and_windows()
     refuses()
     refuses_devices()
+    compiles()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

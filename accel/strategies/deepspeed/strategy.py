@@ -21,9 +21,9 @@ from accel.enums import DistributedType
 from accel.errors import CheckpointError, ConfigError, Problem, StateError
 from accel.objects import Objects
 from accel.strategies.base import Strategy, Traits
-from accel.strategies.deepspeed import package, shards
+from accel.strategies.deepspeed import checks, package, shards
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
-from accel.strategies.deepspeed.settings import ZERO, Settings
+from accel.strategies.deepspeed.settings import Settings
 from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, DeepSpeedScheduler
 from accel.wrapping import wrap_forward
 
@@ -66,7 +66,7 @@ class DeepSpeedStrategy(Strategy):
         """Raise `ConfigError` if DeepSpeed cannot take these objects together."""
         problems = []
         if len(objects.models) > 1:
-            problems.append(_two_models(f"{len(objects.models)} models in one call"))
+            problems.append(checks.two_models(f"{len(objects.models)} models in one call"))
         if len(objects.optimizers) > 1:
             problems.append(
                 Problem(
@@ -110,7 +110,10 @@ class DeepSpeedStrategy(Strategy):
         if optimizer is None and settings.stage < 3:
             return self._evaluated(model, place, evaluation, done)
         self._check_second(optimizer, prepared)
-        self._check(settings, model, optimizer)
+        checks.check_devices(settings, self.package)
+        if optimizer is not None:
+            checks.check_optimizer(settings, model, optimizer)
+        checks.check_leaves(settings, model, self.package)
         self._build(model, optimizer, objects.schedulers, settings, done)
         return done
 
@@ -146,7 +149,7 @@ class DeepSpeedStrategy(Strategy):
         model = model.to(self.device) if place else model
         if self.precision.name in DTYPES:
             self._cast_forward(model.to(DTYPES[self.precision.name]))
-        done.models = [model]
+        done.models = [self.compile_model(model)]
         return done
 
     def _check_second(self, optimizer: torch.optim.Optimizer | None, prepared: Objects) -> None:
@@ -154,61 +157,10 @@ class DeepSpeedStrategy(Strategy):
         own = [m for m in prepared.models if getattr(m, "accel_plugin", None) is self.plugin]
         problems = []
         if own:
-            problems.append(_two_models("a second model with one plugin"))
+            problems.append(checks.two_models("a second model with one plugin"))
         elif optimizer is not None and self._optimizer() is not None:
-            problems.append(_two_models("a second model to train with one Accelerator"))
+            problems.append(checks.two_models("a second model to train with one Accelerator"))
         ConfigError.raise_if(problems)
-
-    def _check(
-        self,
-        settings: Settings,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-    ) -> None:
-        """Note what this machine or this model cannot do."""
-        zero = settings.config[ZERO]
-        for what in ("optimizer", "param"):
-            device = zero.get(f"offload_{what}", {}).get("device", "none")
-            if device == "nvme" and not package.can_build(self.package, "AsyncIOBuilder"):
-                settings.note(
-                    f"offload_{what}_device='nvme'",
-                    "DeepSpeed's asynchronous I/O cannot be built on this machine",
-                    "Install libaio's development files, or use 'cpu'.",
-                )
-            lowest = 3 if what == "param" else 1
-            if device != "none" and settings.stage < lowest:
-                settings.note(
-                    f"offload_{what}_device={device!r} with ZeRO {settings.stage}",
-                    f"it takes stage {lowest} or more",
-                    f"Use zero_stage={lowest}, or leave it out.",
-                )
-        if optimizer is not None:
-            known = {id(p) for p in model.parameters()}
-            strange = sum(id(p) not in known for g in optimizer.param_groups for p in g["params"])
-            if strange:
-                settings.note(
-                    f"prepare: {strange} parameters of the optimizer are in no prepared model",
-                    "the engine steps the parameters of its model",
-                    "Build the optimizer from model.parameters().",
-                )
-        self._check_leaves(settings, model)
-
-    def _check_leaves(self, settings: Settings, model: torch.nn.Module) -> None:
-        """Let stage 3 fetch mixtures of experts as a whole, or note classes that do not exist."""
-        names = _names(self.plugin.transformer_moe_cls_names)
-        if not names:
-            return
-        classes = {type(module).__name__: type(module) for module in model.modules()}
-        unknown = [name for name in names if name not in classes]
-        told = f"transformer_moe_cls_names={self.plugin.transformer_moe_cls_names!r}"
-        if unknown:
-            rule = f"the model has no module of class {', '.join(unknown)}"
-            settings.note(told, rule, f"Its classes are {', '.join(sorted(classes))}.")
-        elif settings.stage < 3:
-            rule = "only stage 3 fetches modules"
-            settings.note(f"{told} with ZeRO {settings.stage}", rule, "Leave it out.")
-        elif not settings.problems:
-            self.package.utils.set_z3_leaf_modules(model, [classes[name] for name in names])
 
     def _build(
         self,
@@ -349,7 +301,7 @@ class DeepSpeedStrategy(Strategy):
         """
         optimizer = self._require_optimizer("clip_grad_norm_")
         ConfigError.raise_if(
-            _clip_problems(self.plugin, optimizer, list(parameters), max_norm, norm_type)
+            checks.clip_problems(self.plugin, optimizer, list(parameters), max_norm, norm_type)
         )
         if not optimizer.gradient_state.sync_gradients:  # they are not complete, nor averaged
             return torch.tensor(float(optimizer.engine.get_global_grad_norm() or 0.0))
@@ -451,40 +403,6 @@ class DeepSpeedStrategy(Strategy):
         super().release()
 
 
-def _two_models(value: str) -> Problem:
-    return Problem(
-        f"prepare: {value} under DeepSpeed",
-        "a plugin describes one model, and an Accelerator trains one",
-        "Give several plugins by name, select the next with "
-        "state.select_deepspeed_plugin(name), and build an Accelerator for each trained model.",
-    )
-
-
-def _clip_problems(
-    plugin: DeepSpeedPlugin,
-    optimizer: DeepSpeedOptimizer,
-    parameters: list[torch.Tensor],
-    max_norm: float,
-    norm_type: float,
-) -> list[Problem]:
-    value, problems = f"clip_grad_norm_(…, {max_norm})", []
-    if optimizer.clipping not in (0.0, float(max_norm)):
-        where = f"{plugin.place}: gradient_clipping={optimizer.clipping}"
-        if plugin.gradient_clipping is not None:
-            where = plugin.source("gradient_clipping")
-        remedy = 'Make them equal, or write "auto" for gradient_clipping.'
-        problems.append(Problem(f"{value} with {where}", "they disagree", remedy))
-    if norm_type != 2:
-        rule = "DeepSpeed clips by the norm of order 2"
-        problems.append(Problem(f"{value[:-1]}, norm_type={norm_type})", rule, "Leave it out."))
-    given = {id(parameter) for parameter in parameters}
-    left = sum(p.requires_grad and id(p) not in given for p in optimizer.engine.module.parameters())
-    if left:
-        rule = f"DeepSpeed clips all parameters together, and {left} of them are not given"
-        problems.append(Problem(value, rule, "Give model.parameters()."))
-    return problems
-
-
 def _follow(scheduler: Any, given: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
     """Let a scheduler that was built on a `DummyOptim` set the learning rates of the real one."""
     if not isinstance(given, DummyOptim) or getattr(scheduler, "optimizer", None) is not given:
@@ -501,7 +419,3 @@ def _batch_size(loader: Any) -> int | None:
         if isinstance(size, int):
             return size
     return None
-
-
-def _names(given: str | None) -> list[str]:
-    return [name.strip() for name in (given or "").split(",") if name.strip()]
