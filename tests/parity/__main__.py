@@ -9,13 +9,12 @@ from collections.abc import Iterable
 
 import torch
 from rich.console import Console
-from rich.progress import track
 
 from tests.helpers import close_pools
 from tests.parity.cells import Cell, matrix, reason_not_to_run
 from tests.parity.controls import controls
 from tests.parity.gates import Verdict
-from tests.parity.report import controls_table, floors_table, matrix_table
+from tests.parity.report import controls_table, floors_table, line, matrix_table
 from tests.parity.running import run
 from tests.parity.task import Task
 
@@ -49,8 +48,9 @@ def run_all(cells: Iterable[Cell], num_gpus: int, what: str) -> list[Verdict]:
     cells = list(cells)
     verdicts = {}
     size = 0
+    progress = Console(stderr=True, highlight=False, soft_wrap=True)
     order = sorted(cells, key=lambda cell: cell.world_size)
-    for cell in track(order, what, console=Console(stderr=True)):
+    for number, cell in enumerate(order, start=1):
         reason = reason_not_to_run(cell, num_gpus)
         if reason is not None:
             verdicts[cell] = Verdict(cell, reason)
@@ -59,6 +59,8 @@ def run_all(cells: Iterable[Cell], num_gpus: int, what: str) -> list[Verdict]:
             close_pools()
             size = cell.world_size
         verdicts[cell] = run(cell)
+        told = line(verdicts[cell])
+        progress.print(f"{what} {number}/{len(order)} {told}", markup=False)
     close_pools()
     return [verdicts[cell] for cell in cells]
 

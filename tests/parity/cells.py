@@ -56,6 +56,8 @@ class Backend:
         arguments: returns what `Accelerator` is given beside precision and accumulation.
         owns_bf16: whether the engine keeps a bf16 copy of the weights itself; else autocast.
         sharded: whether parameters, gradients and optimizer state are all spread over processes.
+        copies_fp32: whether the engine keeps a second fp32 copy of weights in fp32, too. (DeepSpeed
+            0.19.8 means to share it, but compares a `torch.device` with a string there.)
         reason: returns why a cell does not run; None if it does.
     """
 
@@ -63,6 +65,7 @@ class Backend:
     arguments: Callable[[Cell], dict[str, Any]]
     owns_bf16: bool = False
     sharded: bool = False
+    copies_fp32: bool = False
     reason: Callable[[Cell], str | None] = lambda cell: None
 
 
@@ -90,6 +93,18 @@ def _tensor_parallel(size: int | None = None) -> Callable[[Cell], dict[str, Any]
 
 def _deepspeed(stage: int, **fields: Any) -> Callable[[Cell], dict[str, Any]]:
     return lambda cell: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=stage, **fields)}
+
+
+# As files for stage 3 have it: sizes that suit the model, not buckets as large as the whole of it.
+ZERO3_SIZES = dict.fromkeys(
+    ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
+    "auto",
+)
+
+
+def _zero3(**sections: Any) -> Callable[[Cell], dict[str, Any]]:
+    config = {"zero_optimization": {"stage": 3, **ZERO3_SIZES, **sections}}
+    return lambda cell: {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config)}
 
 
 def _compiled(inner: Callable[[Cell], dict[str, Any]]) -> Callable[[Cell], dict[str, Any]]:
@@ -144,23 +159,23 @@ def _sharded_backends() -> dict[str, Backend]:
         "fsdp_no_shard": engine("FSDP2 no_shard", _fsdp(dp_replicate_size="all")),
         "fsdp_cpu_offload": engine("FSDP2 cpu_offload", _fsdp(cpu_offload=True), sharded=True),
         "fsdp_tp": engine("FSDP2 × TP", both, reason=four),
-        "tp": Backend("TP", _tensor_parallel()),
-        "tp_ddp": Backend("TP × replicas", _tensor_parallel(2), reason=_four),
+        "tp": Backend("TP", _tensor_parallel(), reason=_no_fp16),
+        "tp_ddp": Backend("TP × replicas", _tensor_parallel(2), reason=four),
     }
 
 
 def _deepspeed_backends() -> dict[str, Backend]:
     engine = partial(Backend, owns_bf16=True, reason=_fp16_on_gpu)
-    both = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
+    both = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     return {
         "zero0": engine("DeepSpeed ZeRO-0", _deepspeed(0)),
         "zero1": engine("DeepSpeed ZeRO-1", _deepspeed(1)),
         "zero2": engine("DeepSpeed ZeRO-2", _deepspeed(2)),
-        "zero3": engine("DeepSpeed ZeRO-3", _deepspeed(3), sharded=True),
+        "zero3": engine("DeepSpeed ZeRO-3", _zero3(), sharded=True, copies_fp32=True),
         "zero2_offload": engine(
             "DeepSpeed ZeRO-2 offload", _deepspeed(2, offload_optimizer_device="cpu")
         ),
-        "zero3_offload": engine("DeepSpeed ZeRO-3 offload", _deepspeed(3, **both)),
+        "zero3_offload": engine("DeepSpeed ZeRO-3 offload", _zero3(**both)),
     }
 
 

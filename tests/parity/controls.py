@@ -14,12 +14,15 @@ SABOTAGES = (
     "weight decay off",
     "tied weight untied",
 )
+# One of each engine; the others of its family share the code that the mistakes are in.
+BACKENDS = ("ddp", "fsdp_full_shard", "tp", "zero2", "zero3")
 
 
 def controls(cells: Iterable[Cell]) -> Iterator[Cell]:
-    """Yield the controls of each backend among `cells` that runs on two processes in fp32."""
+    """Yield the controls of `BACKENDS` among `cells`: two processes, two micro-batches, fp32."""
     for cell in cells:
-        if (cell.precision, cell.world_size, cell.accumulation) != ("no", 2, 2):
+        kind = cell.precision, cell.world_size, cell.accumulation
+        if cell.backend not in BACKENDS or kind != ("no", 2, 2):
             continue
         for sabotage in SABOTAGES:
             if (sabotage == "last window dropped") == (cell.variant == "short") and (

@@ -19,7 +19,11 @@ FLOORS = 5  # fp32: so many noise floors
 MOST = 1e-5  # fp32: and no more than this
 AUTOCAST = 1e-3
 ENGINE_OWNED = 1e-2
-SHARE = 0.3  # of what a replica holds, on 4 processes
+# A weight of 1 cannot be closer to itself than one unit in its last place, nor a loss: a cut of the
+# batch that happens to round the same way is no measure of noise.
+UNIT = 2**-23
+SHARE = 0.3  # of what a replica holds, on 4 processes; 0.25 would be a fourth of everything
+SHARE_COPIED = SHARE * 5 / 4  # with a second copy of the weights beside the replica's four
 TWIN = "head.weight"  # the same tensor as the embedding: a state may name it once
 
 
@@ -87,10 +91,12 @@ def noise_floor(cell: Cell) -> Difference:
 
     Its batches are cut into as many pieces as the cell's processes and micro-batches make, and into
     two at least: one piece differs from itself by nothing, and no engine promises the same bits.
+    Nor is it below one unit in the last place.
     """
     num_chunks = max(2, cell.world_size * cell.accumulation)
     whole = plain(cell.task, 1, cell.device)
-    return compare(plain(cell.task, num_chunks, cell.device), whole)
+    found = compare(plain(cell.task, num_chunks, cell.device), whole)
+    return Difference(max(found.loss, UNIT), max(found.weight, UNIT))
 
 
 def compare(found: Run, wanted: Run) -> Difference:
@@ -156,7 +162,15 @@ def _weigh(verdict: Verdict, runs: Sequence[Run], wanted: Run) -> None:
     if "after" not in verdict.num_bytes:
         return
     verdict.share = verdict.num_bytes["after"] / wanted.num_bytes["after"]
-    world_size = verdict.cell.world_size
-    most = SHARE * 4 / world_size
-    if BACKENDS[verdict.cell.backend].sharded and world_size > 1 and verdict.share > most:
+    most = allowed_share(verdict.cell)
+    if most is not None and verdict.share > most:
         verdict.failures.append(f"holds {verdict.share:.2f} of a replica > {most:.2f}")
+
+
+def allowed_share(cell: Cell) -> float | None:
+    """Return how much of a replica a process may hold after a step; None: as much as it wants."""
+    backend = BACKENDS[cell.backend]
+    if not backend.sharded or cell.world_size == 1:
+        return None
+    copied = backend.copies_fp32 and cell.precision == "no"
+    return (SHARE_COPIED if copied else SHARE) * 4 / cell.world_size

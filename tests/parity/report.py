@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tests.parity.cells import BACKENDS, Cell
-from tests.parity.gates import Difference, Verdict, noise_floor, plain
+from tests.parity.gates import Difference, Verdict, allowed_share, noise_floor, plain
 
 
 def matrix_table(verdicts: Sequence[Verdict]) -> Table:
@@ -48,11 +48,25 @@ def _run_row(verdict: Verdict) -> list[str | Text]:
         str(cell.world_size),
         f"{cell.accumulation} {cell.variant}".strip(),
         *_numbers(verdict),
-        f"{verdict.num_bytes['after'] / 1e6:.2f}" if verdict.num_bytes else "",
-        "" if verdict.share is None else f"{verdict.share:.2f}",
+        _megabytes(verdict),
+        _share(verdict),
         f"{verdict.seconds:.1f}",
         _outcome(verdict),
     ]
+
+
+def _megabytes(verdict: Verdict) -> str:
+    """Return what the fullest process holds, and on a GPU the peak of what was allocated there."""
+    found = {name: f"{size / 1e6:.2f}" for name, size in verdict.num_bytes.items()}
+    if "peak" in found:
+        return f"{found['after']} (peak {found['peak']})"
+    return found.get("after", "")
+
+
+def _share(verdict: Verdict) -> str:
+    most = allowed_share(verdict.cell)
+    gate = "" if most is None else f" ≤ {most:.3g}"
+    return "" if verdict.share is None else f"{verdict.share:.2f}{gate}"
 
 
 def _missing_row(verdicts: Sequence[Verdict]) -> list[str | Text]:
@@ -86,6 +100,14 @@ def _outcome(verdict: Verdict) -> Text:
     if verdict.green:
         return Text("green", style="green")
     return Text("RED: " + "; ".join(verdict.failures), style="bold red")
+
+
+def line(verdict: Verdict) -> str:
+    """Return one line on a cell that has just run."""
+    cell = verdict.cell
+    special = " ".join(filter(None, (cell.variant, cell.sabotage)))
+    name = f"{cell.backend} {cell.precision} ×{cell.world_size} /{cell.accumulation} {special}"
+    return f"{name.strip()}: {_outcome(verdict)} ({verdict.seconds:.1f} s)"
 
 
 def controls_table(verdicts: Sequence[Verdict]) -> Table:

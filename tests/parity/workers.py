@@ -33,6 +33,8 @@ def train(cell: Cell) -> dict[str, Any]:
     torch.manual_seed(0)
     text(task.context)
     walk = Walk()
+    if cell.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     accelerator = make_accelerator(cell)
     model, loader = task.model(), make_loader(task, cell)
     optimizer = task.recipe.optimizer(model.parameters())
@@ -45,6 +47,8 @@ def train(cell: Cell) -> dict[str, Any]:
         run.losses.append(step(accelerator, model, optimizer, window, cell, (run, walk, number)))
     state = accelerator.get_state_dict(model)
     run.weights = {k: v.detach().float().cpu().clone() for k, v in (state or {}).items()}
+    if cell.device == "cuda":
+        run.num_bytes["peak"] = torch.cuda.max_memory_allocated()
     types = [type(model).__name__, type(optimizer).__name__]
     del model, optimizer, loader, walk, state
     accelerator.end_training()
