@@ -236,7 +236,7 @@ def _translate_strategy(
 
 
 def _strategy_name(given: Any) -> str:
-    text = str(getattr(given, "name", given)).strip().upper()
+    text = str(getattr(given, "name", given)).strip(" _").upper()
     if text.isdigit() and 1 <= int(text) <= len(STRATEGIES):
         return list(STRATEGIES)[int(text) - 1]
     return text

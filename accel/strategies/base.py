@@ -23,6 +23,7 @@ from accel.objects import Objects
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
 from accel.scheduler import AcceleratedScheduler
 from accel.strategies.compile import compile_model
+from accel.strategies.footprint import Footprint, num_bytes, state_bytes
 from accel.wrapping import extract_model_from_parallel
 
 if TYPE_CHECKING:
@@ -94,6 +95,28 @@ class Strategy(ABC):
     def data_rank(self) -> tuple[int, int]:
         """(index, count) of the data shard this process reads; ranks of one replica share it."""
         return self.comm.rank, self.comm.world_size
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """What lies in parts on several processes, in words for people; () for nothing."""
+        return ()
+
+    def footprint(
+        self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+    ) -> Footprint:
+        """Return the bytes that this process holds once a step is made. Exchanges nothing.
+
+        Args:
+            models: prepared.
+            optimizers: prepared.
+        """
+        held = [parameter for model in models for parameter in model.parameters()]
+        states = [state_bytes(unwrap_optimizer(optimizer)) for optimizer in optimizers]
+        return Footprint(
+            num_bytes(held),
+            num_bytes(parameter for parameter in held if parameter.requires_grad),
+            None if None in states else sum(size or 0 for size in states),
+        )
 
     # -- preparing -------------------------------------------------------------------------
 
@@ -178,6 +201,7 @@ class Strategy(ABC):
             own or list(optimizers),
             step_with_optimizer=self.plan.step_scheduler_with_optimizer,
             split_batches=self.plan.dataloader.split_batches,
+            num_shares=self.data_rank[1],
         )
 
     def wrap_dataloader(self, loader: Any, place: bool = True, slice_fn: Any | None = None) -> Any:

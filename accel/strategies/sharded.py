@@ -26,6 +26,7 @@ from accel.errors import ConfigError, Problem
 from accel.objects import Objects
 from accel.optimizer import unwrap_optimizer
 from accel.strategies.base import Strategy
+from accel.strategies.mesh import SHARD, TENSOR
 
 # -- tensors -------------------------------------------------------------------------------
 
@@ -212,6 +213,16 @@ class DTensorStrategy(Strategy):
             return super().data_rank
         count, index = data_rank(None, self._mesh)  # type: ignore[arg-type]
         return index, count
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """What lies in parts on several processes, in words for people."""
+        mesh = self._mesh
+        names = () if mesh is None else mesh.mesh_dim_names or ()
+        sizes = [
+            mesh[name].size() for name in (SHARD, TENSOR) if mesh is not None and name in names
+        ]
+        return ("parameters", "gradients", "optimizer state") if max(sizes, default=1) > 1 else ()
 
     def prepare(
         self,

@@ -27,7 +27,7 @@ from accel.strategies.fsdp.units import (
     split_by_dtype,
 )
 from accel.strategies.initial import InitialWeights
-from accel.strategies.mesh import SHARD, TENSOR, build_mesh, data_axes, replicas
+from accel.strategies.mesh import TENSOR, build_mesh, data_axes, replicas
 from accel.strategies.sharded import DTensorStrategy, by_name
 from accel.strategies.splitting import split_matrices
 
@@ -79,15 +79,6 @@ class FSDPStrategy(DTensorStrategy):
                     "Give True or False.",
                 )
             )
-
-    @property
-    def sharded(self) -> tuple[str, ...]:
-        """What lies in parts on several processes, in words for people."""
-        parts = sum(self._mesh[axis].size() > 1 for axis in (SHARD, TENSOR) if self._has(axis))
-        return ("parameters", "gradients", "optimizer state") if parts else ()
-
-    def _has(self, axis: str) -> bool:
-        return self._mesh is not None and axis in (self._mesh.mesh_dim_names or ())
 
     # -- preparing -------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ class Block(torch.nn.Module):
 class Model(torch.nn.Module):
     """Tied embedding, two blocks, one frozen parameter, one buffer."""
 
-    _no_split_modules = ["Block", "NotInThisOne"]
+    _no_split_modules = ("Block", "NotInThisOne")
     _tp_plan = PLAN
 
     def __init__(self, hidden: int = 20, frozen: bool = True, seed: int = 0) -> None:
