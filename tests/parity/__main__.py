@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from rich.console import Console
 
-from tests.helpers import close_pools
+from tests import helpers
 from tests.parity.cells import Cell, matrix, reason_not_to_run
 from tests.parity.controls import controls
 from tests.parity.gates import Verdict
@@ -56,12 +56,12 @@ def run_all(cells: Iterable[Cell], num_gpus: int, what: str) -> list[Verdict]:
             verdicts[cell] = Verdict(cell, reason)
             continue
         if cell.world_size != size:
-            close_pools()
+            helpers.close_pools()
             size = cell.world_size
         verdicts[cell] = run(cell)
         told = line(verdicts[cell])
         progress.print(f"{what} {number}/{len(order)} {told}", markup=False)
-    close_pools()
+    helpers.close_pools()
     return [verdicts[cell] for cell in cells]
 
 
@@ -69,6 +69,7 @@ def main() -> int:
     """Print everything; return 1 unless each cell that runs is green and each control red."""
     options, start = parse(), time.monotonic()
     torch.set_num_threads(1)
+    helpers.START_SECONDS = 300.0
     num_gpus = torch.cuda.device_count()
     cells = chosen(options)
     verdicts = run_all(cells, num_gpus, "matrix")
