@@ -10,7 +10,7 @@ https://docs.pytorch.org/tutorials/recipes/regional_compilation.html
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -57,8 +57,7 @@ def compile_model(
             "%s repeats no layer class, so the whole model is compiled.", type(model).__name__
         )
     if not hooks_inside:
-        compiled: torch.nn.Module = torch.compile(model, **arguments)
-        return compiled
+        return cast("torch.nn.Module", torch.compile(model, **arguments))
     if plugin.fullgraph:
         raise ConfigError(
             Problem(
@@ -113,7 +112,8 @@ def _collect(module: torch.nn.Module, named: set[str], found: list[torch.nn.Modu
     classes = Counter(type(child) for child in children)
     for child in children:
         if named:
-            is_block = type(child).__name__ in named
+            # An engine may have put a class of its own before the user's.
+            is_block = any(kind.__name__ in named for kind in type(child).__mro__)
         else:
             repeated = isinstance(module, CONTAINERS) and classes[type(child)] > 1
             is_block = repeated and next(child.children(), None) is not None

@@ -185,6 +185,19 @@ def _untied(before: dict[str, torch.nn.Parameter], shared: torch.nn.Parameter) -
     )
 
 
+def _mixed_groups(optimizer: torch.optim.Optimizer) -> list[Problem]:
+    """Return the groups that take parameters of several meshes, or of none, in one call."""
+    problems = []
+    for index, group in enumerate(optimizer.param_groups):
+        meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
+        for switch in ("foreach", "fused"):
+            if group.get(switch) and len(meshes) > 1:
+                value = f"prepare: {switch}=True of group {index} of {type(optimizer).__name__}"
+                rule = "some of its parameters are split and others are whole"
+                problems.append(Problem(value, rule, f"Leave {switch} out."))
+    return problems
+
+
 # -- the strategy --------------------------------------------------------------------------
 
 
@@ -241,8 +254,13 @@ class DTensorStrategy(Strategy):
     def wrap_optimizer(
         self, optimizer: torch.optim.Optimizer, place: bool = True
     ) -> torch.optim.Optimizer:
-        """Return `optimizer` over the parts that this rank holds."""
+        """Return `optimizer` over the parts that this rank holds.
+
+        Raises:
+            ConfigError: if it treats whole and split tensors in one call, which torch cannot.
+        """
         self._successors.follow(optimizer)
+        ConfigError.raise_if(_mixed_groups(unwrap_optimizer(optimizer)))
         return super().wrap_optimizer(optimizer, place)
 
     def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:

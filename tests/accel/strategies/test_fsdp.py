@@ -417,3 +417,18 @@ def check_norms() -> None:
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_norms_of_every_order(world_size: int) -> None:
     run_distributed(check_norms, world_size)
+
+
+def check_compiled() -> None:
+    accelerator = build(fsdp={}, dynamo_backend="eager")
+    model = Model()
+    losses, _, weights = train(accelerator, model)
+    expected = plain(Model())
+    assert largest(losses, expected[0]) < CLOSE
+    assert difference(weights, expected[2]) < CLOSE
+    assert model._compiled_call_impl is None
+    assert all(block._compiled_call_impl is not None for block in model.blocks)
+
+
+def test_blocks_are_compiled_behind_the_hooks() -> None:
+    run_distributed(check_compiled, 2)

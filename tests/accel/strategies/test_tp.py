@@ -172,6 +172,10 @@ def check_refusals() -> None:
         TorchTensorParallelPlugin(3, torch_device_mesh=mesh)
     with pytest.raises(ConfigError, match="named 'tp'"):
         TorchTensorParallelPlugin(2, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    model = Model()
+    fused = torch.optim.AdamW(model.parameters(), foreach=True)
+    with pytest.raises(ConfigError, match="foreach=True of group 0"):
+        build(tp={"tp_size": 2}).prepare(model, fused)
     model = build(tp={"torch_device_mesh": mesh}).prepare(Model())
     assert local_sizes(model)["blocks.0.up.weight"] == (10, 8)
 
