@@ -266,6 +266,27 @@ class AcceleratorState(SharedState):
             PartialState._reset_state()
 
 
+def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
+    """Return DeepSpeed's active plugin, which the next `prepare` follows.
+
+    Args:
+        state: of a run under DeepSpeed.
+
+    Raises:
+        ConfigError: if DeepSpeed is off.
+    """
+    plugin = state.deepspeed_plugin
+    if plugin is None:
+        raise ConfigError(
+            Problem(
+                "get_active_deepspeed_plugin",
+                "DeepSpeed is off",
+                "Switch it on with Accelerator(deepspeed_plugin=…).",
+            )
+        )
+    return plugin
+
+
 class GradientState:
     """Where gradient accumulation stands; filled by the first instance.
 

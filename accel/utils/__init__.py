@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from accel.rng import set_seed as set_seed
     from accel.rng import synchronize_rng_state as synchronize_rng_state
     from accel.rng import synchronize_rng_states as synchronize_rng_states
+    from accel.state import get_active_deepspeed_plugin as get_active_deepspeed_plugin
     from accel.strategies.deepspeed.dummies import DummyOptim as DummyOptim
     from accel.strategies.deepspeed.dummies import DummyScheduler as DummyScheduler
     from accel.tree import honor_type as honor_type
@@ -110,6 +111,7 @@ _PLACES = {
     "find_executable_batch_size": "accel.memory",
     "gather": "accel.ops",
     "gather_object": "accel.ops",
+    "get_active_deepspeed_plugin": "accel.state",
     "honor_type": "accel.tree",
     "is_bf16_available": "accel.imports",
     "is_cuda_available": "accel.imports",

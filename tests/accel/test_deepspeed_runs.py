@@ -11,7 +11,12 @@ import torch
 from accel import Accelerator, DataLoaderConfiguration
 from accel.errors import ConfigError, StateError
 from accel.state import AcceleratorState
-from accel.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from accel.utils import (
+    DeepSpeedPlugin,
+    DummyOptim,
+    DummyScheduler,
+    get_active_deepspeed_plugin,
+)
 from tests.accel.test_deepspeed import (
     GLOBAL_BATCH,
     adamw,
@@ -217,6 +222,7 @@ def a_student_and_a_teacher() -> None:
     state = AcceleratorState()
     assert state.deepspeed_plugin is state.get_deepspeed_plugin("student") is plugins["student"]
     assert state.deepspeed_plugins == plugins
+    assert get_active_deepspeed_plugin(state) is plugins["student"]
     model = build()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     state.select_deepspeed_plugin("teacher")

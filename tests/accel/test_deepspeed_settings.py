@@ -15,6 +15,7 @@ from accel.config.training import GradientAccumulationPlugin
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError, StateError
 from accel.plan import Arguments, Plan, resolve
+from accel.state import AcceleratorState, get_active_deepspeed_plugin
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from accel.strategies.deepspeed.settings import Settings, hidden_size
 
@@ -273,6 +274,11 @@ def test_one_of_several_plugins_is_selected() -> None:
     second.select()
     assert plan.engines.deepspeed_plugin is second
     assert (first.selected, second.selected) == (False, True)
+
+
+def test_the_active_plugin_is_asked_for_where_deepspeed_is_off() -> None:
+    with pytest.raises(ConfigError, match="DeepSpeed is off"):
+        get_active_deepspeed_plugin(AcceleratorState(cpu=True))
 
 
 def test_init_at_stage_three_is_switched_inside_a_context() -> None:
