@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,31 +38,39 @@ def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(part.numel() * part.element_size() for part in parts)
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
+def state_bytes(
+    optimizer: torch.optim.Optimizer, stepped: Sequence[torch.Tensor] | None = None
+) -> int | None:
     """Return the bytes of an optimizer's state on this process; before the first step, to come.
 
     A step of the same optimizer on tensors without storage tells. None for optimizers that are not
     torch's own.
+
+    Args:
+        optimizer: unwrapped.
+        stepped: the tensors that it steps; None: those in its groups.
     """
-    if optimizer.state:
+    if optimizer.state and stepped is None:
         return _tensor_bytes(optimizer)
     if not type(optimizer).__module__.startswith("torch.optim"):
         return None
-    twin = _twin(optimizer)
+    twin = _twin(optimizer, stepped)
     if isinstance(twin, torch.optim.LBFGS):  # it calls for losses
         return None
     twin.step()
     return _tensor_bytes(twin)
 
 
-def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _twin(
+    optimizer: torch.optim.Optimizer, stepped: Sequence[torch.Tensor] | None
+) -> torch.optim.Optimizer:
     """Return an optimizer of the same kind over tensors on the meta device, with gradients."""
     groups = []
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups[: 1 if stepped is not None else None]:
         options = {name: group[name] for name in group if name not in ("params", "param_names")}
         for switch in {"foreach", "fused", "capturable"} & options.keys():
             options[switch] = False
-        groups.append({**options, "params": [_ghost(p) for p in group["params"]]})
+        groups.append({**options, "params": [_ghost(p) for p in stepped or group["params"]]})
     known = inspect.signature(type(optimizer)).parameters
     defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
     for switch in {"foreach", "fused", "capturable"} & defaults.keys():

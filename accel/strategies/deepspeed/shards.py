@@ -11,7 +11,7 @@ Source: https://deepspeed.readthedocs.io/en/latest/zero3.html#modifying-partitio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ import torch
 
 from accel.checkpoint.optimizers import FORMAT_VERSION, ParameterNames
 from accel.errors import CheckpointError, Problem
+from accel.strategies.footprint import Footprint, num_bytes, state_bytes
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
@@ -329,3 +330,39 @@ def _keys(groups: list[list[torch.nn.Parameter]], names: ParameterNames) -> dict
 def _misfit(value: str, rule: str) -> CheckpointError:
     remedy = "Build the optimizer as it was when it was saved, over the same models."
     return CheckpointError(str(Problem(f"optimizer: {value}", rule, remedy)))
+
+
+# -- memory --------------------------------------------------------------------------------
+
+
+def footprint(parameters: Sequence[torch.nn.Parameter], optimizers: Sequence[Any]) -> Footprint:
+    """Return the bytes of an engine's tensors on this process.
+
+    Args:
+        parameters: of its model.
+        optimizers: its `DeepSpeedOptimizer`, or none.
+    """
+    held = num_bytes(getattr(p, "ds_tensor", p) for p in parameters)
+    if not optimizers:
+        return Footprint(held, 0, 0)
+    (optimizer,) = optimizers
+    own = {p.data_ptr() for p in parameters}
+    where = pieces(optimizer.engine).values()
+    stepped = list({id(piece.flat): piece.flat for piece in where}.values())
+    copies = num_bytes(flat for flat in stepped if flat.data_ptr() not in own)
+    state = state_bytes(optimizer.optimizer, stepped)
+    return Footprint(
+        held,
+        _gradient_bytes(parameters, optimizer.engine),
+        None if state is None else state + copies,
+    )
+
+
+def _gradient_bytes(parameters: Sequence[torch.nn.Parameter], engine: Any) -> int:
+    """Return the bytes of gradients in the format of the weights; from stage 2 on, of one part."""
+    stage = engine.zero_optimization_stage()
+    trained = [p for p in parameters if p.requires_grad]
+    if stage >= 2:
+        where = pieces(engine)
+        return sum(where[id(p)].length * p.element_size() for p in trained if id(p) in where)
+    return num_bytes(trained)

@@ -14,7 +14,7 @@ from typing import Any, final
 
 import torch
 
-from accel import tree
+from accel import env, tree
 from accel.checkpoint.optimizers import ParameterNames
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.enums import DistributedType
@@ -25,6 +25,7 @@ from accel.strategies.deepspeed import checks, package, shards
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from accel.strategies.deepspeed.settings import Settings
 from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, DeepSpeedScheduler
+from accel.strategies.footprint import Footprint
 from accel.wrapping import wrap_forward
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,6 +60,24 @@ class DeepSpeedStrategy(Strategy):
         if plugin is None:
             raise StateError("No plugin of DeepSpeed is selected. Select one by its name.")
         return plugin
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """What lies in parts on several processes, in words for people."""
+        kinds = ("optimizer state", "gradients", "parameters")
+        return kinds[: self.plugin.stage] if self.plan.world_size > 1 else ()
+
+    def footprint(
+        self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+    ) -> Footprint:
+        """Return the bytes that this process holds once a step is made. Exchanges nothing.
+
+        Args:
+            models: prepared.
+            optimizers: prepared.
+        """
+        held = [parameter for model in models for parameter in model.parameters()]
+        return shards.footprint(held, [o for o in optimizers if isinstance(o, DeepSpeedOptimizer)])
 
     # -- preparing -------------------------------------------------------------------------
 
@@ -183,7 +202,8 @@ class DeepSpeedStrategy(Strategy):
         if dummy is not None and dummy.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = dummy.lr_scheduler_callable
         package.join_group(self.package)
-        engine, *_ = self.package.initialize(**arguments)
+        with env.patched(LOCAL_RANK=self.plan.local_rank):  # a lone process has no launcher
+            engine, *_ = self.package.initialize(**arguments)
         engine.accel_plugin = self.plugin
         if self.precision.name in DTYPES and not engine.torch_autocast_enabled():
             self._cast_forward(engine.module)
