@@ -3,7 +3,7 @@
 # Which Python: VENV=<folder> if given; else an active environment that already has a torch the project
 # supports (it is used as it is: its torch is never replaced); else .venv, made here from constraints.txt.
 
-.PHONY: train test check mutants bench format clean
+.PHONY: train test check mutants parity bench format clean
 .DEFAULT_GOAL := help
 
 ARGS ?=
@@ -26,6 +26,9 @@ format: ## rewrite files in the project's format
 
 mutants: ## break each documented name in turn: its test must notice (ARGS="--only gather")
 	@python=$(call PYTHON,test) && exec "$$python" -m tests.conformance.gate $(ARGS)
+
+parity: ## train under every engine and precision; compare with a plain loop (ARGS="--only fsdp")
+	@python=$(call PYTHON,test) && exec "$$python" -m tests.parity $(ARGS)
 
 bench: ## measure the cost of a step against a hand-written loop, and of the import
 	@python=$(call PYTHON,test) && exec "$$python" -m tests.benchmarks

@@ -12,6 +12,7 @@ from accel._lazy import attribute
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator as Accelerator
     from accel.checkpoint.weights import load_checkpoint_in_model as load_checkpoint_in_model
+    from accel.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
     from accel.config.fp8 import AORecipeKwargs as AORecipeKwargs
     from accel.config.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
     from accel.config.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
@@ -49,6 +50,7 @@ _PLACES = {
     "AutocastKwargs": "accel.config.handlers",
     "DDPCommunicationHookType": "accel.enums",
     "DataLoaderConfiguration": "accel.config.training",
+    "DeepSpeedPlugin": "accel.config.deepspeed",
     "DistributedDataParallelKwargs": "accel.config.handlers",
     "DistributedType": "accel.enums",
     "FP8RecipeKwargs": "accel.config.fp8",

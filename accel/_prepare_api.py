@@ -148,7 +148,7 @@ class PrepareAPI:
         before = {id(p): p for model in new.models for p in model.parameters()}
         done = self.strategy.prepare(new, placement, self._objects, evaluation, slice_fn)
         self._objects.extend(done)
-        if new.models and new.optimizers:
+        if new.models and new.optimizers and not self.strategy.traits.owns_parameters:
             self._check_parameters(new.optimizers, before)
         return done
 

@@ -13,6 +13,7 @@ from accel.tree import recursively_apply
 
 if TYPE_CHECKING:
     from accel.state import AcceleratorState, GradientState
+    from accel.strategies.base import Strategy
 
 logger = get_logger(__name__)
 
@@ -22,6 +23,7 @@ class ProcessAPI(ProcessControl):
 
     state: AcceleratorState
     gradient_state: GradientState
+    strategy: Strategy
     _trigger: bool = False
 
     # -- what they exchange --------------------------------------------------------------------
@@ -37,6 +39,7 @@ class ProcessAPI(ProcessControl):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the data of all processes, without what only completes the last batch.
 
+        Of processes that compute the same samples (tensor parallelism), the first one's are kept.
         Samples are dropped while the last batch of a loader is in hand. After a pass that was left
         with it, as in ``batch = next(iter(loader))``, this holds for data of as many samples, until
         the next pass over a loader begins.
@@ -51,6 +54,9 @@ class ProcessAPI(ProcessControl):
         """
         as_objects = use_gather_object or not _only_tensors(input_data)
         data = ops.gather_object(input_data) if as_objects else ops.gather(input_data)
+        copies = self.comm.world_size // self.strategy.data_rank[1]
+        if copies > 1:
+            data = _distinct(data, copies, self.comm.world_size, as_objects)
         remainder, size = self._repetitions()
         if remainder <= 0:
             return data
@@ -122,6 +128,17 @@ def _only_tensors(data: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _distinct(data: Any, copies: int, world_size: int, as_objects: bool) -> Any:
+    """Return what the first of each `copies` neighbours gave, out of what all ranks did."""
+
+    def kept(entries: Any) -> Any:
+        size = len(entries) // world_size
+        own = [entries[r * size : (r + 1) * size] for r in range(0, world_size, copies)]
+        return [entry for part in own for entry in part] if as_objects else torch.cat(own)
+
+    return kept(data) if as_objects else recursively_apply(kept, data)
 
 
 def _first(data: Any, count: int, size: int | None) -> Any:

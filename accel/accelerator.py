@@ -27,8 +27,8 @@ from accel.enums import DynamoBackend, PrecisionType, RNGType
 from accel.objects import Objects
 from accel.plan import Arguments, Plan, resolve
 from accel.precision.build import build_precision
-from accel.state import AcceleratorState, GradientState, current_environment
-from accel.strategies.table import build_strategy
+from accel.state import AcceleratorState, GradientState, current_environment, settled_arguments
+from accel.strategies.table import build_strategy, find_strategy
 from accel.trackers.base import GeneralTracker
 from accel.trackers.table import Wanted, filter_trackers
 
@@ -44,8 +44,8 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
             ACCELERATE_GRADIENT_ACCUMULATION_STEPS holds.
         cpu: whether accelerators are ignored.
         dataloader_config: how prepared loaders spread batches over processes.
-        deepspeed_plugin: not built yet.
-        fsdp_plugin: not built yet.
+        deepspeed_plugin: DeepSpeed, in one plugin or several by name.
+        fsdp_plugin: fully sharded training.
         megatron_lm_plugin: not built yet.
         rng_types: generators that processes synchronise at the start of each pass over a loader:
             torch, cuda, xla, generator; None: generator.
@@ -58,6 +58,7 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
         kwargs_handlers: how objects of torch are created, at most one handler of a kind.
         dynamo_backend: backend of `torch.compile`.
         deepspeed_plugins: alias of `deepspeed_plugin`.
+        torch_tp_plugin: tensor parallelism.
         dynamo_plugin: compilation in detail.
         device: "cpu", "cuda", …; None or "auto": the machine's accelerator, else the CPU.
         logging_dir: older spelling of `ProjectConfiguration.logging_dir`.
@@ -112,6 +113,7 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
         dynamo_backend: DynamoBackend | str | None = None,
         deepspeed_plugins: Any = None,
         *,
+        torch_tp_plugin: Any = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         device: str | None = None,
         logging_dir: str | os.PathLike[str] | None = None,
@@ -141,11 +143,12 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
             dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
             deepspeed_plugins=deepspeed_plugins,
+            torch_tp_plugin=torch_tp_plugin,
             dispatch_batches=dispatch_batches,
             even_batches=even_batches,
             use_seedable_sampler=use_seedable_sampler,
         )
-        plan = resolve(arguments, current_environment())
+        plan = resolve(settled_arguments(arguments), current_environment())
         self.log_with = filter_trackers(log_with, plan.project.logging_dir)
         self._set_up(plan, cpu)
 
@@ -156,7 +159,8 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
         self.device = self.state.device
         self.gradient_state = GradientState(self.plan.accumulation)
         self._windows = Windows(self.gradient_state)
-        self.precision = build_precision(self.plan)
+        traits = find_strategy(self.plan.strategy).traits
+        self.precision = build_precision(self.plan, owned=traits.owns_precision)
         self.scaler = self.precision.scaler
         self.strategy = build_strategy(self.plan, self.comm, self.device, self.precision)
         self.device_placement = self.plan.device_placement

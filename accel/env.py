@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import overload
 
 from accel.errors import ConfigError, Problem
@@ -39,6 +39,15 @@ def flag(name: str) -> bool:
             )
         )
     return value in TRUE
+
+
+def optional_flag(name: str) -> bool | None:
+    """Return whether the variable `name` says yes; None where it is unset or empty.
+
+    Raises:
+        ConfigError: if it says neither yes nor no.
+    """
+    return flag(name) if os.environ.get(name, "").strip() else None
 
 
 @overload
@@ -110,7 +119,13 @@ class Environment:
         use_cpu: whether accelerators are ignored.
         debug: whether operations check shapes over ranks first.
         dynamo_backend: default of `Accelerator(dynamo_backend=…)`.
+        dynamo_mode: default of `TorchDynamoPlugin(mode=…)`; likewise the next three.
+        dynamo_fullgraph: whether a graph break is an error.
+        dynamo_dynamic: whether shapes are symbolic.
+        dynamo_regional: whether repeated blocks are compiled instead of the whole model.
         engines: the engines that a launcher switched on: fsdp, deepspeed, megatron_lm.
+        fsdp: variables ``FSDP_…`` that are not empty: (rest of the name, text).
+        deepspeed: the variables that fill fields of `DeepSpeedPlugin`, by name.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """
@@ -129,7 +144,13 @@ class Environment:
     use_cpu: bool = False
     debug: bool = False
     dynamo_backend: str | None = None
+    dynamo_mode: str | None = None
+    dynamo_fullgraph: bool | None = None
+    dynamo_dynamic: bool | None = None
+    dynamo_regional: bool | None = None
     engines: tuple[str, ...] = ()
+    fsdp: tuple[tuple[str, str], ...] = ()
+    deepspeed: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls) -> Environment:
@@ -154,5 +175,20 @@ class Environment:
             use_cpu=flag("ACCELERATE_USE_CPU"),
             debug=flag("ACCELERATE_DEBUG_MODE"),
             dynamo_backend=read("ACCELERATE_DYNAMO_BACKEND") or None,
+            dynamo_mode=read("ACCELERATE_DYNAMO_MODE") or None,
+            dynamo_fullgraph=optional_flag("ACCELERATE_DYNAMO_USE_FULLGRAPH"),
+            dynamo_dynamic=optional_flag("ACCELERATE_DYNAMO_USE_DYNAMIC"),
+            dynamo_regional=optional_flag("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
             engines=tuple(name for name in engines if flag(f"ACCELERATE_USE_{name.upper()}")),
+            fsdp=tuple(
+                (name.removeprefix("FSDP_"), text)
+                for name, text in sorted(os.environ.items())
+                if name.startswith("FSDP_") and text.strip()
+            ),
+            deepspeed={
+                name: value
+                for name, value in os.environ.items()
+                if name.startswith("ACCELERATE_DEEPSPEED_")
+                or name == "ACCELERATE_GRADIENT_CLIPPING"
+            },
         )

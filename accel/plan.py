@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from accel import engines as engine_choice
 from accel.config.fp8 import RECIPES
 from accel.config.handlers import (
     AutocastKwargs,
@@ -26,9 +27,10 @@ from accel.config.training import (
     TorchDynamoPlugin,
 )
 from accel.device import process_group_backend, resolve_device
+from accel.engines import Engines, Findings
 from accel.enums import DistributedType, DynamoBackend, PrecisionType, RNGType
 from accel.env import Environment
-from accel.errors import ConfigError, NotBuiltError, Problem, nearest, unknown_choice
+from accel.errors import ConfigError, nearest, unknown_choice
 
 HANDLERS: tuple[type[KwargsHandler], ...] = (
     AutocastKwargs,
@@ -55,8 +57,8 @@ class Arguments:
         cpu: whether accelerators are ignored.
         device: "cpu", "cuda", "cuda:1", …; None or "auto": the machine's accelerator, else the CPU.
         dataloader_config: how prepared loaders behave.
-        deepspeed_plugin: not built yet.
-        fsdp_plugin: not built yet.
+        deepspeed_plugin: DeepSpeed, in one plugin or several by name.
+        fsdp_plugin: fully sharded training.
         megatron_lm_plugin: not built yet.
         rng_types: generators that ranks synchronise at the start of each epoch; None: "generator".
         project_dir: folder of the run.
@@ -68,6 +70,7 @@ class Arguments:
         dynamo_backend: backend of `torch.compile`.
         dynamo_plugin: compilation in detail.
         deepspeed_plugins: alias of `deepspeed_plugin`.
+        torch_tp_plugin: tensor parallelism.
         dispatch_batches: older spelling of the field of `DataLoaderConfiguration`.
         even_batches: older spelling of the field of `DataLoaderConfiguration`.
         use_seedable_sampler: older spelling of the field of `DataLoaderConfiguration`.
@@ -93,6 +96,7 @@ class Arguments:
     dynamo_backend: DynamoBackend | str | None = None
     dynamo_plugin: TorchDynamoPlugin | None = None
     deepspeed_plugins: Any = None
+    torch_tp_plugin: Any = None
     dispatch_batches: bool | None = None
     even_batches: bool | None = None
     use_seedable_sampler: bool | None = None
@@ -111,6 +115,7 @@ class Plan:
         local_world_size: number of processes on this node.
         backend: backend of the process group; None for one process.
         strategy: key in the strategy table.
+        engines: the engine that spreads the model, with its plugin.
         distributed_type: what is reported to the user.
         mixed_precision: a value of `PrecisionType`.
         autocast: behaviour of autocast.
@@ -138,6 +143,7 @@ class Plan:
     local_world_size: int
     backend: str | None
     strategy: str
+    engines: Engines
     distributed_type: DistributedType
     mixed_precision: str
     autocast: AutocastKwargs
@@ -157,26 +163,6 @@ class Plan:
     environment: Environment = field(repr=False)
 
 
-@dataclass
-class _Findings:
-    """What is wrong, and what is merely not there yet."""
-
-    wrong: list[Problem] = field(default_factory=list)
-    not_built: list[Problem] = field(default_factory=list)
-
-    def add(self, value: str, rule: str, remedy: str) -> None:
-        self.wrong.append(Problem(value, rule, remedy))
-
-    def missing(self, value: str, remedy: str) -> None:
-        self.not_built.append(Problem(value, "this version does not offer it yet", remedy))
-
-    def raise_if_any(self) -> None:
-        if self.wrong:
-            raise ConfigError(*self.wrong, *self.not_built)
-        if self.not_built:
-            raise NotBuiltError(*self.not_built)
-
-
 def resolve(arguments: Arguments, environment: Environment) -> Plan:
     """Decide how a run is set up. Pure but for asking which devices there are.
 
@@ -191,21 +177,23 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
         ConfigError: naming everything that contradicts itself or the machine.
         NotBuiltError: if all there is to say is that an option does not exist yet.
     """
-    found = _Findings()
-    _check_engines(arguments, environment, found)
+    found = Findings()
+    engines = engine_choice.choose(arguments, environment, found)
     _check_world(environment, found)
     handlers = _handlers(arguments.kwargs_handlers or (), found)
     device = _device(arguments, environment, found)
-    mixed_precision = _mixed_precision(arguments, environment, handlers, found)
+    mixed_precision = _mixed_precision(arguments, environment, handlers, engines, found)
+    engine_choice.check_precision(engines, mixed_precision, device.type, found)
     dataloader = _dataloader(arguments, found)
-    accumulation = _accumulation(arguments, environment, found)
+    accumulation = _accumulation(arguments, environment, engines, found)
     project = _project(arguments, found)
     dynamo = _dynamo(arguments, environment, found)
     rng_types = _rng_types(arguments.rng_types, device.type, found)
     init = _handler(handlers, InitProcessGroupKwargs)
-    backend = _backend(init, device.type, environment, found)
+    backend = _backend(init, device.type, environment, engines, found)
     found.raise_if_any()
     several = environment.world_size > 1
+    strategy = engines.strategy or ("ddp" if several else "single")
     return Plan(
         device_type=device.type,
         device=device,
@@ -214,8 +202,9 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
         world_size=environment.world_size,
         local_world_size=environment.local_world_size or environment.world_size,
         backend=backend,
-        strategy="ddp" if several else "single",
-        distributed_type=_distributed_type(device.type) if several else DistributedType.NO,
+        strategy=strategy,
+        distributed_type=_distributed_type(strategy, device.type),
+        engines=engines,
         mixed_precision=mixed_precision,
         autocast=_handler(handlers, AutocastKwargs),
         scaler=_handler(handlers, GradScalerKwargs),
@@ -235,16 +224,7 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
     )
 
 
-def _check_engines(arguments: Arguments, environment: Environment, found: _Findings) -> None:
-    for name in ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin"):
-        if getattr(arguments, name) is not None:
-            found.missing(name, "Leave it out: the model is then spread with DDP.")
-    for engine in environment.engines:
-        name = f"ACCELERATE_USE_{engine.upper()}"
-        found.missing(f"{name} (environment)", f"Unset {name}: the model is then spread with DDP.")
-
-
-def _check_world(environment: Environment, found: _Findings) -> None:
+def _check_world(environment: Environment, found: Findings) -> None:
     size = environment.world_size
     if size < 1:
         found.add(f"WORLD_SIZE={size}", "it is at least 1", "Unset it for one process.")
@@ -268,7 +248,7 @@ def _check_world(environment: Environment, found: _Findings) -> None:
 
 
 def _handlers(
-    given: Iterable[KwargsHandler], found: _Findings
+    given: Iterable[KwargsHandler], found: Findings
 ) -> dict[type[KwargsHandler], KwargsHandler]:
     handlers: dict[type[KwargsHandler], KwargsHandler] = {}
     names = [kind.__name__ for kind in HANDLERS]
@@ -296,7 +276,7 @@ def _handler(handlers: dict[type[KwargsHandler], KwargsHandler], kind: type[Hand
     return given if isinstance(given, kind) else kind()
 
 
-def _device(arguments: Arguments, environment: Environment, found: _Findings) -> torch.device:
+def _device(arguments: Arguments, environment: Environment, found: Findings) -> torch.device:
     forced = "cpu=True" if arguments.cpu else "ACCELERATE_USE_CPU" if environment.use_cpu else None
     asked = arguments.device
     if forced and asked not in (None, "auto", "cpu"):
@@ -325,11 +305,13 @@ def _mixed_precision(
     arguments: Arguments,
     environment: Environment,
     handlers: dict[type[KwargsHandler], KwargsHandler],
-    found: _Findings,
+    engines: Engines,
+    found: Findings,
 ) -> str:
     given, source = arguments.mixed_precision, "mixed_precision"
     if given is None and environment.mixed_precision is not None:
         given, source = environment.mixed_precision, "ACCELERATE_MIXED_PRECISION"
+    given = engines.mixed_precision if given is None else given
     name = str(given or "no").lower()
     if name not in PrecisionType.list():
         found.wrong.append(unknown_choice(source, name, PrecisionType.list()))
@@ -339,7 +321,7 @@ def _mixed_precision(
     return name
 
 
-def _check_recipes(given: Sequence[str], mixed_precision: str, found: _Findings) -> None:
+def _check_recipes(given: Sequence[str], mixed_precision: str, found: Findings) -> None:
     if len(given) > 1:
         found.add(
             f"kwargs_handlers: {' and '.join(given)}",
@@ -354,7 +336,7 @@ def _check_recipes(given: Sequence[str], mixed_precision: str, found: _Findings)
         )
 
 
-def _dataloader(arguments: Arguments, found: _Findings) -> DataLoaderConfiguration:
+def _dataloader(arguments: Arguments, found: Findings) -> DataLoaderConfiguration:
     names = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
     older = {n: getattr(arguments, n) for n in names if getattr(arguments, n) is not None}
     config = arguments.dataloader_config
@@ -371,7 +353,7 @@ def _dataloader(arguments: Arguments, found: _Findings) -> DataLoaderConfigurati
 
 
 def _accumulation(
-    arguments: Arguments, environment: Environment, found: _Findings
+    arguments: Arguments, environment: Environment, engines: Engines, found: Findings
 ) -> GradientAccumulationPlugin:
     steps, source = arguments.gradient_accumulation_steps, "gradient_accumulation_steps"
     plugin = arguments.gradient_accumulation_plugin
@@ -386,13 +368,15 @@ def _accumulation(
         return dataclasses.replace(plugin)
     if steps == 1 and environment.accumulation_steps is not None:
         steps, source = environment.accumulation_steps, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    if steps == 1 and engines.accumulation_steps is not None:
+        steps = engines.accumulation_steps
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         found.add(f"{source}={steps!r}", "it is a whole number, at least 1", "Give 1 or more.")
         steps = 1
     return dataclasses.replace(plugin or GradientAccumulationPlugin(), num_steps=steps)
 
 
-def _project(arguments: Arguments, found: _Findings) -> ProjectConfiguration:
+def _project(arguments: Arguments, found: Findings) -> ProjectConfiguration:
     given = {
         name: os.fspath(value)
         for name in ("project_dir", "logging_dir")
@@ -412,29 +396,46 @@ def _project(arguments: Arguments, found: _Findings) -> ProjectConfiguration:
     return dataclasses.replace(config, **lacking) if lacking else config
 
 
-def _dynamo(arguments: Arguments, environment: Environment, found: _Findings) -> TorchDynamoPlugin:
-    plugin, backend, source = arguments.dynamo_plugin, arguments.dynamo_backend, "dynamo_backend"
+def _dynamo(arguments: Arguments, environment: Environment, found: Findings) -> TorchDynamoPlugin:
+    plugin, backend = arguments.dynamo_plugin, arguments.dynamo_backend
     if plugin is not None and backend is not None:
         found.add(
             f"dynamo_backend={str(backend)!r} with dynamo_plugin",
             "one place decides",
             "Give the backend in TorchDynamoPlugin alone.",
         )
-    if plugin is None:
-        if backend is None and environment.dynamo_backend is not None:
-            backend, source = environment.dynamo_backend, "ACCELERATE_DYNAMO_BACKEND"
-        try:
-            plugin = TorchDynamoPlugin(backend=DynamoBackend.NO if backend is None else backend)
-        except ConfigError as error:
-            found.wrong += error.problems
-            return TorchDynamoPlugin()
-    if plugin.backend not in (None, DynamoBackend.NO):
-        found.missing(f"{source}={str(plugin.backend)!r}", "Use 'no', or torch.compile(model).")
-    return plugin
+    told = {
+        "backend": ("ACCELERATE_DYNAMO_BACKEND", environment.dynamo_backend),
+        "mode": ("ACCELERATE_DYNAMO_MODE", environment.dynamo_mode),
+        "fullgraph": ("ACCELERATE_DYNAMO_USE_FULLGRAPH", environment.dynamo_fullgraph),
+        "dynamic": ("ACCELERATE_DYNAMO_USE_DYNAMIC", environment.dynamo_dynamic),
+        "use_regional_compilation": (
+            "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+            environment.dynamo_regional,
+        ),
+    }
+    given: dict[str, Any] = {"backend": backend} if plugin is None else plugin.to_dict()
+    lacking = {
+        name: (variable, value)
+        for name, (variable, value) in told.items()
+        if value is not None and given.get(name) is None
+    }
+    if plugin is not None and not lacking:
+        return plugin
+    values = {name: value for name, (_, value) in lacking.items()}
+    try:
+        return TorchDynamoPlugin(**{**given, **values})
+    except ConfigError as error:
+        named = ", ".join(variable for variable, _ in lacking.values())
+        source = f" (environment: {named})" if named else ""
+        found.wrong += [
+            dataclasses.replace(problem, value=problem.value + source) for problem in error.problems
+        ]
+        return TorchDynamoPlugin()
 
 
 def _rng_types(
-    given: Sequence[str | RNGType] | None, device_type: str, found: _Findings
+    given: Sequence[str | RNGType] | None, device_type: str, found: Findings
 ) -> tuple[str, ...]:
     names = tuple(str(name) for name in (("generator",) if given is None else given))
     usable = {"torch", "generator", device_type} & set(RNGType.list())
@@ -454,9 +455,14 @@ def _rng_types(
 
 
 def _backend(
-    init: InitProcessGroupKwargs, device_type: str, environment: Environment, found: _Findings
+    init: InitProcessGroupKwargs,
+    device_type: str,
+    environment: Environment,
+    engines: Engines,
+    found: Findings,
 ) -> str | None:
-    if environment.world_size <= 1:
+    several = environment.world_size > 1
+    if not several and engines.strategy is None:
         return None
     if not torch.distributed.is_available():
         found.add(
@@ -465,7 +471,8 @@ def _backend(
             "Install a build that has it, or start one process.",
         )
         return None
-    if init.init_method is None and None in (environment.master_addr, environment.master_port):
+    nowhere = None in (environment.master_addr, environment.master_port)
+    if several and init.init_method is None and nowhere:
         found.add(
             "MASTER_ADDR or MASTER_PORT is not set",
             "processes need a place to meet",
@@ -481,6 +488,10 @@ def _backend(
     return init.backend
 
 
-def _distributed_type(device_type: str) -> DistributedType:
+def _distributed_type(strategy: str, device_type: str) -> DistributedType:
+    if strategy == "single":
+        return DistributedType.NO
+    if strategy in engine_choice.REPORTED:
+        return engine_choice.REPORTED[strategy]
     special = DISTRIBUTED_TYPES.get(device_type)
     return special or DistributedType(f"MULTI_{device_type.upper()}")

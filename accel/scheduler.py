@@ -27,6 +27,7 @@ class AcceleratedScheduler:
         optimizers: the prepared optimizer, or several; where one skips a step, so does this.
         step_with_optimizer: whether steps follow the optimizer's; if not, `step` is passed on.
         split_batches: whether loaders split their batches over processes.
+        num_shares: how many processes read other data than the rest; None: all.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class AcceleratedScheduler:
         optimizers: Any,
         step_with_optimizer: bool = True,
         split_batches: bool = False,
+        num_shares: int | None = None,
     ) -> None:
         several = isinstance(optimizers, Sequence)
         self.scheduler = scheduler
@@ -44,7 +46,8 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state = GradientState()
         once = split_batches or isinstance(scheduler, ReduceLROnPlateau)
-        self._repeats = 1 if once else PartialState().num_processes
+        every = PartialState().num_processes if num_shares is None else num_shares
+        self._repeats = 1 if once else every
         self._ends = not once and hasattr(scheduler, "total_steps")
 
     def __getattr__(self, name: str) -> Any:

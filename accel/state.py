@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 
 from accel.comm.connect import connect
 from accel.comm.control import SharedState
+from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.handlers import InitProcessGroupKwargs
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel.device import default_device_type, use_device
 from accel.enums import DistributedType
 from accel.env import Environment
-from accel.errors import ConfigError, Problem, StateError, nearest
+from accel.errors import ConfigError, Problem, StateError, nearest, unknown_choice
 from accel.plan import Arguments, Plan, resolve
 
 # What of the environment is settled once a process has joined the others.
@@ -53,6 +54,20 @@ def current_environment() -> Environment:
     if AcceleratorState._shared_state:
         settled["mixed_precision"] = AcceleratorState().mixed_precision
     return dataclasses.replace(environment, **settled)
+
+
+def settled_arguments(arguments: Arguments) -> Arguments:
+    """Return `arguments`, with DeepSpeed's plugins of this process where they name no engine.
+
+    Several models are trained by several `Accelerator`s that share their plugins.
+    """
+    if not AcceleratorState._shared_state or PartialState().comm.closed:
+        return arguments
+    plugins = AcceleratorState().deepspeed_plugins
+    engines = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "torch_tp_plugin")
+    if plugins is None or any(getattr(arguments, name) is not None for name in engines):
+        return arguments
+    return dataclasses.replace(arguments, deepspeed_plugins=plugins)
 
 
 def _adopt(plan: Plan, settled: Plan) -> Plan:
@@ -114,8 +129,8 @@ class AcceleratorState(SharedState):
         mixed_precision: no, fp16 or bf16; None: ACCELERATE_MIXED_PRECISION, else no.
         cpu: whether accelerators are ignored.
         dynamo_plugin: compilation.
-        deepspeed_plugin: not built yet.
-        fsdp_plugin: not built yet.
+        deepspeed_plugin: DeepSpeed, in one plugin or several by name.
+        fsdp_plugin: fully sharded training.
         megatron_lm_plugin: not built yet.
         _from_accelerator: whether an `Accelerator` builds it.
         kwargs: fields of `InitProcessGroupKwargs`.
@@ -123,6 +138,7 @@ class AcceleratorState(SharedState):
     Attributes: those of `PartialState`, and
         initialized: whether the shared state is filled.
         dynamo_plugin: compilation.
+        deepspeed_plugin, deepspeed_plugins: DeepSpeed's active plugin, and all by name.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -158,6 +174,8 @@ class AcceleratorState(SharedState):
             )
             _plan = resolve(arguments, current_environment())
         partial = PartialState(cpu, _plan=_plan)
+        if _plan.backend is not None and partial.backend is None:  # an engine wants a group of one
+            partial._shared_state.update(plan=_plan, comm=connect(_plan))
         self._shared_state.update(
             plan=_adopt(_plan, partial.plan), comm=partial.comm, device=partial.device
         )
@@ -191,6 +209,42 @@ class AcceleratorState(SharedState):
         ConfigError.raise_if(problems)
 
     @property
+    def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
+        """DeepSpeed's plugins by name; None where it is off."""
+        plugins = self.plan.engines.deepspeed
+        return None if plugins is None else dict(plugins)
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """DeepSpeed's active plugin, which the next `prepare` follows; None where it is off."""
+        return self.plan.engines.deepspeed_plugin
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """Return the plugin called `name`.
+
+        Args:
+            name: key of the dictionary that the `Accelerator` was given.
+
+        Raises:
+            ConfigError: if there is none.
+        """
+        plugins = self.deepspeed_plugins or {}
+        if name not in plugins:
+            raise ConfigError(unknown_choice("DeepSpeed plugin", name, plugins))
+        return plugins[name]
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Make the plugin called `name` the active one, which the next `prepare` follows.
+
+        Args:
+            name: key of the dictionary that the `Accelerator` was given.
+
+        Raises:
+            ConfigError: if there is none.
+        """
+        self.get_deepspeed_plugin(name).select()
+
+    @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
         """How models are compiled."""
         return self.plan.dynamo
@@ -210,6 +264,27 @@ class AcceleratorState(SharedState):
         cls._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()
+
+
+def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
+    """Return DeepSpeed's active plugin, which the next `prepare` follows.
+
+    Args:
+        state: of a run under DeepSpeed.
+
+    Raises:
+        ConfigError: if DeepSpeed is off.
+    """
+    plugin = state.deepspeed_plugin
+    if plugin is None:
+        raise ConfigError(
+            Problem(
+                "get_active_deepspeed_plugin",
+                "DeepSpeed is off",
+                "Switch it on with Accelerator(deepspeed_plugin=…).",
+            )
+        )
+    return plugin
 
 
 class GradientState:

@@ -17,6 +17,13 @@ MakeContext = Callable[[], AbstractContextManager[Any]]
 PARALLEL_WRAPPERS: tuple[type[torch.nn.Module], ...] = (DistributedDataParallel, DataParallel)
 
 
+def register_wrapper(kind: type[torch.nn.Module]) -> None:
+    """Let modules of `kind` be taken for wrappers whose `module` is what they wrap."""
+    global PARALLEL_WRAPPERS
+    if kind not in PARALLEL_WRAPPERS:
+        PARALLEL_WRAPPERS = (*PARALLEL_WRAPPERS, kind)
+
+
 class WrappedForward:
     """A module's `forward` inside a context, its floating outputs converted to fp32.
 

@@ -16,6 +16,7 @@ from accel.data.transfer import batch_length
 from accel.errors import ConfigError, Problem
 from runner.batch_plan import BatchPlan, limited, plan_batches
 from runner.data import Data, SeededDataset, SeededStream, WindowSampler, make_loader, make_order
+from runner.share import share_of
 from runner.step import MicroBatch, Window
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class TrainBatches:
         self, accelerator: Accelerator, data: Data, recipe: Recipe, plan: BatchPlan
     ) -> None:
         self.accelerator = accelerator
+        self.share = share_of(accelerator)
         self.recipe = recipe
         self.plan = plan
         self.streamed = isinstance(data.train, IterableDataset)
@@ -100,8 +102,7 @@ class TrainBatches:
         """
         # Over-fitting sees the first batches of the first epoch again and again.
         epoch = 0 if self.recipe.trainer.overfit_batches is not None else epoch
-        rank = self.accelerator.process_index
-        self.loader.generator.manual_seed(mix_seeds(self.recipe.seed, epoch, rank))
+        self.loader.generator.manual_seed(mix_seeds(self.recipe.seed, epoch, self.share.index))
         self.loader.set_epoch(epoch)
         if self.streamed:
             return self._stream_epoch(skip_steps)
@@ -128,7 +129,7 @@ class TrainBatches:
         micro, plan = self.plan.micro_batch, self.plan
         if plan.num_processes == 1:
             return MicroBatch(batch)
-        start = index * plan.round_size + self.accelerator.process_index * micro
+        start = index * plan.round_size + self.share.index * micro
         return MicroBatch(batch, self._valid(real - start, micro))
 
     def _valid(self, real: int, size: int) -> torch.Tensor | None:
@@ -182,7 +183,7 @@ class TrainBatches:
                 yield MicroBatch(batch), size
                 continue
             real = self.loader.remainder or plan.round_size
-            mine = real - self.accelerator.process_index * size
+            mine = real - self.share.index * size
             yield MicroBatch(batch, self._valid(mine, size)), real
 
 
@@ -214,14 +215,15 @@ class EvalBatches:
     ) -> None:
         self.recipe = recipe
         config, trainer = recipe.dataloader, recipe.trainer
-        size = plan_batches(trainer, accelerator.num_processes, None).eval_batch
-        self._total = size * accelerator.num_processes
+        share = share_of(accelerator)
+        size = plan_batches(trainer, share.count, None).eval_batch
+        self._total = size * share.count
         reader = {"batch_size": self._total if config.split_batches else size}
         self.num_batches: int | None = None
         self.num_samples: int | None = None
         seeded: SeededDataset | SeededStream
         if isinstance(dataset, IterableDataset):
-            ConfigError.raise_if(worker_problems(dataset, recipe, accelerator.num_processes))
+            ConfigError.raise_if(worker_problems(dataset, recipe, share.count))
             seeded = SeededStream(dataset, recipe.seed, config.seed_samples)
             self._count_stream(dataset)
         else:
@@ -232,6 +234,8 @@ class EvalBatches:
         self.loader: Any = prepare_data_loader(
             loader,
             accelerator.device,
+            num_processes=share.count,
+            process_index=share.index,
             split_batches=config.split_batches,
             put_on_device=trainer.device_placement,
             dispatch_batches=config.dispatch_batches,

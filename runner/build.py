@@ -130,8 +130,10 @@ def check_machine(recipe: Recipe) -> list[Problem]:
 
     distributed = recipe.distributed
     checks: tuple[Callable[[], object], ...] = (
-        lambda: plan_batches(recipe.trainer, processes.count(distributed), None),
-        lambda: resolve_device(processes.device(distributed), 0),
+        lambda: plan_batches(
+            recipe.trainer, processes.replicas(recipe, processes.count(distributed)), None
+        ),
+        lambda: _check_precision(recipe, resolve_device(processes.device(distributed), 0).type),
         lambda: filter_trackers(recipe.tracker.log_with, logging_dir=recipe.output_dir),
     )
     problems: list[Problem] = []
@@ -141,6 +143,18 @@ def check_machine(recipe: Recipe) -> list[Problem]:
         except ConfigError as error:
             problems += error.problems
     return problems
+
+
+def _check_precision(recipe: Recipe, device_type: str) -> None:
+    """Raise if the engine does not compute in the recipe's precision on this kind of device."""
+    if recipe.deepspeed is not None and recipe.precision.mode == "fp16" and device_type == "cpu":
+        raise ConfigError(
+            Problem(
+                "precision=fp16 with deepspeed= on a CPU",
+                "DeepSpeed computes in fp16 on GPUs alone",
+                "Use precision=bf16 or precision=no.",
+            )
+        )
 
 
 def check_factories(recipe: Recipe) -> list[Problem]:

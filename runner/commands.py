@@ -236,7 +236,13 @@ def _in_one_process(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         remedy = "Leave it out, or choose the device: distributed.device=cpu."
         raise ConfigError(Problem(f"distributed={distributed.kind}", rule, remedy))
     device = "cpu" if distributed.kind == "multi_cpu" else distributed.device
-    return replace(recipe, distributed=Distributed(device=device, init=distributed.init))
+    return replace(
+        recipe,
+        distributed=Distributed(device=device, init=distributed.init),
+        fsdp=None,  # a checkpoint holds whole tensors
+        deepspeed=None,
+        tensor_parallel=None,
+    )
 
 
 @contextlib.contextmanager

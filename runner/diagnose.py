@@ -168,7 +168,7 @@ def _apply(parsed: Override, config: DictConfig) -> list[Problem]:
     whole = not parsed.is_delete() and isinstance(parsed.value(), dict)
     off = keys.switched_off(f"{key}.*" if whole else key, content)
     free = keys.is_free(key)
-    if off is not None and (keys.node_of(off) is not None or off in hydra_setup.ENGINES):
+    if off is not None and keys.node_of(off) is not None:
         return [_switched_off(off, line)]
     known = keys.known_keys(content)
     if parsed.is_add() and key in known:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel.accelerator import Accelerator
+from accel.config.deepspeed import AUTO, DeepSpeedPlugin
 from accel.config.handlers import KwargsHandler
 from accel.config.training import GradientAccumulationPlugin, ProjectConfiguration
+from accel.errors import ConfigError, Problem
 from runner import processes
 from runner.schema import Recipe
 
@@ -53,8 +56,9 @@ def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Ac
         mixed_precision=recipe.precision.mode,
         device=processes.device(recipe.distributed),
         dataloader_config=recipe.dataloader,
-        deepspeed_plugin=recipe.deepspeed,
+        deepspeed_plugin=_deepspeed(recipe, batch_plan),
         fsdp_plugin=recipe.fsdp,
+        torch_tp_plugin=recipe.tensor_parallel,
         rng_types=recipe.trainer.rng_types,
         log_with=list(recipe.tracker.log_with) or None,
         project_config=_project(recipe, run_dir),
@@ -76,6 +80,36 @@ def _handlers(recipe: Recipe) -> list[KwargsHandler]:
         recipe.profile,
     )
     return [node for node in nodes if node is not None]
+
+
+def _deepspeed(recipe: Recipe, batch_plan: BatchPlan) -> DeepSpeedPlugin | None:
+    """Return the plugin, after a look at the batch sizes that its configuration tells.
+
+    Raises:
+        ConfigError: naming each one that is not the run's.
+    """
+    plugin = recipe.deepspeed
+    if plugin is None:
+        return None
+    config = plugin.given_config()
+    sizes = {
+        "train_micro_batch_size_per_gpu": batch_plan.micro_batch,
+        "train_batch_size": batch_plan.global_batch,
+    }
+    ConfigError.raise_if(
+        [
+            Problem(
+                f"{plugin.place}: {key}={config[key]} with {size} samples of the recipe's trainer",
+                "they disagree",
+                f'Make them equal, or write "auto" for {key}.',
+            )
+            for key, size in sizes.items()
+            if config.get(key) not in (None, AUTO, size)
+        ]
+    )
+    if isinstance(plugin.hf_ds_config, (str, PathLike)):  # messages name the file
+        return plugin
+    return replace(plugin, hf_ds_config={**config, **sizes})
 
 
 def _accumulation(recipe: Recipe, batch_plan: BatchPlan) -> GradientAccumulationPlugin:

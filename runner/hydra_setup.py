@@ -33,8 +33,6 @@ from runner.schema import Recipe
 VERSION_BASE = "1.3"
 SCHEMA = "recipe_schema"
 PRIMARY = "config"
-# Their options are theirs alone: nothing can be set while they are off.
-ENGINES = ("fsdp", "deepspeed")
 # The run directory, the log and the working directory are the runner's own.
 FIXED = (
     "hydra.run.dir=.",
@@ -190,7 +188,7 @@ def _opened(override: str) -> str:
     if value == "null" and key in groups():
         return f"{key}=[]" if key == "callbacks" else f"~{key}"
     mapping = value.startswith("{") and "." in key and keys.node_of(key) is None
-    known = key[:1] not in ("+", "~") and key.split(".")[0] not in ENGINES
+    known = key[:1] not in ("+", "~")
     return f"++{override}" if known and (keys.is_free(key) or mapping) else override
 
 

@@ -28,6 +28,7 @@ from runner.meters import StepMeter, Stopwatch
 from runner.recording import Recorder, learning_rates
 from runner.rundir import write_summary
 from runner.saving import RunState, Saver, Stateful
+from runner.share import share_of
 from runner.signals import StopFlag
 from runner.state import Stop, TrainState, parse_duration
 from runner.step import with_last
@@ -98,6 +99,7 @@ class Loop:
         self.meter = StepMeter(accelerator.comm)
         self.watch = Stopwatch()
         self.num_parameters = count_parameters(step.models)
+        self.model_names = [type(model).__name__ for model in step.models.values()]
         self.monitor = recipe.checkpoint.monitor or step.monitor
         self.mode = recipe.checkpoint.mode or step.mode
         folder = Path(accelerator.project_dir or self.run_dir) / "checkpoints"
@@ -219,7 +221,7 @@ class Loop:
 
     def _plan(self) -> BatchPlan:
         size = num_samples(self.data.train)
-        return plan_batches(self.recipe.trainer, self.accelerator.num_processes, size)
+        return plan_batches(self.recipe.trainer, share_of(self.accelerator).count, size)
 
     def _prepare(self) -> None:
         """Hand models, optimizers and everything that is saved to the engine."""
@@ -276,7 +278,8 @@ class Loop:
 
     def _resume(self) -> None:
         """Restore the checkpoint, or seed the generators that training draws from."""
-        set_seed(self.recipe.seed, device_specific=True)
+        # Processes of one replica draw the same, the others differently.
+        set_seed(self.recipe.seed + share_of(self.accelerator).index)
         if self.resume_from is None:
             return
         state = self.state

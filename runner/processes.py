@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from accel import env
 from accel.env import Environment
 from accel.errors import ConfigError, Problem
-from runner.schema import Distributed
+from runner.schema import Distributed, Recipe
 
 DEFAULT_CPU_PROCESSES = 2
 
@@ -71,6 +71,28 @@ def count(distributed: Distributed) -> int:
     return number
 
 
+def replicas(recipe: Recipe, num_processes: int) -> int:
+    """Return how many parts of a batch are computed at once: each by one replica of the matrices.
+
+    Args:
+        recipe: the recipe.
+        num_processes: processes of the run.
+
+    Raises:
+        ConfigError: if the processes of a replica do not divide those of the run.
+    """
+    size = 1 if recipe.tensor_parallel is None else recipe.tensor_parallel.tp_size
+    if num_processes % size:
+        raise ConfigError(
+            Problem(
+                f"tensor_parallel.tp_size={size} with {num_processes} processes",
+                "each replica of the model takes as many processes",
+                f"Set distributed.num_processes to a multiple of {size}, or another tp_size.",
+            )
+        )
+    return num_processes // size
+
+
 def device(distributed: Distributed) -> str | None:
     """Return the kind of device of a run; None: the machine's accelerator, else the CPU."""
     if distributed.kind == "multi_cpu":
@@ -80,9 +102,13 @@ def device(distributed: Distributed) -> str | None:
 
 def _wanted(distributed: Distributed, problems: list[Problem]) -> int:
     number = distributed.num_processes
-    if distributed.kind == "multi_gpu":
+    kind = distributed.kind
+    if kind == "auto":
+        on_cpu = distributed.device == "cpu" or num_accelerators() == 0
+        kind = "multi_cpu" if on_cpu else "multi_gpu"
+    if kind == "multi_gpu":
         return _on_accelerators(distributed, problems)
-    if distributed.kind == "multi_cpu":
+    if kind == "multi_cpu":
         if distributed.device not in ("auto", "cpu"):
             problems.append(
                 _contradiction(distributed, "computes on the CPU", "distributed=multi_gpu")

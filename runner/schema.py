@@ -7,10 +7,13 @@ factory's signature.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
+from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fp8 import FP8RecipeKwargs
+from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -20,17 +23,18 @@ from accel.config.handlers import (
     check_choice,
     check_minimum,
 )
+from accel.config.parallel import TorchTensorParallelPlugin
 from accel.config.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accel.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
+from accel.enums import LoggerType, PrecisionType, RNGType
 from accel.errors import ConfigError, Problem, nearest
 from runner.state import parse_duration
 
-DISTRIBUTED_KINDS = ("none", "multi_cpu", "multi_gpu")
+DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu")
 SEEDS = 2**32  # NumPy takes no larger ones
 
 
@@ -61,9 +65,9 @@ class Distributed:
     """Where the processes of a run live.
 
     Args:
-        kind: none (one process), multi_cpu or multi_gpu.
+        kind: none (one process), multi_cpu, multi_gpu, or auto: GPUs if the machine has any.
         device: auto (the machine's accelerator, else cpu) or a type: cpu, cuda, mps, xpu.
-        num_processes: how many worker processes; None: one per GPU, or 2 for multi_cpu.
+        num_processes: how many worker processes; None: one per GPU, or 2 on the CPU.
         num_threads: intra-op threads of each process; None: the cores shared out evenly.
         ddp: arguments of `DistributedDataParallel`.
         init: arguments of `init_process_group`.
@@ -306,13 +310,9 @@ class Tracker:
         ConfigError.raise_if(problems)
 
 
-# What the keys are there for already, and what holds until they do something.
-NOT_BUILT = {
-    "fsdp": "Leave it out: each process then has the whole model (DDP).",
-    "deepspeed": "Leave it out: each process then has the whole model (DDP).",
-    "compile": "Leave it out: models run as they are.",
-    "precision": "Use precision=bf16.",
-}
+# The nodes that spread a model over processes; of several, only these share one.
+ENGINES = ("fsdp", "deepspeed", "tensor_parallel")
+TOGETHER = {frozenset({"fsdp", "tensor_parallel"})}
 
 
 @dataclass
@@ -331,6 +331,7 @@ class Recipe:
         dataloader: how batches are read and spread.
         fsdp: fully sharded training, null for off.
         deepspeed: DeepSpeed, null for off.
+        tensor_parallel: matrices split over processes, null for off.
         step: how one optimizer step is made; `supervised` uses the four nodes after `data`.
         model: factory of the model.
         data: factory of the data sets.
@@ -354,8 +355,9 @@ class Recipe:
     distributed: Distributed = field(default_factory=Distributed)
     precision: Precision = field(default_factory=Precision)
     dataloader: DataLoader = field(default_factory=DataLoader)
-    fsdp: Any = None
-    deepspeed: Any = None
+    fsdp: FullyShardedDataParallelPlugin | None = None
+    deepspeed: DeepSpeedPlugin | None = None
+    tensor_parallel: TorchTensorParallelPlugin | None = None
     step: Any = None
     model: Any = None
     data: Any = None
@@ -383,17 +385,21 @@ class Recipe:
             problems.append(
                 Problem(f"seed={self.seed}", f"it is from 0 to {SEEDS - 1}", "Give seed=0 or more.")
             )
-        problems += [
-            Problem(value, "this version does not offer it yet", NOT_BUILT[name])
-            for name, value in self._asked_for().items()
-        ]
+        problems += self._engine_problems()
+        if self.precision.mode == "fp8" or self.precision.fp8 is not None:
+            rule = "this version does not offer it yet"
+            problems.append(Problem("precision=fp8", rule, "Use precision=bf16."))
         ConfigError.raise_if(problems)
 
-    def _asked_for(self) -> dict[str, str]:
-        """Return what is on and not built yet, by node."""
-        asked = {name: name for name in ("fsdp", "deepspeed") if getattr(self, name) is not None}
-        if self.compile is not None and self.compile.backend not in (None, DynamoBackend.NO):
-            asked["compile"] = f"compile.backend={self.compile.backend}"
-        if self.precision.mode == "fp8" or self.precision.fp8 is not None:
-            asked["precision"] = "precision=fp8"
-        return asked
+    def _engine_problems(self) -> list[Problem]:
+        """Return the pairs of engines that cannot spread one model."""
+        on = [name for name in ENGINES if getattr(self, name) is not None]
+        return [
+            Problem(
+                f"{first}= and {second}= are both on",
+                "one engine spreads a model",
+                f"Switch one off: {first}=null or {second}=null.",
+            )
+            for first, second in itertools.combinations(on, 2)
+            if frozenset({first, second}) not in TOGETHER
+        ]

@@ -11,6 +11,7 @@ import torch
 
 from accel.errors import ConfigError, Problem
 from accel.loss import global_weight, normalize_loss
+from runner.share import share_of
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -155,8 +156,9 @@ class SupervisedStep(Step):
         """
         model, optimizer = self.models["model"], self.optimizers["optimizer"]
         weight = self._weight(accelerator, window)
+        share_of_data = share_of(accelerator)
         scale = {
-            "num_processes": accelerator.num_processes,
+            "num_processes": share_of_data.count,
             "num_steps": accelerator.gradient_accumulation_steps,
         }
         shares: list[torch.Tensor] = []
@@ -172,7 +174,7 @@ class SupervisedStep(Step):
                     optimizer.step()
                     optimizer.zero_grad()
         share = shares[0] if last == 0 else torch.stack(shares).sum()
-        return {"loss": share / weight, **values}
+        return {"loss": share / weight / share_of_data.copies, **values}
 
     def evaluate(self, batch: Any) -> Mapping[str, torch.Tensor]:
         """Return the objective's values, each [B, ...]."""
@@ -195,8 +197,12 @@ class SupervisedStep(Step):
                 return window.num_samples
             sums.append(keep_valid(weights, micro_batch.valid).sum())
         weight = global_weight(sums, accelerator.comm)
+        if not isinstance(weight, torch.Tensor):
+            return weight
         # A window in which every item is masked has a loss of 0 / 0; it is to change nothing.
-        return torch.where(weight == 0, 1, weight) if isinstance(weight, torch.Tensor) else weight
+        weight = torch.where(weight == 0, 1, weight)
+        copies = share_of(accelerator).copies
+        return weight / copies if copies > 1 else weight  # counted as often as it is computed
 
     def _total_loss(self, model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         """Return the summed loss of the real samples: []."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runner.display import clock, number, short
+from runner.share import share_of
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -31,9 +32,11 @@ def header_rows(loop: Loop) -> list[Row]:
     rows = [
         ("directory", str(loop.run_dir)),
         ("device", device_line(loop.accelerator)),
+        ("engine", engine_line(loop.accelerator)),
         ("model", model_line(loop)),
+        ("per rank", memory_line(loop)),
         ("data", data_line(loop.data)),
-        ("batch", batch_line(loop.plan)),
+        ("batch", batch_line(loop.plan, share_of(loop.accelerator).copies)),
         ("length", length_line(loop)),
     ]
     if loop.recipe.tags:
@@ -58,11 +61,50 @@ def device_line(accelerator: Accelerator) -> str:
     )
 
 
+def engine_line(accelerator: Accelerator) -> str:
+    """Return e.g. "fsdp · mesh dp_shard 4 · in shards: parameters, gradients, optimizer state"."""
+    strategy = accelerator.strategy
+    parts = [strategy.traits.name]
+    mesh = strategy.device_mesh
+    if mesh is not None:
+        axes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)
+        parts.append("mesh " + " × ".join(f"{name} {size}" for name, size in axes))
+    if strategy.sharded:
+        parts.append("in shards: " + ", ".join(strategy.sharded))
+    elif accelerator.num_processes > 1:
+        parts.append("the whole model on each process")
+    if accelerator.plan.dynamo.backend != "no":
+        parts.append(f"compiled by {accelerator.plan.dynamo.backend}")
+    return " · ".join(parts)
+
+
+def memory_line(loop: Loop) -> str:
+    """Return e.g. "parameters 2.6 MB · gradients 2.6 MB · optimizer state 5.3 MB"."""
+    step = loop.step
+    held = loop.accelerator.strategy.footprint(step.models.values(), step.optimizers.values())
+    state = held.optimizer_state
+    return " · ".join(
+        (
+            f"parameters {size(held.parameters)}",
+            f"gradients {size(held.gradients)}",
+            f"optimizer state {'not known yet' if state is None else size(state)}",
+        )
+    )
+
+
+def size(num_bytes: float) -> str:
+    """Return e.g. "512 B" or "2.6 MB" (powers of ten)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000 or unit == "GB":
+            break
+        num_bytes /= 1000
+    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+
+
 def model_line(loop: Loop) -> str:
     """Return e.g. "Cnn · 123,456 parameters, all trainable"."""
     total, trainable = loop.num_parameters
-    own = [loop.accelerator.unwrap_model(model) for model in loop.step.models.values()]
-    names = ", ".join(type(model).__name__ for model in own)
+    names = ", ".join(loop.model_names)
     share = "all trainable" if trainable == total else f"{trainable:,} trainable"
     return f"{names} · {total:,} parameters, {share}"
 
@@ -83,9 +125,16 @@ def num_samples(dataset: Any) -> int | None:
     return len(dataset) if hasattr(dataset, "__len__") else None
 
 
-def batch_line(plan: BatchPlan) -> str:
-    """Return the batch arithmetic, e.g. "global batch 64 = 2 processes × 32 × 1 accumulated"."""
+def batch_line(plan: BatchPlan, copies: int = 1) -> str:
+    """Return the batch arithmetic, e.g. "global batch 64 = 2 processes × 32 × 1 accumulated".
+
+    Args:
+        plan: the arithmetic.
+        copies: how many processes compute each sample together.
+    """
     processes = counted(plan.num_processes, "process", "processes")
+    if copies > 1:
+        processes = counted(plan.num_processes, "replica")
     return (
         f"global batch {plan.global_batch} = {processes} × {plan.micro_batch}"
         f" × {plan.accumulation} accumulated"

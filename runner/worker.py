@@ -106,11 +106,12 @@ def run(run_dir: Path, stop: StopFlag | None = None) -> int:
 
 def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     from accel.rng import set_seed
-    from runner import build, engine
+    from runner import build, engine, processes
     from runner.batch_plan import plan_batches
     from runner.loop import Loop
 
-    plan = plan_batches(recipe.trainer, Environment.read().world_size, None)
+    num_replicas = processes.replicas(recipe, Environment.read().world_size)
+    plan = plan_batches(recipe.trainer, num_replicas, None)
     with engine.running(recipe, job.run_dir, plan) as accelerator:
         # The same on all ranks: each builds the same weights.
         set_seed(recipe.seed, deterministic=recipe.deterministic)

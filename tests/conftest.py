@@ -15,7 +15,7 @@ from tests.helpers import close_pools, pool_pids, reset_accel
 # Set by libraries at import, or by pytest itself.
 IGNORED_VARIABLES = {
     *("PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "COLUMNS"),
-    "TORCHINDUCTOR_CACHE_DIR",
+    *("TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"),
 }
 # Threads that libraries keep on purpose, once per process.
 IGNORED_THREADS = ("pydevd", "QueueFeederThread", "tqdm", "ThreadPoolExecutor", "asyncio")

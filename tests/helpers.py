@@ -21,6 +21,7 @@ from typing import Any
 GRACE_SECONDS = 5.0
 START_METHOD = "spawn"  # the mutation gate forks, so that workers are mutants, too
 MAX_SECONDS = float("inf")
+START_SECONDS = 60.0  # for a group of workers; more on a machine with other things to do
 
 
 class WorkerError(AssertionError):
@@ -98,7 +99,7 @@ class _Pool:
             self.processes.append(process)
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-        self.collect(60.0)
+        self.collect(START_SECONDS)
 
     def collect(self, timeout: float) -> list[Any]:
         """Return one message per rank, or end the pool and raise."""

@@ -31,6 +31,7 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.config", 1),
     ("accel.device", 2),
     ("accel.plan", 2),
+    ("accel.engines", 2),
     ("accel.comm", 3),
     ("accel.state", 4),
     ("accel.checkpoint.session", 8),

@@ -37,7 +37,11 @@ class ParameterNames:
 
     def keys(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Return the key of each parameter, by its position in the optimizer."""
-        return [self._first.get(id(p), f"#{i}") for i, p in enumerate(parameters(optimizer))]
+        return [self.key(p, i) for i, p in enumerate(parameters(optimizer))]
+
+    def key(self, parameter: torch.Tensor, position: int) -> str:
+        """Return the key of a parameter that is number `position` of its optimizer."""
+        return self._first.get(id(parameter), f"#{position}")
 
     def canonical(self, key: str) -> str:
         """Return the first name of the parameter called `key`, or `key` if there is none."""

@@ -25,10 +25,9 @@ from accel.checkpoint.loaders import (
     loader_state,
     positions,
 )
-from accel.checkpoint.optimizers import ParameterNames, load_by_name, state_by_name
+from accel.checkpoint.optimizers import ParameterNames
 from accel.errors import CheckpointError, Problem
 from accel.logging import get_logger
-from accel.optimizer import unwrap_optimizer
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
@@ -273,13 +272,15 @@ def _write(accelerator: Accelerator, folder: Path, options: SaveOptions) -> None
     objects, strategy = accelerator._objects, accelerator.strategy
     with strategy.portable():
         weights = [strategy.model_state(model) for model in objects.models]
+    # On every rank: what is sharded is gathered from all of them.
+    states = list(_shared_states(accelerator))
     remaining = list(weights)
     for hook in options.hooks:
         hook(list(objects.models), remaining, fspath(folder))
     if writes(accelerator):
         for index, state in _indexed(remaining, weights, "save_state"):
             write_model(state, folder, index, options.safe)
-        for name, state, what in _shared_states(accelerator):
+        for name, state, what in states:
             save_plain(state, folder / name, what)
     rank = accelerator.comm.rank
     save_plain(rng.capture(), folder / files.random_states_name(rank), "random states")
@@ -306,7 +307,7 @@ def _shared_states(accelerator: Accelerator) -> Iterator[tuple[str, Any, str]]:
     objects = accelerator._objects
     names = _parameter_names(accelerator)
     for index, optimizer in enumerate(objects.optimizers):
-        state = state_by_name(unwrap_optimizer(optimizer), names)
+        state = accelerator.strategy.optimizer_state(optimizer, names)
         yield numbered("optimizer", ".bin", index), state, f"optimizer {index}"
     for index, scheduler in enumerate(objects.schedulers):
         yield numbered("scheduler", ".bin", index), scheduler.state_dict(), f"scheduler {index}"
@@ -427,7 +428,7 @@ def _restore_objects(accelerator: Accelerator, saved: Saved) -> None:
         if saved.foreign and foreign.is_by_position(state):
             optimizer.load_state_dict(state)
         else:
-            load_by_name(unwrap_optimizer(optimizer), state, names)
+            accelerator.strategy.load_optimizer_state(optimizer, state, names)
     for index, scheduler in enumerate(objects.schedulers):
         scheduler.load_state_dict(saved.plain(numbered("scheduler", ".bin", index)))
     for index, loader in enumerate(objects.dataloaders):

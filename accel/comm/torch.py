@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from accel.comm.base import Communicator, ReduceOp
@@ -87,7 +87,10 @@ def _build_group(plan: Plan) -> None:
         options["timeout"] = plan.init.timeout
     if plan.backend == "nccl":  # binds the group to the device, and connects at once
         options["device_id"] = plan.device
-    if plan.init.init_method in (None, "env://"):
+    alone = plan.world_size == 1 and plan.environment.master_addr is None
+    if alone and plan.init.init_method is None:
+        options["store"] = HashStore()
+    elif plan.init.init_method in (None, "env://"):
         options["store"] = _next_store(plan)
     else:
         options["init_method"] = plan.init.init_method
@@ -111,7 +114,7 @@ atexit.register(_leave_at_exit)
 
 
 class TorchCommunicator(Communicator):
-    """The transport of several processes.
+    """The transport of several processes, or of one under an engine that wants a group.
 
     Takes over the default process group where there is one, and then leaves it in place on `close`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,13 +104,14 @@ class TorchDynamoPlugin(KwargsHandler):
     """How models are compiled with `torch.compile`.
 
     Args:
-        backend: a value of `DynamoBackend`; "no" does not compile.
-        mode: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs.
+        backend: a value of `DynamoBackend`; "no" and None do not compile.
+        mode: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs, of inductor.
         fullgraph: whether a graph break is an error.
         dynamic: whether shapes are symbolic; None lets torch decide.
-        options: options of the backend.
+        options: options of the backend, by name; not together with `mode`.
         disable: whether `torch.compile` does nothing (for tests).
-        use_regional_compilation: whether repeated blocks are compiled instead of the whole model.
+        use_regional_compilation: whether repeated blocks are compiled instead of the whole model,
+            which takes less time; None: where the engine works between the layers (FSDP).
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
     """
@@ -123,10 +125,30 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.backend is not None:
-            self.backend = str(self.backend).lower()
+        self.backend = DynamoBackend.NO if self.backend is None else str(self.backend).lower()
         as_enum(self, "backend", DynamoBackend)
         problems: list[Problem] = []
         modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
         check_choice(self, "mode", modes, problems)
+        if self.options is not None and not isinstance(self.options, Mapping):
+            problems.append(
+                Problem(
+                    f"TorchDynamoPlugin.options={self.options!r}",
+                    "they are the backend's options by name",
+                    "Give options={'name': value}.",
+                )
+            )
+        if self.backend != DynamoBackend.NO:
+            problems += self._contradictions()
         ConfigError.raise_if(problems)
+
+    def _contradictions(self) -> list[Problem]:
+        special = self.mode not in (None, "default")
+        if special and self.options is not None:
+            rule, remedy = "a mode is a set of options", "Give one of the two."
+            return [Problem(f"TorchDynamoPlugin.mode={self.mode!r} with options", rule, remedy)]
+        if special and self.backend != DynamoBackend.INDUCTOR:
+            value = f"TorchDynamoPlugin.mode={self.mode!r} with backend={str(self.backend)!r}"
+            remedy = "Leave mode out, or give backend='inductor'."
+            return [Problem(value, "only inductor has modes", remedy)]
+        return []

@@ -34,3 +34,14 @@ class Precision:
 
     def unwrap_forward(self, model: torch.nn.Module) -> None:
         """Give `model` its own `forward` back."""
+
+
+class OwnedPrecision(Precision):
+    """A format that the backend casts to by itself: no autocast, no scaler.
+
+    Args:
+        name: "bf16" or "fp16".
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name

@@ -5,17 +5,23 @@ from __future__ import annotations
 from accel.errors import ConfigError, unknown_choice
 from accel.plan import Plan
 from accel.precision.amp import DTYPES, AmpPrecision
-from accel.precision.base import Precision
+from accel.precision.base import OwnedPrecision, Precision
 
 
-def build_precision(plan: Plan) -> Precision:
+def build_precision(plan: Plan, owned: bool = False) -> Precision:
     """Return the number format that `plan` names.
+
+    Args:
+        plan: the resolved configuration.
+        owned: whether the backend casts and scales itself.
 
     Raises:
         ConfigError: if this version does not compute in it.
     """
     if plan.mixed_precision == "no":
         return Precision()
+    if owned and plan.mixed_precision in DTYPES:
+        return OwnedPrecision(plan.mixed_precision)
     if plan.mixed_precision in DTYPES:
         return AmpPrecision(plan.mixed_precision, plan.device_type, plan.autocast, plan.scaler)
     raise ConfigError(unknown_choice("mixed_precision", plan.mixed_precision, ("no", *DTYPES)))

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from accel.checkpoint.optimizers import ParameterNames, load_by_name, state_by_name
 from accel.data.prepare import prepare_data_loader
 from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem
 from accel.objects import Objects
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
 from accel.scheduler import AcceleratedScheduler
+from accel.strategies.compile import compile_model
+from accel.strategies.footprint import Footprint, num_bytes, state_bytes
 from accel.wrapping import extract_model_from_parallel
 
 if TYPE_CHECKING:
@@ -41,8 +44,12 @@ class Traits:
         places_batches: whether the backend moves batches to the device itself.
         owns_precision: whether the backend casts and scales itself (no autocast, no scaler).
         owns_accumulation: whether the backend counts micro-batches itself.
+        owns_parameters: whether optimizers hold tensors of the backend after `prepare`, and not
+            the models' own parameters.
         joint_prepare: whether model, optimizer and scheduler must be prepared in one call.
         max_models: how many models one `prepare` may hold; None: any number.
+        hooks_inside: whether the backend works between the layers of a model, so that
+            `torch.compile` takes its repeated blocks unless the run says otherwise.
     """
 
     name: str
@@ -51,8 +58,10 @@ class Traits:
     places_batches: bool = False
     owns_precision: bool = False
     owns_accumulation: bool = False
+    owns_parameters: bool = False
     joint_prepare: bool = False
     max_models: int | None = None
+    hooks_inside: bool = False
 
 
 class Strategy(ABC):
@@ -86,6 +95,28 @@ class Strategy(ABC):
     def data_rank(self) -> tuple[int, int]:
         """(index, count) of the data shard this process reads; ranks of one replica share it."""
         return self.comm.rank, self.comm.world_size
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """What lies in parts on several processes, in words for people; () for nothing."""
+        return ()
+
+    def footprint(
+        self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+    ) -> Footprint:
+        """Return the bytes that this process holds once a step is made. Exchanges nothing.
+
+        Args:
+            models: prepared.
+            optimizers: prepared.
+        """
+        held = [parameter for model in models for parameter in model.parameters()]
+        states = [state_bytes(unwrap_optimizer(optimizer)) for optimizer in optimizers]
+        return Footprint(
+            num_bytes(held),
+            num_bytes(parameter for parameter in held if parameter.requires_grad),
+            None if None in states else sum(size or 0 for size in states),
+        )
 
     # -- preparing -------------------------------------------------------------------------
 
@@ -144,7 +175,16 @@ class Strategy(ABC):
         if place:
             model = model.to(self.device)
         self.precision.wrap_forward(model)
-        return model
+        return self.compile_model(model)
+
+    def compile_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return `model` compiled as the run says, or as it is.
+
+        It comes after the forward pass under autocast and before a container such as DDP, which
+        then still sees each gradient as soon as it is there. Backends that put hooks into the model
+        (`Traits.hooks_inside`) call it after that, and get the same object back.
+        """
+        return compile_model(model, self.plan.dynamo, self.traits.hooks_inside)
 
     def wrap_optimizer(
         self, optimizer: torch.optim.Optimizer, place: bool = True
@@ -161,6 +201,7 @@ class Strategy(ABC):
             own or list(optimizers),
             step_with_optimizer=self.plan.step_scheduler_with_optimizer,
             split_batches=self.plan.dataloader.split_batches,
+            num_shares=self.data_rank[1],
         )
 
     def wrap_dataloader(self, loader: Any, place: bool = True, slice_fn: Any | None = None) -> Any:
@@ -226,6 +267,29 @@ class Strategy(ABC):
     ) -> None:
         """Load what `model_state` returned, from any backend and world size."""
         self.unwrap_model(model).load_state_dict(state, strict=strict)
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, names: ParameterNames
+    ) -> dict[str, Any]:
+        """Return an optimizer's state by parameter name, in whole tensors. Called on every rank.
+
+        Args:
+            optimizer: prepared.
+            names: the names of all prepared models' parameters.
+        """
+        return state_by_name(unwrap_optimizer(optimizer), names)
+
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], names: ParameterNames
+    ) -> None:
+        """Load what `optimizer_state` returned, from any backend and world size.
+
+        Args:
+            optimizer: prepared.
+            state: by parameter name, in whole tensors.
+            names: the names of all prepared models' parameters.
+        """
+        load_by_name(unwrap_optimizer(optimizer), state, names)
 
     @contextlib.contextmanager
     def portable(self) -> Iterator[None]:

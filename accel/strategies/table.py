@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 STRATEGIES: dict[str, str] = {
     "single": "accel.strategies.single:SingleProcessStrategy",
     "ddp": "accel.strategies.ddp:DDPStrategy",
+    "fsdp": "accel.strategies.fsdp.strategy:FSDPStrategy",
+    "tp": "accel.strategies.tp:TensorParallelStrategy",
+    "deepspeed": "accel.strategies.deepspeed.strategy:DeepSpeedStrategy",
 }
 
 

@@ -9,6 +9,8 @@ from accel._lazy import attribute
 if TYPE_CHECKING:
     from accel.checkpoint.exports import save as save
     from accel.checkpoint.weights import load_checkpoint_in_model as load_checkpoint_in_model
+    from accel.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
+    from accel.config.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
     from accel.config.fp8 import AORecipeKwargs as AORecipeKwargs
     from accel.config.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
     from accel.config.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
@@ -61,6 +63,9 @@ if TYPE_CHECKING:
     from accel.rng import set_seed as set_seed
     from accel.rng import synchronize_rng_state as synchronize_rng_state
     from accel.rng import synchronize_rng_states as synchronize_rng_states
+    from accel.state import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+    from accel.strategies.deepspeed.dummies import DummyOptim as DummyOptim
+    from accel.strategies.deepspeed.dummies import DummyScheduler as DummyScheduler
     from accel.tree import honor_type as honor_type
     from accel.tree import is_namedtuple as is_namedtuple
     from accel.tree import recursively_apply as recursively_apply
@@ -73,13 +78,17 @@ _PLACES = {
     "BaseEnum": "accel.enums",
     "DDPCommunicationHookType": "accel.enums",
     "DataLoaderConfiguration": "accel.config.training",
+    "DeepSpeedPlugin": "accel.config.deepspeed",
     "DistributedDataParallelKwargs": "accel.config.handlers",
     "DistributedOperationException": "accel.errors",
     "DistributedType": "accel.enums",
+    "DummyOptim": "accel.strategies.deepspeed.dummies",
+    "DummyScheduler": "accel.strategies.deepspeed.dummies",
     "DynamoBackend": "accel.enums",
     "FP8RecipeKwargs": "accel.config.fp8",
     "GradScalerKwargs": "accel.config.handlers",
     "GradientAccumulationPlugin": "accel.config.training",
+    "HfDeepSpeedConfig": "accel.config.deepspeed",
     "InitProcessGroupKwargs": "accel.config.handlers",
     "KwargsHandler": "accel.config.handlers",
     "LoggerType": "accel.enums",
@@ -102,6 +111,7 @@ _PLACES = {
     "find_executable_batch_size": "accel.memory",
     "gather": "accel.ops",
     "gather_object": "accel.ops",
+    "get_active_deepspeed_plugin": "accel.state",
     "honor_type": "accel.tree",
     "is_bf16_available": "accel.imports",
     "is_cuda_available": "accel.imports",

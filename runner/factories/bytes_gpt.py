@@ -13,6 +13,7 @@ import random
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -213,6 +214,17 @@ class ByteGPT(nn.Module):
 
     # What is kept whole when the model is spread over devices.
     _no_split_modules = ("Block",)
+    # How its matrices are split under tensor parallelism: by heads, and by hidden units.
+    _tp_plan = MappingProxyType(
+        {
+            "blocks.*.attention.q_proj": "colwise",
+            "blocks.*.attention.k_proj": "colwise",
+            "blocks.*.attention.v_proj": "colwise",
+            "blocks.*.attention.o_proj": "rowwise",
+            "blocks.*.mlp.up_proj": "colwise",
+            "blocks.*.mlp.down_proj": "rowwise",
+        }
+    )
 
     def __init__(self, dim: int, num_layers: int, num_heads: int, expansion: int) -> None:
         super().__init__()

@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from accel.loss import normalize_loss
 from runner.factories.optimizers import linear
+from runner.share import share_of
 from runner.step import Step, Window, clip_gradients, keep_valid
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class GANStep(Step):
                 loss = normalize_loss(
                     total,
                     window.num_samples,
-                    num_processes=accelerator.num_processes,
+                    num_processes=share_of(accelerator).count,
                     num_steps=accelerator.gradient_accumulation_steps,
                 )
                 accelerator.backward(loss)
@@ -204,7 +205,8 @@ class GANStep(Step):
                     norms = clip_gradients(accelerator, model, trainer)
                     optimizer.step()
                     optimizer.zero_grad()
-        return share / window.num_samples, {f"{name}_{key}": norms[key] for key in norms}
+        share /= window.num_samples * share_of(accelerator).copies
+        return share, {f"{name}_{key}": norms[key] for key in norms}
 
     def _discriminator_losses(self, accelerator: Accelerator, real: Tensor) -> Tensor:
         """Return the discriminator's loss on each real image and a made one beside it: [B]."""
@@ -233,8 +235,9 @@ class GANStep(Step):
 
         All processes draw the noise of all, so that it differs even where their generators agree.
         """
-        shape = (accelerator.num_processes, count, self.latent)
-        return torch.randn(shape, device=accelerator.device)[accelerator.process_index]
+        share = share_of(accelerator)
+        shape = (share.count, count, self.latent)
+        return torch.randn(shape, device=accelerator.device)[share.index]
 
 
 def _noise_of(image: Tensor, latent: int) -> Tensor:

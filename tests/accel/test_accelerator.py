@@ -271,19 +271,26 @@ def test_fp8_has_no_engine_yet() -> None:
 @pytest.mark.parametrize(
     "name", ["deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin"]
 )
-def test_an_engine_that_is_not_built_yet_is_refused(name: str) -> None:
-    with pytest.raises(NotBuiltError, match=f"{name}.*does not offer it yet.*DDP"):
+def test_a_plugin_of_another_kind_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}|deepspeed_plugins\['default'\]"):
         Accelerator(cpu=True, **{name: object()})
 
 
-def test_models_are_not_compiled_yet() -> None:
-    assert Accelerator(cpu=True, dynamo_backend="no").state.dynamo_plugin.backend == "no"
-    with pytest.raises(NotBuiltError, match="dynamo_backend='inductor'"):
-        Accelerator(cpu=True, dynamo_backend="inductor")
+def test_models_are_compiled_with_the_backend_of_the_run() -> None:
+    accelerator = Accelerator(cpu=True, dynamo_backend="no")
+    assert accelerator.state.dynamo_plugin.backend == "no"
+    inner = torch.nn.Linear(1, 1)
+    assert accelerator.prepare(inner) is inner
     with pytest.raises(ConfigError, match="Did you mean 'inductor'"):
         Accelerator(cpu=True, dynamo_backend="indctor")
-    with pytest.raises(NotBuiltError, match="dynamo_backend='eager'"):
-        Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager"))
+    for arguments in (
+        {"dynamo_backend": "eager"},
+        {"dynamo_plugin": TorchDynamoPlugin(backend="eager")},
+    ):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, **arguments)
+        assert accelerator.state.dynamo_plugin.backend == "eager"
+        assert isinstance(accelerator.prepare(inner), torch._dynamo.OptimizedModule)
 
 
 def test_the_machines_accelerator_is_left_alone_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from runner.display import Display
 from runner.engine import make_accelerator
 from runner.loop import Loop
 from runner.objective import Objective
+from runner.processes import replicas
 from runner.schema import Checkpoint, DataLoader, Precision, Recipe, Tracker, Trainer
 from runner.step import SupervisedStep
 
@@ -183,8 +184,8 @@ def build(
     run_dir.mkdir(parents=True, exist_ok=True)
     data = data or Data(Points(NUM_TRAIN), Points(NUM_VALIDATION), Points(9))
     size = None if isinstance(data.train, Stream) else len(data.train)  # type: ignore[arg-type]
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    plan = plan_batches(recipe.trainer, num_processes, size)
+    num_replicas = replicas(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+    plan = plan_batches(recipe.trainer, num_replicas, size)
     accelerator = make_accelerator(recipe, run_dir, plan)
     layers = (nn.Linear(4, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 1))
     step = SupervisedStep(

@@ -61,7 +61,7 @@ class Pretended:
         self.device = torch.device("cpu")
         self.num_processes, self.process_index = count, rank
         self.config = recipe.dataloader
-        self.strategy = SimpleNamespace(wrap_dataloader=self.wrap)
+        self.strategy = SimpleNamespace(wrap_dataloader=self.wrap, data_rank=(rank, count))
 
     def wrap(self, loader, place=True):
         config = self.config

@@ -17,9 +17,12 @@ from runner.schema import DataLoader, Recipe
 
 CONF = paths.conf_folder()
 NOT_YET = "this version does not offer it yet"
-NOT_BUILT = {"fsdp", "deepspeed", "compile", "precision=fp8"}
+NOT_BUILT = {"precision=fp8"}
 # A step that builds its own models leaves these null.
-ALONE = {"step=gan": ["model=null", "objective=null", "optimizer=null", "scheduler=null"]}
+ALONE = {
+    "step=gan": ["model=null", "objective=null", "optimizer=null", "scheduler=null"],
+    "deepspeed=config_file": ["deepspeed.hf_ds_config=ds.json"],
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,7 +61,8 @@ def test_the_default_recipe() -> None:
     assert found.name == "digits"
     assert (found.model["name"], found.data["name"]) == ("cnn", "digits")
     assert (found.distributed.kind, found.precision.mode) == ("none", "no")
-    assert (found.fsdp, found.deepspeed, found.compile, found.profile) == (None,) * 4
+    assert (found.fsdp, found.deepspeed, found.tensor_parallel) == (None,) * 3
+    assert (found.compile, found.profile) == (None, None)
 
 
 def test_defaults_live_in_the_schema_alone() -> None:
@@ -231,7 +235,7 @@ HANDLERS: dict[str, tuple[type, dict[str, tuple[str, Any]]]] = {
         training.TorchDynamoPlugin,
         {
             "backend": ("eager", DynamoBackend.EAGER),
-            "mode": ("max-autotune", "max-autotune"),
+            "mode": ("default", "default"),
             "fullgraph": ("true", True),
             "dynamic": ("true", True),
             "options": ("{trace: true}", {"trace": True}),

@@ -19,7 +19,7 @@ WAITED = CONTROL + "test_everyone_is_waited_for[2]"
 TRIGGER = CONTROL + "test_a_trigger_of_any_process_is_found_by_all_once[2]"
 CPU = STATE + "test_cpu_ignores_the_accelerator_of_the_machine"
 KWARGS = STATE + "test_keyword_arguments_set_the_process_group_up"
-REFUSED = STATE + "test_engines_that_are_not_built_yet_are_refused"
+REFUSED = STATE + "test_plugins_of_another_kind_are_refused"
 
 IDENTITY = dict.fromkeys(
     (

@@ -1,0 +1,362 @@
+"""The plugin of DeepSpeed, and its configuration as a nested dictionary.
+
+Source: https://www.deepspeed.ai/docs/config-json/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from accel.config.handlers import check_choice, check_minimum
+from accel.errors import ConfigError, Problem, unknown_choice
+
+AUTO = "auto"
+DEVICES = ("none", "cpu", "nvme")
+# Where each field of the plugin stands in DeepSpeed's configuration.
+KEYS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+# Documented environment variables: the field that each one fills.
+VARIABLES = {
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "hf_ds_config",
+    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "offload_optimizer_nvme_path",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "offload_param_nvme_path",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "zero3_init_flag",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "zero3_save_16bit_model",
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "transformer_moe_cls_names",
+}
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """How DeepSpeed trains a model.
+
+    A value that the configuration does not tell, or that is ``"auto"`` there, is filled from the
+    fields below, from the environment variables ``ACCELERATE_DEEPSPEED_…``, and from the run.
+
+    Args:
+        hf_ds_config: DeepSpeed's configuration: path of a JSON file, dict, or `HfDeepSpeedConfig`.
+        gradient_accumulation_steps: micro-batches per optimizer step; None: as the run says.
+        gradient_clipping: largest norm of the gradients; None: they are not clipped, unless
+            `Accelerator.clip_grad_norm_` does.
+        zero_stage: 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and
+            parameters); None: 2.
+        is_train_batch_min: whether the smallest batch size of the prepared loaders counts, or the
+            largest.
+        offload_optimizer_device: where optimizer state rests: none, cpu or nvme; None: none.
+        offload_param_device: where parameters rest under stage 3: none, cpu or nvme; None: none.
+        offload_optimizer_nvme_path: folder for the optimizer state of nvme.
+        offload_param_nvme_path: folder for the parameters of nvme.
+        zero3_init_flag: whether models are sharded while they are built; None: no.
+        zero3_save_16bit_model: whether the engine's own export may gather weights under stage 3;
+            None: no.
+        transformer_moe_cls_names: names of mixture-of-experts classes, separated by commas, that
+            stage 3 fetches as a whole.
+        enable_msamp: whether MS-AMP computes in fp8; not built yet.
+        msamp_opt_level: O1 or O2, of MS-AMP.
+
+    Raises:
+        ConfigError: naming every value that is out of its range.
+
+    Example:
+        >>> plugin = DeepSpeedPlugin(zero_stage=3, gradient_clipping=1.0)
+        >>> accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16")
+
+    Source: https://www.deepspeed.ai/docs/config-json/
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: Any = None
+    gradient_clipping: Any = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("gradient_accumulation_steps", "gradient_clipping"):
+            if getattr(self, name) == AUTO:
+                setattr(self, name, None)
+        self._sources: dict[str, str] = {}
+        self._selected = False
+        self._siblings: Sequence[DeepSpeedPlugin] = ()
+        ConfigError.raise_if(_field_problems(self))
+
+    @property
+    def selected(self) -> bool:
+        """Whether this is the active one of several plugins."""
+        return self._selected
+
+    def select(self) -> None:
+        """Make this plugin the active one of its run, which the next `prepare` follows."""
+        for plugin in self._siblings:
+            plugin._selected = False
+        self._selected = True
+
+    def join(self, siblings: Sequence[DeepSpeedPlugin]) -> None:
+        """Tell this plugin of the others of its run.
+
+        Args:
+            siblings: all plugins of the run, this one included.
+        """
+        self._siblings = siblings
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """A copy of DeepSpeed's configuration, with this plugin's fields where it says nothing.
+
+        Raises:
+            ConfigError: if the file does not exist or is no JSON.
+        """
+        config = self.given_config()
+        for name, key in KEYS.items():
+            value = getattr(self, name)
+            if value is not None and value_at(config, key) in (None, AUTO):
+                set_at(config, key, value)
+        if value_at(config, KEYS["zero_stage"]) in (None, AUTO):
+            set_at(config, KEYS["zero_stage"], 2)
+        return config
+
+    def given_config(self) -> dict[str, Any]:
+        """Return a copy of what `hf_ds_config` holds; {} where it is None."""
+        given = self.hf_ds_config
+        if given is None:
+            return {}
+        if isinstance(given, HfDeepSpeedConfig):
+            return copy.deepcopy(given.config)
+        return HfDeepSpeedConfig(given).config
+
+    @property
+    def place(self) -> str:
+        """What to call the configuration in messages: the name of the file, or hf_ds_config."""
+        given = self.hf_ds_config
+        return fspath(given) if isinstance(given, (str, PathLike)) else "hf_ds_config"
+
+    def source(self, field: str) -> str:
+        """Return what gave a field its value: the field itself, or an environment variable.
+
+        Args:
+            field: its name.
+        """
+        value = getattr(self, field)
+        return self._sources.get(field, f"DeepSpeedPlugin({field}={value!r})")
+
+    def fill(self, variables: Mapping[str, str]) -> list[Problem]:
+        """Fill fields that are None from environment variables; return what makes no sense.
+
+        Args:
+            variables: documented variables that are set, by name.
+        """
+        problems = []
+        for name, field in VARIABLES.items():
+            text = variables.get(name, "")
+            if getattr(self, field) is not None or text.lower() in ("", "none"):
+                continue
+            try:
+                value = _parsed(field, text)
+            except ValueError:
+                rule = f"it fills DeepSpeedPlugin.{field}, which has no such value"
+                problems.append(Problem(f"{name}={text!r} (environment)", rule, "Correct it."))
+                continue
+            setattr(self, field, value)
+            self._sources[field] = f"{name}={text} (environment)"
+        return problems + _field_problems(self)
+
+    @property
+    def stage(self) -> int:
+        """The stage of ZeRO that holds."""
+        return int(value_at(self.deepspeed_config, KEYS["zero_stage"]))
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return a value of the configuration.
+
+        Args:
+            ds_key_long: key with dots, such as ``"zero_optimization.stage"``.
+            default: what is returned where it is not set.
+        """
+        found = value_at(self.deepspeed_config, ds_key_long)
+        return default if found is None else found
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Return whether a value of the configuration is left to the run.
+
+        Args:
+            ds_key_long: key with dots.
+        """
+        return bool(self.get_value(ds_key_long) == AUTO)
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Return whether models are sharded while they are built."""
+        return bool(self.zero3_init_flag) and self.stage == 3
+
+    @contextlib.contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Switch sharding while models are built on or off inside the context.
+
+        Args:
+            enable: whether it is on.
+        """
+        before = self.zero3_init_flag
+        self.zero3_init_flag = enable
+        try:
+            yield
+        finally:
+            self.zero3_init_flag = before
+
+
+class HfDeepSpeedConfig:
+    """DeepSpeed's configuration, with queries by dotted key.
+
+    Args:
+        config_file_or_dict: path of a JSON file, or a dict, which is copied.
+
+    Attributes:
+        config: the nested dictionary.
+
+    Raises:
+        ConfigError: if the file does not exist or is no JSON.
+    """
+
+    def __init__(self, config_file_or_dict: Any) -> None:
+        if isinstance(config_file_or_dict, Mapping):
+            self.config: dict[str, Any] = copy.deepcopy(dict(config_file_or_dict))
+        elif isinstance(config_file_or_dict, (str, PathLike)):
+            self.config = _read(Path(config_file_or_dict))
+        else:
+            rule = "it is the path of a JSON file, or a dict"
+            raise ConfigError(Problem(f"hf_ds_config={config_file_or_dict!r}", rule, "Give one."))
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the value of a dotted key, or `default` where it is not set.
+
+        Args:
+            ds_key_long: key with dots.
+            default: what is returned where it is not set.
+        """
+        found = value_at(self.config, ds_key_long)
+        return default if found is None else found
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Return whether a dotted key is set to something true.
+
+        Args:
+            ds_key_long: key with dots.
+        """
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Return whether a dotted key is set, to something false.
+
+        Args:
+            ds_key_long: key with dots.
+        """
+        found = self.get_value(ds_key_long)
+        return found is not None and not found
+
+    def is_zero2(self) -> bool:
+        """Return whether this is stage 2 of ZeRO."""
+        return bool(self.get_value("zero_optimization.stage") == 2)
+
+    def is_zero3(self) -> bool:
+        """Return whether this is stage 3 of ZeRO."""
+        return bool(self.get_value("zero_optimization.stage") == 3)
+
+    def is_offload(self) -> bool:
+        """Return whether parameters or optimizer state rest on the host or on disk."""
+        devices = [
+            self.get_value(f"zero_optimization.offload_{what}.device")
+            for what in ("optimizer", "param")
+        ]
+        return any(device in ("cpu", "nvme") for device in devices)
+
+
+def value_at(config: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key, or None."""
+    found: Any = config
+    for part in key.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            return None
+        found = found[part]
+    return found
+
+
+def set_at(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key; sections that lack are created."""
+    *sections, last = key.split(".")
+    for part in sections:
+        config = config.setdefault(part, {})
+    config[last] = value
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text())
+    except OSError as error:
+        rule = "it is the path of a JSON file that can be read"
+        raise ConfigError(
+            Problem(f"hf_ds_config={str(path)!r}", rule, f"Reading it failed: {error}.")
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            Problem(f"hf_ds_config={str(path)!r}", "it is no JSON", f"Correct it: {error}.")
+        ) from error
+    if not isinstance(loaded, dict):
+        rule = "DeepSpeed's configuration is a JSON object"
+        raise ConfigError(Problem(f"hf_ds_config={str(path)!r}", rule, "Correct it."))
+    return loaded
+
+
+def _parsed(field: str, text: str) -> Any:
+    if field == "zero_stage":
+        return int(text)
+    if field == "gradient_clipping":
+        return float(text)
+    if field in ("zero3_init_flag", "zero3_save_16bit_model"):
+        switch = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        if text.strip().lower() not in switch:
+            raise ValueError(text)
+        return switch[text.strip().lower()]
+    return text
+
+
+def _field_problems(plugin: DeepSpeedPlugin) -> list[Problem]:
+    problems: list[Problem] = []
+    if plugin.zero_stage is not None and plugin.zero_stage not in range(4):
+        problems.append(unknown_choice("DeepSpeedPlugin.zero_stage", plugin.zero_stage, "0123"))
+    check_minimum(plugin, "gradient_accumulation_steps", 1, problems)
+    check_minimum(plugin, "gradient_clipping", 0, problems)
+    check_choice(plugin, "msamp_opt_level", ("O1", "O2"), problems)
+    for what in ("optimizer", "param"):
+        check_choice(plugin, f"offload_{what}_device", DEVICES, problems)
+        device = getattr(plugin, f"offload_{what}_device")
+        path = f"offload_{what}_nvme_path"
+        if device == "nvme" and getattr(plugin, path) is None and plugin.hf_ds_config is None:
+            rule = "nvme needs a folder on a disk of this machine"
+            value = f"DeepSpeedPlugin.offload_{what}_device='nvme'"
+            problems.append(Problem(value, rule, f"Give {path}=…"))
+    return problems

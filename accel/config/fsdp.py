@@ -1,0 +1,364 @@
+"""The plugin of fully sharded training (FSDP2), and what older spellings mean there.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel.config.handlers import check_choice, check_minimum
+from accel.errors import ConfigError, NotBuiltError, Problem, nearest
+
+# The older wrapper's strategies in the order of their numbers, from 1:
+# (reshard_after_forward, dp_replicate_size).
+STRATEGIES: dict[str, tuple[bool, int | str]] = {
+    "FULL_SHARD": (True, 1),
+    "SHARD_GRAD_OP": (False, 1),
+    "NO_SHARD": (False, "all"),
+    "HYBRID_SHARD": (True, "nodes"),
+    "HYBRID_SHARD_ZERO2": (False, "nodes"),
+}
+STATE_TYPES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
+REPLICAS = ("nodes", "all")
+DTYPES = {
+    "no": None,
+    **dict.fromkeys(("fp32", "float32"), "float32"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16"), "float16"),
+}
+POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+OLDER_POLICY_FIELDS = ("buffer_dtype", "keep_low_precision_grads", "cast_root_forward_inputs")
+# Documented environment variables, without FSDP_: the field that each one fills.
+VARIABLES = {
+    "VERSION": "fsdp_version",
+    "SHARDING_STRATEGY": "sharding_strategy",
+    "RESHARD_AFTER_FORWARD": "reshard_after_forward",
+    "BACKWARD_PREFETCH": "backward_prefetch",
+    "AUTO_WRAP_POLICY": "auto_wrap_policy",
+    "OFFLOAD_PARAMS": "cpu_offload",
+    "STATE_DICT_TYPE": "state_dict_type",
+    "USE_ORIG_PARAMS": "use_orig_params",
+    "SYNC_MODULE_STATES": "sync_module_states",
+    "FORWARD_PREFETCH": "forward_prefetch",
+    "ACTIVATION_CHECKPOINTING": "activation_checkpointing",
+    "CPU_RAM_EFFICIENT_LOADING": "cpu_ram_efficient_loading",
+    "TRANSFORMER_CLS_TO_WRAP": "transformer_cls_names_to_wrap",
+    "MIN_NUM_PARAMS": "min_num_params",
+    "IGNORED_MODULES": "ignored_modules",
+}
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """How FSDP2 shards a model.
+
+    Fields that are None are filled from the environment variables ``FSDP_…``, then with the
+    meaning given here. Arguments of the older wrapper are translated once, and are None afterwards.
+
+    Args:
+        fsdp_version: 2, the only one; 1 is translated.
+        sharding_strategy: older: FULL_SHARD (1), SHARD_GRAD_OP (2), NO_SHARD (3), HYBRID_SHARD (4)
+            or HYBRID_SHARD_ZERO2 (5), as a name, number or torch's enum.
+        reshard_after_forward: whether parameters are freed between forward and backward; a number:
+            kept over groups of so many processes; None: yes, but for the outermost module.
+        backward_prefetch: older: BACKWARD_PRE, which FSDP2 always does.
+        mixed_precision_policy: torch's `MixedPrecisionPolicy`, a dict of its fields (dtypes by
+            name), or a precision; None: as `mixed_precision` says.
+        auto_wrap_policy: what is a unit of gathering: transformer_based_wrap, size_based_wrap,
+            no_wrap, a callable ``(module, recurse, nonwrapped_numel) -> bool``, or its dotted name.
+            None: as `transformer_cls_names_to_wrap` or `min_num_params` say, else the model's own
+            ``_no_split_modules``, else the whole model is one.
+        cpu_offload: whether parameters, gradients and optimizer state rest in the host's memory.
+        ignored_modules: modules that are not sharded, or names and regular expressions of names.
+        state_dict_type: FULL_STATE_DICT.
+        state_dict_config: older; whole states always lie in the host's memory.
+        optim_state_dict_config: older; the same of optimizers.
+        limit_all_gathers: older: True, which FSDP2 always does.
+        use_orig_params: older: FSDP2 always keeps each parameter.
+        param_init_fn: called with each module that has parameters on the meta device, to put them
+            on a device; None: they are allocated and get the values of rank 0.
+        sync_module_states: whether all ranks start from the weights of rank 0; None: yes.
+        forward_prefetch: whether the next unit is gathered while one computes (the order must not
+            change from step to step).
+        activation_checkpointing: whether units recompute their activations in backward.
+        activation_checkpointing_offload: whether inputs of units rest in the host's memory.
+        cpu_ram_efficient_loading: whether only rank 0 holds weights before `prepare`, and the model
+            of other ranks may be on the meta device.
+        transformer_cls_names_to_wrap: names of the classes that are units.
+        min_num_params: fewest parameters of a unit.
+        dp_replicate_size: replicas of the sharded model (a 2-D mesh): a number, "nodes" (one each)
+            or "all" (nothing is sharded); None: 1.
+
+    Raises:
+        ConfigError: naming every value that FSDP2 cannot follow.
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    """
+
+    fsdp_version: int | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = None
+    ignored_modules: Any = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool | None = True
+    use_orig_params: bool | None = None
+    param_init_fn: Any = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: Any = None
+    min_num_params: int | None = None
+    dp_replicate_size: Any = None
+
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        told = _translate(self, problems)
+        _check_wrapping(self, problems)
+        _check_values(self, problems)
+        ConfigError.raise_if(problems)
+        if self.activation_checkpointing_offload:
+            raise NotBuiltError(_not_yet("activation_checkpointing_offload=True"))
+        if self.state_dict_type == "SHARDED_STATE_DICT":
+            raise NotBuiltError(_not_yet("state_dict_type='SHARDED_STATE_DICT'"))
+        if told:
+            warnings.warn(
+                "FullyShardedDataParallelPlugin: " + "; ".join(told) + ".",
+                FutureWarning,
+                stacklevel=3,
+            )
+
+
+def from_variables(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields that environment variables fill.
+
+    Args:
+        variables: name without ``FSDP_`` → text.
+
+    Raises:
+        ConfigError: naming each one whose text makes no sense.
+    """
+    fields, problems = {}, []
+    for name, text in variables.items():
+        if name not in VARIABLES:
+            continue
+        try:
+            fields[VARIABLES[name]] = _parsed(name, text)
+        except ValueError:
+            what = "a whole number" if name in ("VERSION", "MIN_NUM_PARAMS") else "a switch"
+            problems.append(
+                Problem(f"FSDP_{name}={text!r} (environment)", f"it is {what}", "Correct it.")
+            )
+    ConfigError.raise_if(problems)
+    return fields
+
+
+def _parsed(name: str, text: str) -> Any:
+    if name in ("VERSION", "MIN_NUM_PARAMS"):
+        return int(text)
+    if name == "TRANSFORMER_CLS_TO_WRAP":
+        return [part.strip() for part in text.split(",") if part.strip()]
+    switch = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if name in ("SHARDING_STRATEGY", "BACKWARD_PREFETCH", "AUTO_WRAP_POLICY", "STATE_DICT_TYPE"):
+        return text
+    if name == "IGNORED_MODULES":
+        return text
+    if name == "RESHARD_AFTER_FORWARD" and text.strip().upper() in STRATEGIES:
+        return text.strip().upper()
+    if text.strip().lower() not in switch:
+        raise ValueError(text)
+    return switch[text.strip().lower()]
+
+
+# -- older spellings -----------------------------------------------------------------------
+
+
+def _translate(plugin: FullyShardedDataParallelPlugin, problems: list[Problem]) -> list[str]:
+    """Replace the older wrapper's arguments; return what was replaced by what."""
+    told: list[str] = []
+    if plugin.fsdp_version == 1:
+        told.append("fsdp_version=1 is FSDP2 here")
+    elif plugin.fsdp_version not in (None, 2):
+        problems.append(_problem(plugin, "fsdp_version", "there are FSDP 1 and 2", "Leave it out."))
+    plugin.fsdp_version = 2
+    _translate_strategy(plugin, problems, told)
+    _translate_prefetch(plugin, problems, told)
+    if plugin.use_orig_params is not None:
+        told.append("use_orig_params has no meaning any more: each parameter is kept")
+        plugin.use_orig_params = None
+    if plugin.limit_all_gathers is False:
+        rule = "FSDP2 always bounds what is gathered ahead"
+        problems.append(_problem(plugin, "limit_all_gathers", rule, "Leave it out."))
+    _translate_states(plugin, problems, told)
+    return told
+
+
+def _translate_strategy(
+    plugin: FullyShardedDataParallelPlugin, problems: list[Problem], told: list[str]
+) -> None:
+    for name in ("sharding_strategy", "reshard_after_forward"):
+        given = getattr(plugin, name)
+        if given is None or (name == "reshard_after_forward" and isinstance(given, (bool, int))):
+            continue
+        strategy = _strategy_name(given)
+        if strategy not in STRATEGIES:
+            rule = f"it is one of {', '.join(STRATEGIES)}"
+            problems.append(_problem(plugin, name, rule, nearest(strategy, STRATEGIES)))
+            continue
+        reshard, replicas = STRATEGIES[strategy]
+        other = plugin.reshard_after_forward
+        if name == "sharding_strategy" and other not in (None, given, reshard):
+            rule = f"reshard_after_forward={other!r} says otherwise"
+            problems.append(_problem(plugin, name, rule, "Give reshard_after_forward alone."))
+            continue
+        if plugin.dp_replicate_size not in (None, replicas):
+            rule = f"dp_replicate_size={plugin.dp_replicate_size!r} says otherwise"
+            problems.append(_problem(plugin, name, rule, "Give dp_replicate_size alone."))
+            continue
+        plugin.sharding_strategy = None
+        plugin.reshard_after_forward = reshard
+        plugin.dp_replicate_size = replicas
+        spelling = "" if replicas == 1 else f", dp_replicate_size={replicas!r}"
+        told.append(f"{name}={strategy!r} is now reshard_after_forward={reshard}{spelling}")
+
+
+def _strategy_name(given: Any) -> str:
+    text = str(getattr(given, "name", given)).strip(" _").upper()
+    if text.isdigit() and 1 <= int(text) <= len(STRATEGIES):
+        return list(STRATEGIES)[int(text) - 1]
+    return text
+
+
+def _translate_prefetch(
+    plugin: FullyShardedDataParallelPlugin, problems: list[Problem], told: list[str]
+) -> None:
+    given = plugin.backward_prefetch
+    if given is None:
+        return
+    name = str(getattr(given, "name", given)).strip().upper()
+    if name == "BACKWARD_PRE":
+        told.append("backward_prefetch='BACKWARD_PRE' needs no argument any more")
+        plugin.backward_prefetch = None
+    elif name in PREFETCHES:
+        rule = "FSDP2 always gathers the next unit before a backward pass"
+        problems.append(_problem(plugin, "backward_prefetch", rule, "Leave it out."))
+    else:
+        rule = f"it is one of {', '.join(PREFETCHES)}"
+        problems.append(_problem(plugin, "backward_prefetch", rule, nearest(name, PREFETCHES)))
+
+
+def _translate_states(
+    plugin: FullyShardedDataParallelPlugin, problems: list[Problem], told: list[str]
+) -> None:
+    given = plugin.state_dict_type
+    if given is not None:
+        plugin.state_dict_type = str(getattr(given, "name", given)).strip().upper()
+        check_choice(plugin, "state_dict_type", STATE_TYPES, problems)
+    if plugin.state_dict_type == "LOCAL_STATE_DICT":
+        rule = "flattened shards exist in the older wrapper alone"
+        problems.append(_problem(plugin, "state_dict_type", rule, "Give FULL_STATE_DICT."))
+    for name in ("state_dict_config", "optim_state_dict_config"):
+        config = getattr(plugin, name)
+        if config is None:
+            continue
+        if type(config).__name__.startswith("Full"):
+            told.append(f"{name} needs no argument any more: whole states lie on the host")
+            setattr(plugin, name, None)
+        else:
+            rule = "states are saved whole"
+            problems.append(_problem(plugin, name, rule, "Leave it out."))
+
+
+# -- checks --------------------------------------------------------------------------------
+
+
+def _check_wrapping(plugin: FullyShardedDataParallelPlugin, problems: list[Problem]) -> None:
+    policy, names = plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap
+    if isinstance(names, str):
+        plugin.transformer_cls_names_to_wrap = [n.strip() for n in names.split(",") if n.strip()]
+    elif names is not None:
+        plugin.transformer_cls_names_to_wrap = [str(name) for name in names]
+    check_minimum(plugin, "min_num_params", 1, problems)
+    if policy is None or callable(policy) or hasattr(policy, "_run_policy"):
+        return
+    name = str(policy).strip().lower()
+    if name in WRAP_POLICIES:
+        plugin.auto_wrap_policy = name
+    elif "." not in name:
+        rule = f"it is one of {', '.join(WRAP_POLICIES)}, or a callable"
+        problems.append(_problem(plugin, "auto_wrap_policy", rule, nearest(name, WRAP_POLICIES)))
+        return
+    for field, wanted in (
+        ("transformer_cls_names_to_wrap", "transformer_based_wrap"),
+        ("min_num_params", "size_based_wrap"),
+    ):
+        if getattr(plugin, field) and name != wanted:
+            rule = f"auto_wrap_policy={policy!r} does not ask for it"
+            remedy = f"Give auto_wrap_policy='{wanted}', or leave {field} out."
+            problems.append(_problem(plugin, field, rule, remedy))
+    if name == "size_based_wrap" and plugin.min_num_params is None:
+        rule = "min_num_params tells what is large"
+        problems.append(_problem(plugin, "auto_wrap_policy", rule, "Give min_num_params."))
+
+
+def _check_values(plugin: FullyShardedDataParallelPlugin, problems: list[Problem]) -> None:
+    size, replicas = plugin.reshard_after_forward, plugin.dp_replicate_size
+    if isinstance(size, int) and not isinstance(size, bool) and size < 2:
+        rule = "as a number, it is the size of a group of processes, at least 2"
+        remedy = "Give True, False or such a number."
+        problems.append(_problem(plugin, "reshard_after_forward", rule, remedy))
+    whole = isinstance(replicas, int) and not isinstance(replicas, bool) and replicas >= 1
+    if replicas is not None and replicas not in REPLICAS and not whole:
+        rule = "it is a number, at least 1, or one of nodes, all"
+        problems.append(_problem(plugin, "dp_replicate_size", rule, "Leave it out for 1."))
+    if plugin.cpu_ram_efficient_loading and plugin.sync_module_states is False:
+        rule = "cpu_ram_efficient_loading=True sends the weights of rank 0 to all"
+        problems.append(_problem(plugin, "sync_module_states", rule, "Leave it out."))
+    if plugin.activation_checkpointing_offload and not plugin.activation_checkpointing:
+        rule = "it needs activation_checkpointing=True"
+        problems.append(_problem(plugin, "activation_checkpointing_offload", rule, "Give both."))
+    _check_precision(plugin, problems)
+
+
+def _check_precision(plugin: FullyShardedDataParallelPlugin, problems: list[Problem]) -> None:
+    policy = plugin.mixed_precision_policy
+    if policy is None or not isinstance(policy, (str, Mapping)):
+        return
+    entries = {"param_dtype": policy} if isinstance(policy, str) else dict(policy)
+    known = (*POLICY_FIELDS, *OLDER_POLICY_FIELDS)
+    for name, value in entries.items():
+        where = f"FullyShardedDataParallelPlugin.mixed_precision_policy[{name!r}]"
+        if name not in known:
+            rule = f"known are {', '.join(known)}"
+            problems.append(Problem(where, rule, nearest(str(name), known)))
+        elif name.endswith("_dtype") and isinstance(value, str):
+            text = value.removeprefix("torch.").lower()
+            if text not in DTYPES:
+                rule = f"it is one of {', '.join(DTYPES)}"
+                problems.append(Problem(f"{where}={value!r}", rule, nearest(text, DTYPES)))
+
+
+def _problem(owner: object, name: str, rule: str, remedy: str) -> Problem:
+    value = getattr(owner, name)
+    return Problem(f"{type(owner).__name__}.{name}={value!r}", rule, remedy)
+
+
+def _not_yet(what: str) -> Problem:
+    return Problem(
+        f"FullyShardedDataParallelPlugin.{what}",
+        "this version does not offer it yet",
+        "Leave it out.",
+    )

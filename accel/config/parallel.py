@@ -1,0 +1,86 @@
+"""The plugin of tensor parallelism.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel.config.handlers import check_minimum
+from accel.errors import ConfigError, Problem, nearest
+
+# Names of styles in a plan.
+STYLES = ("colwise", "rowwise", "colwise_rep", "rowwise_rep", "sequence_parallel")
+
+
+@dataclass
+class TorchTensorParallelPlugin:
+    """How matrices are split over the processes of a group.
+
+    Args:
+        tp_size: processes that share one replica of the model; neighbours by rank.
+        torch_device_mesh: a `DeviceMesh` with an axis "tp" (and "dp" for data) instead of one that
+            is built; its size of "tp" is `tp_size`.
+        tp_plan: module name or pattern (``"layers.*.up"``) → colwise, rowwise, colwise_rep (output
+            gathered), rowwise_rep (input whole, as of embeddings), sequence_parallel, or torch's
+            `ParallelStyle`; None: the model's own ``tp_plan`` or ``_tp_plan``.
+
+    Raises:
+        ConfigError: naming every value that is wrong.
+    """
+
+    tp_size: int = 1
+    torch_device_mesh: Any = None
+    tp_plan: Any = None
+
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        check_minimum(self, "tp_size", 1, problems)
+        mesh = self.torch_device_mesh
+        if mesh is not None:
+            names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
+            if "tp" not in names:
+                problems.append(
+                    Problem(
+                        f"TorchTensorParallelPlugin.torch_device_mesh with axes {names}",
+                        "one of its axes is named 'tp'",
+                        "Build it with mesh_dim_names=('dp', 'tp').",
+                    )
+                )
+            elif self.tp_size == 1:
+                self.tp_size = mesh["tp"].size()
+            elif mesh["tp"].size() != self.tp_size:
+                problems.append(
+                    Problem(
+                        f"TorchTensorParallelPlugin.tp_size={self.tp_size}",
+                        f"the axis 'tp' of torch_device_mesh has {mesh['tp'].size()}",
+                        "Leave tp_size out.",
+                    )
+                )
+        if self.tp_plan is not None:
+            problems += plan_problems("TorchTensorParallelPlugin.tp_plan", self.tp_plan)
+        ConfigError.raise_if(problems)
+
+
+def plan_problems(where: str, plan: Any) -> list[Problem]:
+    """Return what is wrong with the form of a plan.
+
+    Args:
+        where: what the plan is called, for messages.
+        plan: pattern → style.
+    """
+    if not isinstance(plan, Mapping) or not plan:
+        rule = "it maps names of modules to styles"
+        return [Problem(f"{where}={plan!r}", rule, "Give {'layers.*.up': 'colwise', …}.")]
+    return [
+        Problem(
+            f"{where}[{name!r}]={style!r}",
+            f"a style is one of {', '.join(STYLES)}, or a ParallelStyle of torch",
+            nearest(style, STYLES),
+        )
+        for name, style in plan.items()
+        if isinstance(style, str) and style not in STYLES
+    ]

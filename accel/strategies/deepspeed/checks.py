@@ -1,0 +1,101 @@
+"""What this machine, this model or two owners of one value do not let an engine do."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.errors import Problem
+from accel.strategies.deepspeed.package import can_build
+from accel.strategies.deepspeed.settings import ZERO, Settings
+from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer
+
+
+def two_models(value: str) -> Problem:
+    """Return the problem that one plugin or one `Accelerator` has more than one model."""
+    return Problem(
+        f"prepare: {value} under DeepSpeed",
+        "a plugin describes one model, and an Accelerator trains one",
+        "Give several plugins by name, select the next with "
+        "state.select_deepspeed_plugin(name), and build an Accelerator for each trained model.",
+    )
+
+
+def check_devices(settings: Settings, package: ModuleType) -> None:
+    """Note places for parameters and optimizer state that do not exist here."""
+    for what, lowest in (("optimizer", 1), ("param", 3)):
+        device = settings.config[ZERO].get(f"offload_{what}", {}).get("device", "none")
+        if device == "nvme" and not can_build(package, "AsyncIOBuilder"):
+            settings.note(
+                f"offload_{what}_device='nvme'",
+                "DeepSpeed's asynchronous I/O cannot be built on this machine",
+                "Install libaio's development files, or use 'cpu'.",
+            )
+        lowest = 3 if device == "nvme" else lowest
+        if device != "none" and settings.stage < lowest:
+            settings.note(
+                f"offload_{what}_device={device!r} with ZeRO {settings.stage}",
+                f"it takes stage {lowest} or more",
+                f"Use zero_stage={lowest}, or leave it out.",
+            )
+
+
+def check_optimizer(
+    settings: Settings, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Note parameters of the optimizer that the engine would not step."""
+    known = {id(p) for p in model.parameters()}
+    strange = sum(id(p) not in known for g in optimizer.param_groups for p in g["params"])
+    if strange:
+        settings.note(
+            f"prepare: {strange} parameters of the optimizer are in no prepared model",
+            "the engine steps the parameters of its model",
+            "Build the optimizer from model.parameters().",
+        )
+
+
+def check_leaves(settings: Settings, model: torch.nn.Module, package: ModuleType) -> None:
+    """Let stage 3 fetch mixtures of experts as a whole, or note classes that do not exist."""
+    given = settings.plugin.transformer_moe_cls_names
+    names = [name.strip() for name in (given or "").split(",") if name.strip()]
+    if not names:
+        return
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    unknown = [name for name in names if name not in classes]
+    told = f"transformer_moe_cls_names={given!r}"
+    if unknown:
+        rule = f"the model has no module of class {', '.join(unknown)}"
+        settings.note(told, rule, f"Its classes are {', '.join(sorted(classes))}.")
+    elif settings.stage < 3:
+        rule = "only stage 3 fetches modules"
+        settings.note(f"{told} with ZeRO {settings.stage}", rule, "Leave it out.")
+    elif not settings.problems:
+        package.utils.set_z3_leaf_modules(model, [classes[name] for name in names])
+
+
+def clip_problems(
+    plugin: DeepSpeedPlugin,
+    optimizer: DeepSpeedOptimizer,
+    parameters: list[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+) -> list[Problem]:
+    """Return why an engine cannot clip these parameters' gradients so."""
+    value, problems = f"clip_grad_norm_(…, {max_norm})", []
+    if optimizer.clipping not in (0.0, float(max_norm)):
+        where = f"{plugin.place}: gradient_clipping={optimizer.clipping}"
+        if plugin.gradient_clipping is not None:
+            where = plugin.source("gradient_clipping")
+        remedy = 'Make them equal, or write "auto" for gradient_clipping.'
+        problems.append(Problem(f"{value} with {where}", "they disagree", remedy))
+    if norm_type != 2:
+        rule = "DeepSpeed clips by the norm of order 2"
+        problems.append(Problem(f"{value[:-1]}, norm_type={norm_type})", rule, "Leave it out."))
+    given = {id(parameter) for parameter in parameters}
+    left = sum(p.requires_grad and id(p) not in given for p in optimizer.engine.module.parameters())
+    if left:
+        rule = f"DeepSpeed clips all parameters together, and {left} of them are not given"
+        problems.append(Problem(value, rule, "Give model.parameters()."))
+    return problems

@@ -1,0 +1,83 @@
+"""The package itself: imported when the engine is on, on the run's device and process group.
+
+Source: https://deepspeed.readthedocs.io/en/latest/
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel import env
+from accel.errors import ConfigError, Problem
+from accel.imports import require
+from accel.wrapping import register_wrapper
+
+# The group that DeepSpeed's own caches of groups belong to.
+_GROUPS: list[weakref.ref[Any]] = []
+
+
+def load(device: torch.device) -> ModuleType:
+    """Return the package `deepspeed`, computing on devices of the kind of `device`.
+
+    Raises:
+        ConfigError: if this process already uses it on another kind of device.
+        MissingPackageError: if it is not installed.
+    """
+    with env.patched(DS_ACCELERATOR=device.type):  # it chooses once, while it is imported
+        package = require("deepspeed", "deepspeed_plugin")
+        kind = package.accelerator.get_accelerator().device_name()
+    if kind.partition(":")[0] != device.type:
+        raise ConfigError(
+            Problem(
+                f"device={device} with deepspeed_plugin",
+                f"DeepSpeed computes on {kind} in this process, and that cannot change",
+                "Start a new process.",
+            )
+        )
+    # Its collectives in shared memory are compiled at first use, by every process for itself; one
+    # that is killed meanwhile leaves a lock which all later ones wait for. gloo does as well.
+    package.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    register_wrapper(package.DeepSpeedEngine)
+    warnings.filterwarnings(
+        "ignore",
+        message=r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated",
+        category=FutureWarning,
+    )
+    return package
+
+
+def join_group(package: ModuleType) -> None:
+    """Let DeepSpeed talk through the process group of the run.
+
+    It keeps groups in globals; those of an earlier run's process group are dropped.
+    """
+    world = dist.group.WORLD
+    if _GROUPS and _GROUPS[0]() is world and package.comm.comm.cdb is not None:
+        return
+    leave_group(package)
+    package.comm.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
+    _GROUPS[:] = [weakref.ref(world)]
+
+
+def leave_group(package: ModuleType) -> None:
+    """Drop what DeepSpeed keeps of a process group."""
+    package.utils.groups._release_process_group_references(None)
+    package.comm.comm.cdb = None
+    _GROUPS.clear()
+
+
+def can_build(package: ModuleType, builder: str) -> bool:
+    """Return whether this machine has what compiling an op of DeepSpeed takes.
+
+    Args:
+        package: deepspeed.
+        builder: name of the op's builder class, such as ``"AsyncIOBuilder"``.
+    """
+    found = package.accelerator.get_accelerator().create_op_builder(builder)
+    return found is not None and bool(found.is_compatible(verbose=False))

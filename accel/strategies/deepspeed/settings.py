@@ -1,0 +1,269 @@
+"""The engine's configuration: the plugin's, completed from the run; two owners of one value differ.
+
+Source: https://www.deepspeed.ai/docs/config-json/
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel.config.deepspeed import AUTO, KEYS, DeepSpeedPlugin, set_at, value_at
+from accel.errors import ConfigError, Problem
+from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+
+if TYPE_CHECKING:
+    from accel.plan import Plan
+
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+BATCH = "train_batch_size"
+ZERO = "zero_optimization"
+
+
+class Settings:
+    """DeepSpeed's configuration while it is completed.
+
+    Args:
+        plugin: the active plugin.
+        plan: the resolved configuration of the run.
+        num_replicas: processes that read different batches.
+
+    Attributes:
+        config: the nested dictionary.
+        problems: what contradicts itself.
+    """
+
+    def __init__(self, plugin: DeepSpeedPlugin, plan: Plan, num_replicas: int) -> None:
+        self.plugin, self.plan, self.num_replicas = plugin, plan, num_replicas
+        self.config = plugin.given_config()
+        self.problems: list[Problem] = []
+        for field, key in KEYS.items():
+            value = getattr(plugin, field)
+            if value is not None:
+                self.claim(key, value, plugin.source(field))
+        self.default(KEYS["zero_stage"], 2)
+
+    @property
+    def stage(self) -> int:
+        """The stage of ZeRO."""
+        return int(value_at(self.config, KEYS["zero_stage"]))
+
+    def claim(self, key: str, value: Any, source: str) -> None:
+        """Set `key`, or note that the configuration says something else than `source`."""
+        found = value_at(self.config, key)
+        if found in (None, AUTO):
+            set_at(self.config, key, value)
+        elif not _equal(found, value):
+            self.problems.append(
+                Problem(
+                    f"{self.plugin.place}: {key}={found!r} with {source}",
+                    "both decide it, and they disagree",
+                    f'Write "auto" for {key}, or make them equal.',
+                )
+            )
+
+    def default(self, key: str, value: Any) -> None:
+        """Set `key` where the configuration says nothing."""
+        if value_at(self.config, key) in (None, AUTO):
+            set_at(self.config, key, value)
+
+    def note(self, value: str, rule: str, remedy: str) -> None:
+        """Note something that is wrong."""
+        self.problems.append(Problem(value, rule, remedy))
+
+    # -- what the run decides ------------------------------------------------------------------
+
+    def follow_run(self, batch_sizes: list[int]) -> None:
+        """Fill accumulation, precision, clipping and batch sizes.
+
+        Args:
+            batch_sizes: samples per process and micro-batch, of each prepared loader.
+        """
+        steps = self.plan.accumulation.num_steps or 1
+        self.claim(
+            "gradient_accumulation_steps",
+            steps,
+            f"Accelerator(gradient_accumulation_steps={steps})",
+        )
+        self._follow_precision()
+        self.default("gradient_clipping", 0.0)
+        self._follow_batches(batch_sizes, steps)
+        self.default("zero_allow_untested_optimizer", True)
+        self.default("zero_force_ds_cpu_optimizer", False)
+        for what in ("optimizer", "param"):
+            section = f"{ZERO}.offload_{what}"
+            if value_at(self.config, f"{section}.device") in ("none", "cpu"):
+                value_at(self.config, section).pop("nvme_path", None)
+
+    def _follow_precision(self) -> None:
+        chosen = self.plan.mixed_precision
+        source = f"Accelerator(mixed_precision={chosen!r})"
+        autocast = value_at(self.config, "torch_autocast.enabled") is True
+        for name in ("bf16", "fp16"):
+            key, on = f"{name}.enabled", chosen == name
+            if (on and not autocast) or value_at(self.config, key) is not None:
+                self.claim(key, on, source)
+
+    def _follow_batches(self, sizes: list[int], steps: int) -> None:
+        source = "the prepared loaders"
+        choose = min if self.plugin.is_train_batch_min else max
+        if sizes:
+            size = choose(sizes)
+            self.claim(MICRO_BATCH, size, f"batch_size={size} of {source}")
+        whole = value_at(self.config, BATCH)
+        per_step = steps * self.num_replicas
+        if isinstance(whole, int) and not sizes:
+            self.default(MICRO_BATCH, max(1, whole // per_step))
+        self.default(MICRO_BATCH, 1)
+        size = value_at(self.config, MICRO_BATCH)
+        told = f"{size} samples × {steps} micro-batches × {self.num_replicas} processes"
+        self.claim(BATCH, size * per_step, told)
+
+    # -- what the objects decide ---------------------------------------------------------------
+
+    def follow_optimizer(self, optimizer: torch.optim.Optimizer | None, device_type: str) -> None:
+        """Fill the section ``optimizer``, or see that it is not there twice."""
+        section = self.config.get("optimizer")
+        if isinstance(optimizer, DummyOptim):
+            if section is None:
+                self.note(
+                    f"DummyOptim, and {self.plugin.place} has no optimizer",
+                    "it stands for the one that the configuration describes",
+                    "Add the section optimizer, or build an optimizer of torch.",
+                )
+                return
+            values = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+            self._fill("optimizer.params", values | optimizer.kwargs, "DummyOptim")
+            if device_type == "cpu" and str(section.get("type")).lower() in ("adam", "adamw"):
+                self.default("optimizer.params.torch_adam", True)  # its own kernels want compiling
+        elif optimizer is not None and section is not None:
+            self.note(
+                f"{self.plugin.place}: optimizer with {type(optimizer).__name__} in prepare",
+                "one of them trains",
+                "Prepare a DummyOptim, or take the section optimizer out.",
+            )
+        elif section is not None:
+            self.config.pop("optimizer")  # a model that is only evaluated
+
+    def follow_scheduler(self, scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
+        """Fill the section ``scheduler``, or see that it is not there twice."""
+        section = self.config.get("scheduler")
+        if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is None:
+            if section is None:
+                self.note(
+                    f"DummyScheduler, and {self.plugin.place} has no scheduler",
+                    "it stands for the one that the configuration describes",
+                    "Add the section scheduler, or give lr_scheduler_callable.",
+                )
+                return
+            rate = value_at(self.config, "optimizer.params.lr")
+            if rate is None and optimizer is not None:
+                rate = optimizer.param_groups[0]["lr"]
+            values = {
+                "warmup_min_lr": 0,
+                "warmup_max_lr": rate,
+                "warmup_num_steps": self._steps(scheduler.warmup_num_steps),
+                "total_num_steps": self._steps(scheduler.total_num_steps),
+            }
+            self._fill("scheduler.params", values | scheduler.kwargs, "DummyScheduler")
+        elif scheduler is not None and section is not None:
+            self.note(
+                f"{self.plugin.place}: scheduler with {type(scheduler).__name__} in prepare",
+                "one of them sets the learning rate",
+                "Prepare a DummyScheduler without lr_scheduler_callable, or take the section out.",
+            )
+        elif section is not None:
+            self.config.pop("scheduler")
+
+    def _steps(self, num_steps: int | None) -> int | None:
+        """Return the engine's steps for `num_steps` of one process alone."""
+        if num_steps is None or self.plan.dataloader.split_batches:
+            return num_steps
+        return math.ceil(num_steps / self.num_replicas)
+
+    def _fill(self, section: str, values: dict[str, Any], source: str) -> None:
+        """Fill what is "auto" in `section`; a number there stays, it is the one owner."""
+        for name, value in values.items():
+            if value is not None and value_at(self.config, f"{section}.{name}") == AUTO:
+                set_at(self.config, f"{section}.{name}", value)
+
+    def follow_model(self, model: torch.nn.Module) -> None:
+        """Fill the sizes that depend on the model's width; drop buckets larger than the model."""
+        width, total = hidden_size(model), num_elements(model)
+        zero = self.config[ZERO]
+        own = self.plugin.hf_ds_config is None
+        auto = {
+            "reduce_bucket_size": width * width,
+            "allgather_bucket_size": width * width,
+            "stage3_prefetch_bucket_size": int(0.9 * width * width),
+            "stage3_param_persistence_threshold": 10 * width,
+        }
+        for name, value in auto.items():
+            if zero.get(name) == AUTO or (own and self.stage == 3 and name.startswith("stage3")):
+                zero[name] = value
+        if own:  # no bucket needs to be larger than the model
+            zero.setdefault("reduce_bucket_size", min(500_000_000, max(total, 1)))
+            zero.setdefault("allgather_bucket_size", min(500_000_000, max(total, 1)))
+
+    def finish(self) -> dict[str, Any]:
+        """Return the configuration.
+
+        Raises:
+            ConfigError: naming every contradiction, and all that is still "auto".
+        """
+        if not self.problems:
+            for key in _autos(self.config):
+                self.note(
+                    f'{self.plugin.place}: {key}="auto"',
+                    "nothing in the run tells its value",
+                    f"Give {key} a value, or leave it out.",
+                )
+        ConfigError.raise_if(self.problems)
+        return self.config
+
+
+def hidden_size(model: torch.nn.Module) -> int:
+    """Return the model's width: as its own ``config`` says, else that of most of its weights."""
+    config = getattr(model, "config", None)
+    for owner in (config, getattr(config, "text_config", None)):
+        for name in ("hidden_size", "n_embd", "d_model", "width"):
+            found = getattr(owner, name, None)
+            if isinstance(found, int) and found > 0:
+                return found
+        sizes = getattr(owner, "hidden_sizes", None)
+        if sizes:
+            return int(max(sizes))
+    widths: collections.Counter[int] = collections.Counter()
+    for parameter in model.parameters():
+        shape = _shape(parameter)
+        if len(shape) > 1:
+            widths[shape[-1]] += math.prod(shape)
+    return max(widths, key=lambda width: (widths[width], width)) if widths else 1
+
+
+def num_elements(model: torch.nn.Module) -> int:
+    """Return the number of the model's parameters, sharded ones included."""
+    return sum(math.prod(_shape(parameter)) for parameter in model.parameters())
+
+
+def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _equal(found: Any, value: Any) -> bool:
+    numbers = (int, float)
+    if isinstance(found, numbers) and isinstance(value, numbers):
+        return math.isclose(found, value, rel_tol=1e-9)
+    return bool(str(found) == str(value))
+
+
+def _autos(config: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(config, dict):
+        for name, value in config.items():
+            yield from _autos(value, f"{prefix}.{name}" if prefix else str(name))
+    elif config == AUTO:
+        yield prefix

@@ -1,0 +1,441 @@
+"""DeepSpeed: its engine holds model, optimizer and precision, and makes the step.
+
+Source: https://deepspeed.readthedocs.io/en/latest/initialize.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+
+from accel import env, tree
+from accel.checkpoint.optimizers import ParameterNames
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.enums import DistributedType
+from accel.errors import CheckpointError, ConfigError, Problem, StateError
+from accel.objects import Objects
+from accel.strategies.base import Strategy, Traits
+from accel.strategies.deepspeed import checks, package, shards
+from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accel.strategies.deepspeed.settings import Settings
+from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, DeepSpeedScheduler
+from accel.strategies.footprint import Footprint
+from accel.wrapping import wrap_forward
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@final
+class DeepSpeedStrategy(Strategy):
+    """ZeRO: optimizer state, gradients and parameters are sharded, as the plugin's stage says."""
+
+    traits = Traits(
+        name="deepspeed",
+        distributed_type=DistributedType.DEEPSPEED,
+        places_models=True,
+        owns_precision=True,
+        owns_accumulation=True,
+        owns_parameters=True,
+        joint_prepare=True,
+        max_models=1,
+        hooks_inside=True,
+    )
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.package = package.load(self.device)
+        self._trained: weakref.ref[DeepSpeedOptimizer] | None = None
+        self._holds = 0  # contexts of `no_sync` around the current code
+
+    @property
+    def plugin(self) -> DeepSpeedPlugin:
+        """The active plugin."""
+        plugin = self.plan.engines.deepspeed_plugin
+        if plugin is None:
+            raise StateError("No plugin of DeepSpeed is selected. Select one by its name.")
+        return plugin
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """What lies in parts on several processes, in words for people."""
+        kinds = ("optimizer state", "gradients", "parameters")
+        return kinds[: self.plugin.stage] if self.plan.world_size > 1 else ()
+
+    def footprint(
+        self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+    ) -> Footprint:
+        """Return the bytes that this process holds once a step is made. Exchanges nothing.
+
+        Args:
+            models: prepared.
+            optimizers: prepared.
+        """
+        held = [parameter for model in models for parameter in model.parameters()]
+        return shards.footprint(held, [o for o in optimizers if isinstance(o, DeepSpeedOptimizer)])
+
+    # -- preparing -------------------------------------------------------------------------
+
+    def validate(self, objects: Objects) -> None:
+        """Raise `ConfigError` if DeepSpeed cannot take these objects together."""
+        problems = []
+        if len(objects.models) > 1:
+            problems.append(checks.two_models(f"{len(objects.models)} models in one call"))
+        if len(objects.optimizers) > 1:
+            problems.append(
+                Problem(
+                    f"prepare: {len(objects.optimizers)} optimizers under DeepSpeed",
+                    "an engine steps one",
+                    "Put the parameters into groups of one optimizer.",
+                )
+            )
+        if objects.optimizers and not objects.models:
+            problems.append(
+                Problem(
+                    "prepare: an optimizer without its model under DeepSpeed",
+                    "the engine takes both at once",
+                    "Prepare them in one call: prepare(model, optimizer, …).",
+                )
+            )
+        ConfigError.raise_if(problems)
+
+    def prepare(
+        self,
+        objects: Objects,
+        placement: Objects,
+        prepared: Objects,
+        evaluation: bool = False,
+        slice_fn: Any | None = None,
+    ) -> Objects:
+        """Return `objects`, model and optimizer as an engine of DeepSpeed."""
+        loaders = [
+            self.wrap_dataloader(loader, place, slice_fn)
+            for loader, place in zip(objects.dataloaders, placement.dataloaders, strict=True)
+        ]
+        done = Objects(dataloaders=loaders)
+        if not objects.models:
+            done.schedulers = [
+                self.wrap_scheduler(s, prepared.optimizers) for s in objects.schedulers
+            ]
+            return done
+        (model,), (place,) = objects.models, placement.models
+        optimizer = next(iter(objects.optimizers), None)
+        settings = self._settings(objects, [*prepared.dataloaders, *loaders])
+        if optimizer is None and settings.stage < 3:
+            return self._evaluated(model, place, evaluation, done)
+        self._check_second(optimizer, prepared)
+        checks.check_devices(settings, self.package)
+        if optimizer is not None:
+            checks.check_optimizer(settings, model, optimizer)
+        checks.check_leaves(settings, model, self.package)
+        self._build(model, optimizer, objects.schedulers, settings, done)
+        return done
+
+    def _settings(self, objects: Objects, loaders: Sequence[Any]) -> Settings:
+        """Return the engine's configuration, completed from the run and its objects."""
+        (model,) = objects.models
+        optimizer = next(iter(objects.optimizers), None)
+        sizes = [size for size in map(_batch_size, loaders) if size]
+        if self.plan.dataloader.split_batches:
+            sizes = [max(1, size // self.data_rank[1]) for size in sizes]
+        settings = Settings(self.plugin, self.plan, self.data_rank[1])
+        settings.follow_run(sizes)
+        settings.follow_optimizer(optimizer, self.device.type)
+        engine_side = [s for s in objects.schedulers if isinstance(s, DummyScheduler)]
+        scheduler = next(iter(engine_side or objects.schedulers), None)
+        settings.follow_scheduler(scheduler, optimizer)
+        settings.follow_model(model)
+        return settings
+
+    def _evaluated(
+        self, model: torch.nn.Module, place: bool, evaluation: bool, done: Objects
+    ) -> Objects:
+        """Put a model that is only evaluated on the device as it is."""
+        if not evaluation:
+            raise ConfigError(
+                Problem(
+                    f"prepare: a model without an optimizer under ZeRO {self.plugin.stage}",
+                    "only stage 3 spreads a model that is not trained",
+                    "Prepare it with its optimizer in one call; to evaluate it, select a plugin "
+                    "with zero_stage=3, or call prepare_model(model, evaluation_mode=True).",
+                )
+            )
+        model = model.to(self.device) if place else model
+        if self.precision.name in DTYPES:
+            self._cast_forward(model.to(DTYPES[self.precision.name]))
+        done.models = [self.compile_model(model)]
+        return done
+
+    def _check_second(self, optimizer: torch.optim.Optimizer | None, prepared: Objects) -> None:
+        """Refuse a second model for one plugin, and a second one to train."""
+        own = [m for m in prepared.models if getattr(m, "accel_plugin", None) is self.plugin]
+        problems = []
+        if own:
+            problems.append(checks.two_models("a second model with one plugin"))
+        elif optimizer is not None and self._optimizer() is not None:
+            problems.append(checks.two_models("a second model to train with one Accelerator"))
+        ConfigError.raise_if(problems)
+
+    def _build(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        schedulers: Sequence[Any],
+        settings: Settings,
+        done: Objects,
+    ) -> None:
+        """Start the engine, and put what it makes of the objects into `done`."""
+        config = settings.finish()
+        groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
+        groups = [group for group in groups if group]  # the engine drops empty ones
+        dummy = next((s for s in schedulers if isinstance(s, DummyScheduler)), None)
+        arguments: dict[str, Any] = {"model": model, "config": config}
+        if isinstance(optimizer, DummyOptim):
+            arguments["model_parameters"] = optimizer.params
+        elif optimizer is not None:
+            arguments["optimizer"] = optimizer
+        if dummy is not None and dummy.lr_scheduler_callable is not None:
+            arguments["lr_scheduler"] = dummy.lr_scheduler_callable
+        package.join_group(self.package)
+        with env.patched(LOCAL_RANK=self.plan.local_rank):  # a lone process has no launcher
+            engine, *_ = self.package.initialize(**arguments)
+        engine.accel_plugin = self.plugin
+        if self.precision.name in DTYPES and not engine.torch_autocast_enabled():
+            self._cast_forward(engine.module)
+        self.compile_model(engine.module)
+        done.models = [engine]
+        if optimizer is None:
+            return
+        shards.undo_first_step(engine)
+        wrapped = DeepSpeedOptimizer(engine, groups)
+        self._trained = weakref.ref(wrapped)
+        done.optimizers = [wrapped]
+        for scheduler in schedulers:
+            if isinstance(scheduler, DummyScheduler):
+                done.schedulers.append(DeepSpeedScheduler(engine.lr_scheduler, wrapped))
+            else:
+                _follow(scheduler, optimizer, wrapped.optimizer)
+                done.schedulers.append(self.wrap_scheduler(scheduler, [wrapped]))
+
+    def _cast_forward(self, module: torch.nn.Module) -> None:
+        """Give `module` inputs in the engine's precision, and return its outputs in fp32."""
+        dtype = DTYPES[self.precision.name]
+
+        def cast(_: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            inputs = tree.recursively_apply(
+                lambda tensor: tensor.to(dtype),
+                (args, kwargs),
+                test_type=lambda leaf: isinstance(leaf, torch.Tensor) and leaf.is_floating_point(),
+            )
+            return inputs[0], inputs[1]
+
+        module.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
+        wrap_forward(module, contextlib.nullcontext)
+
+    @contextlib.contextmanager
+    def init_context(self) -> Iterator[None]:
+        """Context in which a model is sharded while it is built, if the plugin says so."""
+        if not self.plugin.is_zero3_init_enabled():
+            yield
+            return
+        settings = Settings(self.plugin, self.plan, self.data_rank[1])
+        settings.follow_run([])
+        settings.config.pop("optimizer", None)
+        settings.config.pop("scheduler", None)
+        settings.follow_model(torch.nn.Module())
+        config = settings.finish()
+        package.join_group(self.package)
+        dtype = DTYPES.get(self.precision.name, torch.float32)
+        with self.package.zero.Init(config_dict_or_path=config, dtype=dtype):
+            yield
+
+    # -- the step --------------------------------------------------------------------------
+
+    def _optimizer(self) -> DeepSpeedOptimizer | None:
+        return None if self._trained is None else self._trained()
+
+    def _require_optimizer(self, what: str) -> DeepSpeedOptimizer:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise StateError(
+                f"{what}: DeepSpeed trains no model yet. Prepare it, and its optimizer."
+            )
+        return optimizer
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Let the engine compute gradients; it divides by the micro-batches of a step.
+
+        Args:
+            loss: [] of one micro-batch.
+            kwargs: `retain_graph`.
+        """
+        strange = [name for name in kwargs if name != "retain_graph"]
+        rule = "its engine knows retain_graph alone"
+        ConfigError.raise_if(
+            [Problem(f"backward({n}=…) under DeepSpeed", rule, "Leave it out.") for n in strange]
+        )
+        optimizer = self._require_optimizer("backward")
+        state, engine = optimizer.gradient_state, optimizer.engine
+        engine.set_gradient_accumulation_boundary(state.sync_gradients and not self._holds)
+        engine.backward(loss / state.num_steps, scale_wrt_gas=False, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Let backward passes in the context not end a window of micro-batches."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+
+    @contextlib.contextmanager
+    def trigger_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Let the next backward end a window of micro-batches, whatever is around it."""
+        before, self._holds = self._holds, 0
+        try:
+            yield
+        finally:
+            self._holds = before
+
+    def join(self, joinables: Sequence[Any], **kwargs: Any) -> AbstractContextManager[None]:
+        """Return a context that does nothing: processes need as many batches each."""
+        warnings.warn(
+            "join_uneven_inputs: DeepSpeed needs the same number of batches on every process.",
+            stacklevel=4,
+        )
+        return contextlib.nullcontext()
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Let the next step clip gradients to `max_norm`; return the norm [] before.
+
+        Raises:
+            ConfigError: if the configuration clips to another norm, for another kind of norm, and
+                for a part of the parameters.
+        """
+        optimizer = self._require_optimizer("clip_grad_norm_")
+        ConfigError.raise_if(
+            checks.clip_problems(self.plugin, optimizer, list(parameters), max_norm, norm_type)
+        )
+        if not optimizer.gradient_state.sync_gradients:  # they are not complete, nor averaged
+            return torch.tensor(float(optimizer.engine.get_global_grad_norm() or 0.0))
+        optimizer.clip_next_step(max_norm)
+        return optimizer.gradient_norm()
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Refuse: gradients are the engine's, which clips by their norm.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            Problem(
+                f"clip_grad_value_({clip_value}) under DeepSpeed",
+                "its engine clips gradients by their norm alone",
+                "Call clip_grad_norm_, or give DeepSpeedPlugin(gradient_clipping=…).",
+            )
+        )
+
+    # -- state -----------------------------------------------------------------------------
+
+    def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the whole model's tensors by parameter name, trained ones in fp32.
+
+        Called on every rank.
+        """
+        module = self.unwrap_model(model)
+        return shards.model_state(module, self._pieces(model), self._gather, self.comm)
+
+    def load_model_state(
+        self, model: torch.nn.Module, state: dict[str, torch.Tensor], strict: bool = True
+    ) -> None:
+        """Load what `model_state` returned, from any backend and world size."""
+        module = self.unwrap_model(model)
+        shards.load_model_state(module, state, self._pieces(model), self._write, strict)
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, names: ParameterNames
+    ) -> dict[str, Any]:
+        """Return an optimizer's state by parameter name, in whole tensors. Called on every rank."""
+        engine, groups = self._parts(optimizer)
+        self._refuse_disk(engine)
+        where = shards.pieces(engine)
+        inner = getattr(optimizer, "optimizer", optimizer)
+        return shards.optimizer_state(inner, groups, where, names, self.comm)
+
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], names: ParameterNames
+    ) -> None:
+        """Load what `optimizer_state` returned, from any backend and world size."""
+        engine, groups = self._parts(optimizer)
+        self._refuse_disk(engine)
+        inner = getattr(optimizer, "optimizer", optimizer)
+        shards.load_optimizer_state(inner, groups, shards.pieces(engine), state, names)
+        engine.optimizer._hp_optimizer_states_linked = False
+
+    def _parts(self, optimizer: Any) -> tuple[Any, list[list[torch.nn.Parameter]]]:
+        return optimizer.engine, optimizer.groups
+
+    def _pieces(self, model: Any) -> dict[int, shards.Piece]:
+        optimizer = self._optimizer()
+        if optimizer is None or optimizer.engine is not model:
+            return {}
+        self._refuse_disk(model)
+        return shards.pieces(model)
+
+    def _refuse_disk(self, engine: Any) -> None:
+        """Refuse what lies on disk, in files of the engine's own."""
+        for offload in (engine.zero_offload_optimizer(), engine.zero_offload_param()):
+            if (
+                offload is not None
+                and str(getattr(offload.device, "value", offload.device)) == "nvme"
+            ):
+                rule = "a portable state is gathered from memory"
+                remedy = "Offload to the CPU, or save with the engine's own save_checkpoint."
+                raise CheckpointError(str(Problem("state under offload to nvme", rule, remedy)))
+
+    def _gather(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        with self.package.zero.GatheredParameters([parameter]):
+            return parameter.detach().cpu().clone()
+
+    def _write(self, parameter: torch.nn.Parameter, whole: torch.Tensor) -> None:
+        if not hasattr(parameter, "ds_id"):
+            with torch.no_grad():
+                parameter.copy_(whole)
+            return
+        with self.package.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            if self.comm.rank == 0:
+                parameter.copy_(whole)
+
+    def release(self) -> None:
+        """Let go of the engine, and of what DeepSpeed keeps of the process group."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer.engine.destroy()
+        self._trained = None
+        package.leave_group(self.package)
+        super().release()
+
+
+def _follow(scheduler: Any, given: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+    """Let a scheduler that was built on a `DummyOptim` set the learning rates of the real one."""
+    if not isinstance(given, DummyOptim) or getattr(scheduler, "optimizer", None) is not given:
+        return
+    for live, dummy in zip(inner.param_groups, given.param_groups, strict=True):
+        live.update({k: dummy[k] for k in ("lr", "initial_lr") if k in dummy})
+    scheduler.optimizer = inner
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Return the samples that a prepared loader gives this process at once, if it tells."""
+    for owner in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(owner, "batch_size", None)
+        if isinstance(size, int):
+            return size
+    return None

@@ -1,0 +1,119 @@
+"""Optimizer and scheduler of an engine, as `prepare` returns them: the engine makes the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+
+from accel.errors import ConfigError, Problem
+from accel.optimizer import AcceleratedOptimizer
+from accel.scheduler import AcceleratedScheduler
+
+
+@final
+class DeepSpeedOptimizer(AcceleratedOptimizer):
+    """The optimizer that an engine steps.
+
+    Args:
+        engine: its `DeepSpeedEngine`.
+        groups: the parameters of each group, as they were before the engine took them.
+
+    Attributes:
+        engine: its `DeepSpeedEngine`.
+        groups: the same as above.
+        step_was_skipped: whether the last step was left out because gradients overflowed.
+    """
+
+    def __init__(self, engine: Any, groups: list[list[torch.nn.Parameter]]) -> None:
+        self.engine = engine
+        self.groups = groups
+        self._clipping = float(engine.gradient_clipping())
+        # Some stages build another optimizer of the same kind (Adagrad).
+        inner = getattr(engine.optimizer, "optimizer", engine.basic_optimizer)
+        super().__init__(inner, device_placement=False)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let the engine update the parameters if a window of micro-batches is complete.
+
+        Args:
+            closure: none: the engine computes no loss.
+
+        Raises:
+            ConfigError: for a closure.
+        """
+        if closure is not None:
+            raise ConfigError(
+                Problem(
+                    "optimizer.step(closure) under DeepSpeed",
+                    "its engine makes the step, and calls no closure",
+                    "Use an optimizer that needs none.",
+                )
+            )
+        if not self.gradient_state.sync_gradients:
+            return
+        self.engine.set_gradient_accumulation_boundary(True)
+        self.engine.step()
+        self.step_was_skipped = not self.engine.was_step_applied()
+        self._set_clipping(self._clipping)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop the gradients if a window of micro-batches is complete; the engine's step does, too.
+
+        Args:
+            set_to_none: not used: the engine decides.
+        """
+        if self.gradient_state.sync_gradients:
+            self.engine.zero_grad()
+            if self.engine.optimizer is not self.optimizer:
+                self.engine.optimizer.zero_grad()
+
+    @property
+    def clipping(self) -> float:
+        """The largest norm of gradients that the configuration tells; 0: not clipped."""
+        return self._clipping
+
+    def clip_next_step(self, max_norm: float) -> None:
+        """Let the next step clip gradients to `max_norm`."""
+        self._set_clipping(max_norm)
+
+    def _set_clipping(self, max_norm: float) -> None:
+        self.engine._config.gradient_clipping = max_norm
+        if hasattr(self.engine.optimizer, "clip_grad"):
+            self.engine.optimizer.clip_grad = max_norm
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the norm [] of the gradients that the next step takes. Called on every rank."""
+        optimizer = self.engine.optimizer
+        scale = float(getattr(optimizer, "cur_scale", None) or 1.0)
+        if hasattr(optimizer, "loss_scale"):
+            scale = float(optimizer.loss_scale)
+        if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+            norms = [torch.as_tensor(norm) for norm in optimizer._get_norm_groups()]
+            return torch.linalg.vector_norm(torch.stack([n.float() for n in norms])) / scale
+        if hasattr(optimizer, "scaled_global_norm"):
+            return torch.as_tensor(optimizer.scaled_global_norm()) / scale
+        gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients) / scale
+
+
+@final
+class DeepSpeedScheduler(AcceleratedScheduler):
+    """A scheduler that its engine steps, at each of its own steps.
+
+    Args:
+        scheduler: the engine's.
+        optimizer: the engine's `DeepSpeedOptimizer`.
+    """
+
+    def __init__(self, scheduler: Any, optimizer: DeepSpeedOptimizer) -> None:
+        super().__init__(scheduler, optimizer, split_batches=True)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the engine stepped it with the optimizer.
+
+        Args:
+            args: not used.
+            kwargs: not used.
+        """

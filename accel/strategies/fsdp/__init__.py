@@ -1,0 +1,1 @@
+"""Fully sharded training with FSDP2."""

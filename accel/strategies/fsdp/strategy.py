@@ -1,0 +1,194 @@
+"""FSDP2: parameters, gradients and optimizer state in shards, gathered one unit at a time.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, final
+
+import torch
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from accel.config.fsdp import FullyShardedDataParallelPlugin
+from accel.config.handlers import import_callable
+from accel.enums import DistributedType
+from accel.errors import ConfigError, NotBuiltError, Problem
+from accel.logging import get_logger
+from accel.objects import Objects
+from accel.strategies.base import Traits
+from accel.strategies.fsdp.precision import Formats, build_formats, cast_buffers
+from accel.strategies.fsdp.units import (
+    Modules,
+    find_units,
+    ignored_parameters,
+    split_by_dtype,
+)
+from accel.strategies.initial import InitialWeights
+from accel.strategies.mesh import TENSOR, build_mesh, data_axes, replicas
+from accel.strategies.sharded import DTensorStrategy, by_name
+from accel.strategies.splitting import split_matrices
+
+logger = get_logger(__name__)
+
+
+@final
+class FSDPStrategy(DTensorStrategy):
+    """Each process holds a part of every parameter; with tensor parallelism, of every part."""
+
+    traits = Traits(
+        name="fsdp",
+        distributed_type=DistributedType.FSDP,
+        places_models=True,
+        owns_precision=True,
+        hooks_inside=True,
+    )
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        plugin = self.plan.engines.fsdp
+        self.plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
+        self._split = self.plan.engines.tensor_parallel
+        tp_size = 1 if self._split is None else self._split.tp_size
+        if self.plan.mixed_precision == "fp16":
+            raise NotBuiltError(
+                Problem(
+                    "mixed_precision='fp16' with fsdp",
+                    "this version does not scale losses of sharded models yet",
+                    "Give mixed_precision='bf16'.",
+                )
+            )
+        self._formats: Formats = build_formats(
+            self.plugin.mixed_precision_policy, self.plan.mixed_precision
+        )
+        count = replicas(self.plan, self.plugin.dp_replicate_size, tp_size)
+        self._check_group_size(self.plan.world_size // tp_size // count)
+        self._mesh = build_mesh(self.plan, count, tp_size)
+
+    def _check_group_size(self, shards: int) -> None:
+        size = self.plugin.reshard_after_forward
+        if isinstance(size, bool) or not isinstance(size, int):
+            return
+        if not 1 < size < shards or shards % size:
+            raise ConfigError(
+                Problem(
+                    f"reshard_after_forward={size}",
+                    f"as a number, it divides the {shards} shards and is neither 1 nor all of them",
+                    "Give True or False.",
+                )
+            )
+
+    # -- preparing -------------------------------------------------------------------------
+
+    def validate(self, objects: Objects) -> None:
+        """Raise `ConfigError` if a model is wrapped for another way of training."""
+        super().validate(objects)
+        for model in objects.models:
+            if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+                raise ConfigError(
+                    Problem(
+                        "prepare: a DistributedDataParallel model with fsdp",
+                        "one engine spreads a model",
+                        "Prepare the module inside.",
+                    )
+                )
+
+    def wrap_model(
+        self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
+    ) -> torch.nn.Module:
+        """Return `model` with its parameters in shards, unless they are already."""
+        if isinstance(model, FSDPModule):
+            return model
+        before = by_name(model)
+        weights = self._initial_weights()
+        weights.check(model)
+        ignored = ignored_parameters(model, self.plugin.ignored_modules)
+        names = {name for name, parameter in before.items() if parameter in ignored}
+        units = find_units(model, self.plugin, ignored)
+        self._checkpoint_activations(units)
+        if self._split is not None and self._split.tp_size > 1:
+            self._split_first(model, weights)
+            ignored = {p for name, p in by_name(model).items() if name in names}
+        self._shard(model, units, weights, ignored, names)
+        self._successors.record(before, by_name(model))
+        self._warn_of(model, names)
+        if self.plugin.forward_prefetch:
+            _prefetch_forward(units)
+        return self.compile_model(model)
+
+    def _initial_weights(self) -> InitialWeights:
+        import_callable(self.plugin, "param_init_fn")
+        device = torch.device("cpu") if self._offloads else self.device
+        sync = self.plugin.sync_module_states is not False
+        return InitialWeights(self.comm, device, self.plugin.param_init_fn, sync)
+
+    def _split_first(self, model: torch.nn.Module, weights: InitialWeights) -> None:
+        assert self._mesh is not None
+        assert self._split is not None
+        weights.settle(model)
+        split_matrices(model.to(self.device), self._mesh[TENSOR], self._split.tp_plan)
+
+    def _shard(
+        self,
+        model: torch.nn.Module,
+        units: Modules,
+        weights: InitialWeights,
+        ignored: set[torch.nn.Parameter],
+        ignored_names: set[str],
+    ) -> None:
+        assert self._mesh is not None
+        options: dict[str, Any] = {"mesh": data_axes(self._mesh), "offload_policy": self._offload}
+        options["reshard_after_forward"] = self.plugin.reshard_after_forward
+        for unit in [*split_by_dtype(model, units, ignored), model]:
+            weights.settle(unit)
+            if ignored_names:  # what was on the meta device is another object now
+                ignored = {p for name, p in by_name(model).items() if name in ignored_names}
+            cast_buffers(unit, self._formats.buffers)
+            policy = self._formats.root if unit is model else self._formats.units
+            fully_shard(unit, mp_policy=policy, ignored_params=ignored or None, **options)
+
+    @property
+    def _offloads(self) -> bool:
+        given = self.plugin.cpu_offload
+        return bool(getattr(given, "offload_params", given) or isinstance(given, CPUOffloadPolicy))
+
+    @property
+    def _offload(self) -> OffloadPolicy:
+        given = self.plugin.cpu_offload
+        if isinstance(given, OffloadPolicy):
+            return given
+        # There is nothing to pin where the host computes.
+        pinned = self.device.type != "cpu"
+        return CPUOffloadPolicy(pin_memory=pinned) if self._offloads else OffloadPolicy()
+
+    def _checkpoint_activations(self, units: Modules) -> None:
+        if not self.plugin.activation_checkpointing:
+            return
+        if not units:
+            raise ConfigError(
+                Problem(
+                    "activation_checkpointing=True with a model of one unit",
+                    "what is recomputed is one unit at a time",
+                    "Name the classes of blocks in transformer_cls_names_to_wrap.",
+                )
+            )
+        for unit in units:
+            checkpoint(unit)
+
+    def _warn_of(self, model: torch.nn.Module, ignored_names: set[str]) -> None:
+        trained = [n for n, p in by_name(model).items() if n in ignored_names and p.requires_grad]
+        if trained and self.comm.world_size > 1:
+            logger.warning(
+                "FSDP: ignored_modules are trained on each process by itself, as their gradients "
+                "are not exchanged: %s.",
+                ", ".join(trained),
+            )
+
+
+def _prefetch_forward(units: Modules) -> None:
+    """Let each unit gather the next while it computes; `units` come inner and last ones first."""
+    forward = [unit for unit in reversed(units) if isinstance(unit, FSDPModule)]
+    for unit, following in itertools.pairwise(forward):
+        unit.set_modules_to_forward_prefetch([following])

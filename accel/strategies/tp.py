@@ -1,0 +1,77 @@
+"""Tensor parallelism: neighbours by rank hold parts of matrices and see the same batches.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from accel.config.parallel import TorchTensorParallelPlugin
+from accel.enums import DistributedType
+from accel.errors import NotBuiltError, Problem
+from accel.strategies.base import Traits
+from accel.strategies.initial import InitialWeights
+from accel.strategies.mesh import TENSOR, build_mesh, check_given, data_axes
+from accel.strategies.sharded import DTensorStrategy, by_name
+from accel.strategies.splitting import split_matrices
+
+
+@final
+class TensorParallelStrategy(DTensorStrategy):
+    """Replicas of split matrices; each replica reads its own share of the data.
+
+    Gradients are averaged over replicas by FSDP2 with shards of one process, which hold everything.
+    """
+
+    traits = Traits(
+        name="tp", distributed_type=DistributedType.TP, places_models=True, hooks_inside=True
+    )
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if self.plan.mixed_precision == "fp16":
+            # The scaler takes no mixture of whole and split gradients, and its check for overflow
+            # sees the parts of one process alone.
+            raise NotBuiltError(
+                Problem(
+                    "mixed_precision='fp16' with torch_tp_plugin",
+                    "this version does not scale losses of split models yet",
+                    "Give mixed_precision='bf16'.",
+                )
+            )
+        given = self.plan.engines.tensor_parallel
+        self.plugin = TorchTensorParallelPlugin() if given is None else given
+        size = self.plugin.tp_size
+        self._mesh = build_mesh(self.plan, self.plan.world_size // size, size)
+        if self.plugin.torch_device_mesh is not None:
+            check_given(self.plugin.torch_device_mesh, self._mesh)
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """What lies in parts on several processes, in words for people."""
+        return ("the matrices of the plan",) if self.plugin.tp_size > 1 else ()
+
+    def wrap_model(
+        self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
+    ) -> torch.nn.Module:
+        """Return `model` with its matrices split and its gradients averaged over replicas."""
+        if isinstance(model, FSDPModule):
+            return model
+        before = by_name(model)
+        weights = InitialWeights(self.comm, self.device)
+        weights.check(model)
+        weights.settle(model)
+        model = model.to(self.device)
+        self.precision.wrap_forward(model)
+        mesh = self._mesh
+        assert mesh is not None
+        if TENSOR in (mesh.mesh_dim_names or ()):
+            split_matrices(model, mesh[TENSOR], self.plugin.tp_plan)
+        if data_axes(mesh).size() > 1:
+            fully_shard(model, mesh=data_axes(mesh), reshard_after_forward=False)
+        self._successors.record(before, by_name(model))
+        return self.compile_model(model)

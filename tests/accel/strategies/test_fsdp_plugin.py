@@ -1,0 +1,213 @@
+"""The FSDP plugin: older spellings, YAML, environment variables, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+
+from accel.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from accel.engines import Findings, choose
+from accel.env import Environment, patched
+from accel.errors import ConfigError, NotBuiltError
+from accel.plan import Arguments, resolve
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reshard", "replicas"),
+    [
+        ("FULL_SHARD", True, 1),
+        ("shard_grad_op", False, 1),
+        ("3", False, "all"),
+        (4, True, "nodes"),
+        (ShardingStrategy._HYBRID_SHARD_ZERO2, False, "nodes"),
+        (ShardingStrategy.HYBRID_SHARD, True, "nodes"),
+    ],
+)
+def test_strategies_of_the_older_wrapper(strategy: Any, reshard: bool, replicas: Any) -> None:
+    with pytest.warns(FutureWarning, match="is now reshard_after_forward"):
+        plugin = Plugin(sharding_strategy=strategy)
+    assert (plugin.reshard_after_forward, plugin.dp_replicate_size) == (reshard, replicas)
+    assert plugin.sharding_strategy is None
+
+
+def test_older_arguments_are_translated_with_one_warning() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plugin = Plugin(
+            fsdp_version=1,
+            sharding_strategy="FULL_SHARD",
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+            use_orig_params=True,
+            state_dict_type=StateDictType.FULL_STATE_DICT,
+            state_dict_config=FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+            limit_all_gathers=True,
+            sync_module_states=True,
+            forward_prefetch=False,
+        )
+    assert len(caught) == 1
+    text = str(caught[0].message)
+    for word in ("fsdp_version=1", "reshard_after_forward=True", "BACKWARD_PRE", "use_orig_params"):
+        assert word in text
+    assert plugin.fsdp_version == 2
+    assert plugin.state_dict_type == "FULL_STATE_DICT"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dataclasses.replace(plugin) == plugin  # translated once
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"sharding_strategy": "FUL_SHARD"}, "Did you mean 'FULL_SHARD'"),
+        ({"sharding_strategy": "NO_SHARD", "reshard_after_forward": True}, "says otherwise"),
+        ({"backward_prefetch": "BACKWARD_POST"}, "always gathers the next unit"),
+        ({"backward_prefetch": "NO_PREFETCH"}, "always gathers the next unit"),
+        ({"backward_prefetch": "PRE"}, "BACKWARD_PRE, BACKWARD_POST"),
+        ({"limit_all_gathers": False}, "bounds what is gathered ahead"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, "older wrapper alone"),
+        ({"state_dict_type": "FULL"}, "FULL_STATE_DICT, LOCAL_STATE_DICT"),
+        ({"state_dict_config": ShardedStateDictConfig()}, "saved whole"),
+        ({"fsdp_version": 3}, "FSDP 1 and 2"),
+        ({"auto_wrap_policy": "size_based"}, "size_based_wrap"),
+        ({"auto_wrap_policy": "size_based_wrap"}, "Give min_num_params"),
+        ({"auto_wrap_policy": "no_wrap", "min_num_params": 3}, "does not ask for it"),
+        ({"min_num_params": 0}, "at least 1"),
+        ({"reshard_after_forward": 1}, "at least 2"),
+        ({"dp_replicate_size": "node"}, "nodes, all"),
+        ({"cpu_ram_efficient_loading": True, "sync_module_states": False}, "weights of rank 0"),
+        ({"activation_checkpointing_offload": True}, "needs activation_checkpointing=True"),
+        ({"mixed_precision_policy": "bf61"}, "Did you mean 'bf16'"),
+        ({"mixed_precision_policy": {"parm_dtype": "bf16"}}, "Did you mean 'param_dtype'"),
+    ],
+)
+def test_what_has_no_translation_is_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Plugin(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"state_dict_type": "SHARDED_STATE_DICT"},
+        {"activation_checkpointing": True, "activation_checkpointing_offload": True},
+    ],
+)
+def test_what_is_not_there_yet_says_so(arguments: dict[str, Any]) -> None:
+    with pytest.raises(NotBuiltError):
+        Plugin(**arguments)
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Plugin(min_num_params=0, limit_all_gathers=False, dp_replicate_size=0)
+    assert len(caught.value.problems) == 3
+
+
+def test_a_yaml_node_is_the_plugin() -> None:
+    node = OmegaConf.merge(
+        OmegaConf.structured(Plugin),
+        OmegaConf.create(
+            {
+                "reshard_after_forward": True,
+                "transformer_cls_names_to_wrap": ["Block"],
+                "mixed_precision_policy": {"param_dtype": "bf16"},
+                "dp_replicate_size": "nodes",
+                "cpu_offload": True,
+            }
+        ),
+    )
+    plugin = OmegaConf.to_object(node)
+    assert isinstance(plugin, Plugin)
+    assert plugin.transformer_cls_names_to_wrap == ["Block"]
+    assert plugin.mixed_precision_policy == {"param_dtype": "bf16"}
+
+
+VARIABLES = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_RESHARD_AFTER_FORWARD": "false",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block, Layer",
+    "FSDP_OFFLOAD_PARAMS": "true",
+    "FSDP_ACTIVATION_CHECKPOINTING": "1",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
+
+
+def from_environment(plugin: Plugin | None = None, **values: str) -> Plugin:
+    with patched(**values):
+        found = Findings()
+        chosen = choose(Arguments(fsdp_plugin=plugin), Environment.read(), found).fsdp
+        found.raise_if_any()
+    assert chosen is not None
+    return chosen
+
+
+def test_the_documented_variables_fill_the_plugin() -> None:
+    plugin = from_environment(**VARIABLES)
+    assert plugin.reshard_after_forward is False
+    assert plugin.auto_wrap_policy == "transformer_based_wrap"
+    assert plugin.transformer_cls_names_to_wrap == ["Block", "Layer"]
+    assert plugin.cpu_offload is True
+    assert plugin.activation_checkpointing is True
+    assert plugin.cpu_ram_efficient_loading is False
+    assert plugin.state_dict_type == "FULL_STATE_DICT"
+    with pytest.warns(FutureWarning):
+        plugin = from_environment(
+            ACCELERATE_USE_FSDP="1",
+            FSDP_SHARDING_STRATEGY="2",
+            FSDP_BACKWARD_PREFETCH="BACKWARD_PRE",
+            FSDP_USE_ORIG_PARAMS="true",
+        )
+    assert plugin.reshard_after_forward is False
+    plugin = from_environment(
+        ACCELERATE_USE_FSDP="1",
+        FSDP_MIN_NUM_PARAMS="10",
+        FSDP_IGNORED_MODULES="head",
+        FSDP_FORWARD_PREFETCH="1",
+        FSDP_SYNC_MODULE_STATES="0",
+    )
+    assert (plugin.min_num_params, plugin.ignored_modules) == (10, "head")
+    assert (plugin.forward_prefetch, plugin.sync_module_states) == (True, False)
+
+
+def test_arguments_go_before_variables() -> None:
+    given = Plugin(reshard_after_forward=True, min_num_params=5, cpu_offload=False)
+    plugin = from_environment(given, **VARIABLES)
+    assert plugin.reshard_after_forward is True
+    assert (plugin.min_num_params, plugin.transformer_cls_names_to_wrap) == (5, None)
+    assert plugin.cpu_offload is False
+    assert plugin.activation_checkpointing is True
+
+
+def test_wrong_variables_are_named() -> None:
+    values = {"FSDP_MIN_NUM_PARAMS": "many", "FSDP_OFFLOAD_PARAMS": "perhaps"}
+    with (
+        patched(ACCELERATE_USE_FSDP="1", **values),
+        pytest.raises(ConfigError) as caught,
+    ):
+        resolve(Arguments(cpu=True), Environment.read())
+    assert "FSDP_MIN_NUM_PARAMS='many'" in str(caught.value)
+    assert "FSDP_OFFLOAD_PARAMS='perhaps'" in str(caught.value)
+
+
+def test_objects_of_torch_are_taken() -> None:
+    plugin = Plugin(
+        cpu_offload=CPUOffload(offload_params=True),
+        mixed_precision_policy=MixedPrecision(),
+    )
+    assert plugin.cpu_offload.offload_params

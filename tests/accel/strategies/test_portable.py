@@ -1,0 +1,92 @@
+"""A state written under one engine and number of processes is read under another, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel.checkpoint.optimizers import ParameterNames
+from tests.accel.strategies.training import (
+    BATCH,
+    Model,
+    adamw,
+    build,
+    data,
+    difference,
+    loss_of,
+    steps_of,
+)
+from tests.helpers import run_distributed
+
+Whole = dict[str, torch.Tensor]
+
+
+def whole_state(accelerator: Any, model: torch.nn.Module, optimizer: Any) -> Whole:
+    """Return weights, moments and options, in whole tensors by name."""
+    strategy = accelerator.strategy
+    names = ParameterNames([strategy.unwrap_model(model)])
+    saved = strategy.optimizer_state(optimizer, names)
+    state = {f"model/{k}": v.clone() for k, v in accelerator.get_state_dict(model).items()}
+    for name, entry in saved["state"].items():
+        state |= {f"{name}/{k}": torch.as_tensor(v).clone() for k, v in entry.items()}
+    return state | {"lr": torch.tensor(saved["param_groups"][0]["lr"])}
+
+
+def started(engines: dict[str, Any], seed: int) -> tuple[Any, Any, Any, Any]:
+    accelerator = build(**engines)
+    model = Model(seed=seed)
+    return accelerator, *accelerator.prepare(model, adamw(model), DataLoader(data(), BATCH))
+
+
+def write(path: str, engines: dict[str, Any]) -> tuple[Whole, Whole]:
+    """Train, save, and train on; return the states at both moments."""
+    accelerator, model, optimizer, loader = started(engines, seed=0)
+    steps_of(accelerator, model, optimizer, loader)
+    accelerator.save_state(path)
+    saved = whole_state(accelerator, model, optimizer)
+    steps_of(accelerator, model, optimizer, loader)
+    later = whole_state(accelerator, model, optimizer)
+    accelerator.end_training()
+    return saved, later
+
+
+def read(
+    path: str, engines: dict[str, Any], again: str | None = None, evaluate: bool = False
+) -> tuple[Whole, Whole]:
+    """Load into a fresh run, save it anew, and train on; return the states at both moments."""
+    accelerator, model, optimizer, loader = started(engines, seed=5)
+    if evaluate:  # leaves parameters gathered
+        with torch.no_grad():
+            loss_of(model, *data().tensors)
+    accelerator.load_state(path)
+    if again is not None:
+        accelerator.save_state(again)
+    loaded = whole_state(accelerator, model, optimizer)
+    steps_of(accelerator, model, optimizer, loader)
+    later = whole_state(accelerator, model, optimizer)
+    accelerator.end_training()
+    return loaded, later
+
+
+def test_a_state_of_any_engine_is_read_under_any_other(tmp_path: Path) -> None:
+    first = str(tmp_path / "two")
+    saved, later = run_distributed(write, 2, first, {"fsdp": {}})[0]
+    readers: list[tuple[int, dict[str, Any]]] = [
+        (1, {}),
+        (4, {"fsdp": {"dp_replicate_size": 2, "cpu_offload": True}}),
+        (2, {"tp": {"tp_size": 2}}),
+        (4, {"fsdp": {}, "tp": {"tp_size": 2}}),
+        (2, {}),
+        (2, {"fsdp": {}}),
+    ]
+    path = first
+    for number, (world_size, engines) in enumerate(readers):
+        again = str(tmp_path / str(number))  # what one has written, the next one reads
+        results = run_distributed(read, world_size, path, engines, again, number % 2 == 1)
+        for loaded, after in results:
+            assert difference(loaded, saved) == 0.0, engines
+            assert difference(after, later) < 1e-4, engines
+        path = again

@@ -1,0 +1,208 @@
+"""Tensor parallelism on gloo: alone, with replicas, and with FSDP2, as a plain loop trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.utils.data import DataLoader
+
+from accel.config.parallel import TorchTensorParallelPlugin
+from accel.enums import DistributedType
+from accel.errors import ConfigError
+from tests.accel.strategies.training import (
+    BATCH,
+    PLAN,
+    Model,
+    build,
+    data,
+    difference,
+    largest,
+    local_sizes,
+    loss_of,
+    plain,
+    train,
+)
+from tests.helpers import run_distributed
+
+CLOSE = 1e-5
+TIED = {**PLAN, "embed": "rowwise_rep", "head": "colwise_rep"}
+Engines = tuple[dict[str, Any], dict[str, Any] | None]
+WORLDS: dict[int, list[Engines]] = {
+    1: [({"tp_size": 1}, None)],
+    2: [
+        ({"tp_size": 2}, None),
+        ({"tp_size": 1}, None),
+        ({"tp_size": 2}, {}),
+        ({"tp_size": 2, "tp_plan": TIED}, None),
+    ],
+    4: [
+        ({"tp_size": 4}, None),
+        ({"tp_size": 2}, None),
+        ({"tp_size": 2}, {}),
+        ({"tp_size": 2, "tp_plan": TIED}, {"cpu_offload": True}),
+        ({"tp_size": 2}, {"dp_replicate_size": 2, "activation_checkpointing": True}),
+    ],
+}
+
+
+def check_parity(world_size: int) -> None:
+    for tp, fsdp in WORLDS[world_size]:
+        for accumulation in (1, 2):
+            accelerator = build(fsdp=fsdp, tp=tp, gradient_accumulation_steps=accumulation)
+            model = Model()
+            losses, norms, weights = train(accelerator, model)
+            expected = plain(Model(), accumulation)
+            assert largest(losses, expected[0]) < CLOSE, (tp, fsdp)
+            assert largest(norms, expected[1]) < CLOSE, (tp, fsdp)
+            assert difference(weights, expected[2]) < CLOSE, (tp, fsdp)
+            assert model.head.weight is model.embed.weight
+            accelerator.end_training()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_training_is_that_of_a_plain_loop(world_size: int) -> None:
+    run_distributed(check_parity, world_size, world_size, timeout=180.0)
+
+
+def check_rates(accelerator: Any, model: torch.nn.Module) -> None:
+    """A schedule moves on once for each share of the data, not for each process."""
+    accelerator.plan.dataloader.split_batches = False
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.25]
+
+
+def check_objects() -> None:
+    accelerator = build(tp={"tp_size": 2})
+    model = accelerator.prepare(Model())
+    assert accelerator.distributed_type == DistributedType.TP
+    assert accelerator.strategy.device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "tp")
+    sizes = local_sizes(model)
+    assert sizes["blocks.0.up.weight"] == (10, 8)
+    assert sizes["blocks.0.up.bias"] == (10,)
+    assert sizes["blocks.0.down.weight"] == (8, 10)
+    assert sizes["embed.weight"] == (12, 8)
+    # Ranks of one replica read the same batches; replicas read others.
+    rank = accelerator.process_index
+    assert accelerator.strategy.data_rank == (rank // 2, 2)
+    loader = accelerator.prepare(DataLoader(data(), BATCH))
+    tokens, _ = next(iter(loader))
+    assert tokens.shape[0] == BATCH // 2
+    assert torch.equal(tokens, data().tensors[0][rank // 2 * 4 :][:4])
+    check_rates(accelerator, model)
+    accelerator.end_training()
+    accelerator = build(tp={"tp_size": 2}, fsdp={})
+    model = accelerator.prepare(Model())
+    assert accelerator.distributed_type == DistributedType.FSDP
+    assert accelerator.strategy.device_mesh.mesh_dim_names == ("dp_shard", "tp")
+    assert isinstance(model, FSDPModule)
+    assert isinstance(model.blocks[0], FSDPModule)
+    sizes = local_sizes(model)
+    assert sizes["blocks.0.up.weight"] == (5, 8)
+    assert sizes["blocks.0.down.weight"] == (4, 10)
+    assert sizes["embed.weight"] == (6, 8)
+    assert accelerator.strategy.data_rank == (rank // 2, 2)
+
+
+def test_matrices_are_split_and_data_is_shared_by_replica() -> None:
+    run_distributed(check_objects, 4)
+
+
+def check_collectives() -> None:
+    accelerator = build(tp={"tp_size": 2})
+    model = accelerator.prepare(Model())
+    assert not isinstance(model, FSDPModule)  # one replica: nothing is averaged
+    assert isinstance(model.blocks[0].up.weight, DTensor)
+    assert model.blocks[0].down.weight.placements == (Shard(1),)
+    assert not isinstance(model.embed.weight, DTensor)
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    with CommDebugMode() as forward:
+        loss = loss_of(model, tokens, tokens)
+    with CommDebugMode() as backward:
+        accelerator.backward(loss)
+    # One sum per block: of the outputs of `down`, and of the gradients of the inputs of `up`.
+    assert forward.get_total_counts() == 2
+    assert backward.get_total_counts() == 2
+
+
+def test_collectives_are_one_a_block_in_each_direction() -> None:
+    run_distributed(check_collectives, 2)
+
+
+def check_bf16() -> None:
+    accelerator = build(tp={"tp_size": 2}, mixed_precision="bf16")
+    losses, _, _ = train(accelerator, Model())
+    assert 0.0 < largest(losses, plain(Model())[0]) < 2e-2
+    accelerator.end_training()
+
+
+def test_autocast() -> None:
+    run_distributed(check_bf16, 2)
+
+
+class Planless(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(4, 5)
+
+
+def check_refusals() -> None:
+    def refuse(match: str, model: torch.nn.Module, **plugin: Any) -> None:
+        with pytest.raises(ConfigError, match=match):
+            build(tp={"tp_size": 2, **plugin}).prepare(model)
+
+    refuse("neither the model nor the plugin has a tp_plan", Planless())
+    refuse(r"\['blocks.\*.upp'\]: no module", Model(), tp_plan={"blocks.*.upp": "colwise"})
+    refuse("up.weight of .5, 4. split along dim 0", Planless(), tp_plan={"up": "colwise"})
+    refuse("all its uses are split alike", Model(), tp_plan={"head": "colwise_rep"})
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plugin = TorchTensorParallelPlugin(torch_device_mesh=mesh, tp_plan={"up": ColwiseParallel()})
+    assert plugin.tp_size == 2
+    with pytest.raises(ConfigError, match="of torch_device_mesh has 2"):
+        TorchTensorParallelPlugin(3, torch_device_mesh=mesh)
+    with pytest.raises(ConfigError, match="named 'tp'"):
+        TorchTensorParallelPlugin(2, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    model = Model()
+    fused = torch.optim.AdamW(model.parameters(), foreach=True)
+    with pytest.raises(ConfigError, match="foreach=True of group 0"):
+        build(tp={"tp_size": 2}).prepare(model, fused)
+    model = build(tp={"torch_device_mesh": mesh}).prepare(Model())
+    assert local_sizes(model)["blocks.0.up.weight"] == (10, 8)
+
+
+def test_wrong_plans_are_refused() -> None:
+    run_distributed(check_refusals, 2)
+
+
+def check_layout() -> None:
+    build(tp={"tp_size": 2})  # there is a process group
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    with pytest.raises(ConfigError, match="neighbours by rank"):
+        build(tp={"torch_device_mesh": mesh})
+
+
+def test_a_mesh_of_another_layout_is_refused() -> None:
+    run_distributed(check_layout, 4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"up": "colwis"}, "Did you mean 'colwise'"),
+        ({}, "maps names of modules to styles"),
+        ("up", "maps names of modules to styles"),
+    ],
+)
+def test_the_form_of_a_plan_is_checked(plan: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        TorchTensorParallelPlugin(2, tp_plan=plan)

@@ -1,0 +1,303 @@
+"""DeepSpeed's configuration: filled from the run, and every contradiction told in one error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from accel.config.deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig
+from accel.config.training import GradientAccumulationPlugin
+from accel.env import Environment, patched
+from accel.errors import ConfigError, NotBuiltError, StateError
+from accel.plan import Arguments, Plan, resolve
+from accel.state import AcceleratorState, get_active_deepspeed_plugin
+from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accel.strategies.deepspeed.settings import Settings, hidden_size
+
+
+def plan_of(plugin: DeepSpeedPlugin, **arguments: Any) -> Plan:
+    return resolve(Arguments(cpu=True, deepspeed_plugin=plugin, **arguments), Environment.read())
+
+
+def completed(
+    plugin: DeepSpeedPlugin,
+    sizes: list[int] | None = None,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    replicas: int = 2,
+    **arguments: Any,
+) -> dict[str, Any]:
+    settings = Settings(plugin, plan_of(plugin, **arguments), replicas)
+    settings.follow_run(sizes or [4])
+    settings.follow_optimizer(optimizer, "cpu")
+    settings.follow_scheduler(scheduler, optimizer)
+    settings.follow_model(model or torch.nn.Linear(6, 5))
+    return settings.finish()
+
+
+def told_by(error: pytest.ExceptionInfo[ConfigError]) -> str:
+    return str(error.value)
+
+
+def test_every_mismatch_is_told_in_one_error_that_names_both_places(tmp_path: Path) -> None:
+    path = tmp_path / "zero.json"
+    config = {
+        "gradient_accumulation_steps": 4,
+        "bf16": {"enabled": False},
+        "gradient_clipping": 0.5,
+        "train_micro_batch_size_per_gpu": 16,
+        "train_batch_size": 99,
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    }
+    path.write_text(json.dumps(config))
+    plugin = DeepSpeedPlugin(
+        str(path), gradient_clipping=1.0, zero_stage=2, offload_optimizer_device="none"
+    )
+    with pytest.raises(ConfigError) as error:
+        completed(plugin, [8], gradient_accumulation_steps=2, mixed_precision="bf16")
+    text = told_by(error)
+    assert len(error.value.problems) == 7
+    for place, source in (
+        ("gradient_accumulation_steps=4", "Accelerator(gradient_accumulation_steps=2)"),
+        ("bf16.enabled=False", "Accelerator(mixed_precision='bf16')"),
+        ("gradient_clipping=0.5", "DeepSpeedPlugin(gradient_clipping=1.0)"),
+        ("train_micro_batch_size_per_gpu=16", "batch_size=8 of the prepared loaders"),
+        ("train_batch_size=99", "16 samples × 2 micro-batches × 2 processes"),
+        ("zero_optimization.stage=3", "DeepSpeedPlugin(zero_stage=2)"),
+        ("offload_optimizer.device='cpu'", "DeepSpeedPlugin(offload_optimizer_device='none')"),
+    ):
+        assert f"{path}: " in text
+        assert place in text
+        assert source in text
+
+
+def test_auto_values_come_from_the_run() -> None:
+    auto = "auto"
+    config = {
+        "train_batch_size": auto,
+        "train_micro_batch_size_per_gpu": auto,
+        "gradient_accumulation_steps": auto,
+        "gradient_clipping": auto,
+        "bf16": {"enabled": auto},
+        "fp16": {"enabled": auto},
+        "optimizer": {"type": "AdamW", "params": {"lr": auto, "weight_decay": auto}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": auto,
+                "warmup_max_lr": auto,
+                "warmup_num_steps": auto,
+                "total_num_steps": auto,
+            },
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": auto,
+            "stage3_prefetch_bucket_size": auto,
+            "stage3_param_persistence_threshold": auto,
+        },
+    }
+    model = torch.nn.Linear(6, 5)
+    optimizer = DummyOptim(model.parameters(), lr=0.01, weight_decay=0.2)
+    found = completed(
+        DeepSpeedPlugin(config, gradient_clipping=0.7),
+        [8, 4],
+        model,
+        optimizer,
+        DummyScheduler(optimizer, total_num_steps=21, warmup_num_steps=4),
+        gradient_accumulation_steps=3,
+        mixed_precision="bf16",
+    )
+    assert found["train_micro_batch_size_per_gpu"] == 4
+    assert found["train_batch_size"] == 4 * 3 * 2
+    assert found["gradient_accumulation_steps"] == 3
+    assert found["gradient_clipping"] == 0.7
+    assert (found["bf16"]["enabled"], found["fp16"]["enabled"]) == (True, False)
+    assert found["optimizer"]["params"] == {"lr": 0.01, "weight_decay": 0.2, "torch_adam": True}
+    assert found["scheduler"]["params"] == {
+        "warmup_min_lr": 0,
+        "warmup_max_lr": 0.01,
+        "warmup_num_steps": 2,
+        "total_num_steps": 11,
+    }
+    zero = found["zero_optimization"]
+    assert zero["reduce_bucket_size"] == 36
+    assert zero["stage3_prefetch_bucket_size"] == 32
+    assert zero["stage3_param_persistence_threshold"] == 60
+    assert config["train_batch_size"] == auto  # the caller's own is left alone
+
+
+def test_the_largest_batch_counts_if_asked_for() -> None:
+    plugin = DeepSpeedPlugin(is_train_batch_min=False)
+    assert completed(plugin, [8, 4])["train_micro_batch_size_per_gpu"] == 8
+
+
+def test_an_auto_that_nothing_tells_is_refused() -> None:
+    with pytest.raises(ConfigError, match="profile_step"):
+        completed(DeepSpeedPlugin({"flops_profiler": {"profile_step": "auto"}}))
+
+
+def test_the_width_is_the_models_own_or_that_of_most_weights() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 9), torch.nn.Linear(9, 9), torch.nn.Linear(9, 2))
+    assert hidden_size(model) == 9
+    model.config = type("Config", (), {"hidden_size": 64})()  # type: ignore[assignment]
+    assert hidden_size(model) == 64
+
+
+def test_optimizer_and_scheduler_have_one_owner() -> None:
+    model = torch.nn.Linear(6, 5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    sections = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
+    with pytest.raises(ConfigError) as error:
+        completed(DeepSpeedPlugin(sections), None, model, optimizer, scheduler)
+    assert "optimizer with AdamW in prepare" in told_by(error)
+    assert "scheduler with LambdaLR in prepare" in told_by(error)
+    dummy = DummyOptim(model.parameters())
+    with pytest.raises(ConfigError) as error:
+        completed(DeepSpeedPlugin(), None, model, dummy, DummyScheduler(dummy))
+    assert "has no optimizer" in told_by(error)
+    assert "has no scheduler" in told_by(error)
+
+
+def test_stand_ins_cannot_step_alone() -> None:
+    dummy = DummyOptim([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(StateError, match="DummyOptim stands for"):
+        dummy.step()
+    with pytest.raises(StateError, match="DummyScheduler stands for"):
+        DummyScheduler(dummy).step()
+
+
+def test_the_environment_fills_what_the_plugin_leaves_out(tmp_path: Path) -> None:
+    variables = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+        "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "Experts",
+    }
+    with patched(**variables):
+        plan = resolve(Arguments(cpu=True), Environment.read())
+        plugin = plan.engines.deepspeed_plugin
+        assert plugin is not None
+        assert (plugin.zero_stage, plugin.gradient_clipping) == (3, 0.5)
+        assert (plugin.offload_optimizer_device, plugin.offload_param_device) == ("cpu", None)
+        assert plugin.is_zero3_init_enabled()
+        assert plugin.zero3_save_16bit_model
+        assert plugin.transformer_moe_cls_names == "Experts"
+        assert plan.accumulation.num_steps == 2
+        with pytest.raises(ConfigError, match="ZERO_STAGE=3"):
+            completed(DeepSpeedPlugin({"zero_optimization": {"stage": 1}}))
+    path = tmp_path / "zero.json"
+    path.write_text('{"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 5}')
+    with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(path)):
+        plan = resolve(Arguments(cpu=True), Environment.read())
+        assert plan.engines.deepspeed_plugin is not None
+        assert plan.engines.deepspeed_plugin.stage == 1
+        assert plan.accumulation.num_steps == 5
+    with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_DEEPSPEED_ZERO_STAGE="many"):
+        with pytest.raises(ConfigError, match="ACCELERATE_DEEPSPEED_ZERO_STAGE='many'"):
+            resolve(Arguments(cpu=True), Environment.read())
+
+
+def test_the_configuration_decides_accumulation_and_precision_that_the_run_leaves_open() -> None:
+    config = {"gradient_accumulation_steps": 4, "bf16": {"enabled": True}}
+    plan = plan_of(DeepSpeedPlugin(config))
+    assert (plan.accumulation.num_steps, plan.mixed_precision) == (4, "bf16")
+    with pytest.raises(ConfigError) as error:
+        completed(
+            DeepSpeedPlugin(config),
+            mixed_precision="no",
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2),
+        )
+    assert len(error.value.problems) == 2
+
+
+def test_a_plugin_is_a_node_of_a_schema() -> None:
+    node = OmegaConf.merge(
+        OmegaConf.structured(DeepSpeedPlugin),
+        OmegaConf.create({"zero_stage": 1, "hf_ds_config": {"steps_per_print": 7}}),
+    )
+    plugin = OmegaConf.to_object(node)
+    assert isinstance(plugin, DeepSpeedPlugin)
+    assert plugin.stage == 1
+    assert plugin.deepspeed_config["steps_per_print"] == 7
+    assert plugin.get_value("zero_optimization.stage") == 1
+
+
+def test_values_out_of_range_are_told_together() -> None:
+    with pytest.raises(ConfigError) as error:
+        DeepSpeedPlugin(
+            zero_stage=4,
+            gradient_clipping=-1.0,
+            offload_param_device="disk",
+            offload_optimizer_device="nvme",
+            msamp_opt_level="O7",
+        )
+    assert len(error.value.problems) == 5
+
+
+def test_files_that_are_none_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent"):
+        plan_of(DeepSpeedPlugin(str(tmp_path / "absent.json")))
+    broken = tmp_path / "broken.json"
+    broken.write_text("{,}")
+    with pytest.raises(ConfigError, match="is no JSON"):
+        plan_of(DeepSpeedPlugin(broken))
+
+
+def test_fp16_on_a_cpu_and_ms_amp_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="'fp16' under DeepSpeed on a CPU"):
+        plan_of(DeepSpeedPlugin(), mixed_precision="fp16")
+    with pytest.raises(NotBuiltError, match="enable_msamp"):
+        plan_of(DeepSpeedPlugin(enable_msamp=True))
+
+
+def test_one_of_several_plugins_is_selected() -> None:
+    first, second = DeepSpeedPlugin(zero_stage=2), DeepSpeedPlugin(zero_stage=3)
+    plan = resolve(
+        Arguments(cpu=True, deepspeed_plugins={"student": first, "teacher": second}),
+        Environment.read(),
+    )
+    assert plan.engines.deepspeed_plugin is first
+    assert (first.selected, second.selected) == (True, False)
+    second.select()
+    assert plan.engines.deepspeed_plugin is second
+    assert (first.selected, second.selected) == (False, True)
+
+
+def test_the_active_plugin_is_asked_for_where_deepspeed_is_off() -> None:
+    with pytest.raises(ConfigError, match="DeepSpeed is off"):
+        get_active_deepspeed_plugin(AcceleratorState(cpu=True))
+
+
+def test_init_at_stage_three_is_switched_inside_a_context() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True)
+    with plugin.zero3_init_context_manager(enable=False):
+        assert not plugin.is_zero3_init_enabled()
+    assert plugin.is_zero3_init_enabled()
+    assert not DeepSpeedPlugin(zero_stage=2, zero3_init_flag=True).is_zero3_init_enabled()
+
+
+def test_a_configuration_answers_by_dotted_keys() -> None:
+    config = HfDeepSpeedConfig(
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "a": {"b": False}}
+    )
+    assert config.is_zero3()
+    assert not config.is_zero2()
+    assert config.is_offload()
+    assert config.is_false("a.b")
+    assert not config.is_false("a.c")
+    assert not config.is_true("a.b")
+    assert config.get_value("a.c", 5) == 5
+    assert DeepSpeedPlugin(config).stage == 3

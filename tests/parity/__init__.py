@@ -1,0 +1,1 @@
+"""Parity: every backend trains the same model to the same loss as a plain PyTorch loop."""

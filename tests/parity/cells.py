@@ -1,0 +1,216 @@
+"""The cells of the matrix: backend × precision × processes × accumulation, and why some do not run.
+
+An engine's own arguments are built here, so that a worker needs to know none of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.fsdp import FullyShardedDataParallelPlugin
+from accel.config.parallel import TorchTensorParallelPlugin
+from accel.config.training import TorchDynamoPlugin
+from tests.parity.task import Task
+
+PRECISIONS = ("no", "bf16", "fp16")
+WORLD_SIZES = (1, 2, 4)
+ACCUMULATIONS = (1, 2)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run of the matrix.
+
+    Args:
+        backend: key in `BACKENDS`.
+        precision: no, bf16 or fp16.
+        world_size: processes.
+        accumulation: micro-batches of an optimizer step.
+        task: what is trained.
+        variant: what else is special, in a word.
+        sabotage: what a control does wrong; None: nothing.
+        device: "cpu" or "cuda".
+    """
+
+    backend: str
+    precision: str = "no"
+    world_size: int = 1
+    accumulation: int = 1
+    task: Task = field(default_factory=Task)
+    variant: str = ""
+    sabotage: str | None = None
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to spread a model.
+
+    Args:
+        label: what the table shows.
+        arguments: returns what `Accelerator` is given beside precision and accumulation.
+        owns_bf16: whether the engine keeps a bf16 copy of the weights itself; else autocast.
+        sharded: whether parameters, gradients and optimizer state are all spread over processes.
+        copies_fp32: whether the engine keeps a second fp32 copy of weights in fp32, too. (DeepSpeed
+            0.19.8 means to share it, but compares a `torch.device` with a string there.)
+        reason: returns why a cell does not run; None if it does.
+    """
+
+    label: str
+    arguments: Callable[[Cell], dict[str, Any]]
+    owns_bf16: bool = False
+    sharded: bool = False
+    copies_fp32: bool = False
+    reason: Callable[[Cell], str | None] = lambda cell: None
+
+
+TP_PLAN = {
+    "blocks.*.attention.q_proj": "colwise",
+    "blocks.*.attention.k_proj": "colwise",
+    "blocks.*.attention.v_proj": "colwise",
+    "blocks.*.attention.o_proj": "rowwise",
+    "blocks.*.mlp.up_proj": "colwise",
+    "blocks.*.mlp.down_proj": "rowwise",
+}
+
+
+def _fsdp(**fields: Any) -> Callable[[Cell], dict[str, Any]]:
+    return lambda cell: {"fsdp_plugin": FullyShardedDataParallelPlugin(**fields)}
+
+
+def _tensor_parallel(size: int | None = None) -> Callable[[Cell], dict[str, Any]]:
+    def arguments(cell: Cell) -> dict[str, Any]:
+        plugin = TorchTensorParallelPlugin(tp_size=size or cell.world_size, tp_plan=TP_PLAN)
+        return {"torch_tp_plugin": plugin}
+
+    return arguments
+
+
+def _deepspeed(stage: int, **fields: Any) -> Callable[[Cell], dict[str, Any]]:
+    return lambda cell: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=stage, **fields)}
+
+
+# As files for stage 3 have it: sizes that suit the model, not buckets as large as the whole of it.
+ZERO3_SIZES = dict.fromkeys(
+    ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
+    "auto",
+)
+
+
+def _zero3(**sections: Any) -> Callable[[Cell], dict[str, Any]]:
+    config = {"zero_optimization": {"stage": 3, **ZERO3_SIZES, **sections}}
+    return lambda cell: {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config)}
+
+
+def _compiled(inner: Callable[[Cell], dict[str, Any]]) -> Callable[[Cell], dict[str, Any]]:
+    return lambda cell: {**inner(cell), "dynamo_plugin": TorchDynamoPlugin(backend="inductor")}
+
+
+def _none(cell: Cell) -> dict[str, Any]:
+    return {}
+
+
+def _together(*parts: Callable[[Cell], dict[str, Any]]) -> Callable[[Cell], dict[str, Any]]:
+    return lambda cell: {name: value for part in parts for name, value in part(cell).items()}
+
+
+def _alone(cell: Cell) -> str | None:
+    return None if cell.world_size == 1 else "one process alone; several are DDP"
+
+
+def _several(cell: Cell) -> str | None:
+    return "DDP on one process is one process alone" if cell.world_size == 1 else None
+
+
+def _four(cell: Cell) -> str | None:
+    return None if cell.world_size == 4 else "two times two processes are four"
+
+
+def _no_fp16(cell: Cell) -> str | None:
+    refused = "mixed_precision='fp16' is refused: losses of sharded models are not scaled yet"
+    return refused if cell.precision == "fp16" else None
+
+
+def _fp16_on_gpu(cell: Cell) -> str | None:
+    if cell.precision == "fp16" and cell.device == "cpu":
+        return "DeepSpeed computes in fp16 on accelerators alone; accel refuses it on a CPU"
+    return None
+
+
+def _first(*reasons: Callable[[Cell], str | None]) -> Callable[[Cell], str | None]:
+    return lambda cell: next(filter(None, (reason(cell) for reason in reasons)), None)
+
+
+def _sharded_backends() -> dict[str, Backend]:
+    engine = partial(Backend, owns_bf16=True, reason=_no_fp16)
+    both = _together(_fsdp(reshard_after_forward=True), _tensor_parallel(2))
+    four = _first(_no_fp16, _four)
+    return {
+        "fsdp_full_shard": engine(
+            "FSDP2 full_shard", _fsdp(reshard_after_forward=True), sharded=True
+        ),
+        "fsdp_shard_grad_op": engine("FSDP2 shard_grad_op", _fsdp(reshard_after_forward=False)),
+        "fsdp_hybrid_shard": engine("FSDP2 hybrid_shard", _fsdp(dp_replicate_size=2), reason=four),
+        "fsdp_no_shard": engine("FSDP2 no_shard", _fsdp(dp_replicate_size="all")),
+        "fsdp_cpu_offload": engine("FSDP2 cpu_offload", _fsdp(cpu_offload=True), sharded=True),
+        "fsdp_tp": engine("FSDP2 × TP", both, reason=four),
+        "tp": Backend("TP", _tensor_parallel(), reason=_no_fp16),
+        "tp_ddp": Backend("TP × replicas", _tensor_parallel(2), reason=four),
+    }
+
+
+def _deepspeed_backends() -> dict[str, Backend]:
+    engine = partial(Backend, owns_bf16=True, reason=_fp16_on_gpu)
+    both = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    return {
+        "zero0": engine("DeepSpeed ZeRO-0", _deepspeed(0)),
+        "zero1": engine("DeepSpeed ZeRO-1", _deepspeed(1)),
+        "zero2": engine("DeepSpeed ZeRO-2", _deepspeed(2)),
+        "zero3": engine("DeepSpeed ZeRO-3", _zero3(), sharded=True, copies_fp32=True),
+        "zero2_offload": engine(
+            "DeepSpeed ZeRO-2 offload", _deepspeed(2, offload_optimizer_device="cpu")
+        ),
+        "zero3_offload": engine("DeepSpeed ZeRO-3 offload", _zero3(**both)),
+    }
+
+
+BACKENDS: dict[str, Backend] = {
+    "single": Backend("one process", _none, reason=_alone),
+    "ddp": Backend("DDP", _none, reason=_several),
+    **_sharded_backends(),
+    **_deepspeed_backends(),
+    "compile_single": Backend("one process, compiled", _compiled(_none), reason=_alone),
+    "compile_ddp": Backend("DDP, compiled", _compiled(_none), reason=_several),
+    "compile_fsdp": Backend(
+        "FSDP2, compiled blocks", _compiled(_fsdp()), owns_bf16=True, reason=_no_fp16
+    ),
+    "compile_zero2": Backend(
+        "ZeRO-2, compiled", _compiled(_deepspeed(2)), owns_bf16=True, reason=_fp16_on_gpu
+    ),
+}
+
+
+def reason_not_to_run(cell: Cell, num_gpus: int) -> str | None:
+    """Return why this machine does not run `cell`; None if it does."""
+    if cell.device == "cuda" and cell.world_size > num_gpus:
+        return f"{cell.world_size} processes want as many GPUs; there are {num_gpus}"
+    return BACKENDS[cell.backend].reason(cell)
+
+
+def matrix(task: Task, device: str) -> Iterator[Cell]:
+    """Yield every cell, run or not, in the order of the table."""
+    for backend, precision, world_size, accumulation in itertools.product(
+        BACKENDS, PRECISIONS, WORLD_SIZES, ACCUMULATIONS
+    ):
+        yield Cell(backend, precision, world_size, accumulation, task, device=device)
+        if precision == "no" and accumulation == 2:
+            for variant in ("ragged", "short"):
+                special = replace(task, **{variant: True})
+                yield Cell(
+                    backend, precision, world_size, accumulation, special, variant, device=device
+                )

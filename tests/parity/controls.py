@@ -1,0 +1,31 @@
+"""Negative controls: runs with one known mistake. Each must turn its cell red."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from tests.parity.cells import Cell
+
+SABOTAGES = (
+    "gradients divided by W twice",
+    "last window dropped",
+    "clipping off",
+    "weight decay off",
+    "tied weight untied",
+)
+# One of each engine; the others of its family share the code that the mistakes are in.
+BACKENDS = ("ddp", "fsdp_full_shard", "tp", "zero2", "zero3")
+
+
+def controls(cells: Iterable[Cell]) -> Iterator[Cell]:
+    """Yield the controls of `BACKENDS` among `cells`: two processes, two micro-batches, fp32."""
+    for cell in cells:
+        kind = cell.precision, cell.world_size, cell.accumulation
+        if cell.backend not in BACKENDS or kind != ("no", 2, 2):
+            continue
+        for sabotage in SABOTAGES:
+            if (sabotage == "last window dropped") == (cell.variant == "short") and (
+                cell.variant != "ragged"
+            ):
+                yield replace(cell, sabotage=sabotage)

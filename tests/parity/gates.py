@@ -1,0 +1,176 @@
+"""What a cell is held against: the plain loop's losses, weights and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from tests.parity import reference
+from tests.parity.cells import BACKENDS, Cell
+from tests.parity.memory import Walk
+from tests.parity.reference import Run
+from tests.parity.task import Task, text
+
+FLOORS = 5  # fp32: so many noise floors
+MOST = 1e-5  # fp32: and no more than this
+AUTOCAST = 1e-3
+ENGINE_OWNED = 1e-2
+# A weight of 1 cannot be closer to itself than one unit in its last place, nor a loss: a cut of the
+# batch that happens to round the same way is no measure of noise.
+UNIT = 2**-23
+SHARE = 0.3  # of what a replica holds, on 4 processes; 0.25 would be a fourth of everything
+SHARE_COPIED = SHARE * 5 / 4  # with a second copy of the weights beside the replica's four
+TWIN = "head.weight"  # the same tensor as the embedding: a state may name it once
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two runs are apart.
+
+    Args:
+        loss: largest relative difference of a step's loss.
+        weight: largest absolute difference of a final weight.
+    """
+
+    loss: float
+    weight: float
+
+
+@dataclass
+class Verdict:
+    """What became of a cell.
+
+    Attributes:
+        cell: the cell.
+        reason: why it was not run; None if it was.
+        difference: from the plain loop.
+        gate: the largest difference allowed.
+        num_bytes: live storages on the fullest process, before and after the optimizer's step.
+        share: of the replica's bytes, after the step.
+        seconds: that it took.
+        types: of the prepared model and optimizer.
+        failures: what is wrong; empty: green.
+    """
+
+    cell: Cell
+    reason: str | None = None
+    difference: Difference | None = None
+    gate: Difference | None = None
+    num_bytes: dict[str, int] = field(default_factory=dict)
+    share: float | None = None
+    seconds: float = 0.0
+    types: Sequence[str] = ()
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def green(self) -> bool:
+        """Whether it ran and holds every gate."""
+        return self.reason is None and not self.failures
+
+
+@cache
+def plain(task: Task, num_chunks: int, device: str) -> Run:
+    """Return what the plain loop leaves, each batch in one piece or cut into several."""
+    text(task.context)
+    walk = Walk()
+    model = task.model().to(device)
+    steps, counted = task.steps(device), walk.count if num_chunks == 1 else _uncounted
+    return reference.train(model, steps, task.recipe, num_chunks, count=counted)
+
+
+def _uncounted(step: int, moment: str) -> None:
+    return None
+
+
+def noise_floor(cell: Cell) -> Difference:
+    """Return how far the plain loop is from itself if it sums in another order.
+
+    Its batches are cut into as many pieces as the cell's processes and micro-batches make, and into
+    two at least: one piece differs from itself by nothing, and no engine promises the same bits.
+    Nor is it below one unit in the last place.
+    """
+    num_chunks = max(2, cell.world_size * cell.accumulation)
+    whole = plain(cell.task, 1, cell.device)
+    found = compare(plain(cell.task, num_chunks, cell.device), whole)
+    return Difference(max(found.loss, UNIT), max(found.weight, UNIT))
+
+
+def compare(found: Run, wanted: Run) -> Difference:
+    """Return how far `found` is from `wanted`; NaN where one of them is not a number."""
+    losses = torch.tensor(found.losses, dtype=torch.float64)
+    expected = torch.tensor(wanted.losses[: len(losses)], dtype=torch.float64)
+    pairs = [(tensor, wanted.weights[name]) for name, tensor in found.weights.items()]
+    return Difference(
+        ((losses - expected).abs() / expected).max().item(),
+        torch.stack([(one - other).abs().max() for one, other in pairs]).max().item(),
+    )
+
+
+def gate_of(cell: Cell) -> Difference:
+    """Return the largest differences that `cell` may show."""
+    if cell.precision == "no":
+        floor = noise_floor(cell)
+        return Difference(min(FLOORS * floor.loss, MOST), min(FLOORS * floor.weight, MOST))
+    owned = cell.precision == "bf16" and BACKENDS[cell.backend].owns_bf16
+    bound = ENGINE_OWNED if owned else AUTOCAST
+    return Difference(bound, bound)
+
+
+def judge(cell: Cell, answers: Sequence[dict[str, Any]], seconds: float) -> Verdict:
+    """Return the verdict on what the processes of `cell` answered, by rank."""
+    wanted = plain(cell.task, 1, cell.device)
+    runs: list[Run] = [answer["run"] for answer in answers]
+    verdict = Verdict(cell, gate=gate_of(cell), seconds=seconds, types=answers[0]["types"])
+    losses = added_losses(answers)
+    if len(losses) != len(wanted.losses):
+        verdict.failures.append(f"{len(losses)} of {len(wanted.losses)} steps")
+    names = set(wanted.weights) - {TWIN}
+    states = [run.weights for run in runs if run.weights]
+    if not states or any(names - set(state) for state in states):
+        verdict.failures.append("weights are missing")
+        return verdict
+    found = [
+        compare(Run(losses, {k: v for k, v in state.items() if k in wanted.weights}), wanted)
+        for state in states
+    ]
+    verdict.difference = Difference(
+        found[0].loss, torch.tensor([difference.weight for difference in found]).max().item()
+    )
+    for name in ("loss", "weight"):
+        value, most = getattr(verdict.difference, name), getattr(verdict.gate, name)
+        if not value <= most:  # NaN is no parity either
+            verdict.failures.append(f"{name} {value:.1e} > {most:.1e}")
+    _weigh(verdict, runs, wanted)
+    return verdict
+
+
+def added_losses(answers: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the loss of each step from the shares of the replicas of the data."""
+    by_replica = {answer["replica"][0]: answer["run"].losses for answer in answers}
+    return [sum(shares) for shares in zip(*by_replica.values(), strict=True)]
+
+
+def _weigh(verdict: Verdict, runs: Sequence[Run], wanted: Run) -> None:
+    """Note the bytes of the fullest process, and hold sharded backends to their share."""
+    moments = {moment for run in runs for moment in run.num_bytes}
+    for moment in sorted(moments):
+        verdict.num_bytes[moment] = max(run.num_bytes[moment] for run in runs)
+    if "after" not in verdict.num_bytes:
+        return
+    verdict.share = verdict.num_bytes["after"] / wanted.num_bytes["after"]
+    most = allowed_share(verdict.cell)
+    if most is not None and verdict.share > most:
+        verdict.failures.append(f"holds {verdict.share:.2f} of a replica > {most:.2f}")
+
+
+def allowed_share(cell: Cell) -> float | None:
+    """Return how much of a replica a process may hold after a step; None: as much as it wants."""
+    backend = BACKENDS[cell.backend]
+    if not backend.sharded or cell.world_size == 1:
+        return None
+    copied = backend.copies_fp32 and cell.precision == "no"
+    return (SHARE_COPIED if copied else SHARE) * 4 / cell.world_size

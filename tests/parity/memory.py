@@ -1,0 +1,63 @@
+"""Bytes of live tensor storages, found by walking the process."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import torch
+
+
+class Walk:
+    """Counts what came to life since it was made.
+
+    Storages that live already are held until the walk is forgotten, so that their addresses are not
+    given to others meanwhile.
+
+    Args:
+        step: the optimizer step at which `count` counts; moments of AdamW exist from the second on.
+    """
+
+    def __init__(self, step: int = 2) -> None:
+        gc.collect()
+        self.step = step
+        self.before = storages()
+
+    def count(self, step: int, moment: str) -> int | None:
+        """Return the bytes of the storages that came to life, None at other steps."""
+        if step != self.step:
+            return None
+        gc.collect()
+        live = storages()
+        return sum(s.nbytes() for at, s in live.items() if at not in self.before)
+
+
+def storages() -> dict[int, torch.UntypedStorage]:
+    """Return all storages with memory of their own that a tensor of this process uses."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors():
+        if tensor.layout != torch.strided or tensor.device.type == "meta":
+            continue
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.data_ptr():
+            found[storage.data_ptr()] = storage
+    return found
+
+
+def tensors() -> Iterator[torch.Tensor]:
+    """Yield every tensor that Python knows, local shards and gradients too."""
+    for item in gc.get_objects():
+        kind = type(item)  # `isinstance` would ask lazy proxies, which import things then
+        if not issubclass(kind, torch.Tensor):
+            continue
+        if kind.__name__ == "FakeTensor":
+            continue
+        yield from local(item)
+        if item.is_leaf and item.grad is not None:
+            yield from local(item.grad)
+
+
+def local(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield `tensor`, or this process's shard of it."""
+    shard = getattr(tensor, "_local_tensor", None)
+    yield tensor if shard is None else shard

@@ -1,0 +1,23 @@
+"""Runs cells on warm workers, and turns whatever happens into verdicts."""
+
+from __future__ import annotations
+
+import time
+
+from tests.helpers import WorkerError, run_distributed
+from tests.parity import workers
+from tests.parity.cells import Cell
+from tests.parity.gates import Verdict, judge
+
+SECONDS = 300.0
+
+
+def run(cell: Cell) -> Verdict:
+    """Return the verdict on `cell`, which a failure on any process turns red."""
+    start = time.monotonic()
+    try:
+        answers = run_distributed(workers.train, cell.world_size, cell, timeout=SECONDS)
+    except WorkerError as error:
+        lines = str(error).strip().splitlines()
+        return Verdict(cell, seconds=time.monotonic() - start, failures=[lines[-1][:300]])
+    return judge(cell, answers, time.monotonic() - start)

@@ -1,0 +1,109 @@
+"""What is trained: a small bytes GPT with a tied head, on the standard library's text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch.utils.data import Dataset, Subset
+
+from runner.factories.bytes_gpt import IGNORED, byte_gpt, stdlib_bytes
+from tests.parity.reference import Recipe
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training run, whatever trains it.
+
+    Args:
+        num_steps: optimizer steps.
+        batch_size: samples of an optimizer step, over all processes.
+        context: bytes per sample.
+        dim: width of the model.
+        num_layers: blocks.
+        ragged: whether samples have different numbers of targets that count.
+        short: whether data end in the middle of a window, twice: the last step of each of two
+            passes has half as many samples.
+        recipe: how weights are updated.
+        tied: whether the head is the embedding.
+    """
+
+    num_steps: int = 50
+    batch_size: int = 8
+    context: int = 32
+    dim: int = 64
+    num_layers: int = 2
+    ragged: bool = False
+    short: bool = False
+    recipe: Recipe = field(default_factory=Recipe)
+    tied: bool = True
+
+    @property
+    def num_passes(self) -> int:
+        """How often the data are read."""
+        return 2 if self.short else 1
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the data set."""
+        missing = self.batch_size // 2 if self.short else 0
+        return self.num_steps // self.num_passes * self.batch_size - missing
+
+    def model(self) -> torch.nn.Module:
+        """Return the model: the same on every process, no weight zero, no gradient zero."""
+        torch.manual_seed(0)
+        model = byte_gpt(self.dim, self.num_layers, num_heads=4, expansion=4)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                std = 0.05 if "embedding" in name else 0.5 * parameter.shape[1] ** -0.5
+                torch.nn.init.normal_(parameter, std=std)
+        model.head.weight = model.embedding.weight
+        if not self.tied:
+            model.head.weight = torch.nn.Parameter(model.embedding.weight.detach().clone())
+        return model
+
+    def data(self) -> Dataset[tuple[torch.Tensor, torch.Tensor]]:
+        """Return samples (bytes [T], targets [T]) spread over the text."""
+        windows = text(self.context)
+        stride = math.floor(len(windows) / self.num_samples)
+        part = Subset(windows, [index * stride for index in range(self.num_samples)])
+        return Ragged(part) if self.ragged else part
+
+    def steps(self, device: str = "cpu") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the whole batch of each optimizer step: bytes [B, T] and targets [B, T]."""
+        data = self.data()
+        for _ in range(self.num_passes):
+            for start in range(0, self.num_samples, self.batch_size):
+                end = min(start + self.batch_size, self.num_samples)
+                batch = [data[index] for index in range(start, end)]
+                values, targets = (torch.stack(tensors) for tensors in zip(*batch, strict=True))
+                yield values.to(device), targets.to(device)
+
+
+class Ragged(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Samples of which only the first targets count: from one to all of them.
+
+    Args:
+        samples: (bytes [T], targets [T]).
+    """
+
+    def __init__(self, samples: Subset[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values, targets = self.samples[index]
+        length = 1 + index * 13 % len(targets)
+        kept = torch.arange(len(targets)) < length
+        return values, torch.where(kept, targets, IGNORED)
+
+
+@cache
+def text(context: int) -> Dataset[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the training text in windows of `context` bytes."""
+    return stdlib_bytes(context, random_start=False).train

@@ -1,0 +1,119 @@
+"""The matrix in a reduced form: every engine on two processes, and controls that must be red."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from accel.errors import NotBuiltError
+from tests.parity import reference
+from tests.parity.cells import BACKENDS, Cell, matrix, reason_not_to_run
+from tests.parity.controls import SABOTAGES, controls
+from tests.parity.gates import Verdict, compare, plain
+from tests.parity.report import controls_table, floors_table, matrix_table
+from tests.parity.running import run
+from tests.parity.task import Task
+from tests.parity.workers import make_accelerator
+
+TASK = Task(num_steps=6, context=16, dim=32)
+TYPES = {
+    "ddp": "DistributedDataParallel",
+    "fsdp_full_shard": "FSDPByteGPT",
+    "zero3": "DeepSpeedEngine",
+    "tp": "ByteGPT",
+}
+
+
+def test_the_reference_imports_nothing_of_the_project() -> None:
+    tree = ast.parse(Path(reference.__file__).read_text())
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert imported <= {"torch", "collections", "contextlib", "dataclasses", "__future__"}
+
+
+def test_every_cell_runs_or_has_a_reason() -> None:
+    cells = list(matrix(TASK, "cpu"))
+    assert len(cells) == len(set(cells)) == len(BACKENDS) * (3 * 3 * 2 + 3 * 2)
+    reasons = {cell: reason_not_to_run(cell, 0) for cell in cells}
+    run_by = {cell.backend for cell, reason in reasons.items() if reason is None}
+    assert run_by == set(BACKENDS)
+    assert all(reason is None or len(reason) > 20 for reason in reasons.values())
+    on_gpu = Cell("ddp", world_size=2, device="cuda")
+    assert "there are 1" in (reason_not_to_run(on_gpu, 1) or "")
+
+
+def test_the_plain_loop_trains_and_clipping_acts() -> None:
+    found = plain(TASK, 1, "cpu")
+    for name, weight in TASK.model().state_dict().items():
+        assert (found.weights[name] - weight).abs().max() > TASK.recipe.lr
+    assert min(found.norms) > (TASK.recipe.max_norm or 0)
+    parameters = sum(weight.numel() for name, weight in found.weights.items() if "head" not in name)
+    # Weights, gradients and two moments in fp32; batches and counters beside them.
+    assert 16 * parameters <= found.num_bytes["after"] <= 16 * parameters + 8192
+
+
+@pytest.mark.parametrize("backend", list(TYPES))
+def test_an_engine_on_two_processes_is_the_plain_loop(backend: str) -> None:
+    cells = [
+        Cell(backend, "no", 2, 2, replace(TASK, short=True, ragged=True), "short"),
+        Cell(backend, "bf16", 2, 1, TASK),
+    ]
+    for cell in cells:
+        verdict = run(cell)
+        assert verdict.green, verdict.failures
+        assert verdict.types[0] == TYPES[backend]
+
+
+def test_fp16_and_one_process_alone() -> None:
+    for precision in ("no", "fp16"):
+        verdict = run(Cell("single", precision, task=TASK))
+        assert verdict.green, verdict.failures
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES)
+def test_a_mistake_turns_the_matrix_red(sabotage: str) -> None:
+    cells = [Cell("ddp", "no", 2, 2, replace(TASK, short=short)) for short in (False, True)]
+    cells[1] = replace(cells[1], variant="short")
+    spoiled = [cell for cell in controls(cells) if cell.sabotage == sabotage]
+    assert len(spoiled) == 1
+    verdict = run(spoiled[0])
+    assert not verdict.green
+    assert verdict.difference is not None
+    assert verdict.gate is not None
+    assert verdict.difference.weight > 10 * verdict.gate.weight
+
+
+def test_a_number_that_is_none_is_red_and_tables_show_everything() -> None:
+    whole = plain(TASK, 1, "cpu")
+    broken = replace(whole, losses=[float("nan"), *whole.losses[1:]])
+    assert not compare(broken, whole).loss <= 1.0
+    cell = Cell("ddp", "no", 2, task=TASK)
+    difference = compare(whole, whole)
+    verdicts = [
+        Verdict(cell, difference=difference, gate=difference, num_bytes={"after": 1}, share=0.1),
+        Verdict(replace(cell, world_size=1), reason="because"),
+        Verdict(replace(cell, accumulation=2), failures=["loss 1 > 0"]),
+    ]
+    assert matrix_table(verdicts).row_count == 3
+    assert controls_table(verdicts).row_count == 3
+    assert floors_table([cell]).row_count == 1
+
+
+@pytest.mark.parametrize("backend", ["fsdp_full_shard", "tp"])
+def test_what_is_not_run_for_being_refused_is_refused(backend: str) -> None:
+    cell = Cell(backend, "fp16")
+    assert "is refused" in (reason_not_to_run(cell, 0) or "")
+    with pytest.raises(NotBuiltError, match="mixed_precision='fp16'"):
+        make_accelerator(cell)

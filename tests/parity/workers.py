@@ -1,0 +1,145 @@
+"""What each process of a cell does: the same training through `accel`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel import Accelerator
+from accel.config.handlers import GradScalerKwargs
+from accel.config.training import DataLoaderConfiguration
+from accel.loss import global_weight, normalize_loss
+from tests.parity.cells import BACKENDS, Cell
+from tests.parity.memory import Walk
+from tests.parity.reference import IGNORED, Run, summed_loss
+from tests.parity.task import Task, text
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def train(cell: Cell) -> dict[str, Any]:
+    """Train `cell` on this process of its group.
+
+    Returns:
+        `run`: its `losses` are this process's shares, which add up over `replicas` of the data;
+        `replica`: (index, count) of the data it read; `types`: of what was prepared.
+    """
+    task = sabotaged(cell)
+    torch.manual_seed(0)
+    text(task.context)
+    walk = Walk()
+    if cell.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    accelerator = make_accelerator(cell)
+    model, loader = task.model(), make_loader(task, cell)
+    optimizer = task.recipe.optimizer(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    run = Run()
+    index, count = accelerator.strategy.data_rank
+    for number, window in enumerate(windows(task, cell, loader)):
+        if cell.sabotage == "last window dropped" and number == task.num_steps - 1:
+            break
+        run.losses.append(step(accelerator, model, optimizer, window, cell, (run, walk, number)))
+    state = accelerator.get_state_dict(model)
+    run.weights = {k: v.detach().float().cpu().clone() for k, v in (state or {}).items()}
+    if cell.device == "cuda":
+        run.num_bytes["peak"] = torch.cuda.max_memory_allocated()
+    types = [type(model).__name__, type(optimizer).__name__]
+    del model, optimizer, loader, walk, state
+    accelerator.end_training()
+    accelerator.free_memory()
+    del accelerator
+    gc.collect()
+    return {"run": run, "replica": (index, count), "types": types}
+
+
+def sabotaged(cell: Cell) -> Task:
+    """Return the task of `cell` as a control spoils it."""
+    task = cell.task
+    if cell.sabotage == "clipping off":
+        return replace(task, recipe=replace(task.recipe, max_norm=None))
+    if cell.sabotage == "weight decay off":
+        return replace(task, recipe=replace(task.recipe, weight_decay=0.0))
+    return replace(task, tied=False) if cell.sabotage == "tied weight untied" else task
+
+
+def make_accelerator(cell: Cell) -> Accelerator:
+    """Return the engine of `cell`; batches are those of the whole step, split over processes."""
+    return Accelerator(
+        device=cell.device,
+        mixed_precision=cell.precision,
+        gradient_accumulation_steps=cell.accumulation,
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
+        **BACKENDS[cell.backend].arguments(cell),
+    )
+
+
+def make_loader(task: Task, cell: Cell) -> DataLoader[Batch]:
+    """Return the loader of the micro-batches of all processes together."""
+    return DataLoader(task.data(), task.batch_size // cell.accumulation)
+
+
+def windows(task: Task, cell: Cell, loader: DataLoader[Batch]) -> Iterator[list[Batch]]:
+    """Yield this process's micro-batches of each optimizer step."""
+    for _ in range(task.num_passes):
+        window: list[Batch] = []
+        for values, targets in loader:
+            window.append((values, targets))
+            if len(window) == cell.accumulation:
+                yield window
+                window = []
+        if window:
+            yield window
+
+
+def step(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    window: list[Batch],
+    cell: Cell,
+    notes: tuple[Run, Walk, int],
+) -> float:
+    """Make one optimizer step; return this process's share of its loss."""
+    recipe = sabotaged(cell).recipe
+    _, replicas = accelerator.strategy.data_rank
+    copies = accelerator.num_processes // replicas  # processes that read the same data
+    weight = global_weight([(t != IGNORED).sum() for _, t in window], accelerator.comm) / copies
+    twice = cell.sabotage == "gradients divided by W twice"
+    divisor = accelerator.num_processes if twice else 1
+    share = 0.0
+    for index, (values, targets) in enumerate(window):
+        last = index == len(window) - 1
+        with accelerator.accumulate(model, sync_gradients=last):
+            total = summed_loss(model(values), targets)
+            scaled = normalize_loss(
+                total / divisor,
+                weight,
+                num_processes=replicas,
+                num_steps=accelerator.gradient_accumulation_steps,
+            )
+            accelerator.backward(scaled)
+            share += (total.detach().double() / weight).item()
+            del total, scaled
+            if last and recipe.max_norm is not None:
+                accelerator.clip_grad_norm_(model.parameters(), recipe.max_norm)
+            if last:
+                _note("before", notes)
+            optimizer.step()
+            if last:
+                _note("after", notes)
+            optimizer.zero_grad()
+    return share
+
+
+def _note(moment: str, notes: tuple[Run, Walk, int]) -> None:
+    run, walk, number = notes
+    num_bytes = walk.count(number, moment)
+    if num_bytes is not None:
+        run.num_bytes[moment] = num_bytes

@@ -1,0 +1,148 @@
+"""The loop under every engine: equal losses, states that any engine goes on from, the header."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.fsdp import FullyShardedDataParallelPlugin
+from accel.config.parallel import TorchTensorParallelPlugin
+from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
+from accel.errors import ConfigError
+from runner import build, engine, processes
+from runner.batch_plan import plan_batches
+from runner.display import Display
+from runner.schema import Distributed, Precision, Recipe
+from tests.helpers import run_distributed
+from tests.runner import loops
+
+TP_PLAN = {"0": "colwise", "3": "rowwise"}
+ENGINES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp": {"fsdp": FullyShardedDataParallelPlugin()},
+    "tp": {"tensor_parallel": TorchTensorParallelPlugin(tp_size=2, tp_plan=TP_PLAN)},
+    "zero2": {"deepspeed": DeepSpeedPlugin(zero_stage=2)},
+    "zero3": {"deepspeed": DeepSpeedPlugin(zero_stage=3)},
+    "compiled": {"compile": TorchDynamoPlugin(backend="eager")},
+}
+
+
+def recipe_with(name: str, **changes: Any) -> Recipe:
+    accumulation = GradientAccumulationPlugin(num_steps=2)
+    settings = {"trainer__accumulation": accumulation, "trainer__clip_grad_norm": 0.5}
+    return loops.recipe_of(**{**settings, **ENGINES[name], **changes})
+
+
+def shown(folder: Path, recipe: Recipe, **arguments: Any) -> str:
+    """Train, and return what a person sees of it."""
+    text = StringIO()
+    display = Display(console=Console(file=text, width=200))
+    loops.build(folder, recipe, display=display, **arguments).run()
+    return text.getvalue()
+
+
+def train_and_go_on(folder: str, first: str, second: str) -> tuple[list[float], str, str]:
+    """Train 4 steps under an engine and 4 under another; return the losses and both headers."""
+    run_dir = Path(folder)
+    before = shown(run_dir, recipe_with(first, trainer__max_steps=8, trainer__stop_after=4))
+    after = shown(run_dir, recipe_with(second, trainer__max_steps=8), resume_from=newest(run_dir))
+    loops.forget()
+    return loops.losses(run_dir), before, after
+
+
+def newest(run_dir: Path) -> str:
+    return str(loops.newest(run_dir))
+
+
+def reference(folder: Path) -> list[float]:
+    loops.run(folder, recipe_with("ddp", trainer__max_steps=8))
+    return loops.losses(folder)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("fsdp", "ddp"), ("ddp", "tp"), ("tp", "zero2"), ("zero3", "fsdp"), ("compiled", "zero3")],
+)
+def test_a_run_goes_on_under_another_engine(first: str, second: str, tmp_path: Path) -> None:
+    expected = reference(tmp_path / "reference")
+    (losses, before, after), *_ = run_distributed(
+        train_and_go_on, 2, str(tmp_path / "run"), first, second
+    )
+    assert losses == pytest.approx(expected, rel=2e-5)
+    names = {"tp": "tp", "fsdp": "fsdp", "zero2": "deepspeed", "zero3": "deepspeed"}
+    for name, header in ((first, before), (second, after)):
+        assert f"engine     {names.get(name, 'ddp')} ·" in header
+
+
+def headers(folder: str) -> dict[str, str]:
+    found = {}
+    for name in ("ddp", "fsdp", "tp", "zero3"):
+        found[name] = shown(Path(folder) / name, recipe_with(name, trainer__max_steps=1))
+    loops.forget()
+    return found
+
+
+def test_the_header_tells_what_each_rank_holds(tmp_path: Path) -> None:
+    found = run_distributed(headers, 2, str(tmp_path))[0]
+    # 49 parameters of 4 bytes, AdamW keeps two of them and a step count per tensor
+    assert "the whole model on each process" in found["ddp"]
+    assert "parameters 196 B · gradients 196 B · optimizer state 408 B" in found["ddp"]
+    assert "mesh dp_shard 2 · in shards: parameters, gradients, optimizer state" in found["fsdp"]
+    assert "parameters 116 B · gradients 116 B" in found["fsdp"]  # rank 0 has the one odd row
+    assert "in shards: the matrices of the plan" in found["tp"]
+    assert "1 replica × 4 × 2 accumulated" in found["tp"]
+    assert "in shards: optimizer state, gradients, parameters" in found["zero3"]
+
+
+def test_deepspeeds_file_and_the_recipe_have_one_batch_size(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_micro_batch_size_per_gpu": 3, "train_batch_size": "auto"}')
+    recipe = loops.recipe_of(deepspeed=DeepSpeedPlugin(hf_ds_config=str(file)))
+    plan = plan_batches(recipe.trainer, 1, 40)
+    with pytest.raises(ConfigError, match=r"ds\.json: train_micro_batch_size_per_gpu=3 with 8"):
+        engine.make_accelerator(recipe, tmp_path, plan)
+
+
+def test_processes_of_one_replica_divide_those_of_the_run() -> None:
+    recipe = Recipe(tensor_parallel=TorchTensorParallelPlugin(tp_size=2))
+    assert processes.replicas(recipe, 4) == 2
+    with pytest.raises(ConfigError, match="tp_size=2 with 3 processes"):
+        processes.replicas(recipe, 3)
+
+
+def test_fp16_under_deepspeed_wants_a_gpu() -> None:
+    recipe = Recipe(
+        deepspeed=DeepSpeedPlugin(),
+        precision=Precision(mode="fp16"),
+        distributed=Distributed(kind="multi_cpu"),
+    )
+    assert "precision=fp16 with deepspeed= on a CPU" in map_values(build.check_machine(recipe))
+
+
+def map_values(problems: list[Any]) -> list[str]:
+    return [problem.value for problem in problems]
+
+
+@pytest.mark.parametrize(("num_gpus", "expected"), [(0, 2), (4, 4)])
+def test_auto_takes_the_gpus_that_there_are(
+    num_gpus: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "num_accelerators", lambda: num_gpus)
+    assert processes.count(Distributed(kind="auto")) == expected
+    assert processes.count(Distributed(kind="auto", device="cpu", num_processes=3)) == 3
+    if num_gpus:
+        with pytest.raises(ConfigError, match="this machine has 4"):
+            processes.count(Distributed(kind="auto", num_processes=5))
+
+
+def test_states_hold_names_without_any_wrapper(tmp_path: Path) -> None:
+    recipe = recipe_with("compiled", trainer__max_steps=1)
+    loops.run(tmp_path, recipe)
+    assert set(loops.weights(tmp_path)) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert all(isinstance(value, torch.Tensor) for value in loops.weights(tmp_path).values())
