@@ -1,0 +1,1 @@
+"""The same scripts with the documented package and with accel."""
