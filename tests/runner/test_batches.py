@@ -278,14 +278,14 @@ def test_a_stream_ends_by_itself_or_by_a_limit() -> None:
 
 
 def evaluated(dataset, recipe: Recipe, **kwargs) -> tuple[list[float], EvalBatches]:
-    accelerator = Pretended(recipe, PartialState(cpu=True).num_processes, 0)
-    accelerator.process_index = PartialState().process_index
+    state = PartialState(cpu=True)
+    accelerator = Pretended(recipe, state.num_processes, state.process_index)
     batches = EvalBatches(accelerator, dataset, recipe, **kwargs)
-    state, found = GradientState(), []
+    gradients, found = GradientState(), []
     for batch in batches:
         values = gather(batch)
-        if state.end_of_dataloader and state.remainder > 0:
-            values = values[: state.remainder]
+        if gradients.end_of_dataloader and gradients.remainder > 0:
+            values = values[: gradients.remainder]
         found += values.tolist()
     return found, batches
 
