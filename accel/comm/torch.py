@@ -108,6 +108,7 @@ def _leave_at_exit() -> None:
         return
     if dist.get_backend() == "gloo" or not hasattr(sys, "last_value"):
         dist.destroy_process_group()
+        _MEETING.group = None  # the last reference: gloo's threads end with it
 
 
 atexit.register(_leave_at_exit)

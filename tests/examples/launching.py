@@ -13,7 +13,7 @@ from tests.helpers import free_port, python
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-SECONDS = 200.0
+SECONDS = 500.0
 AT_A_TIME = 2
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.examples.launching import Run, number_after, outputs
 
-pytestmark = pytest.mark.timeout(400)  # some seconds alone; the machine may be shared
+pytestmark = pytest.mark.timeout(900)  # some seconds alone; the machine may be shared
 
 
 def test_classification(tmp_path: Path) -> None:
