@@ -151,9 +151,30 @@ def capture() -> dict[str, Any]:
     The accelerator's is that of the current device. Plain containers and tensors, so that
     ``torch.load(weights_only=True)`` reads them.
     """
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     accelerator = _accelerator()
+    return as_plain(
+        random.getstate(),
+        np.random.get_state(legacy=True),
+        torch.get_rng_state(),
+        None
+        if accelerator is None
+        else {"kind": _kind(accelerator), "state": accelerator.get_rng_state()},
+    )
+
+
+def as_plain(
+    python: Any, numpy: Any, torch_state: Any, accelerator: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return generator states in the form that `restore` takes.
+
+    Args:
+        python: what `random.getstate` returned.
+        numpy: what `numpy.random.get_state(legacy=True)` returned.
+        torch_state: what `torch.get_rng_state` returned.
+        accelerator: "kind" and "state" of the current device, None for none.
+    """
+    version, words, gauss = python
+    name, keys, position, has_gauss, cached = numpy
     return {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
         "numpy": {
@@ -163,10 +184,8 @@ def capture() -> dict[str, Any]:
             "has_gauss": int(has_gauss),
             "cached": float(cached),
         },
-        "torch": torch.get_rng_state(),
-        "accelerator": None
-        if accelerator is None
-        else {"kind": _kind(accelerator), "state": accelerator.get_rng_state()},
+        "torch": torch_state,
+        "accelerator": accelerator,
     }
 
 

@@ -14,9 +14,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from accel import rng
 from accel.checkpoint import files
 from accel.checkpoint.common import load_plain
 from accel.checkpoint.files import Manifest, broken, numbered
@@ -87,20 +87,12 @@ def random_states(saved: Any) -> Any:
     """Return random states in the form of `accel.rng.capture`, whichever form they have."""
     if not isinstance(saved, dict) or "random_state" not in saved:
         return saved
-    version, words, gauss = saved["random_state"]
-    name, keys, position, has_gauss, cached = saved["numpy_random_seed"]
-    return {
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-        "numpy": {
-            "name": str(name),
-            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        },
-        "torch": saved["torch_manual_seed"],
-        "accelerator": _accelerator_state(saved),
-    }
+    return rng.as_plain(
+        saved["random_state"],
+        saved["numpy_random_seed"],
+        saved["torch_manual_seed"],
+        _accelerator_state(saved),
+    )
 
 
 def _accelerator_state(saved: Mapping[str, Any]) -> dict[str, Any] | None:
