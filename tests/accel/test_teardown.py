@@ -114,12 +114,21 @@ def problems(mode: str, codes: list[int], outputs: list[str]) -> list[str]:
 
 
 def run(mode: str, path: str) -> list[str]:
-    """Return what was wrong with a run of two processes, such as a shell starts them."""
+    """Return what was wrong with a run of two processes."""
+    try:
+        codes, outputs = run_pair(path, mode)
+    except subprocess.TimeoutExpired:
+        return [f"{mode}: no end within {SECONDS} s"]
+    return problems(mode, codes, outputs)
+
+
+def run_pair(*command: str) -> tuple[list[int], list[str]]:
+    """Return exit codes and outputs of two processes, started as a shell starts them."""
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     common.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), PYTHONPATH=str(ROOT))
     processes = [
         subprocess.Popen(
-            python(path, mode),
+            python(*command),
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -129,13 +138,11 @@ def run(mode: str, path: str) -> list[str]:
     ]
     try:
         outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
-    except subprocess.TimeoutExpired:
-        return [f"{mode}: no end within {SECONDS} s"]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    return problems(mode, [process.returncode for process in processes], outputs)
+    return [process.returncode for process in processes], outputs
 
 
 def run_many(runs: int, folder: Path) -> list[str]:
@@ -153,6 +160,28 @@ def test_an_abort_would_be_seen() -> None:
     assert problems("ended", [0, 0], ["9\n", "9\n"]) == []
     assert len(problems("ended", [0, -6], ["9\n", f"9\n{told}\n"])) == 3
     assert len(problems("raised", [1, 0], ["", "raised on purpose"])) == 1
+
+
+FORGETFUL = """
+import atexit, weakref
+import torch.distributed as dist
+
+groups = []
+atexit.register(lambda: print(dist.is_initialized(), groups[0]() is None))  # the last to run
+
+from accel.state import PartialState
+
+state = PartialState(cpu=True)
+groups.append(weakref.ref(dist.group.WORLD))
+state.wait_for_everyone()
+print(dist.is_initialized(), groups[0]() is None)
+"""
+
+
+def test_a_group_that_was_never_left_is_gone_before_python_is() -> None:
+    codes, outputs = run_pair("-c", FORGETFUL)
+    assert codes == [0, 0]
+    assert [output.split() for output in outputs] == [["True", "False", "False", "True"]] * 2
 
 
 @pytest.mark.timeout(1500)  # a minute alone; the machine may be shared
