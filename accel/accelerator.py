@@ -16,6 +16,7 @@ from accel._prepare_api import PrepareAPI
 from accel._process_api import ProcessAPI
 from accel._step_api import StepAPI, Windows
 from accel._tracking_api import TrackingAPI
+from accel.arguments import Arguments
 from accel.config.handlers import KwargsHandler, ProfileKwargs
 from accel.config.training import (
     DataLoaderConfiguration,
@@ -25,7 +26,7 @@ from accel.config.training import (
 )
 from accel.enums import DynamoBackend, PrecisionType, RNGType
 from accel.objects import Objects
-from accel.plan import Arguments, Plan, resolve
+from accel.plan import Plan, resolve
 from accel.precision.build import build_precision
 from accel.state import AcceleratorState, GradientState, current_environment, settled_arguments
 from accel.strategies.table import build_strategy, find_strategy
