@@ -162,8 +162,8 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
         self._windows = Windows(self.gradient_state)
         traits = find_strategy(self.plan.strategy).traits
         self.precision = build_precision(self.plan, owned=traits.owns_precision)
-        self.scaler = self.precision.scaler
         self.strategy = build_strategy(self.plan, self.comm, self.device, self.precision)
+        self.scaler = self.strategy.scaler
         self.device_placement = self.plan.device_placement
         self.trackers: list[GeneralTracker] = []
         self._objects = Objects()

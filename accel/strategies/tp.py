@@ -12,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 
 from accel.config.parallel import TorchTensorParallelPlugin
 from accel.enums import DistributedType
-from accel.errors import NotBuiltError, Problem
 from accel.strategies.base import Traits
 from accel.strategies.dtensor.initial import InitialWeights
 from accel.strategies.dtensor.mesh import TENSOR, build_mesh, check_given, data_axes
@@ -33,16 +32,6 @@ class TensorParallelStrategy(DTensorStrategy):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        if self.plan.mixed_precision == "fp16":
-            # The scaler takes no mixture of whole and split gradients, and its check for overflow
-            # sees the parts of one process alone.
-            raise NotBuiltError(
-                Problem(
-                    "mixed_precision='fp16' with torch_tp_plugin",
-                    "this version does not scale losses of split models yet",
-                    "Give mixed_precision='bf16'.",
-                )
-            )
         given = self.plan.engines.tensor_parallel
         self.plugin = TorchTensorParallelPlugin() if given is None else given
         size = self.plugin.tp_size

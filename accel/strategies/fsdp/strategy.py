@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import import_callable
 from accel.enums import DistributedType
-from accel.errors import ConfigError, NotBuiltError, Problem
+from accel.errors import ConfigError, Problem
 from accel.logging import get_logger
 from accel.objects import Objects
 from accel.strategies.base import Traits
@@ -53,14 +53,6 @@ class FSDPStrategy(DTensorStrategy):
         self.plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
         self._split = self.plan.engines.tensor_parallel
         tp_size = 1 if self._split is None else self._split.tp_size
-        if self.plan.mixed_precision == "fp16":
-            raise NotBuiltError(
-                Problem(
-                    "mixed_precision='fp16' with fsdp",
-                    "this version does not scale losses of sharded models yet",
-                    "Give mixed_precision='bf16'.",
-                )
-            )
         self._formats: Formats = build_formats(
             self.plugin.mixed_precision_policy, self.plan.mixed_precision
         )
