@@ -6,6 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html
 from __future__ import annotations
 
 import contextlib
+import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,18 +14,22 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel.checkpoint.optimizers import ParameterNames, load_by_name, parameters
 from accel.data.base import data_rank
+from accel.device import synchronize
 from accel.errors import ConfigError, Problem
 from accel.objects import Objects
 from accel.optimizer import unwrap_optimizer
 from accel.strategies.base import Strategy
 from accel.strategies.dtensor.gradients import gradient_norm
+from accel.strategies.dtensor.leaving import leave
 from accel.strategies.dtensor.mesh import SHARD, TENSOR
+from accel.strategies.dtensor.scaler import ShardedStepScaler
 from accel.strategies.dtensor.successors import Successors, by_name, mixed_groups
 from accel.strategies.dtensor.tensors import all_whole, fitted_weight, parts_of, whole
 
@@ -41,6 +46,7 @@ class DTensorStrategy(Strategy):
         super().__init__(*args)
         self._successors = Successors()
         self._unsynced: Counter[int] = Counter()
+        self._spread: list[weakref.ref[torch.nn.Module]] = []
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -87,6 +93,7 @@ class DTensorStrategy(Strategy):
             return model
         before = by_name(model)
         self.spread(model)
+        self._spread.append(weakref.ref(model))
         self._successors.record(before, by_name(model))
         return self.compile_model(model)
 
@@ -119,6 +126,12 @@ class DTensorStrategy(Strategy):
         return own
 
     # -- the step --------------------------------------------------------------------------
+
+    def make_scaler(self) -> ShardedStepScaler | None:
+        """Return what scales losses under fp16; None in other formats."""
+        if self.plan.mixed_precision != "fp16":
+            return None
+        return ShardedStepScaler(self.plan.device_type, self.comm, **self.plan.scaler.to_dict())
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
@@ -232,8 +245,14 @@ class DTensorStrategy(Strategy):
         load_by_name(own, state | {"state": parts}, names)
 
     def release(self) -> None:
-        """Let go of the mesh, after what is under way."""
+        """Let go of the mesh and of its groups, after what is under way on any process."""
         super().release()
+        models = [model for reference in self._spread if (model := reference()) is not None]
+        self._spread.clear()
+        if self._mesh is not None and dist.is_initialized():
+            synchronize(self.device)
+            self.comm.barrier()
+            leave(self._mesh, models)
         self._mesh = None
 
 
