@@ -30,7 +30,8 @@ from accel.strategies.dtensor.gradients import gradient_norm
 from accel.strategies.dtensor.leaving import leave
 from accel.strategies.dtensor.mesh import SHARD, TENSOR
 from accel.strategies.dtensor.scaler import ShardedStepScaler
-from accel.strategies.dtensor.successors import Successors, by_name, mixed_groups
+from accel.strategies.dtensor.steps import step_by_mesh
+from accel.strategies.dtensor.successors import Successors, by_name
 from accel.strategies.dtensor.tensors import all_whole, fitted_weight, parts_of, whole
 
 
@@ -108,13 +109,9 @@ class DTensorStrategy(Strategy):
     def wrap_optimizer(
         self, optimizer: torch.optim.Optimizer, place: bool = True
     ) -> torch.optim.Optimizer:
-        """Return `optimizer` over the parts that this rank holds.
-
-        Raises:
-            ConfigError: if it treats whole and split tensors in one call, which torch cannot.
-        """
+        """Return `optimizer` over the parts that this rank holds."""
         self._successors.follow(optimizer)
-        ConfigError.raise_if(mixed_groups(unwrap_optimizer(optimizer)))
+        step_by_mesh(unwrap_optimizer(optimizer))
         return super().wrap_optimizer(optimizer, place)
 
     def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.errors import ConfigError, Problem
@@ -67,16 +66,3 @@ def _untied(before: dict[str, torch.nn.Parameter], shared: torch.nn.Parameter) -
         "all its uses are split alike and gathered together",
         "Give all of them the same style in the plan, or none.",
     )
-
-
-def mixed_groups(optimizer: torch.optim.Optimizer) -> list[Problem]:
-    """Return the groups that take parameters of several meshes, or of none, in one call."""
-    problems = []
-    for index, group in enumerate(optimizer.param_groups):
-        meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
-        for switch in ("foreach", "fused"):
-            if group.get(switch) and len(meshes) > 1:
-                value = f"prepare: {switch}=True of group {index} of {type(optimizer).__name__}"
-                rule = "some of its parameters are split and others are whole"
-                problems.append(Problem(value, rule, f"Leave {switch} out."))
-    return problems
