@@ -45,7 +45,7 @@ class LeftGroup:
         )
 
 
-def leave(mesh: DeviceMesh, models: Iterable[torch.nn.Module]) -> None:
+def leave(mesh: DeviceMesh, models: Iterable[torch.nn.Module], still_there: bool = True) -> None:
     """Destroy the groups of a mesh, but for the default one, and drop what holds them.
 
     Every rank calls this, with nothing under way.
@@ -53,10 +53,13 @@ def leave(mesh: DeviceMesh, models: Iterable[torch.nn.Module]) -> None:
     Args:
         mesh: of `build_mesh`.
         models: spread over it.
+        still_there: whether the groups are; else they went with the default group.
     """
     infos = [info for model in models for info in _mesh_infos(model)]
     meshes = {id(known): known for known in (mesh, *(info.mesh for info in infos))}
-    groups = {id(group): group for known in meshes.values() for group in known.get_all_groups()}
+    groups: dict[int, dist.ProcessGroup] = {}
+    if still_there:
+        groups = {id(group): group for known in meshes.values() for group in known.get_all_groups()}
     for info in infos:
         for name, value in vars(info).items():
             if isinstance(value, dist.ProcessGroup):

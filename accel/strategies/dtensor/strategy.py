@@ -246,10 +246,12 @@ class DTensorStrategy(Strategy):
         super().release()
         models = [model for reference in self._spread if (model := reference()) is not None]
         self._spread.clear()
-        if self._mesh is not None and dist.is_initialized():
-            synchronize(self.device)
-            self.comm.barrier()
-            leave(self._mesh, models)
+        if self._mesh is not None:
+            still_there = dist.is_initialized() and not self.comm.closed
+            if still_there:
+                synchronize(self.device)
+                self.comm.barrier()
+            leave(self._mesh, models, still_there)
         self._mesh = None
 
 

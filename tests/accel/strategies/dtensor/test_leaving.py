@@ -87,6 +87,21 @@ def test_groups_of_the_script_stay() -> None:
     assert max(run_distributed(borrowed, 2)) <= 0
 
 
+def left_before() -> int:
+    """The group is gone when the training ends, and a second one is there."""
+    before = gloo_threads()
+    first, kept = trained({"tp": {"tp_size": 1}})
+    first.state.destroy_process_group()
+    second, _ = trained({"fsdp": {}})
+    first.end_training()
+    second.end_training()
+    return gloo_threads() - before if kept else -1
+
+
+def test_a_group_that_was_left_before_is_let_go_of_too() -> None:
+    assert run_distributed(left_before, 2) == [0, 0]
+
+
 def refused() -> tuple[str, dict[str, tuple[int, ...]]]:
     accelerator, (model, *_) = trained({"fsdp": {}})
     accelerator.end_training()
