@@ -16,6 +16,7 @@ from accel._prepare_api import PrepareAPI
 from accel._process_api import ProcessAPI
 from accel._step_api import StepAPI, Windows
 from accel._tracking_api import TrackingAPI
+from accel.arguments import Arguments
 from accel.config.handlers import KwargsHandler, ProfileKwargs
 from accel.config.training import (
     DataLoaderConfiguration,
@@ -25,7 +26,7 @@ from accel.config.training import (
 )
 from accel.enums import DynamoBackend, PrecisionType, RNGType
 from accel.objects import Objects
-from accel.plan import Arguments, Plan, resolve
+from accel.plan import Plan, resolve
 from accel.precision.build import build_precision
 from accel.state import AcceleratorState, GradientState, current_environment, settled_arguments
 from accel.strategies.table import build_strategy, find_strategy
@@ -161,8 +162,8 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
         self._windows = Windows(self.gradient_state)
         traits = find_strategy(self.plan.strategy).traits
         self.precision = build_precision(self.plan, owned=traits.owns_precision)
-        self.scaler = self.precision.scaler
         self.strategy = build_strategy(self.plan, self.comm, self.device, self.precision)
+        self.scaler = self.strategy.scaler
         self.device_placement = self.plan.device_placement
         self.trackers: list[GeneralTracker] = []
         self._objects = Objects()

@@ -19,7 +19,7 @@ from accel.env import Environment
 from accel.errors import ConfigError, NotBuiltError, Problem
 
 if TYPE_CHECKING:
-    from accel.plan import Arguments
+    from accel.arguments import Arguments
 
 # What is reported of a run under each strategy; the others report their kind of device.
 REPORTED = {

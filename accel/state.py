@@ -9,6 +9,7 @@ import dataclasses
 import weakref
 from typing import Any, ClassVar
 
+from accel.arguments import Arguments
 from accel.comm.connect import connect
 from accel.comm.control import SharedState
 from accel.config.deepspeed import DeepSpeedPlugin
@@ -18,7 +19,7 @@ from accel.device import default_device_type, use_device
 from accel.enums import DistributedType
 from accel.env import Environment
 from accel.errors import ConfigError, Problem, StateError, nearest, unknown_choice
-from accel.plan import Arguments, Plan, resolve
+from accel.plan import Plan, resolve
 
 # What of the environment is settled once a process has joined the others.
 WORLD = (

@@ -191,14 +191,16 @@ class Loop:
             self._at_boundary()
 
     def _train_step(self, window: Window) -> None:
-        self.meter.add(self.step.train(self.accelerator, window, self.recipe.trainer))
+        values = dict(self.step.train(self.accelerator, window, self.recipe.trainer))
+        if self._may_skip and self.accelerator.optimizer_step_was_skipped:
+            self._skipped_steps += 1
+            values.pop("grad_norm", None)  # infinite or not a number, and nothing is wrong
+        self.meter.add(values)
         if self._is_logged(self.state.step + 1):  # the rates of this step, not of the next
             self._rates = learning_rates(self.step.optimizers)
         for scheduler, optimizer in self._stepping:
             if not optimizer.step_was_skipped:
                 scheduler.step()
-        if self._may_skip and self.accelerator.optimizer_step_was_skipped:
-            self._skipped_steps += 1
         self.state.advance(window.num_samples)
 
     def _at_boundary(self) -> None:

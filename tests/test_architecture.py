@@ -30,6 +30,7 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.objects", 0),
     ("accel.config", 1),
     ("accel.device", 2),
+    ("accel.arguments", 2),
     ("accel.plan", 2),
     ("accel.engines", 2),
     ("accel.comm", 3),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accel.config.handlers import AutocastKwargs, GradScalerKwargs
+from accel.config.handlers import AutocastKwargs
 from accel.errors import StateError
 from accel.precision.base import Precision
 from accel.wrapping import unwrap_forward, wrap_forward
@@ -129,24 +129,19 @@ def step_unless_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Op
 
 
 class AmpPrecision(Precision):
-    """Autocast around the forward pass; under fp16 the loss is scaled.
+    """Autocast around the forward pass.
 
     Args:
         name: "bf16" or "fp16".
         device_type: "cpu", "cuda", ….
         autocast: behaviour of autocast.
-        scaler: behaviour of the gradient scaler.
     """
 
-    def __init__(
-        self, name: str, device_type: str, autocast: AutocastKwargs, scaler: GradScalerKwargs
-    ) -> None:
+    def __init__(self, name: str, device_type: str, autocast: AutocastKwargs) -> None:
         self.name = name
         self.dtype = DTYPES[name]
         self.device_type = device_type
         self.handler = autocast
-        if name == "fp16":
-            self.scaler = StepScaler(device_type, **scaler.to_dict())
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the context of a forward pass; `handler` takes the place of the run's own."""

@@ -13,17 +13,15 @@ if TYPE_CHECKING:
 
 
 class Precision:
-    """Full precision: no autocast, no scaler.
+    """Full precision: no autocast.
 
     Attributes:
         name: a value of `PrecisionType`.
         dtype: what matrix products compute in under autocast, or None.
-        scaler: the gradient scaler of fp16, or None.
     """
 
     name = "no"
     dtype: torch.dtype | None = None
-    scaler: torch.amp.GradScaler | None = None
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the context of a forward pass; `handler` takes the place of the run's own."""
@@ -37,7 +35,7 @@ class Precision:
 
 
 class OwnedPrecision(Precision):
-    """A format that the backend casts to by itself: no autocast, no scaler.
+    """A format that the backend casts to by itself: no autocast.
 
     Args:
         name: "bf16" or "fp16".

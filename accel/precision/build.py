@@ -13,7 +13,7 @@ def build_precision(plan: Plan, owned: bool = False) -> Precision:
 
     Args:
         plan: the resolved configuration.
-        owned: whether the backend casts and scales itself.
+        owned: whether the backend casts by itself.
 
     Raises:
         ConfigError: if this version does not compute in it.
@@ -23,5 +23,5 @@ def build_precision(plan: Plan, owned: bool = False) -> Precision:
     if owned and plan.mixed_precision in DTYPES:
         return OwnedPrecision(plan.mixed_precision)
     if plan.mixed_precision in DTYPES:
-        return AmpPrecision(plan.mixed_precision, plan.device_type, plan.autocast, plan.scaler)
+        return AmpPrecision(plan.mixed_precision, plan.device_type, plan.autocast)
     raise ConfigError(unknown_choice("mixed_precision", plan.mixed_precision, ("no", *DTYPES)))

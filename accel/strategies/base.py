@@ -21,6 +21,7 @@ from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem
 from accel.objects import Objects
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
+from accel.precision.amp import StepScaler
 from accel.scheduler import AcceleratedScheduler
 from accel.strategies.compile import compile_model
 from accel.strategies.footprint import Footprint, num_bytes, state_bytes
@@ -42,7 +43,7 @@ class Traits:
             (MULTI_CPU, MULTI_GPU, …).
         places_models: whether the backend moves models to the device itself.
         places_batches: whether the backend moves batches to the device itself.
-        owns_precision: whether the backend casts and scales itself (no autocast, no scaler).
+        owns_precision: whether the backend casts by itself (no autocast).
         owns_accumulation: whether the backend counts micro-batches itself.
         owns_parameters: whether optimizers hold tensors of the backend after `prepare`, and not
             the models' own parameters.
@@ -72,6 +73,9 @@ class Strategy(ABC):
         comm: how this process talks to the others.
         device: where this process computes.
         precision: the number format of forward and backward passes.
+
+    Attributes:
+        scaler: what scales losses, and skips steps whose gradients overflowed; None: nothing does.
     """
 
     traits: ClassVar[Traits]
@@ -83,6 +87,7 @@ class Strategy(ABC):
         self.comm = comm
         self.device = device
         self.precision = precision
+        self.scaler = self.make_scaler()
 
     # -- where data goes -------------------------------------------------------------------
 
@@ -190,7 +195,7 @@ class Strategy(ABC):
         self, optimizer: torch.optim.Optimizer, place: bool = True
     ) -> torch.optim.Optimizer:
         """Return `optimizer` as it steps in this run."""
-        return AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.precision.scaler)
+        return AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.scaler)
 
     def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Any:
         """Return `scheduler` following its own optimizer if that is known, else all of them."""
@@ -230,6 +235,12 @@ class Strategy(ABC):
         return extract_model_from_parallel(model, keep_torch_compile=False)
 
     # -- the step --------------------------------------------------------------------------
+
+    def make_scaler(self) -> torch.amp.GradScaler | None:
+        """Return what scales losses under fp16; None in other formats, or if the engine does."""
+        if self.plan.mixed_precision != "fp16" or self.traits.owns_precision:
+            return None
+        return StepScaler(self.plan.device_type, **self.plan.scaler.to_dict())
 
     backward: Callable[..., None] = staticmethod(torch.Tensor.backward)
     """Compute gradients of a loss [], already scaled for accumulation and precision."""

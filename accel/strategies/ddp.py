@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     powerSGD_hook,
 )
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.config.handlers import DistributedDataParallelKwargs
@@ -137,9 +137,13 @@ class DDPStrategy(Strategy):
     def join(self, joinables: Sequence[Any], **kwargs: Any) -> AbstractContextManager[Any]:
         """Return a context in which processes that run out of batches shadow the others.
 
+        Raises:
+            ConfigError: if there is nothing to join, or something that cannot be joined.
+
         Source: https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
         """
         own: list[Any] = [unwrap_optimizer(joinable) for joinable in joinables]
+        ConfigError.raise_if(_join_problems(own))
         return Join(own, **kwargs)
 
     def release(self) -> None:
@@ -161,6 +165,18 @@ def _detach(model: DistributedDataParallel) -> None:
     model._comm_hooks.clear()
     for name in ("reducer", "logger", "process_group"):
         delattr(model, name)
+
+
+def _join_problems(joinables: Sequence[Any]) -> list[Problem]:
+    rule = "what takes part is a model that DDP trains, or a ZeroRedundancyOptimizer"
+    remedy = "Give the prepared models: join_uneven_inputs([model])."
+    if not joinables:
+        return [Problem("join_uneven_inputs([])", rule, remedy)]
+    return [
+        Problem(f"join_uneven_inputs: {type(entry).__name__} at position {index}", rule, remedy)
+        for index, entry in enumerate(joinables)
+        if not isinstance(entry, Joinable)
+    ]
 
 
 def register_hook(model: DistributedDataParallel, handler: DistributedDataParallelKwargs) -> None:

@@ -8,16 +8,15 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from accel.config.parallel import TorchTensorParallelPlugin
 from accel.enums import DistributedType
-from accel.errors import NotBuiltError, Problem
 from accel.strategies.base import Traits
-from accel.strategies.initial import InitialWeights
-from accel.strategies.mesh import TENSOR, build_mesh, check_given, data_axes
-from accel.strategies.sharded import DTensorStrategy, by_name
-from accel.strategies.splitting import split_matrices
+from accel.strategies.dtensor.initial import InitialWeights
+from accel.strategies.dtensor.mesh import TENSOR, build_mesh, check_given, data_axes
+from accel.strategies.dtensor.splitting import split_matrices
+from accel.strategies.dtensor.strategy import DTensorStrategy
 
 
 @final
@@ -33,16 +32,6 @@ class TensorParallelStrategy(DTensorStrategy):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        if self.plan.mixed_precision == "fp16":
-            # The scaler takes no mixture of whole and split gradients, and its check for overflow
-            # sees the parts of one process alone.
-            raise NotBuiltError(
-                Problem(
-                    "mixed_precision='fp16' with torch_tp_plugin",
-                    "this version does not scale losses of split models yet",
-                    "Give mixed_precision='bf16'.",
-                )
-            )
         given = self.plan.engines.tensor_parallel
         self.plugin = TorchTensorParallelPlugin() if given is None else given
         size = self.plugin.tp_size
@@ -55,17 +44,12 @@ class TensorParallelStrategy(DTensorStrategy):
         """What lies in parts on several processes, in words for people."""
         return ("the matrices of the plan",) if self.plugin.tp_size > 1 else ()
 
-    def wrap_model(
-        self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
-    ) -> torch.nn.Module:
-        """Return `model` with its matrices split and its gradients averaged over replicas."""
-        if isinstance(model, FSDPModule):
-            return model
-        before = by_name(model)
+    def spread(self, model: torch.nn.Module) -> None:
+        """Split the matrices of `model`, and average its gradients over replicas."""
         weights = InitialWeights(self.comm, self.device)
         weights.check(model)
         weights.settle(model)
-        model = model.to(self.device)
+        model.to(self.device)
         self.precision.wrap_forward(model)
         mesh = self._mesh
         assert mesh is not None
@@ -73,5 +57,3 @@ class TensorParallelStrategy(DTensorStrategy):
             split_matrices(model, mesh[TENSOR], self.plugin.tp_plan)
         if data_axes(mesh).size() > 1:
             fully_shard(model, mesh=data_axes(mesh), reshard_after_forward=False)
-        self._successors.record(before, by_name(model))
-        return self.compile_model(model)

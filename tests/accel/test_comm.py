@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accel.arguments import Arguments
 from accel.comm.base import Communicator
 from accel.comm.connect import connect
 from accel.comm.local import LocalCommunicator
 from accel.config.handlers import InitProcessGroupKwargs
 from accel.env import Environment
 from accel.errors import StateError
-from accel.plan import Arguments, Plan, resolve
+from accel.plan import Plan, resolve
 from tests.helpers import run_distributed
 
 WORLD_SIZES = [1, 2, 3]

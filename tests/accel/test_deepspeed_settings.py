@@ -10,11 +10,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from accel.arguments import Arguments
 from accel.config.deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig
 from accel.config.training import GradientAccumulationPlugin
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError, StateError
-from accel.plan import Arguments, Plan, resolve
+from accel.plan import Plan, resolve
 from accel.state import AcceleratorState, get_active_deepspeed_plugin
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from accel.strategies.deepspeed.settings import Settings, hidden_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from accel.arguments import Arguments
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.parallel import TorchTensorParallelPlugin
@@ -11,7 +12,7 @@ from accel.engines import Findings, choose
 from accel.enums import DistributedType
 from accel.env import Environment
 from accel.errors import ConfigError
-from accel.plan import Arguments, resolve
+from accel.plan import resolve
 
 FOUR = Environment(
     rank=0, local_rank=0, world_size=4, local_world_size=4, master_addr="localhost", master_port=1

@@ -244,12 +244,16 @@ def test_the_schedule_waits_where_a_step_was_skipped(
     assert rates[1] > rates[2] == rates[3]
 
 
-def test_skipped_steps_of_fp16_are_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_skipped_steps_of_fp16_are_counted(clip: float | None, tmp_path: Path) -> None:
     recipe = recipe_of(trainer__max_steps=2, precision__mode="fp16", trainer__log_every=2)
+    recipe.trainer.clip_grad_norm = clip  # the norm of such a step is no reason to stop
+    assert recipe.trainer.stop_on_nan
     recipe.precision.scaler.init_scale = 2.0**40
     run(tmp_path, recipe, data=Data(Points(NUM_TRAIN)))
     (record,) = records(tmp_path)
     assert record["skipped_steps"] == 2.0
+    assert "grad_norm" not in record
     assert record["lr"] == 0.02
 
 

@@ -15,10 +15,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import import_callable
 from accel.enums import DistributedType
-from accel.errors import ConfigError, NotBuiltError, Problem
+from accel.errors import ConfigError, Problem
 from accel.logging import get_logger
 from accel.objects import Objects
 from accel.strategies.base import Traits
+from accel.strategies.dtensor.initial import InitialWeights
+from accel.strategies.dtensor.mesh import TENSOR, build_mesh, data_axes, replicas
+from accel.strategies.dtensor.splitting import split_matrices
+from accel.strategies.dtensor.strategy import DTensorStrategy
+from accel.strategies.dtensor.successors import by_name
 from accel.strategies.fsdp.precision import Formats, build_formats, cast_buffers
 from accel.strategies.fsdp.units import (
     Modules,
@@ -26,10 +31,6 @@ from accel.strategies.fsdp.units import (
     ignored_parameters,
     split_by_dtype,
 )
-from accel.strategies.initial import InitialWeights
-from accel.strategies.mesh import TENSOR, build_mesh, data_axes, replicas
-from accel.strategies.sharded import DTensorStrategy, by_name
-from accel.strategies.splitting import split_matrices
 
 logger = get_logger(__name__)
 
@@ -52,14 +53,6 @@ class FSDPStrategy(DTensorStrategy):
         self.plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
         self._split = self.plan.engines.tensor_parallel
         tp_size = 1 if self._split is None else self._split.tp_size
-        if self.plan.mixed_precision == "fp16":
-            raise NotBuiltError(
-                Problem(
-                    "mixed_precision='fp16' with fsdp",
-                    "this version does not scale losses of sharded models yet",
-                    "Give mixed_precision='bf16'.",
-                )
-            )
         self._formats: Formats = build_formats(
             self.plugin.mixed_precision_policy, self.plan.mixed_precision
         )
@@ -95,12 +88,8 @@ class FSDPStrategy(DTensorStrategy):
                     )
                 )
 
-    def wrap_model(
-        self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
-    ) -> torch.nn.Module:
-        """Return `model` with its parameters in shards, unless they are already."""
-        if isinstance(model, FSDPModule):
-            return model
+    def spread(self, model: torch.nn.Module) -> None:
+        """Shard `model` unit by unit, after its matrices are split where that is on, too."""
         before = by_name(model)
         weights = self._initial_weights()
         weights.check(model)
@@ -112,11 +101,9 @@ class FSDPStrategy(DTensorStrategy):
             self._split_first(model, weights)
             ignored = {p for name, p in by_name(model).items() if name in names}
         self._shard(model, units, weights, ignored, names)
-        self._successors.record(before, by_name(model))
         self._warn_of(model, names)
         if self.plugin.forward_prefetch:
             _prefetch_forward(units)
-        return self.compile_model(model)
 
     def _initial_weights(self) -> InitialWeights:
         import_callable(self.plugin, "param_init_fn")

@@ -18,11 +18,12 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from accel.arguments import Arguments
 from accel.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accel.engines import Findings, choose
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError
-from accel.plan import Arguments, resolve
+from accel.plan import resolve
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,62 @@ class Planless(torch.nn.Module):
         self.up = torch.nn.Linear(4, 5)
 
 
+def check_joint_steps(switch: str, optimizer_first: bool, engines: dict[str, Any]) -> None:
+    expected = plain(Model())
+    accelerator = build(**engines)
+    model = Model()
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, switch: True}
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    if optimizer_first:
+        optimizer = accelerator.prepare(optimizer)
+    groups = optimizer.param_groups
+    losses, _, weights = train(accelerator, model, optimizer)
+    assert largest(losses, expected[0]) < CLOSE
+    assert difference(weights, expected[2]) < CLOSE
+    assert optimizer.param_groups is groups
+    assert len(groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("switch", "world_size", "engines"),
+    [("foreach", 2, {}), ("fused", 2, {}), ("fused", 4, {"fsdp": {}})],
+)
+def test_joint_kernels_step_whole_and_split_parameters(
+    switch: str, world_size: int, engines: dict[str, Any]
+) -> None:
+    everything = {**engines, "tp": {"tp_size": 2}}
+    run_distributed(check_joint_steps, world_size, switch, switch == "fused", everything)
+
+
+class Spoiled(torch.optim.SGD):
+    """Fails in its second step."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        if self.count == 2:
+            assert len(self.param_groups) == 2
+            raise RuntimeError("spoiled")
+        return super().step(closure)
+
+
+def check_a_failed_step() -> None:
+    accelerator = build(tp={"tp_size": 2})
+    model = accelerator.prepare(Model())
+    optimizer = accelerator.prepare(Spoiled(model.parameters(), lr=0.1, foreach=True))
+    accelerator.backward(loss_of(model, *data(1).tensors))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="spoiled"):
+        optimizer.step()
+    optimizer.step()
+    assert len(optimizer.param_groups) == 1
+
+
+def test_groups_are_whole_again_after_a_step_that_failed() -> None:
+    run_distributed(check_a_failed_step, 2)
+
+
 def check_refusals() -> None:
     def refuse(match: str, model: torch.nn.Module, **plugin: Any) -> None:
         with pytest.raises(ConfigError, match=match):
@@ -172,10 +228,6 @@ def check_refusals() -> None:
         TorchTensorParallelPlugin(3, torch_device_mesh=mesh)
     with pytest.raises(ConfigError, match="named 'tp'"):
         TorchTensorParallelPlugin(2, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
-    model = Model()
-    fused = torch.optim.AdamW(model.parameters(), foreach=True)
-    with pytest.raises(ConfigError, match="foreach=True of group 0"):
-        build(tp={"tp_size": 2}).prepare(model, fused)
     model = build(tp={"torch_device_mesh": mesh}).prepare(Model())
     assert local_sizes(model)["blocks.0.up.weight"] == (10, 8)
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import debug
 
 from accel.errors import ConfigError, Problem
+from accel.strategies.dtensor.leaving import forget_meshes
 
 if TYPE_CHECKING:
     from accel.plan import Plan
@@ -50,18 +50,10 @@ def build_mesh(plan: Plan, replicate: int, tp_size: int) -> DeviceMesh:
         replicate: replicas of the model; with 1 there is no axis of that name.
         tp_size: processes that split matrices; with 1 there is no axis of that name.
     """
-    _forget_meshes()
+    forget_meshes()
     axes = {REPLICATE: replicate, SHARD: plan.world_size // tp_size // replicate, TENSOR: tp_size}
     kept = {name: size for name, size in axes.items() if size > 1 or name == SHARD}
     return init_device_mesh(plan.device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
-
-
-def _forget_meshes() -> None:
-    """Clear what DTensor keeps by mesh: an equal mesh of an earlier run talks to a group long gone.
-
-    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/tensor/debug
-    """
-    debug._clear_sharding_prop_cache()
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:

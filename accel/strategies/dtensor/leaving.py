@@ -1,0 +1,98 @@
+"""Leaving a mesh: its groups are destroyed, and what torch keeps of them is let go of.
+
+A group lives on in whatever holds its object, and gloo's threads live as long as it does: a
+process that trains again and again collects them, and one that ends with any of them may abort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import _collective_utils, _redistribute, debug
+
+from accel.errors import StateError
+
+
+class LeftGroup:
+    """Stands in a model where a process group was: tells its size and rank, and refuses the rest.
+
+    Args:
+        group: still there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._size, self._rank = group.size(), group.rank()
+
+    def size(self) -> int:
+        """Return the number of processes that there were."""
+        return self._size
+
+    def rank(self) -> int:
+        """Return the index that this process had among them."""
+        return self._rank
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # what copying and pickling ask for
+            raise AttributeError(name)
+        raise StateError(
+            "The processes that hold the model's other parts were left. Train, evaluate and save "
+            "before end_training(), or build a new Accelerator() on every process."
+        )
+
+
+def leave(mesh: DeviceMesh, models: Iterable[torch.nn.Module], still_there: bool = True) -> None:
+    """Destroy the groups of a mesh, but for the default one, and drop what holds them.
+
+    Every rank calls this, with nothing under way.
+
+    Args:
+        mesh: of `build_mesh`.
+        models: spread over it.
+        still_there: whether the groups are; else they went with the default group.
+    """
+    infos = [info for model in models for info in _mesh_infos(model)]
+    meshes = {id(known): known for known in (mesh, *(info.mesh for info in infos))}
+    groups: dict[int, dist.ProcessGroup] = {}
+    if still_there:
+        groups = {id(group): group for known in meshes.values() for group in known.get_all_groups()}
+    for info in infos:
+        for name, value in vars(info).items():
+            if isinstance(value, dist.ProcessGroup):
+                setattr(info, name, LeftGroup(value))
+    for group in groups.values():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    for known in meshes.values():
+        registry = getattr(known._get_root_mesh(), "_pg_registry", None)
+        if registry is not None:  # from torch 2.10 on
+            registry.clear()
+    forget_meshes()
+
+
+def _mesh_infos(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield what FSDP2 notes of the meshes of each of its units (torch has no public name)."""
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on, there are several
+        for unit in [state._fsdp_param_group] if groups is None else groups:
+            infos = [] if unit is None else [unit.mesh_info, unit.post_forward_mesh_info]
+            yield from (info for info in infos if info is not None)
+
+
+def forget_meshes() -> None:
+    """Clear what DTensor keeps by mesh: an equal mesh of a later run talks through other groups.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/tensor/debug
+    """
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # from torch 2.10 on
+        _redistribute.clear_redistribute_planner_cache()

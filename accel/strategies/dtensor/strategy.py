@@ -1,0 +1,260 @@
+"""What backends share whose parameters are DTensors: every process holds a part of each tensor.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from accel.checkpoint.optimizers import ParameterNames, load_by_name, parameters
+from accel.data.base import data_rank
+from accel.device import synchronize
+from accel.errors import ConfigError, Problem
+from accel.objects import Objects
+from accel.optimizer import unwrap_optimizer
+from accel.strategies.base import Strategy
+from accel.strategies.dtensor.gradients import gradient_norm
+from accel.strategies.dtensor.leaving import leave
+from accel.strategies.dtensor.mesh import SHARD, TENSOR
+from accel.strategies.dtensor.scaler import ShardedStepScaler
+from accel.strategies.dtensor.steps import step_by_mesh
+from accel.strategies.dtensor.successors import Successors, by_name
+from accel.strategies.dtensor.tensors import all_whole, fitted_weight, parts_of, whole
+
+
+class DTensorStrategy(Strategy):
+    """Base of backends that replace parameters by DTensors on one `DeviceMesh`; no backend itself.
+
+    They build `_mesh` and implement `spread`.
+    """
+
+    _mesh: DeviceMesh | None = None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._successors = Successors()
+        self._unsynced: Counter[int] = Counter()
+        self._spread: list[weakref.ref[torch.nn.Module]] = []
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh of the run."""
+        return self._mesh
+
+    @property
+    def data_rank(self) -> tuple[int, int]:
+        """(index, count) of the data shard this process reads; ranks of one replica share it."""
+        if self._mesh is None:
+            return super().data_rank
+        count, index = data_rank(None, self._mesh)  # type: ignore[arg-type]
+        return index, count
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """What lies in parts on several processes, in words for people."""
+        mesh = self._mesh
+        names = () if mesh is None else mesh.mesh_dim_names or ()
+        sizes = [
+            mesh[name].size() for name in (SHARD, TENSOR) if mesh is not None and name in names
+        ]
+        return ("parameters", "gradients", "optimizer state") if max(sizes, default=1) > 1 else ()
+
+    def prepare(
+        self,
+        objects: Objects,
+        placement: Objects,
+        prepared: Objects,
+        evaluation: bool = False,
+        slice_fn: Any | None = None,
+    ) -> Objects:
+        """Return `objects` wrapped; optimizers of earlier calls follow their parameters."""
+        done = super().prepare(objects, placement, prepared, evaluation, slice_fn)
+        for optimizer in prepared.optimizers:
+            self._successors.follow(optimizer)
+        return done
+
+    def wrap_model(
+        self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
+    ) -> torch.nn.Module:
+        """Return `model` with its parameters in parts, unless they are already."""
+        if isinstance(model, FSDPModule):
+            return model
+        before = by_name(model)
+        self.spread(model)
+        self._spread.append(weakref.ref(model))
+        self._successors.record(before, by_name(model))
+        return self.compile_model(model)
+
+    @abstractmethod
+    def spread(self, model: torch.nn.Module) -> None:
+        """Give `model` the weights of rank 0, and replace its parameters by parts, in place.
+
+        Args:
+            model: as the user built it; of ranks other than 0, it may be on the meta device.
+        """
+
+    def wrap_optimizer(
+        self, optimizer: torch.optim.Optimizer, place: bool = True
+    ) -> torch.optim.Optimizer:
+        """Return `optimizer` over the parts that this rank holds."""
+        self._successors.follow(optimizer)
+        step_by_mesh(unwrap_optimizer(optimizer))
+        return super().wrap_optimizer(optimizer, place)
+
+    def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the user's own module, its parameters in parts (an evaluation may leave them)."""
+        own = super().unwrap_model(model)
+        for module in own.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return own
+
+    # -- the step --------------------------------------------------------------------------
+
+    def make_scaler(self) -> ShardedStepScaler | None:
+        """Return what scales losses under fp16; None in other formats."""
+        if self.plan.mixed_precision != "fp16":
+            return None
+        return ShardedStepScaler(self.plan.device_type, self.comm, **self.plan.scaler.to_dict())
+
+    @contextlib.contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Exchange no gradients in backward passes inside, and keep parameters gathered."""
+        if not isinstance(model, FSDPModule):
+            yield
+            return
+        self._unsynced[id(model)] += 1
+        _set_sync(model, False)
+        try:
+            yield
+        finally:
+            self._unsynced[id(model)] -= 1
+            _set_sync(model, self._unsynced[id(model)] <= 0)
+
+    @contextlib.contextmanager
+    def trigger_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Exchange all gradients so far in the next backward, after forwards in `no_sync`."""
+        if not isinstance(model, FSDPModule):
+            yield
+            return
+        _set_sync(model, True)
+        try:
+            yield
+        finally:
+            _set_sync(model, self._unsynced[id(model)] <= 0)
+
+    def join(self, joinables: Sequence[Any], **kwargs: Any) -> AbstractContextManager[None]:
+        """Refuse: every process takes part in gathering parameters.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            Problem(
+                f"join_uneven_inputs with {self.traits.name}",
+                "each forward pass gathers parameters from all processes",
+                "Let loaders complete the last batch: even_batches=True.",
+            )
+        )
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale gradients to a total norm of at most `max_norm`; return the norm before."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            return torch.zeros((), device=self.device)
+        norm = gradient_norm(gradients, float(norm_type))
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.detach().mul_(factor.to(local.device))
+        return norm
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Refuse where gradients are in parts.
+
+        Raises:
+            ConfigError: if any parameter is sharded.
+        """
+        entries = list(parameters)
+        if any(isinstance(parameter, DTensor) for parameter in entries):
+            raise ConfigError(
+                Problem(
+                    f"clip_grad_value_ with {self.traits.name}",
+                    "the engines that shard gradients clip by their norm alone",
+                    "Call clip_grad_norm_(parameters, max_norm).",
+                )
+            )
+        super().clip_grad_value_(entries, clip_value)
+
+    # -- state -----------------------------------------------------------------------------
+
+    def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the whole model's tensors by name, in the host's memory, on all ranks."""
+        state = self.unwrap_model(model).state_dict(keep_vars=True)
+        gathered: dict[int, torch.Tensor] = {}
+        for value in state.values():  # one tensor under two names is gathered once
+            if id(value) not in gathered:
+                gathered[id(value)] = whole(value)
+        return {name: gathered[id(value)] for name, value in state.items()}
+
+    def load_model_state(
+        self, model: torch.nn.Module, state: dict[str, torch.Tensor], strict: bool = True
+    ) -> None:
+        """Load what `model_state` returned, from any backend and world size."""
+        own = self.unwrap_model(model)
+        targets = own.state_dict()
+        parts = {name: fitted_weight(value, targets.get(name)) for name, value in state.items()}
+        own.load_state_dict(parts, strict=strict)
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, names: ParameterNames
+    ) -> dict[str, Any]:
+        """Return an optimizer's state by parameter name, in whole tensors. Called on every rank."""
+        saved = super().optimizer_state(optimizer, names)
+        kinds = ("state", "other_state", "extra")
+        return saved | {kind: all_whole(saved[kind]) for kind in kinds}
+
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], names: ParameterNames
+    ) -> None:
+        """Load what `optimizer_state` returned, from any backend and world size."""
+        own = unwrap_optimizer(optimizer)
+        live = dict(zip(names.keys(own), parameters(own), strict=True))
+        parts = {
+            key: parts_of(entry, live.get(names.canonical(key)))
+            for key, entry in state.get("state", {}).items()
+        }
+        load_by_name(own, state | {"state": parts}, names)
+
+    def release(self) -> None:
+        """Let go of the mesh and of its groups, after what is under way on any process."""
+        super().release()
+        models = [model for reference in self._spread if (model := reference()) is not None]
+        self._spread.clear()
+        if self._mesh is not None:
+            still_there = dist.is_initialized() and not self.comm.closed
+            if still_there:
+                synchronize(self.device)
+                self.comm.barrier()
+            leave(self._mesh, models, still_there)
+        self._mesh = None
+
+
+def _set_sync(model: FSDPModule, sync: bool) -> None:
+    model.set_requires_gradient_sync(sync)
+    model.set_reshard_after_backward(sync)

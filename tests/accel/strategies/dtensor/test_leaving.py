@@ -1,0 +1,130 @@
+"""The end of a sharded training: nothing of its groups is left, and the model says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from accel.errors import StateError
+from tests.accel.strategies.training import (
+    BATCH,
+    Model,
+    adamw,
+    build,
+    data,
+    local_sizes,
+    steps_of,
+)
+from tests.helpers import run_distributed
+
+Engines = dict[str, Any]
+ENGINES: list[Engines] = [
+    {"fsdp": {"dp_replicate_size": 2}},
+    {"fsdp": {"reshard_after_forward": 2}},  # smaller groups of FSDP2's own
+    {"fsdp": {}, "tp": {"tp_size": 2}},
+]
+ROUNDS = 3
+
+
+def gloo_threads() -> int:
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
+
+
+def trained(engines: Engines) -> tuple[Any, Any]:
+    accelerator = build(**engines)
+    model = Model()
+    prepared = accelerator.prepare(model, adamw(model), DataLoader(data(1), BATCH))
+    steps_of(accelerator, *prepared)
+    return accelerator, prepared
+
+
+def counted_rounds() -> dict[str, list[int]]:
+    """Return the threads while and after each training, of which everything is kept."""
+    found, kept = {}, []
+    for engines in ENGINES:
+        counts = [gloo_threads()]
+        for _ in range(ROUNDS):
+            accelerator, prepared = trained(engines)
+            assert gloo_threads() > counts[0]
+            accelerator.end_training()
+            accelerator.end_training()
+            counts.append(gloo_threads())
+            kept.append((accelerator, prepared))
+        found[str(engines)] = counts
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's /proc")
+def test_no_thread_of_a_mesh_outlives_the_training() -> None:
+    for found in run_distributed(counted_rounds, 4):
+        for engines, counts in found.items():
+            assert max(counts[1:]) <= counts[0], engines
+
+
+def borrowed() -> int:
+    """A group that the script built stays, and the groups of the mesh go."""
+    dist.init_process_group("gloo")
+    own = dist.new_group([0, 1])
+    counts = []
+    for _ in range(2):
+        accelerator, _ = trained({"tp": {"tp_size": 2}})
+        accelerator.end_training()
+        counts.append(gloo_threads())
+    assert dist.is_initialized()
+    total = torch.ones(1)
+    dist.all_reduce(total, group=own)
+    assert total.item() == 2.0
+    return counts[1] - counts[0]
+
+
+def test_groups_of_the_script_stay() -> None:
+    assert max(run_distributed(borrowed, 2)) <= 0
+
+
+def left_before() -> int:
+    """The group is gone when the training ends, and a second one is there."""
+    before = gloo_threads()
+    first, kept = trained({"tp": {"tp_size": 1}})
+    first.state.destroy_process_group()
+    second, _ = trained({"fsdp": {}})
+    first.end_training()
+    second.end_training()
+    return gloo_threads() - before if kept else -1
+
+
+def test_a_group_that_was_left_before_is_let_go_of_too() -> None:
+    assert run_distributed(left_before, 2) == [0, 0]
+
+
+def refused() -> tuple[str, dict[str, tuple[int, ...]]]:
+    accelerator, (model, *_) = trained({"fsdp": {}})
+    accelerator.end_training()
+    with pytest.raises(StateError) as caught:
+        model(torch.zeros(1, 4, dtype=torch.long))
+    return str(caught.value), local_sizes(model)
+
+
+def test_a_model_in_parts_refuses_to_compute_after_the_end() -> None:
+    for words, sizes in run_distributed(refused, 2):
+        assert "before end_training()" in words
+        assert sizes["embed.weight"] == (6, 8)  # what this process holds can still be read
+
+
+def alone() -> bool:
+    accelerator, (model, *_) = trained({"fsdp": {}})
+    inputs = torch.zeros(1, 4, dtype=torch.long)
+    with torch.no_grad():
+        before = model(inputs).clone()
+    accelerator.end_training()
+    with torch.no_grad():
+        return torch.equal(model(inputs), before)
+
+
+def test_a_model_of_one_process_computes_on() -> None:
+    assert run_distributed(alone, 1) == [True]

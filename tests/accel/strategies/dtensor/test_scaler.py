@@ -1,0 +1,239 @@
+"""fp16 where gradients are in parts: one overflow, and all processes skip; else as under DDP."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from accel.config.handlers import GradScalerKwargs
+from accel.strategies.dtensor.scaler import ShardedStepScaler
+from tests.accel.strategies.training import (
+    BATCH,
+    Model,
+    adamw,
+    build,
+    data,
+    difference,
+    largest,
+    loss_of,
+    plain,
+)
+from tests.helpers import run_distributed
+
+CLOSE = 2e-2  # of losses near 2.5, computed in 11 bits
+SCALE = 1024.0
+STEPS = 8
+POISONED = (2, 5)  # steps whose loss overflows on the last process alone
+Engines = dict[str, Any]
+WORLDS: dict[int, list[Engines]] = {
+    1: [{"fsdp": {}}, {"tp": {"tp_size": 1}}],
+    2: [
+        {"fsdp": {}},
+        {"fsdp": {"cpu_offload": True, "reshard_after_forward": False}},
+        {"tp": {"tp_size": 2}},
+        {"tp": {"tp_size": 1}},
+    ],
+    4: [
+        {"fsdp": {"dp_replicate_size": 2}},
+        {"tp": {"tp_size": 2}},
+        {"fsdp": {}, "tp": {"tp_size": 2}},
+    ],
+}
+
+
+def run_of(engines: Engines, accumulation: int = 1, scale: float = SCALE) -> Any:
+    handler = GradScalerKwargs(init_scale=scale, growth_interval=2)
+    return build(
+        **engines,
+        mixed_precision="fp16",
+        gradient_accumulation_steps=accumulation,
+        kwargs_handlers=[handler],
+    )
+
+
+def trained(
+    engines: Engines, poisoned: tuple[int, ...] = POISONED, accumulation: int = 1
+) -> tuple[dict[str, list[Any]], dict[str, torch.Tensor]]:
+    """Train once over the data; return what was seen after each step, and the weights."""
+    accelerator = run_of(engines, accumulation)
+    model = Model()
+    model, optimizer, loader = accelerator.prepare(
+        model, adamw(model), DataLoader(data(STEPS), BATCH)
+    )
+    found: dict[str, list[Any]] = {"losses": [], "norms": [], "skipped": [], "scales": []}
+    for index, (tokens, targets) in enumerate(loader):
+        with accelerator.accumulate(model):
+            loss = loss_of(model, tokens, targets)
+            found["losses"].append(accelerator.reduce(loss.detach(), "mean").item())
+            overflows = index in poisoned and accelerator.is_last_process
+            accelerator.backward(loss * float("inf") if overflows else loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5).item()
+                found["norms"].append(norm if norm < float("inf") else -1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        found["skipped"].append(accelerator.optimizer_step_was_skipped)
+        found["scales"].append(accelerator.scaler.get_scale())
+    weights = accelerator.get_state_dict(model)
+    accelerator.end_training()
+    return found, weights
+
+
+def check_like_ddp(world_size: int) -> None:
+    for accumulation in (1, 2) if world_size == 2 else (1,):
+        expected, weights = trained({}, accumulation=accumulation)
+        assert sum(expected["skipped"]) == 2 * accumulation
+        falls = [b < a for a, b in itertools.pairwise(expected["scales"])]
+        assert True in falls
+        assert (accumulation == 2) or expected["scales"][-1] > expected["scales"][-2]
+        for engines in WORLDS[world_size]:
+            found, own = trained(engines, accumulation=accumulation)
+            assert found["skipped"] == expected["skipped"], engines
+            assert found["scales"] == expected["scales"], engines
+            assert largest(found["losses"], expected["losses"]) < CLOSE, engines
+            assert largest(found["norms"], expected["norms"]) < CLOSE, engines
+            assert difference(own, weights) < CLOSE, engines
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_losses_norms_skips_and_scales_are_those_of_ddp(world_size: int) -> None:
+    run_distributed(check_like_ddp, world_size, world_size, timeout=120.0)
+
+
+def check_like_fp32() -> None:
+    losses, norms, _ = plain(Model())
+    losses, norms = losses[:STEPS], norms[:STEPS]
+    for engines in ({"fsdp": {}}, {"tp": {"tp_size": 2}}):
+        found, _ = trained(engines, poisoned=())
+        assert 0.0 < largest(found["losses"], losses) < CLOSE
+        assert largest(found["norms"], norms) < CLOSE
+        assert found["skipped"] == [False] * len(losses)
+
+
+def test_without_overflows_training_is_that_of_fp32() -> None:
+    run_distributed(check_like_fp32, 2)
+
+
+# -- one part alone ------------------------------------------------------------------------
+
+
+def spoil(model: torch.nn.Module, kind: type, rank: int) -> None:
+    """Let one gradient of a kind overflow on one rank: in the part that it holds, alone."""
+    name = next(n for n, p in model.named_parameters() if n.endswith("up.weight"))
+    chosen = model.get_parameter(name) if kind is DTensor else model.get_parameter("embed.weight")
+    assert isinstance(chosen.grad, DTensor) == (kind is DTensor)
+    assert chosen.grad is not None
+    part = chosen.grad.to_local() if isinstance(chosen.grad, DTensor) else chosen.grad
+    if torch.distributed.get_rank() == rank:
+        part.detach()[0, 0] = float("inf")
+
+
+def stepped(engines: Engines, kind: type, spoiled: int | None, fused: bool = False) -> list[Any]:
+    """Make one step; return whether it was skipped, whether weights moved, and the next scale."""
+    accelerator = run_of(engines)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert type(accelerator.scaler) is ShardedStepScaler
+    before = accelerator.get_state_dict(model)
+    accelerator.backward(loss_of(model, *data(1).tensors))
+    if spoiled is not None:
+        spoil(model, kind, spoiled)
+    optimizer.step()
+    moved = difference(accelerator.get_state_dict(model), before) > 0.0
+    found = [optimizer.step_was_skipped, moved, accelerator.scaler.get_scale()]
+    optimizer.zero_grad()
+    accelerator.backward(loss_of(model, *data(1).tensors))
+    optimizer.step()
+    assert not accelerator.optimizer_step_was_skipped
+    assert all(bool(p.isfinite().all()) for p in accelerator.get_state_dict(model).values())
+    accelerator.end_training()
+    return found
+
+
+def check_parts(world_size: int) -> list[list[Any]]:
+    cases: list[tuple[Engines, type]] = [({"fsdp": {}}, DTensor)]
+    if world_size == 2:  # the embedding is whole, in the optimizer of what is split
+        cases += [({"tp": {"tp_size": 2}}, DTensor), ({"tp": {"tp_size": 2}}, torch.Tensor)]
+    else:  # parameters on meshes of one axis and of two
+        cases = [({"fsdp": {}, "tp": {"tp_size": 2}}, DTensor)]
+    found = []
+    for engines, kind in cases:
+        assert stepped(engines, kind, None) == [False, True, SCALE]
+        found.append(stepped(engines, kind, world_size - 1))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_overflow_in_the_part_of_one_process_skips_the_step_on_all(world_size: int) -> None:
+    for found in run_distributed(check_parts, world_size, world_size):
+        assert found == [[True, False, SCALE / 2]] * len(found)
+
+
+def check_fused() -> None:
+    assert stepped({"fsdp": {}}, DTensor, None, fused=True) == [False, True, SCALE]
+    assert stepped({"fsdp": {}}, DTensor, 0, fused=True) == [True, False, SCALE / 2]
+
+
+def test_a_fused_optimizer_skips_too() -> None:
+    run_distributed(check_fused, 2)
+
+
+def check_uneven() -> None:
+    """A process without gradients of its own takes part in the decision, too."""
+    accelerator = run_of({"fsdp": {}})
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    scaler = accelerator.scaler
+    accelerator.backward(parameters[0].sum())
+    if not accelerator.is_main_process:
+        parameters[0].grad = None
+    assert scaler.step_unless_overflow(optimizer) is False
+    if accelerator.is_main_process:
+        parameters[1].grad = torch.full((1,), float("nan"))
+    assert scaler.scale(torch.ones(())).item() == SCALE
+    assert scaler.step_unless_overflow(optimizer) is True
+    assert scaler.get_scale() == SCALE / 2
+
+
+def test_a_process_without_gradients_takes_part() -> None:
+    run_distributed(check_uneven, 2)
+
+
+# -- states --------------------------------------------------------------------------------
+
+
+def saved(folder: str, engines: Engines) -> None:
+    accelerator = run_of(engines)
+    model, optimizer = (model := Model()), adamw(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(loss_of(model, *data(1).tensors) * float("inf"))
+    optimizer.step()
+    assert accelerator.optimizer_step_was_skipped
+    accelerator.save_state(folder)
+    accelerator.end_training()
+
+
+def loaded(folder: str, engines: Engines) -> float:
+    accelerator = run_of(engines, scale=8.0)
+    model, optimizer = (model := Model(seed=4)), adamw(model)
+    accelerator.prepare(model, optimizer)
+    assert accelerator.scaler.get_scale() == 8.0
+    accelerator.load_state(folder)
+    scale = accelerator.scaler.get_scale()
+    accelerator.end_training()
+    return float(scale)
+
+
+def test_the_scale_is_part_of_the_state_under_any_engine(tmp_path: Path) -> None:
+    engines: list[Engines] = [{"fsdp": {}}, {"tp": {"tp_size": 2}}, {}]
+    for number, (writer, reader) in enumerate(zip(engines, engines[1:] + engines[:1], strict=True)):
+        folder = str(tmp_path / str(number))
+        run_distributed(saved, 2, folder, writer)
+        assert run_distributed(loaded, 2, folder, reader) == [SCALE / 2] * 2

@@ -1,0 +1,85 @@
+"""The byte GPT, as a person starts it, on four processes: hybrid shards, and shards of matrices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner import compose, hydra_setup, rundir, worker
+from runner.job import Job
+from tests.helpers import run_distributed
+from tests.runner import loops
+
+STEPS = 6
+TINY = (
+    *("experiment=bytes_gpt", "callbacks=[]", "tracker.log_with=[]", f"trainer.max_steps={STEPS}"),
+    *("model.dim=16", "model.num_layers=2", "model.num_heads=2", "model.expansion=2"),
+    *("data.context=16", "data.validation_bytes=200", "data.random_start=false"),
+    *("trainer.log_every=1", "trainer.eval_every=null", "trainer.max_time=null"),
+)
+FOUR = ("distributed=multi_cpu", "distributed.num_processes=4")
+ENGINES = {
+    "one": (1, ()),
+    "hybrid": (4, (*FOUR, "fsdp=hybrid_shard", "fsdp.dp_replicate_size=2")),
+    "nodes": (4, (*FOUR, "fsdp=hybrid_shard")),  # there is one node, so there is one replica
+    "split": (4, (*FOUR, "fsdp=full_shard", "tensor_parallel=default")),
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with two small files, one for each part of the data."""
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(2):
+        generator = torch.Generator().manual_seed(number)
+        words = torch.randint(97, 107, (1600,), generator=generator)
+        (folder / f"text_{number}.py").write_bytes(bytes(words.tolist()))
+    return folder
+
+
+def trained(
+    folder: Path,
+    text: Path,
+    engine: str,
+    *more: str,
+    run_dir: Path | None = None,
+) -> Path:
+    """Train as the command line does, but in workers that are warm; return the run directory."""
+    num_processes, overrides = ENGINES[engine]
+    overrides = (*TINY, f"data.path={text}", *overrides, *more)
+    with hydra_setup.session():
+        recipe = compose.require(compose.anew(list(overrides), "config"))
+    resume_from = None if run_dir is None else str(loops.newest(run_dir))
+    run_dir = run_dir or rundir.claim(folder, recipe.name)
+    Job(run_dir, overrides, resume_from, cwd=str(folder)).save(recipe)
+    assert run_distributed(worker.run, num_processes, run_dir) == [0] * num_processes
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def expected(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Return the losses of one process."""
+    losses = loops.losses(trained(tmp_path_factory.mktemp("one"), text, "one"))
+    assert len(losses) == STEPS
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("hybrid", "split"), ("split", "one"), ("nodes", "hybrid")]
+)
+def test_a_sharded_run_has_the_losses_of_one_process_and_goes_on_under_another_engine(
+    first: str, second: str, expected: list[float], text: Path, tmp_path: Path
+) -> None:
+    run_dir = trained(tmp_path, text, first, f"trainer.stop_after={STEPS // 2}")
+    assert loops.losses(run_dir) == pytest.approx(expected[: STEPS // 2], rel=1e-4)
+    trained(tmp_path, text, second, run_dir=run_dir)
+    assert loops.losses(run_dir) == pytest.approx(expected, rel=1e-4)
+
+
+def test_fp16_in_shards_skips_together(text: Path, tmp_path: Path) -> None:
+    more = ("precision=fp16", f"precision.scaler.init_scale={2.0**24}")
+    run_dir = trained(tmp_path, text, "split", *more)
+    skipped = [record.get("skipped_steps", 0) for record in loops.records(run_dir)]
+    assert sum(skipped) > 0
