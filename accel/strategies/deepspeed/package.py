@@ -5,8 +5,12 @@ Source: https://deepspeed.readthedocs.io/en/latest/
 
 from __future__ import annotations
 
+import fcntl
+import os
+import sys
 import warnings
 import weakref
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -81,3 +85,36 @@ def can_build(package: ModuleType, builder: str) -> bool:
     """
     found = package.accelerator.get_accelerator().create_op_builder(builder)
     return found is not None and bool(found.is_compatible(verbose=False))
+
+
+def build(package: ModuleType, builder: str) -> None:
+    """Load an op of DeepSpeed, compiling it (a minute) where that was not done before.
+
+    torch's own lock is a file, which one that is killed while it compiles leaves behind, and which
+    all later ones wait for. So ops have a folder of their own here, and a lock around it that the
+    system takes back from the dead.
+
+    Args:
+        package: deepspeed.
+        builder: name of the op's builder class.
+    """
+    root = _op_folder(package)
+    root.mkdir(parents=True, exist_ok=True)
+    programs = env.read("PATH", os.defpath), str(Path(sys.executable).parent)  # ninja's
+    with (root / "building.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in root.glob("*/lock"):
+            left.unlink()
+        with env.patched(TORCH_EXTENSIONS_DIR=root, PATH=os.pathsep.join(map(str, programs))):
+            package.accelerator.get_accelerator().create_op_builder(builder).load(verbose=False)
+
+
+def _op_folder(package: ModuleType) -> Path:
+    """Return where ops for these versions are, inside the folder that torch uses for all."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = env.read("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    kind = package.accelerator.get_accelerator().device_name().partition(":")[0]
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    versions = f"deepspeed-{package.__version__}-torch-{torch.__version__}-python-{python}-{kind}"
+    return Path(root) / "accel" / versions
