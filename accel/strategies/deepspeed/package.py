@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import sys
 import warnings
 import weakref
@@ -88,33 +89,48 @@ def can_build(package: ModuleType, builder: str) -> bool:
 
 
 def build(package: ModuleType, builder: str) -> None:
-    """Load an op of DeepSpeed, compiling it (a minute) where that was not done before.
+    """Load an op of DeepSpeed, compiling it (minutes) where that was not done before.
 
     torch's own lock is a file, which one that is killed while it compiles leaves behind, and which
-    all later ones wait for. So ops have a folder of their own here, and a lock around it that the
-    system takes back from the dead.
+    all later ones wait for. So each compiles in a folder of its own that gets its name when it is
+    complete, and the lock around it is one that the system takes back from the dead.
 
     Args:
         package: deepspeed.
         builder: name of the op's builder class.
     """
-    root = _op_folder(package)
-    root.mkdir(parents=True, exist_ok=True)
-    programs = env.read("PATH", os.defpath), str(Path(sys.executable).parent)  # ninja's
-    with (root / "building.lock").open("w") as lock:
+    done = op_folder(package, builder)
+    done.parent.mkdir(parents=True, exist_ok=True)
+    with done.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for left in root.glob("*/lock"):
-            left.unlink()
-        with env.patched(TORCH_EXTENSIONS_DIR=root, PATH=os.pathsep.join(map(str, programs))):
-            package.accelerator.get_accelerator().create_op_builder(builder).load(verbose=False)
+        if done.exists():
+            for left in done.glob("*/lock"):
+                left.unlink()
+            _load(package, builder, done)
+            return
+        partial = done.with_suffix(f".{os.getpid()}")
+        shutil.rmtree(partial, ignore_errors=True)  # of a dead process of the same number
+        partial.mkdir()
+        _load(package, builder, partial)
+        partial.rename(done)
 
 
-def _op_folder(package: ModuleType) -> Path:
-    """Return where ops for these versions are, inside the folder that torch uses for all."""
+def _load(package: ModuleType, builder: str, folder: Path) -> None:
+    programs = env.read("PATH", os.defpath), str(Path(sys.executable).parent)  # ninja's
+    with env.patched(TORCH_EXTENSIONS_DIR=folder, PATH=os.pathsep.join(map(str, programs))):
+        package.accelerator.get_accelerator().create_op_builder(builder).load(verbose=False)
+
+
+def op_folder(package: ModuleType, builder: str) -> Path:
+    """Return where an op for these versions is once it is compiled, below torch's own folder.
+
+    Args:
+        package: deepspeed.
+        builder: name of the op's builder class.
+    """
     from torch.utils.cpp_extension import get_default_build_root
 
     root = env.read("TORCH_EXTENSIONS_DIR") or get_default_build_root()
     kind = package.accelerator.get_accelerator().device_name().partition(":")[0]
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    versions = f"deepspeed-{package.__version__}-torch-{torch.__version__}-python-{python}-{kind}"
-    return Path(root) / "accel" / versions
+    versions = f"deepspeed-{package.__version__}-torch-{torch.__version__}-{kind}"
+    return Path(root) / "accel" / f"{sys.implementation.cache_tag}-{versions}" / builder

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from accel import env, tree
 from accel.checkpoint.optimizers import ParameterNames
-from accel.config.deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig, watch
+from accel.config.deepspeed import DeepSpeedPlugin, watch
 from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem, StateError
 from accel.objects import Objects
@@ -26,6 +26,7 @@ from accel.strategies.base import Strategy, Traits
 from accel.strategies.deepspeed import checks, package, recognition, shards, universal
 from accel.strategies.deepspeed.disk import Disk
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accel.strategies.deepspeed.recognition import Recognition
 from accel.strategies.deepspeed.settings import Settings
 from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, DeepSpeedScheduler
 from accel.strategies.footprint import Footprint
@@ -55,7 +56,7 @@ class DeepSpeedStrategy(Strategy):
         self.package = package.load(self.device)
         self._trained: weakref.ref[DeepSpeedOptimizer] | None = None
         self._holds = 0  # contexts of `no_sync` around the current code
-        self._announced: HfDeepSpeedConfig | None = None  # what transformers holds weakly
+        self._recognition: Recognition | None = None
         self._announce(self.plugin)
         watch(self._announce)
 
@@ -71,13 +72,18 @@ class DeepSpeedStrategy(Strategy):
         """Let transformers build models in shards if the active plugin has them sharded."""
         if not any(changed is plugin for plugin in (self.plan.engines.deepspeed or {}).values()):
             return
-        if self._announced is not None:
-            recognition.withdraw(self._announced)
-        self._announced = None
+        self._withdraw()
         plugin = self.plugin
-        if plugin.stage == 3 and plugin.zero3_init_flag is not False and dist.is_initialized():
+        wanted = plugin.stage == 3 and plugin.zero3_init_flag is not False
+        if wanted and recognition.is_possible() and dist.is_initialized():
             package.join_group(self.package)
-            self._announced = recognition.announce(self._init_settings().config)
+            config = self._init_settings().config
+            self._recognition = Recognition(config, self.plan.local_rank)
+
+    def _withdraw(self) -> None:
+        if self._recognition is not None:
+            self._recognition.withdraw()
+            self._recognition = None
 
     @property
     def sharded(self) -> tuple[str, ...]:
@@ -264,7 +270,9 @@ class DeepSpeedStrategy(Strategy):
         config = self._init_settings().finish()
         package.join_group(self.package)
         dtype = DTYPES.get(self.precision.name, torch.float32)
-        with self.package.zero.Init(config_dict_or_path=config, dtype=dtype):
+        with env.patched(LOCAL_RANK=self.plan.local_rank):  # a lone process has no launcher
+            context = self.package.zero.Init(config_dict_or_path=config, dtype=dtype)
+        with context:
             yield
 
     def _init_settings(self) -> Settings:
@@ -442,9 +450,7 @@ class DeepSpeedStrategy(Strategy):
         if optimizer is not None:
             optimizer.engine.destroy()
         self._trained = None
-        if self._announced is not None:
-            recognition.withdraw(self._announced)
-            self._announced = None
+        self._withdraw()
         package.leave_group(self.package)
         super().release()
 
