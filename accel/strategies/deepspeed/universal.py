@@ -40,12 +40,12 @@ def save(engine: Any, folder: Path, main: bool) -> None:
         rule = f"the format holds {' and '.join(MOMENTS)} of each parameter"
         remedy = "Use Adam or AdamW, and make a step before; or call save_state."
         _refuse(f"save_native of {type(engine.basic_optimizer).__name__}", rule, remedy)
-    engine.save_checkpoint(str(folder), tag=OWN, client_state={UNIVERSAL_CHECKPOINT_INFO: {}})
+    own = folder / OWN
+    engine.save_checkpoint(str(own), tag=OWN, client_state={UNIVERSAL_CHECKPOINT_INFO: {}})
     if main:
         shutil.rmtree(folder / TAG, ignore_errors=True)
-        _convert(folder / OWN, folder / TAG)
-        shutil.rmtree(folder / OWN)
-        (folder / "latest").unlink(missing_ok=True)  # it names the engine's own
+        _convert(own / OWN, folder / TAG)
+        shutil.rmtree(own)
 
 
 def _states(engine: Any) -> list[Any]:
