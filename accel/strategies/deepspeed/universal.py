@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import CheckpointError, Problem
+from accel.imports import require
 
 TAG = "universal"
 OWN = "engine"  # the engine's own files, which are converted
+INFO = "universal_checkpoint_info"  # which names of parameters are special; here none are
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -33,15 +35,13 @@ def save(engine: Any, folder: Path, main: bool) -> None:
     Raises:
         CheckpointError: if the format has no place for this engine's state.
     """
-    from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
-
     _check_engine(engine, "save_native")
     if not all(name in values for name in MOMENTS for values in _states(engine)):
         rule = f"the format holds {' and '.join(MOMENTS)} of each parameter"
         remedy = "Use Adam or AdamW, and make a step before; or call save_state."
         _refuse(f"save_native of {type(engine.basic_optimizer).__name__}", rule, remedy)
     own = folder / OWN
-    engine.save_checkpoint(str(own), tag=OWN, client_state={UNIVERSAL_CHECKPOINT_INFO: {}})
+    engine.save_checkpoint(str(own), tag=OWN, client_state={INFO: {}})
     if main:
         shutil.rmtree(folder / TAG, ignore_errors=True)
         _convert(own / OWN, folder / TAG)
@@ -54,8 +54,7 @@ def _states(engine: Any) -> list[Any]:
 
 
 def _convert(source: Path, target: Path) -> None:
-    from deepspeed.checkpoint import ds_to_universal
-
+    converter = require("deepspeed.checkpoint.ds_to_universal", "save_native")
     options = argparse.Namespace(
         input_folder=str(source),
         output_folder=str(target),
@@ -67,7 +66,7 @@ def _convert(source: Path, target: Path) -> None:
     )
     quiet = io.StringIO()
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
-        ds_to_universal.main(options)
+        converter.main(options)
 
 
 def load(engine: Any, folder: Path) -> None:
