@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
@@ -214,6 +215,62 @@ class CheckpointAPI:
         state = self.get_state_dict(model)
         if session.writes(self._accelerator):
             exports.export_model(state, save_directory, max_shard_size, safe_serialization)
+
+    def save_native(self, model: torch.nn.Module, save_directory: str | os.PathLike[str]) -> None:
+        """Export a model and its optimizer in the format of the engine that trains it.
+
+        For exchange with other programs; to resume a run, there is `save_state`. DeepSpeed writes
+        its universal checkpoint. Call it on every process.
+
+        Args:
+            model: prepared.
+            save_directory: created if it does not exist; on a disk that all processes see.
+
+        Raises:
+            CheckpointError: on every process, if it failed on any; if the engine has no format of
+                its own.
+
+        Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
+        """
+        strategy = self._accelerator.strategy
+        with session.together(strategy.comm, "save_native"):
+            strategy.save_native(model, Path(save_directory).expanduser())
+
+    def load_native(
+        self,
+        model: torch.nn.Module,
+        input_dir: str | os.PathLike[str],
+        *,
+        trust_pickle: bool = False,
+    ) -> None:
+        """Read model and optimizer as `save_native`, or the engine elsewhere, wrote them.
+
+        Call it on every process; their number may differ.
+
+        Args:
+            model: prepared.
+            input_dir: what `save_native` was given.
+            trust_pickle: whether whoever wrote these files is trusted: engines unpickle them, and
+                that runs any code that is in them.
+
+        Raises:
+            CheckpointError: on every process, if it failed on any; if the engine has no format of
+                its own.
+            ConfigError: without `trust_pickle`.
+
+        Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
+        """
+        if not trust_pickle:
+            raise ConfigError(
+                Problem(
+                    f"load_native({os.fspath(input_dir)!r})",
+                    "the engine unpickles these files, which runs any code that is in them",
+                    "If you trust whoever wrote them, give trust_pickle=True; else load_state.",
+                )
+            )
+        strategy = self._accelerator.strategy
+        with session.together(strategy.comm, "load_native"):
+            strategy.load_native(model, Path(input_dir).expanduser())
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return a model's whole state dict. Call it on every process.

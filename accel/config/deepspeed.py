@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import Any
 
 from accel.config.handlers import check_choice, check_minimum
 from accel.errors import ConfigError, Problem, unknown_choice
+
+# Told of each plugin that is selected, or that switches sharding while models are built.
+_WATCHERS: list[weakref.WeakMethod[Callable[[DeepSpeedPlugin], None]]] = []
 
 AUTO = "auto"
 DEVICES = ("none", "cpu", "nvme")
@@ -65,7 +69,8 @@ class DeepSpeedPlugin:
         offload_param_device: where parameters rest under stage 3: none, cpu or nvme; None: none.
         offload_optimizer_nvme_path: folder for the optimizer state of nvme.
         offload_param_nvme_path: folder for the parameters of nvme.
-        zero3_init_flag: whether models are sharded while they are built; None: no.
+        zero3_init_flag: whether models are sharded while they are built, under stage 3; None:
+            those of transformers are, whose `from_pretrained` then loads them in parts.
         zero3_save_16bit_model: whether the engine's own export may gather weights under stage 3;
             None: no.
         transformer_moe_cls_names: names of mixture-of-experts classes, separated by commas, that
@@ -117,6 +122,7 @@ class DeepSpeedPlugin:
         for plugin in self._siblings:
             plugin._selected = False
         self._selected = True
+        _tell(self)
 
     def join(self, siblings: Sequence[DeepSpeedPlugin]) -> None:
         """Tell this plugin of the others of its run.
@@ -223,10 +229,12 @@ class DeepSpeedPlugin:
         """
         before = self.zero3_init_flag
         self.zero3_init_flag = enable
+        _tell(self)
         try:
             yield
         finally:
             self.zero3_init_flag = before
+            _tell(self)
 
 
 class HfDeepSpeedConfig:
@@ -293,6 +301,23 @@ class HfDeepSpeedConfig:
             for what in ("optimizer", "param")
         ]
         return any(device in ("cpu", "nvme") for device in devices)
+
+
+def watch(told: Callable[[DeepSpeedPlugin], None]) -> None:
+    """Call a method when a plugin is selected, or switches sharding while models are built.
+
+    Args:
+        told: a bound method, called with the plugin for as long as its owner lives.
+    """
+    _WATCHERS[:] = [known for known in _WATCHERS if known() is not None]
+    _WATCHERS.append(weakref.WeakMethod(told))
+
+
+def _tell(plugin: DeepSpeedPlugin) -> None:
+    for watcher in list(_WATCHERS):
+        told = watcher()
+        if told is not None:
+            told(plugin)
 
 
 def value_at(config: Mapping[str, Any], key: str) -> Any:

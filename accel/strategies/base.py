@@ -11,6 +11,7 @@ from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from accel.checkpoint.optimizers import ParameterNames, load_by_name, state_by_name
 from accel.data.prepare import prepare_data_loader
 from accel.enums import DistributedType
-from accel.errors import ConfigError, Problem
+from accel.errors import CheckpointError, ConfigError, Problem
 from accel.objects import Objects
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
 from accel.precision.amp import StepScaler
@@ -167,10 +168,7 @@ class Strategy(ABC):
             models=models,
             optimizers=optimizers,
             schedulers=[self.wrap_scheduler(scheduler, known) for scheduler in objects.schedulers],
-            dataloaders=[
-                self.wrap_dataloader(loader, place, slice_fn)
-                for loader, place in zip(objects.dataloaders, placement.dataloaders, strict=True)
-            ],
+            dataloaders=self.wrap_dataloaders(objects, placement, slice_fn),
         )
 
     def wrap_model(
@@ -229,6 +227,15 @@ class Strategy(ABC):
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
         )
+
+    def wrap_dataloaders(
+        self, objects: Objects, placement: Objects, slice_fn: Any | None = None
+    ) -> list[Any]:
+        """Return the loaders of `objects`, each as `wrap_dataloader` returns it."""
+        return [
+            self.wrap_dataloader(loader, place, slice_fn)
+            for loader, place in zip(objects.dataloaders, placement.dataloaders, strict=True)
+        ]
 
     def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the user's own module; its names are those of a portable state."""
@@ -301,6 +308,27 @@ class Strategy(ABC):
             names: the names of all prepared models' parameters.
         """
         load_by_name(unwrap_optimizer(optimizer), state, names)
+
+    def save_native(self, model: torch.nn.Module, folder: Path) -> None:
+        """Write model and optimizer in the engine's own format. Called on every rank.
+
+        Raises:
+            CheckpointError: if it has none.
+        """
+        self._refuse_native("save_native", "Call save_state.")
+
+    def load_native(self, model: torch.nn.Module, folder: Path) -> None:
+        """Read what `save_native` wrote, which can run code. Called on every rank.
+
+        Raises:
+            CheckpointError: if the engine has no format of its own.
+        """
+        self._refuse_native("load_native", "Call load_state.")
+
+    def _refuse_native(self, what: str, remedy: str) -> None:
+        name = self.traits.name
+        problem = Problem(f"{what} under {name}", "it has no format of its own", remedy)
+        raise CheckpointError(str(problem))
 
     @contextlib.contextmanager
     def portable(self) -> Iterator[None]:

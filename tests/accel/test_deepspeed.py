@@ -147,3 +147,45 @@ def test_bf16_of_the_engine_is_near_a_plain_loop() -> None:
 
 def test_four_processes_train_as_a_plain_loop() -> None:
     run_distributed(trains_equally, 4, [{"zero_stage": 3, "accumulation": 2}], timeout=110)
+
+
+# -- no second copy ------------------------------------------------------------------------
+
+
+def steps_the_weights_themselves(fields: dict[str, Any], precision: str, shared: bool) -> None:
+    accelerator = Accelerator(
+        cpu=True, deepspeed_plugin=DeepSpeedPlugin(**fields), mixed_precision=precision
+    )
+    model = build()
+    model[3].bias.requires_grad_(False)
+    model, optimizer, loader = accelerator.prepare(model, adamw(model), data(4))
+    held = {p.ds_tensor.untyped_storage().data_ptr() for p in model.parameters()}
+    flats = model.optimizer.fp32_partitioned_groups_flat
+    assert len(flats) >= 2
+    assert {flat.untyped_storage().data_ptr() in held for flat in flats} == {shared}
+    bytes_of = accelerator.strategy.footprint([model], [optimizer])
+    inputs, targets = next(iter(loader))
+    before = accelerator.get_state_dict(model)
+    accelerator.backward(error_of(model(inputs), targets))
+    optimizer.step()
+    assert {flat.untyped_storage().data_ptr() in held for flat in flats} == {shared}
+    moments = sum(2 * flat.nbytes + 4 for flat in flats)
+    assert bytes_of.optimizer_state == moments + (0 if shared else sum(f.nbytes for f in flats))
+    after = accelerator.get_state_dict(model)
+    assert largest(after, before) > 0
+    accelerator.unwrap_model(model)
+    with accelerator.strategy.package.zero.GatheredParameters(list(model.parameters())):
+        gathered = {name: p.detach().clone() for name, p in model.module.named_parameters()}
+    assert largest(gathered, after) < (1e-9 if precision == "no" else 1e-2)
+    accelerator.end_training()
+
+
+def weights_and_copies() -> None:
+    one = {"stage3_param_persistence_threshold": 0, "sub_group_size": 20, "stage": 3}
+    for options in ({"zero_stage": 3}, {"hf_ds_config": {"zero_optimization": one}}):
+        steps_the_weights_themselves(options, "no", shared=True)
+    steps_the_weights_themselves({"zero_stage": 3}, "bf16", shared=False)
+
+
+def test_stage_3_in_fp32_keeps_no_second_copy_of_the_weights() -> None:
+    run_distributed(weights_and_copies, 2, timeout=110)

@@ -302,3 +302,23 @@ def test_a_configuration_answers_by_dotted_keys() -> None:
     assert not config.is_true("a.b")
     assert config.get_value("a.c", 5) == 5
     assert DeepSpeedPlugin(config).stage == 3
+
+
+def test_buckets_are_as_large_as_the_model_or_under_stage_three_as_a_layer() -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(5)])
+    for stage, size in ((2, 360), (3, 64)):
+        zero = completed(DeepSpeedPlugin(zero_stage=stage), model=model)["zero_optimization"]
+        assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == size
+    small = completed(DeepSpeedPlugin(zero_stage=3), model=torch.nn.Linear(9, 1))
+    assert small["zero_optimization"]["reduce_bucket_size"] == 10
+
+
+def test_parameters_on_disk_do_rest_there_in_buffers_of_their_size(tmp_path: Path) -> None:
+    plugin = DeepSpeedPlugin(
+        zero_stage=3, offload_param_device="nvme", offload_param_nvme_path=str(tmp_path)
+    )
+    section = completed(plugin, model=torch.nn.Linear(6, 5))["zero_optimization"]["offload_param"]
+    assert (section["max_in_cpu"], section["buffer_size"], section["buffer_count"]) == (0, 15, 5)
+    config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
+    section = completed(DeepSpeedPlugin(config))["zero_optimization"]["offload_param"]
+    assert "buffer_size" not in section  # what a file leaves out is DeepSpeed's to decide

@@ -56,8 +56,6 @@ class Backend:
         arguments: returns what `Accelerator` is given beside precision and accumulation.
         owns_bf16: whether the engine keeps a bf16 copy of the weights itself; else autocast.
         sharded: whether parameters, gradients and optimizer state are all spread over processes.
-        copies_fp32: whether the engine keeps a second fp32 copy of weights in fp32, too. (DeepSpeed
-            0.19.8 means to share it, but compares a `torch.device` with a string there.)
         reason: returns why a cell does not run; None if it does.
     """
 
@@ -65,7 +63,6 @@ class Backend:
     arguments: Callable[[Cell], dict[str, Any]]
     owns_bf16: bool = False
     sharded: bool = False
-    copies_fp32: bool = False
     reason: Callable[[Cell], str | None] = lambda cell: None
 
 
@@ -171,7 +168,7 @@ def _deepspeed_backends() -> dict[str, Backend]:
         "zero0": engine("DeepSpeed ZeRO-0", _deepspeed(0)),
         "zero1": engine("DeepSpeed ZeRO-1", _deepspeed(1)),
         "zero2": engine("DeepSpeed ZeRO-2", _deepspeed(2)),
-        "zero3": engine("DeepSpeed ZeRO-3", _zero3(), sharded=True, copies_fp32=True),
+        "zero3": engine("DeepSpeed ZeRO-3", _zero3(), sharded=True),
         "zero2_offload": engine(
             "DeepSpeed ZeRO-2 offload", _deepspeed(2, offload_optimizer_device="cpu")
         ),

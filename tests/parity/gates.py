@@ -23,7 +23,6 @@ ENGINE_OWNED = 1e-2
 # batch that happens to round the same way is no measure of noise.
 UNIT = 2**-23
 SHARE = 0.3  # of what a replica holds, on 4 processes; 0.25 would be a fourth of everything
-SHARE_COPIED = SHARE * 5 / 4  # with a second copy of the weights beside the replica's four
 TWIN = "head.weight"  # the same tensor as the embedding: a state may name it once
 
 
@@ -172,5 +171,4 @@ def allowed_share(cell: Cell) -> float | None:
     backend = BACKENDS[cell.backend]
     if not backend.sharded or cell.world_size == 1:
         return None
-    copied = backend.copies_fp32 and cell.precision == "no"
-    return (SHARE_COPIED if copied else SHARE) * 4 / cell.world_size
+    return SHARE * 4 / cell.world_size

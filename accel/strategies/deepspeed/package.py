@@ -5,8 +5,13 @@ Source: https://deepspeed.readthedocs.io/en/latest/
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
+import sys
 import warnings
 import weakref
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -81,3 +86,51 @@ def can_build(package: ModuleType, builder: str) -> bool:
     """
     found = package.accelerator.get_accelerator().create_op_builder(builder)
     return found is not None and bool(found.is_compatible(verbose=False))
+
+
+def build(package: ModuleType, builder: str) -> None:
+    """Load an op of DeepSpeed, compiling it (minutes) where that was not done before.
+
+    torch's own lock is a file, which one that is killed while it compiles leaves behind, and which
+    all later ones wait for. So each compiles in a folder of its own that gets its name when it is
+    complete, and the lock around it is one that the system takes back from the dead.
+
+    Args:
+        package: deepspeed.
+        builder: name of the op's builder class.
+    """
+    done = op_folder(package, builder)
+    done.parent.mkdir(parents=True, exist_ok=True)
+    with done.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if done.exists():
+            for left in done.glob("*/lock"):
+                left.unlink()
+            _load(package, builder, done)
+            return
+        partial = done.with_suffix(f".{os.getpid()}")
+        shutil.rmtree(partial, ignore_errors=True)  # of a dead process of the same number
+        partial.mkdir()
+        _load(package, builder, partial)
+        partial.rename(done)
+
+
+def _load(package: ModuleType, builder: str, folder: Path) -> None:
+    programs = env.read("PATH", os.defpath), str(Path(sys.executable).parent)  # ninja's
+    with env.patched(TORCH_EXTENSIONS_DIR=folder, PATH=os.pathsep.join(map(str, programs))):
+        package.accelerator.get_accelerator().create_op_builder(builder).load(verbose=False)
+
+
+def op_folder(package: ModuleType, builder: str) -> Path:
+    """Return where an op for these versions is once it is compiled, below torch's own folder.
+
+    Args:
+        package: deepspeed.
+        builder: name of the op's builder class.
+    """
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = env.read("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    kind = package.accelerator.get_accelerator().device_name().partition(":")[0]
+    versions = f"deepspeed-{package.__version__}-torch-{torch.__version__}-{kind}"
+    return Path(root) / "accel" / f"{sys.implementation.cache_tag}-{versions}" / builder

@@ -52,6 +52,12 @@ class Settings:
         """The stage of ZeRO."""
         return int(value_at(self.config, KEYS["zero_stage"]))
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether parameters or optimizer state rest on disk."""
+        sections = (f"{ZERO}.offload_{what}.device" for what in ("optimizer", "param"))
+        return "nvme" in (value_at(self.config, section) for section in sections)
+
     def claim(self, key: str, value: Any, source: str) -> None:
         """Set `key`, or note that the configuration says something else than `source`."""
         found = value_at(self.config, key)
@@ -205,9 +211,26 @@ class Settings:
         for name, value in auto.items():
             if zero.get(name) == AUTO or (own and self.stage == 3 and name.startswith("stage3")):
                 zero[name] = value
-        if own:  # no bucket needs to be larger than the model
-            zero.setdefault("reduce_bucket_size", min(500_000_000, max(total, 1)))
-            zero.setdefault("allgather_bucket_size", min(500_000_000, max(total, 1)))
+        if own:  # no bucket needs to be larger than the model, nor stage 3's than a layer
+            largest = width * width if self.stage == 3 else 500_000_000
+            zero.setdefault("reduce_bucket_size", max(min(largest, total), 1))
+            zero.setdefault("allgather_bucket_size", max(min(largest, total), 1))
+            self._follow_disk(model)
+
+    def _follow_disk(self, model: torch.nn.Module) -> None:
+        """Let parameters that rest on disk do so, and size buffers by the largest of them.
+
+        DeepSpeed itself would keep 10⁹ elements in memory, and have five buffers of 10⁸.
+        """
+        section = self.config[ZERO].get("offload_param", {})
+        if section.get("device") != "nvme":
+            return
+        section.setdefault("max_in_cpu", 0)
+        sizes = [math.prod(_shape(parameter)) for parameter in model.parameters()]
+        if sizes:  # none where only the context is asked for in which a model is built
+            section.setdefault("buffer_size", math.ceil(max(sizes) / self.num_replicas))
+            most = max(len(list(m.parameters(recurse=False))) for m in model.modules())
+            section.setdefault("buffer_count", max(5, 2 * most))
 
     def finish(self) -> dict[str, Any]:
         """Return the configuration.

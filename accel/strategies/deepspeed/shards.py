@@ -19,6 +19,7 @@ import torch
 
 from accel.checkpoint.optimizers import FORMAT_VERSION, ParameterNames
 from accel.errors import CheckpointError, Problem
+from accel.strategies.deepspeed.disk import Disk
 from accel.strategies.footprint import Footprint, num_bytes, state_bytes
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Piece:
         offset: where it begins in the flattened parameter.
         shape: of the whole parameter.
         sharded: whether other ranks hold other parts.
+        part: index of what `Disk.fetch` reads before `flat` is looked at; None: it is in memory.
     """
 
     flat: torch.Tensor
@@ -44,6 +46,7 @@ class Piece:
     offset: int
     shape: tuple[int, ...]
     sharded: bool
+    part: int | None = None
 
     def whole(self, flat: torch.Tensor, comm: Communicator) -> torch.Tensor:
         """Return the parameter's part of `flat`, of all ranks together, on the host."""
@@ -113,7 +116,7 @@ def _of_stage_3(optimizer: Any) -> dict[int, Piece]:
             length = max(0, min(size, parameter.ds_numel - offset))
             flat = optimizer.fp32_partitioned_groups_flat[index]
             shape = tuple(parameter.ds_shape)
-            found[id(parameter)] = Piece(flat, start, length, offset, shape, sharded=True)
+            found[id(parameter)] = Piece(flat, start, length, offset, shape, True, part=index)
     return found
 
 
@@ -145,6 +148,27 @@ def undo_first_step(engine: Any) -> None:
         group.pop("step", None)  # where DeepSpeed's own kernels count
 
 
+def share_weights(engine: Any) -> None:
+    """Let stage 3 in fp32 step the weights themselves, in place of a copy of them.
+
+    DeepSpeed means to: "in such cases we don't need another copy". But it compares the weights'
+    `torch.device` with a string, which is never equal, so that it always makes one. Values are
+    equal when the engine is built; from then on its copy back after a step changes nothing.
+    """
+    optimizer = engine.optimizer
+    if type(optimizer).__name__ != "DeepSpeedZeroOptimizer_Stage3" or optimizer.zenflow:
+        return
+    pairs = zip(
+        optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True
+    )
+    for weights, stepped in pairs:
+        # None and empty ones lie on disk; offloaded ones may lie elsewhere.
+        if weights is None or weights.numel() != stepped.numel():
+            continue
+        if (weights.dtype, weights.device) == (stepped.dtype, stepped.device):
+            stepped.data = weights.data
+
+
 # -- weights -------------------------------------------------------------------------------
 
 
@@ -153,6 +177,7 @@ def model_state(
     where: dict[int, Piece],
     gather: Callable[[torch.nn.Parameter], torch.Tensor],
     comm: Communicator,
+    disk: Disk,
 ) -> dict[str, torch.Tensor]:
     """Return the whole model's tensors by name, trained ones in the optimizer's own precision.
 
@@ -161,6 +186,7 @@ def model_state(
         where: the pieces of its trained parameters.
         gather: returns the whole of another parameter that is sharded.
         comm: how this process talks to the others.
+        disk: holds what the engine has there.
     """
     done: dict[int, torch.Tensor] = {}  # tied parameters stay tied
     state = {}
@@ -171,6 +197,7 @@ def model_state(
         key = id(value)
         if key not in done:
             if key in where:
+                disk.fetch(where[key].part)
                 done[key] = where[key].whole(where[key].flat, comm)
             elif hasattr(value, "ds_id") and isinstance(value, torch.nn.Parameter):
                 done[key] = gather(value)
@@ -186,6 +213,7 @@ def load_model_state(
     where: dict[int, Piece],
     write: Callable[[torch.nn.Parameter, torch.Tensor], None],
     strict: bool,
+    disk: Disk,
 ) -> None:
     """Load what `model_state` returned.
 
@@ -195,6 +223,7 @@ def load_model_state(
         where: the pieces of its trained parameters.
         write: copies a whole tensor into a parameter, sharded or not.
         strict: whether every name must match.
+        disk: holds what the engine has there.
 
     Raises:
         RuntimeError: naming what does not fit, as torch does.
@@ -213,6 +242,7 @@ def load_model_state(
         if isinstance(value, torch.nn.Parameter):
             write(value, state[name])
             if id(value) in where:
+                disk.fetch(where[id(value)].part, change=True)
                 where[id(value)].put(state[name], where[id(value)].flat)
         else:
             value.copy_(state[name])
@@ -227,6 +257,7 @@ def optimizer_state(
     where: dict[int, Piece],
     names: ParameterNames,
     comm: Communicator,
+    disk: Disk,
 ) -> dict[str, Any]:
     """Return the optimizer's state by parameter name, in whole tensors.
 
@@ -236,6 +267,7 @@ def optimizer_state(
         where: their pieces.
         names: their names.
         comm: how this process talks to the others.
+        disk: holds what the engine has there.
     """
     keys = _keys(groups, names)
     state = {}
@@ -243,6 +275,7 @@ def optimizer_state(
         piece = where.get(id(parameter))
         stepped = None if piece is None else basic.state.get(piece.flat)
         if piece is not None and stepped:
+            disk.fetch(piece.part)
             state[keys[id(parameter)]] = {
                 name: piece.whole(value, comm) if _is_flat(value, piece.flat) else _copy(value)
                 for name, value in stepped.items()
@@ -267,6 +300,7 @@ def load_optimizer_state(
     where: dict[int, Piece],
     saved: dict[str, Any],
     names: ParameterNames,
+    disk: Disk,
 ) -> None:
     """Load what `optimizer_state` returned.
 
@@ -283,10 +317,12 @@ def load_optimizer_state(
     for live, group in zip(basic.param_groups, saved["param_groups"], strict=True):
         live.update({k: v for k, v in group.items() if k not in ("params", "param_names")})
     by_key = {names.canonical(key): value for key, value in saved["state"].items()}
+    disk.forget_state()
     basic.state.clear()
     for parameter in (p for group in groups for p in group):
         piece, values = where.get(id(parameter)), by_key.get(keys[id(parameter)])
         if piece is not None and values:
+            disk.fetch(piece.part, change=True)
             _put_state(basic, piece, values, keys[id(parameter)])
 
 
@@ -346,7 +382,7 @@ def footprint(parameters: Sequence[torch.nn.Parameter], optimizers: Sequence[Any
     if not optimizers:
         return Footprint(held, 0, 0)
     (optimizer,) = optimizers
-    own = {p.data_ptr() for p in parameters}
+    own = {getattr(p, "ds_tensor", p).data_ptr() for p in parameters}
     where = pieces(optimizer.engine).values()
     stepped = list({id(piece.flat): piece.flat for piece in where}.values())
     copies = num_bytes(flat for flat in stepped if flat.data_ptr() not in own)

@@ -10,19 +10,23 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 
 from accel import env, tree
 from accel.checkpoint.optimizers import ParameterNames
-from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed import DeepSpeedPlugin, watch
 from accel.enums import DistributedType
-from accel.errors import CheckpointError, ConfigError, Problem, StateError
+from accel.errors import ConfigError, Problem, StateError
 from accel.objects import Objects
 from accel.strategies.base import Strategy, Traits
-from accel.strategies.deepspeed import checks, package, shards
+from accel.strategies.deepspeed import checks, package, recognition, shards, universal
+from accel.strategies.deepspeed.disk import Disk
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accel.strategies.deepspeed.recognition import Recognition
 from accel.strategies.deepspeed.settings import Settings
 from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, DeepSpeedScheduler
 from accel.strategies.footprint import Footprint
@@ -52,6 +56,9 @@ class DeepSpeedStrategy(Strategy):
         self.package = package.load(self.device)
         self._trained: weakref.ref[DeepSpeedOptimizer] | None = None
         self._holds = 0  # contexts of `no_sync` around the current code
+        self._recognition: Recognition | None = None
+        self._announce(self.plugin)
+        watch(self._announce)
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
@@ -60,6 +67,23 @@ class DeepSpeedStrategy(Strategy):
         if plugin is None:
             raise StateError("No plugin of DeepSpeed is selected. Select one by its name.")
         return plugin
+
+    def _announce(self, changed: DeepSpeedPlugin) -> None:
+        """Let transformers build models in shards if the active plugin has them sharded."""
+        if not any(changed is plugin for plugin in (self.plan.engines.deepspeed or {}).values()):
+            return
+        self._withdraw()
+        plugin = self.plugin
+        wanted = plugin.stage == 3 and plugin.zero3_init_flag is not False
+        if wanted and recognition.is_possible() and dist.is_initialized():
+            package.join_group(self.package)
+            config = self._init_settings().config
+            self._recognition = Recognition(config, self.plan.local_rank)
+
+    def _withdraw(self) -> None:
+        if self._recognition is not None:
+            self._recognition.withdraw()
+            self._recognition = None
 
     @property
     def sharded(self) -> tuple[str, ...]:
@@ -113,10 +137,7 @@ class DeepSpeedStrategy(Strategy):
         slice_fn: Any | None = None,
     ) -> Objects:
         """Return `objects`, model and optimizer as an engine of DeepSpeed."""
-        loaders = [
-            self.wrap_dataloader(loader, place, slice_fn)
-            for loader, place in zip(objects.dataloaders, placement.dataloaders, strict=True)
-        ]
+        loaders = self.wrap_dataloaders(objects, placement, slice_fn)
         done = Objects(dataloaders=loaders)
         if not objects.models:
             done.schedulers = [
@@ -202,6 +223,8 @@ class DeepSpeedStrategy(Strategy):
         if dummy is not None and dummy.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = dummy.lr_scheduler_callable
         package.join_group(self.package)
+        if settings.on_disk:
+            package.build(self.package, "AsyncIOBuilder")
         with env.patched(LOCAL_RANK=self.plan.local_rank):  # a lone process has no launcher
             engine, *_ = self.package.initialize(**arguments)
         engine.accel_plugin = self.plugin
@@ -212,6 +235,7 @@ class DeepSpeedStrategy(Strategy):
         if optimizer is None:
             return
         shards.undo_first_step(engine)
+        shards.share_weights(engine)
         wrapped = DeepSpeedOptimizer(engine, groups)
         self._trained = weakref.ref(wrapped)
         done.optimizers = [wrapped]
@@ -243,16 +267,22 @@ class DeepSpeedStrategy(Strategy):
         if not self.plugin.is_zero3_init_enabled():
             yield
             return
+        config = self._init_settings().finish()
+        package.join_group(self.package)
+        dtype = DTYPES.get(self.precision.name, torch.float32)
+        with env.patched(LOCAL_RANK=self.plan.local_rank):  # a lone process has no launcher
+            context = self.package.zero.Init(config_dict_or_path=config, dtype=dtype)
+        with context:
+            yield
+
+    def _init_settings(self) -> Settings:
+        """Return what is known of the configuration before there is a model."""
         settings = Settings(self.plugin, self.plan, self.data_rank[1])
         settings.follow_run([])
         settings.config.pop("optimizer", None)
         settings.config.pop("scheduler", None)
         settings.follow_model(torch.nn.Module())
-        config = settings.finish()
-        package.join_group(self.package)
-        dtype = DTYPES.get(self.precision.name, torch.float32)
-        with self.package.zero.Init(config_dict_or_path=config, dtype=dtype):
-            yield
+        return settings
 
     # -- the step --------------------------------------------------------------------------
 
@@ -350,34 +380,47 @@ class DeepSpeedStrategy(Strategy):
         Called on every rank.
         """
         module = self.unwrap_model(model)
-        return shards.model_state(module, self._pieces(model), self._gather, self.comm)
+        with Disk(model) as disk:
+            return shards.model_state(module, self._pieces(model), self._gather, self.comm, disk)
 
     def load_model_state(
         self, model: torch.nn.Module, state: dict[str, torch.Tensor], strict: bool = True
     ) -> None:
         """Load what `model_state` returned, from any backend and world size."""
         module = self.unwrap_model(model)
-        shards.load_model_state(module, state, self._pieces(model), self._write, strict)
+        with Disk(model) as disk:
+            where = self._pieces(model)
+            shards.load_model_state(module, state, where, self._write, strict, disk)
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, names: ParameterNames
     ) -> dict[str, Any]:
         """Return an optimizer's state by parameter name, in whole tensors. Called on every rank."""
         engine, groups = self._parts(optimizer)
-        self._refuse_disk(engine)
         where = shards.pieces(engine)
         inner = getattr(optimizer, "optimizer", optimizer)
-        return shards.optimizer_state(inner, groups, where, names, self.comm)
+        with Disk(engine) as disk:
+            return shards.optimizer_state(inner, groups, where, names, self.comm, disk)
 
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], names: ParameterNames
     ) -> None:
         """Load what `optimizer_state` returned, from any backend and world size."""
         engine, groups = self._parts(optimizer)
-        self._refuse_disk(engine)
         inner = getattr(optimizer, "optimizer", optimizer)
-        shards.load_optimizer_state(inner, groups, shards.pieces(engine), state, names)
+        with Disk(engine) as disk:
+            shards.load_optimizer_state(inner, groups, shards.pieces(engine), state, names, disk)
         engine.optimizer._hp_optimizer_states_linked = False
+
+    def save_native(self, model: torch.nn.Module, folder: Path) -> None:
+        """Write a universal checkpoint of DeepSpeed. Called on every rank."""
+        universal.save(model, folder, self.comm.rank == 0)
+
+    def load_native(self, model: torch.nn.Module, folder: Path) -> None:
+        """Read a universal checkpoint of DeepSpeed, which can run code. Called on every rank."""
+        universal.load(model, folder)
+        optimizer = self._require_optimizer("load_native")
+        optimizer.clip_next_step(optimizer.clipping)  # the checkpoint brought its own
 
     def _parts(self, optimizer: Any) -> tuple[Any, list[list[torch.nn.Parameter]]]:
         return optimizer.engine, optimizer.groups
@@ -386,19 +429,7 @@ class DeepSpeedStrategy(Strategy):
         optimizer = self._optimizer()
         if optimizer is None or optimizer.engine is not model:
             return {}
-        self._refuse_disk(model)
         return shards.pieces(model)
-
-    def _refuse_disk(self, engine: Any) -> None:
-        """Refuse what lies on disk, in files of the engine's own."""
-        for offload in (engine.zero_offload_optimizer(), engine.zero_offload_param()):
-            if (
-                offload is not None
-                and str(getattr(offload.device, "value", offload.device)) == "nvme"
-            ):
-                rule = "a portable state is gathered from memory"
-                remedy = "Offload to the CPU, or save with the engine's own save_checkpoint."
-                raise CheckpointError(str(Problem("state under offload to nvme", rule, remedy)))
 
     def _gather(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         with self.package.zero.GatheredParameters([parameter]):
@@ -419,6 +450,7 @@ class DeepSpeedStrategy(Strategy):
         if optimizer is not None:
             optimizer.engine.destroy()
         self._trained = None
+        self._withdraw()
         package.leave_group(self.package)
         super().release()
 

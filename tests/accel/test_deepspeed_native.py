@@ -1,0 +1,115 @@
+"""DeepSpeed's universal checkpoint: exported, and read only from those who are trusted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel import Accelerator
+from accel.checkpoint.optimizers import ParameterNames
+from accel.errors import CheckpointError, ConfigError
+from accel.utils import DeepSpeedPlugin
+from tests.accel.test_deepspeed import GLOBAL_BATCH, adamw, build, data, error_of, largest
+from tests.helpers import run_distributed
+
+
+def started(stage: int) -> tuple[Any, ...]:
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage))
+    model = build()
+    size = GLOBAL_BATCH // accelerator.num_processes
+    return (accelerator, *accelerator.prepare(model, adamw(model), data(size)))
+
+
+def train(accelerator: Any, model: Any, optimizer: Any, batches: Any) -> list[float]:
+    losses = []
+    for inputs, targets in batches:
+        loss = error_of(model(inputs), targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return losses
+
+
+def held(accelerator: Any, model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights and moments by parameter."""
+    weights = {n: t.clone() for n, t in accelerator.get_state_dict(model).items()}
+    names = ParameterNames([accelerator.unwrap_model(model)])
+    return weights, accelerator.strategy.optimizer_state(optimizer, names)
+
+
+def exports(folder: str, stage: int) -> Any:
+    accelerator, model, optimizer, loader = started(stage)
+    batches = list(loader)
+    train(accelerator, model, optimizer, batches[:4])
+    for group in optimizer.param_groups:
+        group["lr"] = 0.002
+    accelerator.save_native(model, folder)
+    state = held(accelerator, model, optimizer)
+    losses = train(accelerator, model, optimizer, batches[4:7])
+    accelerator.end_training()
+    return (*state, losses)
+
+
+def imports(folder: str, stage: int) -> Any:
+    accelerator, model, optimizer, loader = started(stage)
+    batches = list(loader)
+    train(accelerator, model, optimizer, batches[:1])
+    with pytest.raises(ConfigError, match="runs any code") as error:
+        accelerator.load_native(model, folder)
+    assert "trust_pickle=True" in str(error.value)
+    accelerator.load_native(model, folder, trust_pickle=True)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.002}
+    state = held(accelerator, model, optimizer)
+    losses = train(accelerator, model, optimizer, batches[4:7])
+    accelerator.end_training()
+    return (*state, losses)
+
+
+def agree(found: Any, expected: Any) -> None:
+    weights, state, losses = found
+    assert largest(weights, expected[0]) == 0.0
+    assert state["state"].keys() == expected[1]["state"].keys()
+    for name, values in expected[1]["state"].items():
+        assert values.keys() == state["state"][name].keys() >= {"exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(state["state"][name][key], values[key]) for key in values)
+    assert losses == pytest.approx(expected[2], rel=1e-6)
+
+
+def test_what_two_processes_export_one_and_two_import(tmp_path: Path) -> None:
+    expected = run_distributed(exports, 2, str(tmp_path), 2, timeout=110)[0]
+    assert {path.name for path in tmp_path.iterdir()} == {"universal", "latest_universal"}
+    agree(run_distributed(imports, 2, str(tmp_path), 1, timeout=110)[0], expected)
+    agree(run_distributed(imports, 1, str(tmp_path), 2, timeout=110)[0], expected)
+
+
+def refuses(folder: str) -> None:
+    accelerator, model, *_ = started(1)
+    with pytest.raises(CheckpointError, match="make a step before"):
+        accelerator.save_native(model, folder)
+    with pytest.raises(CheckpointError, match=r"ds_to_universal\.py first"):
+        accelerator.load_native(model, folder, trust_pickle=True)
+    with pytest.raises(CheckpointError, match="DeepSpeed does not train"):
+        accelerator.save_native(build(), folder)
+    accelerator.end_training()
+    accelerator, model, *_ = started(3)
+    with pytest.raises(CheckpointError, match="stage 3 of ZeRO"):
+        accelerator.save_native(model, folder)
+    accelerator.end_training()
+
+
+def test_what_the_format_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    run_distributed(refuses, 1, str(tmp_path), timeout=110)
+
+
+def test_other_engines_have_no_format_of_their_own(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    with pytest.raises(CheckpointError, match="save_native under single: it has no format"):
+        accelerator.save_native(model, tmp_path)
+    with pytest.raises(CheckpointError, match="Call load_state"):
+        accelerator.load_native(model, tmp_path, trust_pickle=True)
+    accelerator.end_training()

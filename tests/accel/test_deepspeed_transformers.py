@@ -1,0 +1,110 @@
+"""transformers builds its models in shards under ZeRO-3, and as a whole under anything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from accel import Accelerator
+from accel.imports import is_available
+from accel.state import AcceleratorState
+from accel.utils import DeepSpeedPlugin, HfDeepSpeedConfig
+from tests.helpers import run_distributed
+
+pytestmark = pytest.mark.skipif(
+    not is_available("transformers"), reason="transformers is not installed"
+)
+AUTO = {
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    },
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "bf16": {"enabled": "auto"},
+}
+
+
+def tiny() -> Any:
+    """A language model of one layer, built by transformers from a configuration."""
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(
+        GPT2Config(
+            vocab_size=32, n_embd=24, n_layer=1, n_head=2, n_positions=16, bos_token_id=0,
+            eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )
+    )  # fmt: skip
+
+
+def in_shards(model: torch.nn.Module) -> bool:
+    marked = {hasattr(parameter, "ds_id") for parameter in model.parameters()}
+    assert len(marked) == 1
+    return marked == {True}
+
+
+def recognises_stage_3() -> None:
+    from transformers.integrations import deepspeed as integration
+
+    assert not integration.is_deepspeed_zero3_enabled()
+    whole = tiny()
+    assert not in_shards(whole)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(AUTO))
+    assert integration.is_deepspeed_zero3_enabled()
+    told = integration.deepspeed_config()
+    assert told["zero_optimization"]["stage"] == 3
+    assert told["train_batch_size"] == accelerator.num_processes
+    model = tiny()
+    assert in_shards(model)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    width = model.module.config.n_embd
+    assert model._config.zero_config.reduce_bucket_size == width * width
+    assert model._config.zero_config.param_persistence_threshold == 10 * width
+    tokens = torch.arange(8).view(2, 4)
+    losses = []
+    for _ in range(2):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[1] < losses[0]
+    accelerator.end_training()
+    assert not integration.is_deepspeed_zero3_enabled()
+    assert not in_shards(tiny())
+
+
+def follows_the_selected_plugin() -> None:
+    from transformers.integrations import deepspeed as integration
+
+    plugins = {"two": DeepSpeedPlugin(zero_stage=2), "three": DeepSpeedPlugin(zero_stage=3)}
+    accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins)
+    state = AcceleratorState()
+    assert not integration.is_deepspeed_zero3_enabled()
+    state.select_deepspeed_plugin("three")
+    assert integration.is_deepspeed_zero3_enabled()
+    with plugins["three"].zero3_init_context_manager(enable=False):
+        assert not in_shards(tiny())
+    assert in_shards(tiny())
+    plugins["two"].select()
+    assert not integration.is_deepspeed_zero3_enabled()
+    plugins["three"].select()
+    own = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})  # another's stays
+    integration.set_hf_deepspeed_config(own)
+    accelerator.end_training()
+    assert integration.deepspeed_config() is own.config
+    integration.unset_hf_deepspeed_config()
+
+
+def test_models_of_transformers_are_sharded_while_they_are_built() -> None:
+    run_distributed(recognises_stage_3, 2, timeout=110)
+
+
+def test_the_selected_plugin_decides() -> None:
+    run_distributed(follows_the_selected_plugin, 1, timeout=110)
