@@ -128,36 +128,26 @@ def _four(cell: Cell) -> str | None:
     return None if cell.world_size == 4 else "two times two processes are four"
 
 
-def _no_fp16(cell: Cell) -> str | None:
-    refused = "mixed_precision='fp16' is refused: losses of sharded models are not scaled yet"
-    return refused if cell.precision == "fp16" else None
-
-
 def _fp16_on_gpu(cell: Cell) -> str | None:
     if cell.precision == "fp16" and cell.device == "cpu":
         return "DeepSpeed computes in fp16 on accelerators alone; accel refuses it on a CPU"
     return None
 
 
-def _first(*reasons: Callable[[Cell], str | None]) -> Callable[[Cell], str | None]:
-    return lambda cell: next(filter(None, (reason(cell) for reason in reasons)), None)
-
-
 def _sharded_backends() -> dict[str, Backend]:
-    engine = partial(Backend, owns_bf16=True, reason=_no_fp16)
+    engine = partial(Backend, owns_bf16=True)
     both = _together(_fsdp(reshard_after_forward=True), _tensor_parallel(2))
-    four = _first(_no_fp16, _four)
     return {
         "fsdp_full_shard": engine(
             "FSDP2 full_shard", _fsdp(reshard_after_forward=True), sharded=True
         ),
         "fsdp_shard_grad_op": engine("FSDP2 shard_grad_op", _fsdp(reshard_after_forward=False)),
-        "fsdp_hybrid_shard": engine("FSDP2 hybrid_shard", _fsdp(dp_replicate_size=2), reason=four),
+        "fsdp_hybrid_shard": engine("FSDP2 hybrid_shard", _fsdp(dp_replicate_size=2), reason=_four),
         "fsdp_no_shard": engine("FSDP2 no_shard", _fsdp(dp_replicate_size="all")),
         "fsdp_cpu_offload": engine("FSDP2 cpu_offload", _fsdp(cpu_offload=True), sharded=True),
-        "fsdp_tp": engine("FSDP2 × TP", both, reason=four),
-        "tp": Backend("TP", _tensor_parallel(), reason=_no_fp16),
-        "tp_ddp": Backend("TP × replicas", _tensor_parallel(2), reason=four),
+        "fsdp_tp": engine("FSDP2 × TP", both, reason=_four),
+        "tp": Backend("TP", _tensor_parallel()),
+        "tp_ddp": Backend("TP × replicas", _tensor_parallel(2), reason=_four),
     }
 
 
@@ -183,9 +173,7 @@ BACKENDS: dict[str, Backend] = {
     **_deepspeed_backends(),
     "compile_single": Backend("one process, compiled", _compiled(_none), reason=_alone),
     "compile_ddp": Backend("DDP, compiled", _compiled(_none), reason=_several),
-    "compile_fsdp": Backend(
-        "FSDP2, compiled blocks", _compiled(_fsdp()), owns_bf16=True, reason=_no_fp16
-    ),
+    "compile_fsdp": Backend("FSDP2, compiled blocks", _compiled(_fsdp()), owns_bf16=True),
     "compile_zero2": Backend(
         "ZeRO-2, compiled", _compiled(_deepspeed(2)), owns_bf16=True, reason=_fp16_on_gpu
     ),

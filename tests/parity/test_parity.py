@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.errors import NotBuiltError
+from accel.errors import ConfigError
 from tests.parity import reference
 from tests.parity.cells import BACKENDS, Cell, matrix, reason_not_to_run
 from tests.parity.controls import SABOTAGES, controls
@@ -77,8 +77,13 @@ def test_an_engine_on_two_processes_is_the_plain_loop(backend: str) -> None:
 
 
 def test_fp16_and_one_process_alone() -> None:
-    for precision in ("no", "fp16"):
-        verdict = run(Cell("single", precision, task=TASK))
+    cells = [
+        Cell("single", "no", task=TASK),
+        Cell("single", "fp16", task=TASK),
+        Cell("fsdp_full_shard", "fp16", 2, task=TASK),
+    ]
+    for cell in cells:
+        verdict = run(cell)
         assert verdict.green, verdict.failures
 
 
@@ -111,9 +116,9 @@ def test_a_number_that_is_none_is_red_and_tables_show_everything() -> None:
     assert floors_table([cell]).row_count == 1
 
 
-@pytest.mark.parametrize("backend", ["fsdp_full_shard", "tp"])
+@pytest.mark.parametrize("backend", ["zero0", "zero3_offload", "compile_zero2"])
 def test_what_is_not_run_for_being_refused_is_refused(backend: str) -> None:
     cell = Cell(backend, "fp16")
-    assert "is refused" in (reason_not_to_run(cell, 0) or "")
-    with pytest.raises(NotBuiltError, match="mixed_precision='fp16'"):
+    assert "refuses it" in (reason_not_to_run(cell, 0) or "")
+    with pytest.raises(ConfigError, match="fp16"):
         make_accelerator(cell)
