@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 
 from accel import env, tree
 from accel.checkpoint.optimizers import ParameterNames
@@ -70,12 +69,13 @@ class DeepSpeedStrategy(Strategy):
 
     def _announce(self, changed: DeepSpeedPlugin) -> None:
         """Let transformers build models in shards if the active plugin has them sharded."""
-        if not any(changed is plugin for plugin in (self.plan.engines.deepspeed or {}).values()):
+        ours = (self.plan.engines.deepspeed or {}).values()
+        if self.comm.closed or not any(changed is plugin for plugin in ours):
             return
         self._withdraw()
         plugin = self.plugin
         wanted = plugin.stage == 3 and plugin.zero3_init_flag is not False
-        if wanted and recognition.is_possible() and dist.is_initialized():
+        if wanted and recognition.is_possible():
             package.join_group(self.package)
             config = self._init_settings().config
             self._recognition = Recognition(config, self.plan.local_rank)
