@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 
 class Walk:
@@ -45,16 +46,22 @@ def storages() -> dict[int, torch.UntypedStorage]:
 
 
 def tensors() -> Iterator[torch.Tensor]:
-    """Yield every tensor that Python knows, local shards and gradients too."""
+    """Yield every tensor that Python knows, local shards and gradients too.
+
+    But for those that stand for others while the compiler traces: they have no memory of their own.
+    """
     for item in gc.get_objects():
         kind = type(item)  # `isinstance` would ask lazy proxies, which import things then
-        if not issubclass(kind, torch.Tensor):
-            continue
-        if kind.__name__ == "FakeTensor":
+        if not issubclass(kind, torch.Tensor) or stands_for_another(item):
             continue
         yield from local(item)
-        if item.is_leaf and item.grad is not None:
+        if item.is_leaf and item.grad is not None and not stands_for_another(item.grad):
             yield from local(item.grad)
+
+
+def stands_for_another(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is a stand-in of the compiler's tracing."""
+    return torch._is_functional_tensor(tensor) or is_fake(tensor)
 
 
 def local(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -7,12 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel.errors import ConfigError
 from tests.parity import reference
 from tests.parity.cells import BACKENDS, Cell, matrix, reason_not_to_run
 from tests.parity.controls import SABOTAGES, controls
 from tests.parity.gates import Verdict, compare, plain
+from tests.parity.memory import Walk
 from tests.parity.report import controls_table, floors_table, matrix_table
 from tests.parity.running import run
 from tests.parity.task import Task
@@ -74,6 +77,18 @@ def test_an_engine_on_two_processes_is_the_plain_loop(backend: str) -> None:
         verdict = run(cell)
         assert verdict.green, verdict.failures
         assert verdict.types[0] == TYPES[backend]
+
+
+def test_memory_is_counted_once_and_without_the_compilers_stand_ins() -> None:
+    walk = Walk(step=0)
+    real = torch.nn.Parameter(torch.ones(300))
+    real.grad = torch.ones(300)
+    view = real.detach()[10:]
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.ones(300))
+    stand_ins = [fake, torch._to_functional_tensor(fake), torch._to_functional_tensor(view)]
+    assert walk.count(0, "after") == 2 * 4 * 300
+    assert len(stand_ins) == 3
 
 
 def test_fp16_and_one_process_alone() -> None:
