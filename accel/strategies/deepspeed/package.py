@@ -23,6 +23,7 @@ from accel.errors import ConfigError, Problem
 from accel.imports import require
 from accel.wrapping import register_wrapper
 
+COMPLETE = "complete"  # the file that says that an op's folder is
 # The group that DeepSpeed's own caches of groups belong to.
 _GROUPS: list[weakref.ref[Any]] = []
 
@@ -92,37 +93,40 @@ def build(package: ModuleType, builder: str) -> None:
     """Load an op of DeepSpeed, compiling it (minutes) where that was not done before.
 
     torch's own lock is a file, which one that is killed while it compiles leaves behind, and which
-    all later ones wait for. So each compiles in a folder of its own that gets its name when it is
-    complete, and the lock around it is one that the system takes back from the dead.
+    all later ones wait for. So the lock around it is one that the system takes back from the dead,
+    and what was not compiled to its end is thrown away.
 
     Args:
         package: deepspeed.
         builder: name of the op's builder class.
     """
-    done = op_folder(package, builder)
-    done.parent.mkdir(parents=True, exist_ok=True)
-    with done.with_suffix(".lock").open("w") as lock:
+    folder = op_folder(package, builder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if done.exists():
-            for left in done.glob("*/lock"):
-                left.unlink()
-            _load(package, builder, done)
-            return
-        partial = done.with_suffix(f".{os.getpid()}")
-        shutil.rmtree(partial, ignore_errors=True)  # of a dead process of the same number
-        partial.mkdir()
-        _load(package, builder, partial)
-        partial.rename(done)
+        if not is_built(package, builder):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        for left in folder.glob("*/lock"):  # by one that was killed while it loaded
+            left.unlink()
+        programs = env.read("PATH", os.defpath), str(Path(sys.executable).parent)  # ninja's
+        with env.patched(TORCH_EXTENSIONS_DIR=folder, PATH=os.pathsep.join(map(str, programs))):
+            package.accelerator.get_accelerator().create_op_builder(builder).load(verbose=False)
+        (folder / COMPLETE).touch()
 
 
-def _load(package: ModuleType, builder: str, folder: Path) -> None:
-    programs = env.read("PATH", os.defpath), str(Path(sys.executable).parent)  # ninja's
-    with env.patched(TORCH_EXTENSIONS_DIR=folder, PATH=os.pathsep.join(map(str, programs))):
-        package.accelerator.get_accelerator().create_op_builder(builder).load(verbose=False)
+def is_built(package: ModuleType, builder: str) -> bool:
+    """Return whether an op was compiled to its end on this machine.
+
+    Args:
+        package: deepspeed.
+        builder: name of the op's builder class.
+    """
+    return (op_folder(package, builder) / COMPLETE).exists()
 
 
 def op_folder(package: ModuleType, builder: str) -> Path:
-    """Return where an op for these versions is once it is compiled, below torch's own folder.
+    """Return where an op for these versions is compiled, below torch's own folder.
 
     Args:
         package: deepspeed.

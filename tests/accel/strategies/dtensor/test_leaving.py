@@ -94,11 +94,12 @@ def left_before() -> int:
     second, _ = trained({"fsdp": {}})
     first.end_training()
     second.end_training()
-    return gloo_threads() - before if kept else -1
+    assert kept
+    return gloo_threads() - before
 
 
 def test_a_group_that_was_left_before_is_let_go_of_too() -> None:
-    assert run_distributed(left_before, 2) == [0, 0]
+    assert max(run_distributed(left_before, 2)) <= 0  # an earlier test's may end meanwhile
 
 
 def refused() -> tuple[str, dict[str, tuple[int, ...]]]:
