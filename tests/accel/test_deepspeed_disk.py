@@ -156,7 +156,7 @@ class Builder:
 def pretended() -> Any:
     device = SimpleNamespace(create_op_builder=lambda name: Builder(), device_name=lambda: "cpu")
     accelerator = SimpleNamespace(get_accelerator=lambda: device)
-    return SimpleNamespace(__version__="0", accelerator=accelerator)
+    return SimpleNamespace(__version__="0", __file__="/deepspeed.py", accelerator=accelerator)
 
 
 def builds(folder: str) -> None:

@@ -6,6 +6,7 @@ Source: https://deepspeed.readthedocs.io/en/latest/
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import sys
@@ -126,7 +127,10 @@ def is_built(package: ModuleType, builder: str) -> bool:
 
 
 def op_folder(package: ModuleType, builder: str) -> Path:
-    """Return where an op for these versions is compiled, below torch's own folder.
+    """Return where an op for these packages is compiled, below torch's own folder.
+
+    Their places are in its name: ninja compiles again what is to be linked against other files, so
+    two environments of the same versions would undo each other's work.
 
     Args:
         package: deepspeed.
@@ -137,4 +141,7 @@ def op_folder(package: ModuleType, builder: str) -> Path:
     root = env.read("TORCH_EXTENSIONS_DIR") or get_default_build_root()
     kind = package.accelerator.get_accelerator().device_name().partition(":")[0]
     versions = f"deepspeed-{package.__version__}-torch-{torch.__version__}-{kind}"
-    return Path(root) / "accel" / f"{sys.implementation.cache_tag}-{versions}" / builder
+    places = "\n".join(str(module.__file__) for module in (torch, package))
+    digest = hashlib.sha256(places.encode()).hexdigest()[:8]
+    name = f"{sys.implementation.cache_tag}-{versions}-{digest}"
+    return Path(root) / "accel" / name / builder

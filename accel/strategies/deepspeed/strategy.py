@@ -392,21 +392,19 @@ class DeepSpeedStrategy(Strategy):
             where = self._pieces(model)
             shards.load_model_state(module, state, where, self._write, strict, disk)
 
-    def optimizer_state(
-        self, optimizer: torch.optim.Optimizer, names: ParameterNames
-    ) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Any, names: ParameterNames) -> dict[str, Any]:
         """Return an optimizer's state by parameter name, in whole tensors. Called on every rank."""
-        engine, groups = self._parts(optimizer)
+        engine, groups = optimizer.engine, optimizer.groups
         where = shards.pieces(engine)
         inner = getattr(optimizer, "optimizer", optimizer)
         with Disk(engine) as disk:
             return shards.optimizer_state(inner, groups, where, names, self.comm, disk)
 
     def load_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], names: ParameterNames
+        self, optimizer: Any, state: dict[str, Any], names: ParameterNames
     ) -> None:
         """Load what `optimizer_state` returned, from any backend and world size."""
-        engine, groups = self._parts(optimizer)
+        engine, groups = optimizer.engine, optimizer.groups
         inner = getattr(optimizer, "optimizer", optimizer)
         with Disk(engine) as disk:
             shards.load_optimizer_state(inner, groups, shards.pieces(engine), state, names, disk)
@@ -421,9 +419,6 @@ class DeepSpeedStrategy(Strategy):
         universal.load(model, folder)
         optimizer = self._require_optimizer("load_native")
         optimizer.clip_next_step(optimizer.clipping)  # the checkpoint brought its own
-
-    def _parts(self, optimizer: Any) -> tuple[Any, list[list[torch.nn.Parameter]]]:
-        return optimizer.engine, optimizer.groups
 
     def _pieces(self, model: Any) -> dict[int, shards.Piece]:
         optimizer = self._optimizer()

@@ -50,7 +50,7 @@ def save(engine: Any, folder: Path, main: bool) -> None:
 
 def _states(engine: Any) -> list[Any]:
     stepped = [group["params"][0] for group in engine.basic_optimizer.param_groups]
-    return [engine.basic_optimizer.state[parameter] for parameter in stepped]
+    return [engine.basic_optimizer.state.get(parameter, {}) for parameter in stepped]
 
 
 def _convert(source: Path, target: Path) -> None:

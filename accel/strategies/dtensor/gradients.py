@@ -11,29 +11,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 
-def gradient_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+def gradient_norm(parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norm [] of all gradients, each element counted once over all ranks.
 
+    A rank without a gradient takes part: others wait for it.
+
     Args:
-        gradients: DTensors and plain tensors (which are the same on all ranks that share a mesh).
+        parameters: DTensors and plain tensors (which are the same on all ranks that share a mesh);
+            at least one.
         norm_type: order of the norm; infinity for the largest magnitude.
     """
     kinds: dict[Any, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        key: Any = None
-        local = gradient
-        if isinstance(gradient, DTensor):
-            if any(placement.is_partial() for placement in gradient.placements):
-                gradient = _summed(gradient)
-            split = [not p.is_replicate() for p in gradient.placements]
-            axes = tuple(axis for axis, is_split in enumerate(split) if is_split)
-            key, local = (gradient.device_mesh, axes), gradient.to_local()
-        kinds.setdefault(key, []).append(local)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+            gradient = _summed(gradient)
+        spread = parameter if gradient is None else gradient
+        key: Any = parameter.device if not isinstance(spread, DTensor) else _key(spread)
+        found = kinds.setdefault(key, [])
+        if gradient is not None:
+            found.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
     norms = [_reduced_norm(key, locals_, norm_type) for key, locals_ in kinds.items()]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _key(tensor: DTensor) -> tuple[DeviceMesh, tuple[int, ...]]:
+    """Return the mesh of `tensor`, and the axes of it that it is cut along."""
+    cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return tensor.device_mesh, tuple(cut)
 
 
 def _summed(gradient: DTensor) -> DTensor:
@@ -44,11 +53,11 @@ def _summed(gradient: DTensor) -> DTensor:
 
 def _reduced_norm(key: Any, tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     present = [tensor for tensor in tensors if tensor.numel()]
-    device = torch.device(key[0].device_type) if key else tensors[0].device
+    device = key if isinstance(key, torch.device) else torch.device(key[0].device_type)
     norm = torch.zeros((), device=device)
     if present:
         norm = torch.nn.utils.get_total_norm(present, norm_type).to(device)
-    if key is None:
+    if isinstance(key, torch.device):
         return norm
     mesh, axes = key
     largest = math.isinf(norm_type)

@@ -174,12 +174,12 @@ class DTensorStrategy(Strategy):
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
         """Scale gradients to a total norm of at most `max_norm`; return the norm before."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if not gradients:
+        trained = [p for p in parameters if p.requires_grad or p.grad is not None]
+        if not trained:
             return torch.zeros((), device=self.device)
-        norm = gradient_norm(gradients, float(norm_type))
+        norm = gradient_norm(trained, float(norm_type))
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for gradient in gradients:
+        for gradient in (p.grad for p in trained if p.grad is not None):
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             local.detach().mul_(factor.to(local.device))
         return norm

@@ -410,6 +410,15 @@ def check_norms() -> None:
         target = torch.nn.utils.clip_grad_norm_(expected.parameters(), 1e9, order)
         assert abs(norm.item() - target.item()) < CLOSE
     assert accelerator.clip_grad_norm_([], 1.0).item() == 0.0
+    if accelerator.num_processes > 1:  # one that holds no gradient is not waited for
+        parameters = list(model.parameters())
+        gradients = [p.grad.to_local() for p in parameters if p.grad is not None]
+        if not accelerator.is_main_process:
+            model.zero_grad()
+            gradients = []
+        local = sum((g.square().sum() for g in gradients), torch.zeros(()))
+        target = accelerator.reduce(local, "sum").sqrt()
+        assert abs((accelerator.clip_grad_norm_(parameters, 1e9) - target).item()) < CLOSE
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
