@@ -226,6 +226,7 @@ def test_losses_are_those_of_eager_training(
     assert losses_of(plugin, mixed_precision) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow  # a C++ compiler runs; other backends are not slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -145,6 +145,7 @@ def test_bf16_of_the_engine_is_near_a_plain_loop() -> None:
     run_distributed(trains_equally, 2, cases, timeout=110)
 
 
+@pytest.mark.slow  # two do above
 def test_four_processes_train_as_a_plain_loop() -> None:
     run_distributed(trains_equally, 4, [{"zero_stage": 3, "accumulation": 2}], timeout=110)
 

@@ -6,6 +6,7 @@ that torch has for such things: a slow test does it, and others take what is the
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_the_op_is_compiled_once_and_used(tmp_path: Path) -> None:
         pytest.skip(UNABLE)
     run_distributed(build_op, 2, timeout=1800)
     assert asks(f"package.is_built(known, {OP!r})")
-    run_distributed(trains_on_disk, 2, str(tmp_path), timeout=110)
+    run_distributed(trains_on_disk, 2, str(tmp_path), timeout=300)
 
 
 def build() -> torch.nn.Module:
@@ -156,7 +157,7 @@ class Builder:
 def pretended() -> Any:
     device = SimpleNamespace(create_op_builder=lambda name: Builder(), device_name=lambda: "cpu")
     accelerator = SimpleNamespace(get_accelerator=lambda: device)
-    return SimpleNamespace(__version__="0", __file__="/deepspeed.py", accelerator=accelerator)
+    return SimpleNamespace(__version__="0", __file__=__file__, accelerator=accelerator)
 
 
 def builds(folder: str) -> None:
@@ -177,3 +178,15 @@ def test_one_process_compiles_and_a_dead_one_is_not_waited_for(tmp_path: Path) -
     builds(str(tmp_path))
     assert not (done / "some_op" / "lock").exists()
     assert (done.parent / "compilations").read_text() == "x"
+
+
+def test_another_installation_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    folders = set()
+    for place, seconds in (("one", 1), ("two", 1), ("two", 2)):
+        file = tmp_path / place
+        file.touch()
+        os.utime(file, (seconds, seconds))
+        installed = pretended()
+        installed.__file__ = str(file)
+        folders.add(package.op_folder(installed, OP))
+    assert len(folders) == 3

@@ -33,6 +33,7 @@ def test_classification(tmp_path: Path) -> None:
     assert "head.weight" in names[0]
 
 
+@pytest.mark.slow  # the other examples start as many processes
 def test_language_model() -> None:
     # 66 batches of 16: the last optimizer step of an epoch has 2 of them, not 4.
     small = ("--limit", "1174", "--dim", "32", "--epochs", "2", "--lr", "5e-3", "--context", "64")
@@ -68,6 +69,7 @@ def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert whole[0].startswith("64 steps: error 0.")
 
 
+@pytest.mark.slow  # the same with one process is not
 def test_a_resumed_training_of_two_processes_ends_with_the_same_bits(tmp_path: Path) -> None:
     crashed = Run("checkpoint_resume", resume_arguments(tmp_path / "cut", *CRASH), 2)()
     assert (crashed.returncode, crashed.stdout) == (1, "")

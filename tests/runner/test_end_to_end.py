@@ -59,6 +59,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.slow  # `test_loop_resume.py` does it with warm workers
 @pytest.mark.parametrize(
     "more", [[], ["trainer.micro_batch_size=16"]], ids=["plain", "accumulated"]
 )
@@ -100,6 +101,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
         assert torch.equal(tensor, found[name]), name
 
 
+@pytest.mark.slow  # `test_loop_resume.py` does it with warm workers
 def test_the_state_moves_between_one_and_two_processes(tmp_path: Path) -> None:
     recipe = (*SHORT, "model.dropout=0", "data.augment=false", "trainer.max_steps=40")
     two = ("distributed=multi_cpu", "distributed.num_processes=2")
@@ -126,6 +128,7 @@ def test_what_a_run_leaves(straight: Path) -> None:
     assert test[0]["accuracy"] > 0.5
 
 
+@pytest.mark.slow  # `test_commands.py` does it in this process
 def test_eval_and_predict_use_the_run(straight: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     output = tmp_path / "predictions.jsonl"

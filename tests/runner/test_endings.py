@@ -104,6 +104,7 @@ def training(tmp_path: Path) -> Iterator[Training]:
     started.process.communicate()
 
 
+@pytest.mark.slow  # `test_launch.py` hands the signal on, `test_loop.py` saves at it
 def test_sigterm_saves_and_leaves_nobody(training: Training) -> None:
     code, output, left = training.end(signal.SIGTERM)
     assert code == 75, output

@@ -129,8 +129,9 @@ def is_built(package: ModuleType, builder: str) -> bool:
 def op_folder(package: ModuleType, builder: str) -> Path:
     """Return where an op for these packages is compiled, below torch's own folder.
 
-    Their places are in its name: ninja compiles again what is to be linked against other files, so
-    two environments of the same versions would undo each other's work.
+    Their places and times are in its name, as ninja compiles again what was made with other or
+    older files: two environments of the same versions would undo each other's work, and one that
+    was installed anew would compile where an op was said to be there.
 
     Args:
         package: deepspeed.
@@ -141,7 +142,8 @@ def op_folder(package: ModuleType, builder: str) -> Path:
     root = env.read("TORCH_EXTENSIONS_DIR") or get_default_build_root()
     kind = package.accelerator.get_accelerator().device_name().partition(":")[0]
     versions = f"deepspeed-{package.__version__}-torch-{torch.__version__}-{kind}"
-    places = "\n".join(str(module.__file__) for module in (torch, package))
+    files = [Path(str(module.__file__)) for module in (torch, package)]
+    places = "\n".join(f"{file} {file.stat().st_mtime_ns}" for file in files)
     digest = hashlib.sha256(places.encode()).hexdigest()[:8]
     name = f"{sys.implementation.cache_tag}-{versions}-{digest}"
     return Path(root) / "accel" / name / builder

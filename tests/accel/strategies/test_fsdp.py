@@ -63,6 +63,7 @@ def check_variants() -> None:
         check_parity(plugin, 2)
 
 
+@pytest.mark.slow  # the parity matrix has them, too
 def test_every_way_of_sharding_trains_alike() -> None:
     run_distributed(check_variants, 4, timeout=120.0)
 

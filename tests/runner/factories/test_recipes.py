@@ -61,6 +61,7 @@ def test_the_text_recipe_shows_baselines_and_a_sample(tmp_path: Path) -> None:
         assert word in printed
 
 
+@pytest.mark.slow  # `test_gan.py` trains it in this process
 def test_the_gan_draws_nearer_to_the_digits(tmp_path: Path) -> None:
     _, run_dir = run(
         tmp_path,
