@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 from tests.helpers import WorkerError, run_distributed
@@ -18,6 +19,12 @@ def run(cell: Cell) -> Verdict:
     try:
         answers = run_distributed(workers.train, cell.world_size, cell, timeout=SECONDS)
     except WorkerError as error:
-        lines = str(error).strip().splitlines()
-        return Verdict(cell, seconds=time.monotonic() - start, failures=[lines[-1][:300]])
+        return Verdict(cell, seconds=time.monotonic() - start, failures=[cause(str(error))])
     return judge(cell, answers, time.monotonic() - start)
+
+
+def cause(traceback: str) -> str:
+    """Return the line of a traceback that names the error; advice may follow it."""
+    lines = traceback.strip().splitlines()
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
+    return (named or lines)[-1][:300]

@@ -17,7 +17,7 @@ from tests.parity.controls import SABOTAGES, controls
 from tests.parity.gates import Verdict, compare, plain
 from tests.parity.memory import Walk
 from tests.parity.report import controls_table, floors_table, matrix_table
-from tests.parity.running import run
+from tests.parity.running import cause, run
 from tests.parity.task import Task
 from tests.parity.workers import make_accelerator
 
@@ -113,6 +113,12 @@ def test_a_mistake_turns_the_matrix_red(sabotage: str) -> None:
     assert verdict.difference is not None
     assert verdict.gate is not None
     assert verdict.difference.weight > 10 * verdict.gate.weight
+
+
+def test_the_error_is_named_and_not_the_advice_below_it() -> None:
+    told = "rank 1:\nTraceback:\n  File\ntorch.exc.InductorError: too short\n\nSet VERBOSE=1"
+    assert cause(told) == "torch.exc.InductorError: too short"
+    assert cause("ranks [0] gave no answer within 5 s") == "ranks [0] gave no answer within 5 s"
 
 
 def test_a_number_that_is_none_is_red_and_tables_show_everything() -> None:
