@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel.accelerator import Accelerator
-from accel.config.deepspeed import AUTO, DeepSpeedPlugin
+from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.handlers import KwargsHandler
 from accel.config.training import GradientAccumulationPlugin, ProjectConfiguration
-from accel.errors import ConfigError, Problem
 from runner import processes
 from runner.schema import Recipe
 
@@ -83,33 +81,19 @@ def _handlers(recipe: Recipe) -> list[KwargsHandler]:
 
 
 def _deepspeed(recipe: Recipe, batch_plan: BatchPlan) -> DeepSpeedPlugin | None:
-    """Return the plugin, after a look at the batch sizes that its configuration tells.
-
-    Raises:
-        ConfigError: naming each one that is not the run's.
-    """
-    plugin = recipe.deepspeed
-    if plugin is None:
+    """Return the plugin, with what the recipe decides: its own configuration may not contradict."""
+    if recipe.deepspeed is None:
         return None
-    config = plugin.given_config()
-    sizes = {
-        "train_micro_batch_size_per_gpu": batch_plan.micro_batch,
-        "train_batch_size": batch_plan.global_batch,
-    }
-    ConfigError.raise_if(
-        [
-            Problem(
-                f"{plugin.place}: {key}={config[key]} with {size} samples of the recipe's trainer",
-                "they disagree",
-                f'Make them equal, or write "auto" for {key}.',
-            )
-            for key, size in sizes.items()
-            if config.get(key) not in (None, AUTO, size)
-        ]
-    )
-    if isinstance(plugin.hf_ds_config, (str, PathLike)):  # messages name the file
-        return plugin
-    return replace(plugin, hf_ds_config={**config, **sizes})
+    plugin, trainer = replace(recipe.deepspeed), recipe.trainer
+    for key, size in (
+        ("train_micro_batch_size_per_gpu", batch_plan.micro_batch),
+        ("train_batch_size", batch_plan.global_batch),
+    ):
+        plugin.decide(key, size, f"{size} by the recipe's trainer")
+    if trainer.clip_grad_norm is not None:
+        source = f"trainer.clip_grad_norm={trainer.clip_grad_norm}"
+        plugin.decide("gradient_clipping", trainer.clip_grad_norm, source)
+    return plugin
 
 
 def _accumulation(recipe: Recipe, batch_plan: BatchPlan) -> GradientAccumulationPlugin:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,19 @@ KEYS = {
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
+# Keys of the configuration itself, as its documentation lists them; a typing error of one would
+# switch off what it asks for, without a word.
+TOP_LEVEL = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    *("optimizer", "scheduler", "fp16", "bf16", "zero_optimization"),
+    *("torch_autocast", "communication_data_type", "prescale_gradients", "amp", "seed"),
+    *("gradient_predivide_factor", "sparse_gradients", "gradient_clipping", "autotuning"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio", "steps_per_print"),
+    *("wall_clock_breakdown", "dump_state", "flops_profiler", "activation_checkpointing"),
+    *("sparse_attention", "data_efficiency", "curriculum_learning", "compression_training"),
+    *("csv_monitor", "tensorboard", "wandb", "comet", "monitor_config", "elasticity", "checkpoint"),
+    *("comms_logger", "data_types", "tensor_parallel", "sequence_parallel_size", "compile"),
+)
 # Documented environment variables: the field that each one fills.
 VARIABLES = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "hf_ds_config",
@@ -108,6 +122,7 @@ class DeepSpeedPlugin:
             if getattr(self, name) == AUTO:
                 setattr(self, name, None)
         self._sources: dict[str, str] = {}
+        self._decided: dict[str, tuple[Any, str]] = {}
         self._selected = False
         self._siblings: Sequence[DeepSpeedPlugin] = ()
         ConfigError.raise_if(_field_problems(self))
@@ -171,6 +186,21 @@ class DeepSpeedPlugin:
         """
         value = getattr(self, field)
         return self._sources.get(field, f"DeepSpeedPlugin({field}={value!r})")
+
+    @property
+    def decided(self) -> Mapping[str, tuple[Any, str]]:
+        """What `decide` was told: value and source by dotted key."""
+        return self._decided
+
+    def decide(self, key: str, value: Any, source: str) -> None:
+        """Tell what the run decides beside its loaders, which the configuration may not contradict.
+
+        Args:
+            key: dotted key of DeepSpeed's configuration.
+            value: the value there.
+            source: what decides it, as messages call it.
+        """
+        self._decided[key] = value, source
 
     def fill(self, variables: Mapping[str, str]) -> list[Problem]:
         """Fill fields that are None from environment variables; return what makes no sense.
@@ -247,17 +277,21 @@ class HfDeepSpeedConfig:
         config: the nested dictionary.
 
     Raises:
-        ConfigError: if the file does not exist or is no JSON.
+        ConfigError: if the file does not exist or is no JSON, and for keys and values that there
+            are none of.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
+        place = "hf_ds_config"
         if isinstance(config_file_or_dict, Mapping):
             self.config: dict[str, Any] = copy.deepcopy(dict(config_file_or_dict))
         elif isinstance(config_file_or_dict, (str, PathLike)):
             self.config = _read(Path(config_file_or_dict))
+            place = fspath(config_file_or_dict)
         else:
             rule = "it is the path of a JSON file, or a dict"
             raise ConfigError(Problem(f"hf_ds_config={config_file_or_dict!r}", rule, "Give one."))
+        ConfigError.raise_if(_config_problems(self.config, place))
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """Return the value of a dotted key, or `default` where it is not set.
@@ -384,4 +418,31 @@ def _field_problems(plugin: DeepSpeedPlugin) -> list[Problem]:
             rule = "nvme needs a folder on a disk of this machine"
             value = f"DeepSpeedPlugin.offload_{what}_device='nvme'"
             problems.append(Problem(value, rule, f"Give {path}=…"))
+    return problems
+
+
+def _config_problems(config: Mapping[str, Any], place: str) -> list[Problem]:
+    """Return what DeepSpeed would take without a word, or refuse without naming the place."""
+    problems = []
+    for key in config:
+        near = difflib.get_close_matches(key, TOP_LEVEL, n=1, cutoff=0.85)
+        if near and key not in TOP_LEVEL:
+            problems.append(Problem(f"{place}: {key}", "there is none", f"Did you mean {near[0]}?"))
+    zero = config.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        rule = "it is a section"
+        return [
+            *problems,
+            Problem(f"{place}: zero_optimization={zero!r}", rule, 'Write {"stage": 2}.'),
+        ]
+    if zero.get("stage", AUTO) not in (AUTO, 0, 1, 2, 3):
+        problems.append(unknown_choice(f"{place}: zero_optimization.stage", zero["stage"], "0123"))
+    for what in ("optimizer", "param"):
+        key = f"zero_optimization.offload_{what}"
+        section = zero.get(f"offload_{what}")
+        if section is not None and not isinstance(section, Mapping):
+            remedy = 'Write {"device": "cpu"}.'
+            problems.append(Problem(f"{place}: {key}={section!r}", "it is a section", remedy))
+        elif section and section.get("device", AUTO) not in (AUTO, *DEVICES):
+            problems.append(unknown_choice(f"{place}: {key}.device", section["device"], DEVICES))
     return problems

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,64 @@ def test_optimizer_and_scheduler_have_one_owner() -> None:
         completed(DeepSpeedPlugin(), None, model, dummy, DummyScheduler(dummy))
     assert "has no optimizer" in told_by(error)
     assert "has no scheduler" in told_by(error)
+    sections = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
+    with pytest.raises(ConfigError, match="scheduler, and prepare was given none"):
+        completed(DeepSpeedPlugin(sections), None, model, dummy)
+    assert "scheduler" not in completed(DeepSpeedPlugin(sections), None, model)
+
+
+def test_stand_ins_fill_what_is_left_out_and_contradict_nothing() -> None:
+    model = torch.nn.Linear(6, 5)
+    dummy = DummyOptim(model.parameters(), lr=0.05, betas=(0.5, 0.6))
+    found = completed(DeepSpeedPlugin({"optimizer": {"type": "SGD"}}), None, model, dummy)
+    expected = {"lr": 0.05, "weight_decay": 0, "betas": (0.5, 0.6)}
+    assert found["optimizer"]["params"] == expected
+    params = {"lr": 0.01, "weight_decay": 0.3, "betas": [0.5, 0.6]}
+    config = {"optimizer": {"type": "SGD", "params": params}}
+    with pytest.raises(ConfigError) as error:
+        completed(DeepSpeedPlugin(config), None, model, dummy)
+    assert "optimizer.params.lr=0.01 with DummyOptim(lr=0.05)" in told_by(error)
+    assert len(error.value.problems) == 1
+
+    groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}]
+    dummy = DummyOptim(groups)
+    assert completed(DeepSpeedPlugin(config), None, model, dummy)["optimizer"]["params"] == params
+    assert [sorted(group) for group in dummy.params] == [["lr", "params"], ["params"]]
+    schedule = torch.optim.lr_scheduler.LambdaLR(dummy, lambda step: 1.0)
+    with pytest.raises(ConfigError, match=r"lr=0.01 with LambdaLR on DummyOptim\(lr=0.001\)"):
+        completed(DeepSpeedPlugin(config), None, model, dummy, schedule)
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"), [("bf16", None), ("fp16", "bfloat16"), ("no", "enabled=True")]
+)
+def test_autocast_of_the_configuration_is_that_of_the_run(
+    precision: str, expected: str | None
+) -> None:
+    plugin = DeepSpeedPlugin({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+    plan = replace(plan_of(plugin), mixed_precision=precision)
+    settings = Settings(plugin, plan, 2)
+    settings.follow_run([4])
+    assert len(settings.problems) == (expected is not None)
+    assert (expected or "") in "".join(problem.value for problem in settings.problems)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"zero_optimisation": {"stage": 3}}, "Did you mean zero_optimization"),
+        ({"zero_optimization": {"stage": 7}}, r"stage=7: it is one of 0, 1, 2, 3"),
+        ({"zero_optimization": 3}, "zero_optimization=3: it is a section"),
+        ({"zero_optimization": {"offload_param": "cpu"}}, "offload_param='cpu': it is a section"),
+        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "one of none, cpu, nvme"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "needs a folder on a disk"),
+    ],
+)
+def test_values_that_a_configuration_cannot_have_are_named(
+    config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        completed(DeepSpeedPlugin(config))
 
 
 def test_stand_ins_cannot_step_alone() -> None:
@@ -319,6 +378,7 @@ def test_parameters_on_disk_do_rest_there_in_buffers_of_their_size(tmp_path: Pat
     )
     section = completed(plugin, model=torch.nn.Linear(6, 5))["zero_optimization"]["offload_param"]
     assert (section["max_in_cpu"], section["buffer_size"], section["buffer_count"]) == (0, 15, 5)
-    config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {"zero_optimization": {"stage": 3, "offload_param": offload}}
     section = completed(DeepSpeedPlugin(config))["zero_optimization"]["offload_param"]
     assert "buffer_size" not in section  # what a file leaves out is DeepSpeed's to decide

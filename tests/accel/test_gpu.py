@@ -9,6 +9,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator, DistributedDataParallelKwargs
 from accel.config.handlers import GradScalerKwargs
 from tests.helpers import run_distributed
+from tests.parity.cells import Cell
+from tests.parity.running import run
+from tests.parity.task import Task
 
 pytestmark = pytest.mark.gpu
 
@@ -71,3 +74,14 @@ def test_two_devices_train_together() -> None:
     assert kind == "DistributedDataParallel"
     assert first == second
     assert first[-1] < 0.3 * first[0]
+
+
+@pytest.mark.parametrize(
+    "backend", ["fsdp_full_shard", "fsdp_cpu_offload", "zero2", "zero3", "compile_single"]
+)
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_an_engine_on_the_device_is_the_plain_loop(backend: str, precision: str) -> None:
+    task = Task(num_steps=6, context=16, dim=32)
+    verdict = run(Cell(backend, precision, 1, 2, task, device="cuda"))
+    assert verdict.green, verdict.failures
+    assert 0 < verdict.num_bytes["peak"]

@@ -80,7 +80,7 @@ def main() -> int:
     console.print(floors_table(verdict.cell for verdict in done))
     console.print(matrix_table(verdicts))
     console.print(controls_table(reds))
-    green, red = sum(v.green for v in done), sum(not v.green for v in reds)
+    green, red = sum(v.green for v in done), sum(v.caught for v in reds)
     console.print(
         f"{green} of {len(done)} cells green, {len(verdicts) - len(done)} not run; "
         f"{red} of {len(reds)} controls red; {(time.monotonic() - start) / 60:.1f} min"

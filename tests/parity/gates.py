@@ -49,7 +49,7 @@ class Verdict:
         difference: from the plain loop.
         gate: the largest difference allowed.
         num_bytes: live storages on the fullest process, before and after the optimizer's step.
-        share: of the replica's bytes, after the step.
+        share: of the replica's bytes, each at its fullest.
         seconds: that it took.
         types: of the prepared model and optimizer.
         failures: what is wrong; empty: green.
@@ -69,6 +69,11 @@ class Verdict:
     def green(self) -> bool:
         """Whether it ran and holds every gate."""
         return self.reason is None and not self.failures
+
+    @property
+    def caught(self) -> bool:
+        """Whether the gates noticed what a control did wrong; one that did not train shows nothing."""
+        return self.difference is not None and not self.green
 
 
 @cache
@@ -160,10 +165,15 @@ def _weigh(verdict: Verdict, runs: Sequence[Run], wanted: Run) -> None:
         verdict.num_bytes[moment] = max(run.num_bytes[moment] for run in runs)
     if "after" not in verdict.num_bytes:
         return
-    verdict.share = verdict.num_bytes["after"] / wanted.num_bytes["after"]
+    verdict.share = fullest(verdict.num_bytes) / fullest(wanted.num_bytes)
     most = allowed_share(verdict.cell)
     if most is not None and verdict.share > most:
         verdict.failures.append(f"holds {verdict.share:.2f} of a replica > {most:.2f}")
+
+
+def fullest(num_bytes: dict[str, int]) -> int:
+    """Return the larger of the bytes before and after a step: some engines drop gradients in it."""
+    return max(num_bytes["before"], num_bytes["after"])
 
 
 def allowed_share(cell: Cell) -> float | None:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tests.parity.cells import BACKENDS, Cell
-from tests.parity.gates import Difference, Verdict, allowed_share, noise_floor, plain
+from tests.parity.gates import Difference, Verdict, allowed_share, fullest, noise_floor, plain
 
 
 def matrix_table(verdicts: Sequence[Verdict]) -> Table:
@@ -57,10 +57,11 @@ def _run_row(verdict: Verdict) -> list[str | Text]:
 
 def _megabytes(verdict: Verdict) -> str:
     """Return what the fullest process holds, and on a GPU the peak of what was allocated there."""
-    found = {name: f"{size / 1e6:.2f}" for name, size in verdict.num_bytes.items()}
-    if "peak" in found:
-        return f"{found['after']} (peak {found['peak']})"
-    return found.get("after", "")
+    if "after" not in verdict.num_bytes:
+        return ""
+    held = f"{fullest(verdict.num_bytes) / 1e6:.2f}"
+    peak = verdict.num_bytes.get("peak")
+    return held if peak is None else f"{held} (peak {peak / 1e6:.2f})"
 
 
 def _share(verdict: Verdict) -> str:
@@ -122,8 +123,9 @@ def controls_table(verdicts: Sequence[Verdict]) -> Table:
         for verdict in group:
             cell = verdict.cell
             outcome = _outcome(verdict)
-            if verdict.green:
-                outcome = Text("GREEN: the gate does not notice", style="bold red")
+            if not verdict.caught:
+                told = "GREEN: the gate does not notice" if verdict.green else "DID NOT TRAIN: "
+                outcome = Text(told + "; ".join(verdict.failures), style="bold red")
             table.add_row(
                 mistake,
                 BACKENDS[cell.backend].label,
@@ -153,7 +155,7 @@ def floors_table(cells: Iterable[Cell]) -> Table:
     for (name, pieces), (cell, floor) in sorted(rows.items()):
         whole = plain(cell.task, 1, cell.device)
         first, last = (f"{whole.losses[index]:.4f}" for index in (0, -1))
-        size = f"{whole.num_bytes['after'] / 1e6:.2f}"
+        size = f"{fullest(whole.num_bytes) / 1e6:.2f}"
         table.add_row(
             name, str(pieces), f"{floor.loss:.1e}", f"{floor.weight:.1e}", first, last, size
         )

@@ -109,7 +109,7 @@ def test_a_mistake_turns_the_matrix_red(sabotage: str) -> None:
     spoiled = [cell for cell in controls(cells) if cell.sabotage == sabotage]
     assert len(spoiled) == 1
     verdict = run(spoiled[0])
-    assert not verdict.green
+    assert verdict.caught, verdict.failures
     assert verdict.difference is not None
     assert verdict.gate is not None
     assert verdict.difference.weight > 10 * verdict.gate.weight
@@ -128,10 +128,18 @@ def test_a_number_that_is_none_is_red_and_tables_show_everything() -> None:
     cell = Cell("ddp", "no", 2, task=TASK)
     difference = compare(whole, whole)
     verdicts = [
-        Verdict(cell, difference=difference, gate=difference, num_bytes={"after": 1}, share=0.1),
+        Verdict(
+            cell,
+            difference=difference,
+            gate=difference,
+            num_bytes={"before": 2, "after": 1},
+            share=0.1,
+        ),
         Verdict(replace(cell, world_size=1), reason="because"),
         Verdict(replace(cell, accumulation=2), failures=["loss 1 > 0"]),
     ]
+    assert [verdict.caught for verdict in verdicts] == [False, False, False]
+    assert replace(verdicts[2], difference=difference).caught
     assert matrix_table(verdicts).row_count == 3
     assert controls_table(verdicts).row_count == 3
     assert floors_table([cell]).row_count == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,7 @@ from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.parallel import TorchTensorParallelPlugin
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel.errors import ConfigError
-from runner import build, engine, processes
-from runner.batch_plan import plan_batches
+from runner import build, processes
 from runner.display import Display
 from runner.schema import Distributed, Precision, Recipe
 from tests.helpers import run_distributed
@@ -100,13 +101,40 @@ def test_the_header_tells_what_each_rank_holds(tmp_path: Path) -> None:
     assert "in shards: optimizer state, gradients, parameters" in found["zero3"]
 
 
-def test_deepspeeds_file_and_the_recipe_have_one_batch_size(tmp_path: Path) -> None:
-    file = tmp_path / "ds.json"
-    file.write_text('{"train_micro_batch_size_per_gpu": 3, "train_batch_size": "auto"}')
-    recipe = loops.recipe_of(deepspeed=DeepSpeedPlugin(hf_ds_config=str(file)))
-    plan = plan_batches(recipe.trainer, 1, 40)
-    with pytest.raises(ConfigError, match=r"ds\.json: train_micro_batch_size_per_gpu=3 with 8"):
-        engine.make_accelerator(recipe, tmp_path, plan)
+def settings_of(folder: str, plugin: DeepSpeedPlugin) -> dict[str, Any]:
+    """Return what the engine of a run is configured with."""
+    recipe = loops.recipe_of(deepspeed=plugin, trainer__clip_grad_norm=0.5)
+    loop = loops.build(Path(folder), recipe)
+    loop.run()
+    (model,) = loop.step.models.values()
+    config = dict(model._config._param_dict)
+    loops.forget()
+    return config
+
+
+def runs_with_files(folder: str) -> None:
+    """A file's "auto" values come from the recipe, and without a file all sizes are the model's."""
+    auto = dict.fromkeys(
+        ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping"), "auto"
+    )
+    file = Path(folder) / f"{os.environ['RANK']}.json"
+    file.write_text(json.dumps({**auto, "zero_optimization": {"stage": 3}}))
+    found = settings_of(f"{folder}/auto", DeepSpeedPlugin(hf_ds_config=str(file)))
+    assert [found[name] for name in auto] == [4, 8, 0.5]
+    found = settings_of(f"{folder}/own", DeepSpeedPlugin(zero_stage=3))
+    assert found["zero_optimization"]["reduce_bucket_size"] == 4 * 4
+    assert found["zero_optimization"]["stage3_param_persistence_threshold"] == 10 * 4
+    wrong = {"train_micro_batch_size_per_gpu": 3, "train_batch_size": 99, "gradient_clipping": 2}
+    file.write_text(json.dumps({**wrong, "gradient_accumulation_steps": 4}))
+    with pytest.raises(ConfigError) as error:
+        settings_of(f"{folder}/wrong", DeepSpeedPlugin(hf_ds_config=str(file)))
+    assert len(error.value.problems) == 4, error.value
+    assert f"{file}: gradient_clipping=2 with trainer.clip_grad_norm=0.5" in str(error.value)
+    loops.forget()
+
+
+def test_deepspeeds_file_and_the_recipe_agree(tmp_path: Path) -> None:
+    run_distributed(runs_with_files, 2, str(tmp_path))
 
 
 def test_processes_of_one_replica_divide_those_of_the_run() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, final
 
 import torch
@@ -23,9 +23,10 @@ class DummyOptim(torch.optim.Optimizer):
 
     Args:
         params: parameters, or groups of them.
-        lr: learning rate, where the configuration says ``"auto"``.
+        lr: learning rate, where the configuration says nothing or ``"auto"``; another number there
+            is refused, unless this is the default.
         weight_decay: the same of the weight decay.
-        kwargs: further values of ``optimizer.params`` that are ``"auto"`` there.
+        kwargs: further values of ``optimizer.params``, which the configuration may not contradict.
     """
 
     def __init__(
@@ -36,9 +37,21 @@ class DummyOptim(torch.optim.Optimizer):
         **kwargs: Any,
     ) -> None:
         self.lr, self.weight_decay, self.kwargs = lr, weight_decay, kwargs
-        given = list(params)
-        self.params = given
-        super().__init__(given, {"lr": lr, "weight_decay": weight_decay})
+        self.params = list(params)
+        # The base class writes its defaults into groups; the configuration decides on those here.
+        groups = [dict(g) if isinstance(g, Mapping) else g for g in self.params]
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All values of ``optimizer.params``, by name."""
+        return {"lr": self.lr, "weight_decay": self.weight_decay, **self.kwargs}
+
+    @property
+    def defaulted(self) -> set[str]:
+        """The names of values that nobody gave, as far as can be told: the configuration wins."""
+        defaults = {"lr": 0.001, "weight_decay": 0}
+        return {name for name, value in defaults.items() if self.values[name] == value}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Refuse: only what `prepare` returns can step.
@@ -62,7 +75,7 @@ class DummyScheduler:
         warmup_num_steps: steps of one process alone until the full learning rate.
         lr_scheduler_callable: builds the scheduler from the optimizer, in place of the
             configuration.
-        kwargs: further values of ``scheduler.params`` that are ``"auto"`` there.
+        kwargs: further values of ``scheduler.params``, which the configuration may not contradict.
     """
 
     def __init__(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 BATCH = "train_batch_size"
 ZERO = "zero_optimization"
+AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}  # `torch_autocast.dtype` by precision
 
 
 class Settings:
@@ -41,10 +42,13 @@ class Settings:
         self.plugin, self.plan, self.num_replicas = plugin, plan, num_replicas
         self.config = plugin.given_config()
         self.problems: list[Problem] = []
+        self._owners: dict[str, str] = {}
         for field, key in KEYS.items():
             value = getattr(plugin, field)
             if value is not None:
                 self.claim(key, value, plugin.source(field))
+        for key, (value, source) in plugin.decided.items():
+            self.claim(key, value, source)
         self.default(KEYS["zero_stage"], 2)
 
     @property
@@ -63,13 +67,14 @@ class Settings:
         found = value_at(self.config, key)
         if found in (None, AUTO):
             set_at(self.config, key, value)
+            self._owners[key] = source
         elif not _equal(found, value):
-            self.problems.append(
-                Problem(
-                    f"{self.plugin.place}: {key}={found!r} with {source}",
-                    "both decide it, and they disagree",
-                    f'Write "auto" for {key}, or make them equal.',
-                )
+            owner, remedy = self._owners.get(key), f'Write "auto" for {key}, or make them equal.'
+            first = owner or f"{self.plugin.place}: {key}={found!r}"
+            self.note(
+                f"{first} with {source}",
+                "both decide it, and they disagree",
+                "Make them equal, or leave one out." if owner else remedy,
             )
 
     def default(self, key: str, value: Any) -> None:
@@ -101,14 +106,24 @@ class Settings:
         self.default("zero_allow_untested_optimizer", True)
         self.default("zero_force_ds_cpu_optimizer", False)
         for what in ("optimizer", "param"):
-            section = f"{ZERO}.offload_{what}"
-            if value_at(self.config, f"{section}.device") in ("none", "cpu"):
-                value_at(self.config, section).pop("nvme_path", None)
+            section = value_at(self.config, f"{ZERO}.offload_{what}") or {}
+            if section.get("device") in ("none", "cpu"):
+                section.pop("nvme_path", None)
+            elif section.get("device") == "nvme" and section.get("nvme_path") in (None, AUTO):
+                self.note(
+                    f"{self.plugin.place}: {ZERO}.offload_{what}.device='nvme'",
+                    "nvme needs a folder on a disk of this machine",
+                    f"Give nvme_path there, or offload_{what}_nvme_path=….",
+                )
 
     def _follow_precision(self) -> None:
         chosen = self.plan.mixed_precision
         source = f"Accelerator(mixed_precision={chosen!r})"
         autocast = value_at(self.config, "torch_autocast.enabled") is True
+        if autocast and chosen in AUTOCAST:
+            self.claim("torch_autocast.dtype", AUTOCAST[chosen], source)
+        elif autocast:
+            self.claim("torch_autocast.enabled", False, source)
         for name in ("bf16", "fp16"):
             key, on = f"{name}.enabled", chosen == name
             if (on and not autocast) or value_at(self.config, key) is not None:
@@ -127,7 +142,8 @@ class Settings:
         self.default(MICRO_BATCH, 1)
         size = value_at(self.config, MICRO_BATCH)
         told = f"{size} samples × {steps} micro-batches × {self.num_replicas} processes"
-        self.claim(BATCH, size * per_step, told)
+        if BATCH not in self.plugin.decided:  # compared already
+            self.claim(BATCH, size * per_step, told)
 
     # -- what the objects decide ---------------------------------------------------------------
 
@@ -142,8 +158,12 @@ class Settings:
                     "Add the section optimizer, or build an optimizer of torch.",
                 )
                 return
-            values = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
-            self._fill("optimizer.params", values | optimizer.kwargs, "DummyOptim")
+            for name, value in optimizer.values.items():
+                key = f"optimizer.params.{name}"
+                if name in optimizer.defaulted:
+                    self.default(key, value)
+                else:
+                    self.claim(key, value, f"DummyOptim({name}={value!r})")
             if device_type == "cpu" and str(section.get("type")).lower() in ("adam", "adamw"):
                 self.default("optimizer.params.torch_adam", True)  # its own kernels want compiling
         elif optimizer is not None and section is not None:
@@ -175,27 +195,46 @@ class Settings:
                 "warmup_num_steps": self._steps(scheduler.warmup_num_steps),
                 "total_num_steps": self._steps(scheduler.total_num_steps),
             }
-            self._fill("scheduler.params", values | scheduler.kwargs, "DummyScheduler")
+            for name, value in values.items():
+                key = f"scheduler.params.{name}"
+                if value is not None and value_at(self.config, key) == AUTO:
+                    set_at(self.config, key, value)
+            for name, value in scheduler.kwargs.items():
+                self.claim(f"scheduler.params.{name}", value, f"DummyScheduler({name}={value!r})")
         elif scheduler is not None and section is not None:
             self.note(
                 f"{self.plugin.place}: scheduler with {type(scheduler).__name__} in prepare",
                 "one of them sets the learning rate",
                 "Prepare a DummyScheduler without lr_scheduler_callable, or take the section out.",
             )
+        elif section is not None and optimizer is not None:
+            self.note(
+                f"{self.plugin.place}: scheduler, and prepare was given none",
+                "a schedule is saved and loaded as a prepared object",
+                "Prepare a DummyScheduler with the optimizer, or take the section out.",
+            )
         elif section is not None:
-            self.config.pop("scheduler")
+            self.config.pop("scheduler")  # a model that is only evaluated
+        self._see_one_rate(scheduler, optimizer)
+
+    def _see_one_rate(self, scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
+        """Note a schedule that was computed from another rate than the configuration's."""
+        if not isinstance(optimizer, DummyOptim) or getattr(scheduler, "optimizer", 0) != optimizer:
+            return
+        rate = value_at(self.config, "optimizer.params.lr")
+        if not isinstance(scheduler, DummyScheduler) and not _equal(rate, optimizer.lr):
+            self.note(
+                f"{self.plugin.place}: optimizer.params.lr={rate!r} with "
+                f"{type(scheduler).__name__} on DummyOptim(lr={optimizer.lr!r})",
+                "the schedule starts from the rate of the optimizer that it was built on",
+                'Write "auto" for optimizer.params.lr, or make them equal.',
+            )
 
     def _steps(self, num_steps: int | None) -> int | None:
         """Return the engine's steps for `num_steps` of one process alone."""
         if num_steps is None or self.plan.dataloader.split_batches:
             return num_steps
         return math.ceil(num_steps / self.num_replicas)
-
-    def _fill(self, section: str, values: dict[str, Any], source: str) -> None:
-        """Fill what is "auto" in `section`; a number there stays, it is the one owner."""
-        for name, value in values.items():
-            if value is not None and value_at(self.config, f"{section}.{name}") == AUTO:
-                set_at(self.config, f"{section}.{name}", value)
 
     def follow_model(self, model: torch.nn.Module) -> None:
         """Fill the sizes that depend on the model's width; drop buckets larger than the model."""
@@ -278,7 +317,9 @@ def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def _equal(found: Any, value: Any) -> bool:
-    numbers = (int, float)
+    numbers, sequences = (int, float), (list, tuple)
+    if isinstance(found, sequences) and isinstance(value, sequences):
+        return len(found) == len(value) and all(map(_equal, found, value))
     if isinstance(found, numbers) and isinstance(value, numbers):
         return math.isclose(found, value, rel_tol=1e-9)
     return bool(str(found) == str(value))
