@@ -172,6 +172,11 @@ def steps_the_weights_themselves(fields: dict[str, Any], precision: str, shared:
     assert {flat.untyped_storage().data_ptr() in held for flat in flats} == {shared}
     moments = sum(2 * flat.nbytes + 4 for flat in flats)
     assert bytes_of.optimizer_state == moments + (0 if shared else sum(f.nbytes for f in flats))
+    kept = [p for p in model.parameters() if p.ds_persist]  # whole after a pass
+    assert sum(p.nbytes for p in kept) == sum(p.ds_numel * p.element_size() for p in kept)
+    parts = sum(p.ds_tensor.nbytes for p in model.parameters())
+    assert bytes_of.parameters == parts + sum(p.nbytes for p in kept)
+    assert bool(kept) == ("zero_stage" in fields)
     after = accelerator.get_state_dict(model)
     assert largest(after, before) > 0
     accelerator.unwrap_model(model)

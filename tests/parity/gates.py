@@ -72,7 +72,7 @@ class Verdict:
 
     @property
     def caught(self) -> bool:
-        """Whether the gates noticed what a control did wrong; one that did not train shows nothing."""
+        """Whether the gates noticed a control's mistake; one that did not train shows none."""
         return self.difference is not None and not self.green
 
 

@@ -379,10 +379,9 @@ def footprint(parameters: Sequence[torch.nn.Parameter], optimizers: Sequence[Any
         optimizers: its `DeepSpeedOptimizer`, or none.
     """
     held = num_bytes(getattr(p, "ds_tensor", p) for p in parameters)
-    # What is too small to be worth fetching stays whole beside its parts.
+    # What is too small to be worth fetching stays whole beside its parts, from the first pass on.
     whole: list[Any] = [p for p in parameters if getattr(p, "ds_persist", False)]
-    shared = {p.ds_tensor.data_ptr() for p in whole}
-    held += num_bytes(p for p in whole if p.numel() and p.data_ptr() not in shared)
+    held += sum(p.ds_numel * p.element_size() for p in whole if p.ds_tensor.numel() < p.ds_numel)
     if not optimizers:
         return Footprint(held, 0, 0)
     (optimizer,) = optimizers
