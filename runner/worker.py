@@ -115,7 +115,8 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     with engine.running(recipe, job.run_dir, plan) as accelerator:
         # The same on all ranks: each builds the same weights.
         set_seed(recipe.seed, deterministic=recipe.deterministic)
-        parts = build.build_parts(recipe)
+        with accelerator.strategy.init_context():
+            parts = build.build_parts(recipe)
         loop = Loop(
             recipe,
             job.run_dir,

@@ -252,6 +252,10 @@ class Strategy(ABC):
     backward: Callable[..., None] = staticmethod(torch.Tensor.backward)
     """Compute gradients of a loss [], already scaled for accumulation and precision."""
 
+    def init_context(self) -> AbstractContextManager[None]:
+        """Context in which models are built: engines that shard may have them built in parts."""
+        return contextlib.nullcontext()
+
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Return a context in which backward passes through `model` exchange no gradients."""
         return contextlib.nullcontext()

@@ -284,6 +284,8 @@ def built_in_parts() -> None:
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
     with accelerator.strategy.init_context():
         model = build()
+        with pytest.raises(ConfigError, match="fill_ on a parameter of shape"):
+            torch.nn.init.ones_(next(model.parameters()))
     assert all(hasattr(p, "ds_id") for p in model.parameters())
     with plugin.zero3_init_context_manager(enable=False), accelerator.strategy.init_context():
         assert not any(hasattr(p, "ds_id") for p in build().parameters())

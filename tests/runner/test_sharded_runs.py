@@ -9,7 +9,7 @@ import torch
 
 from runner import compose, hydra_setup, rundir, worker
 from runner.job import Job
-from tests.helpers import run_distributed
+from tests.helpers import WorkerError, run_distributed
 from tests.runner import loops
 
 STEPS = 6
@@ -20,10 +20,15 @@ TINY = (
     *("trainer.log_every=1", "trainer.eval_every=null", "trainer.max_time=null"),
 )
 FOUR = ("distributed=multi_cpu", "distributed.num_processes=4")
+INIT = "deepspeed.zero3_init_flag=true"
 ENGINES = {
     "one": (1, ()),
     "hybrid": (4, (*FOUR, "fsdp=hybrid_shard", "fsdp.dp_replicate_size=2")),
     "nodes": (4, (*FOUR, "fsdp=hybrid_shard")),  # there is one node, so there is one replica
+    "parts": (
+        2,
+        (*("distributed=deepspeed", "distributed.num_processes=2", "deepspeed=zero3"), INIT),
+    ),
     "split": (4, (*FOUR, "fsdp=full_shard", "tensor_parallel=default")),
 }
 
@@ -76,6 +81,13 @@ def test_a_sharded_run_has_the_losses_of_one_process_and_goes_on_under_another_e
     assert loops.losses(run_dir) == pytest.approx(expected[: STEPS // 2], rel=1e-4)
     trained(tmp_path, text, second, run_dir=run_dir)
     assert loops.losses(run_dir) == pytest.approx(expected, rel=1e-4)
+
+
+def test_values_for_a_layer_that_is_in_parts_are_not_lost_without_a_word(
+    text: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerError, match=r"normal_ on a parameter of shape .* under ZeRO-3"):
+        trained(tmp_path, text, "parts")
 
 
 def test_fp16_in_shards_skips_together(text: Path, tmp_path: Path) -> None:

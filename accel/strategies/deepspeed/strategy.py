@@ -23,6 +23,7 @@ from accel.errors import ConfigError, Problem, StateError
 from accel.objects import Objects
 from accel.strategies.base import Strategy, Traits
 from accel.strategies.deepspeed import checks, package, recognition, shards, universal
+from accel.strategies.deepspeed.building import RefusesLostValues
 from accel.strategies.deepspeed.disk import Disk
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from accel.strategies.deepspeed.recognition import Recognition
@@ -263,7 +264,11 @@ class DeepSpeedStrategy(Strategy):
 
     @contextlib.contextmanager
     def init_context(self) -> Iterator[None]:
-        """Context in which a model is sharded while it is built, if the plugin says so."""
+        """Context in which a model is sharded while it is built, if the plugin says so.
+
+        Raises:
+            ConfigError: inside, where a model initialises a layer that is in parts already.
+        """
         if not self.plugin.is_zero3_init_enabled():
             yield
             return
@@ -272,7 +277,7 @@ class DeepSpeedStrategy(Strategy):
         dtype = DTYPES.get(self.precision.name, torch.float32)
         with env.patched(LOCAL_RANK=self.plan.local_rank):  # a lone process has no launcher
             context = self.package.zero.Init(config_dict_or_path=config, dtype=dtype)
-        with context:
+        with context, RefusesLostValues():
             yield
 
     def _init_settings(self) -> Settings:
