@@ -172,6 +172,25 @@ def test_an_engine_within_the_model_has_its_blocks_compiled_in_place(graphs: lis
         compile_model(Stack(), strict, hooks_inside=True)
 
 
+@pytest.mark.parametrize("num_blocks", [1, 3])  # of one block, the whole model is compiled
+def test_what_is_compiled_in_place_is_so_no_more_on_request(
+    num_blocks: int, graphs: list[int], tmp_path: Path
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = compile_model(
+        accelerator.prepare(Stack(num_blocks)), TorchDynamoPlugin(backend=EAGER), hooks_inside=True
+    )
+    accelerator.save_model(model, tmp_path)  # looks inside, and changes nothing
+    accelerator.get_state_dict(model)
+    assert accelerator.unwrap_model(model) is model
+    expected = model(torch.ones(2, 4))
+    assert len(graphs) == 1
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is model
+    torch.compiler.reset()  # what is still compiled would be compiled anew
+    torch.testing.assert_close(model(torch.ones(2, 4)), expected)
+    assert len(graphs) == 1
+
+
 def test_what_is_off_or_compiled_is_left_as_it_is(graphs: list[int]) -> None:
     model = Stack()
     assert compile_model(model, TorchDynamoPlugin()) is model
