@@ -282,6 +282,7 @@ def test_a_mesh_of_another_layout_is_refused() -> None:
     ("plan", "words"),
     [
         ({"up": "colwis"}, "Did you mean 'colwise'"),
+        ({"norm": "sequence_parallel"}, "rowwise_rep, or a ParallelStyle of torch"),
         ({}, "maps names of modules to styles"),
         ("up", "maps names of modules to styles"),
     ],
