@@ -12,7 +12,7 @@ from runner import recipe as recipes
 from runner import signatures, trust
 from runner.keys import FACTORY_NODES
 from runner.registry import Registry, register
-from runner.schema import Recipe
+from runner.schema import ENGINES, Recipe
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -162,7 +162,7 @@ def _check_precision(recipe: Recipe, device_type: str) -> None:
 def _check_clipping(recipe: Recipe) -> None:
     """Raise if gradients are clipped in a way that the recipe's engine does not offer."""
     value = recipe.trainer.clip_grad_value
-    on = [n for n in ("fsdp", "deepspeed", "tensor_parallel") if getattr(recipe, n) is not None]
+    on = [name for name in ENGINES if getattr(recipe, name) is not None]
     if value is not None and on:
         raise ConfigError(
             Problem(
