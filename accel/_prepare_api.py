@@ -253,10 +253,14 @@ class PrepareAPI:
     ) -> torch.nn.Module:
         """Return the module inside what `prepare` put around it.
 
+        What is removed from the module itself is gone from the prepared model, too: to train on,
+        keep both.
+
         Args:
             model: prepared or not.
             keep_fp32_wrapper: whether its forward pass stays in mixed precision.
-            keep_torch_compile: whether a compiled module stays compiled.
+            keep_torch_compile: whether a compiled module stays compiled, and so do layers that are
+                compiled in place.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 

@@ -16,7 +16,7 @@ from accel.device import default_device_type
 from accel.enums import RNGType
 from accel.errors import CheckpointError, ConfigError, Problem, unknown_choice
 from accel.imports import require
-from accel.state import PartialState
+from accel.state import AcceleratorState, PartialState
 
 # NumPy takes seeds of 32 bits.
 SEED_LIMIT = 2**32
@@ -27,14 +27,16 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: the seed.
-        device_specific: whether each process adds its index, so that all draw differently.
+        device_specific: whether each process adds its index, so that all draw differently. Under
+            tensor parallelism (call it after the `Accelerator` is built) it is the index of the
+            replica: processes that compute one replica draw the same.
         deterministic: whether torch uses deterministic algorithms alone, and raises where it has
             none.
 
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
     if device_specific:
-        seed += PartialState().process_index
+        seed += _replica_index()
     random.seed(seed)
     np.random.seed(seed % SEED_LIMIT)
     torch.manual_seed(seed)
@@ -42,6 +44,15 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         if torch.cuda.is_available() and env.read("CUBLAS_WORKSPACE_CONFIG") is None:
             env.set_values({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})  # cuBLAS needs it, see Source
         torch.use_deterministic_algorithms(True)
+
+
+def _replica_index() -> int:
+    """Return the index of the replica of the model that this process computes, as far as known."""
+    index = PartialState().process_index
+    if not AcceleratorState._shared_state:
+        return index
+    tensor_parallel = AcceleratorState().plan.engines.tensor_parallel
+    return index if tensor_parallel is None else index // tensor_parallel.tp_size
 
 
 def _accelerator() -> Any | None:

@@ -82,28 +82,49 @@ def extract_model_from_parallel(
 ) -> torch.nn.Module:
     """Return the module inside its distributed containers.
 
+    What is to be removed from the module itself (its forward pass under mixed precision, layers
+    that are compiled in place) is then gone from the prepared model, too: they share their layers.
+
     Args:
         model: any module.
         keep_fp32_wrapper: whether a forward pass under mixed precision stays so.
-        keep_torch_compile: whether a compiled module inside the containers stays compiled.
-            (Containers *inside* a compiled module are only reached by taking it apart.)
+        keep_torch_compile: whether a compiled module inside the containers stays compiled, and
+            layers that are compiled in place. (Containers *inside* a compiled module are only
+            reached by taking it apart.)
         recursive: whether containers deeper in the module are removed from it, too.
 
     Returns:
         The user's own module.
     """
+    model = _without_containers(model, keep_torch_compile)
+    if recursive:
+        _remove_containers(model)
+    if not keep_torch_compile:
+        _remove_compiled_calls(model)
+    if not keep_fp32_wrapper:
+        unwrap_forward(compiled_from(model) if is_compiled(model) else model)
+    return model
+
+
+def own_module(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the user's own module, as it is inside its containers and `torch.compile`."""
+    return _without_containers(model, keep_torch_compile=False)
+
+
+def _without_containers(model: torch.nn.Module, keep_torch_compile: bool) -> torch.nn.Module:
     while True:
         if isinstance(model, PARALLEL_WRAPPERS):
             model = model.get_submodule("module")
         elif is_compiled(model) and (not keep_torch_compile or _holds_container(model)):
             model = compiled_from(model)
         else:
-            break
-    if recursive:
-        _remove_containers(model)
-    if not keep_fp32_wrapper:
-        unwrap_forward(compiled_from(model) if is_compiled(model) else model)
-    return model
+            return model
+
+
+def _remove_compiled_calls(model: torch.nn.Module) -> None:
+    """Undo `torch.nn.Module.compile` of all modules in `model`."""
+    for module in model.modules():
+        module.__dict__.pop("_compiled_call_impl", None)
 
 
 def _holds_container(compiled: torch.nn.Module) -> bool:

@@ -12,7 +12,7 @@ from runner import recipe as recipes
 from runner import signatures, trust
 from runner.keys import FACTORY_NODES
 from runner.registry import Registry, register
-from runner.schema import Recipe
+from runner.schema import ENGINES, Recipe
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -118,7 +118,7 @@ def check(recipe: Recipe) -> None:
 
 
 def check_machine(recipe: Recipe) -> list[Problem]:
-    """Return what is wrong with processes, batch sizes, the device and the trackers.
+    """Return what is wrong with processes, batch sizes, the device, the engine and the trackers.
 
     Raises:
         MissingPackageError: if the library of a tracker is not installed.
@@ -134,6 +134,8 @@ def check_machine(recipe: Recipe) -> list[Problem]:
             recipe.trainer, processes.replicas(recipe, processes.count(distributed)), None
         ),
         lambda: _check_precision(recipe, resolve_device(processes.device(distributed), 0).type),
+        lambda: _check_clipping(recipe),
+        lambda: None if recipe.deepspeed is None else recipe.deepspeed.given_config(),
         lambda: filter_trackers(recipe.tracker.log_with, logging_dir=recipe.output_dir),
     )
     problems: list[Problem] = []
@@ -153,6 +155,20 @@ def _check_precision(recipe: Recipe, device_type: str) -> None:
                 "precision=fp16 with deepspeed= on a CPU",
                 "DeepSpeed computes in fp16 on GPUs alone",
                 "Use precision=bf16 or precision=no.",
+            )
+        )
+
+
+def _check_clipping(recipe: Recipe) -> None:
+    """Raise if gradients are clipped in a way that the recipe's engine does not offer."""
+    value = recipe.trainer.clip_grad_value
+    on = [name for name in ENGINES if getattr(recipe, name) is not None]
+    if value is not None and on:
+        raise ConfigError(
+            Problem(
+                f"trainer.clip_grad_value={value} with {on[0]}=",
+                "engines that spread gradients over processes clip by their norm alone",
+                f"Set trainer.clip_grad_norm instead, or {on[0]}=null.",
             )
         )
 

@@ -65,10 +65,9 @@ def engine_line(accelerator: Accelerator) -> str:
     """Return e.g. "fsdp · mesh dp_shard 4 · in shards: parameters, gradients, optimizer state"."""
     strategy = accelerator.strategy
     parts = [strategy.traits.name]
-    mesh = strategy.device_mesh
-    if mesh is not None:
-        axes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)
-        parts.append("mesh " + " × ".join(f"{name} {size}" for name, size in axes))
+    axes = _axes(accelerator)
+    if axes:
+        parts.append("mesh " + " × ".join(f"{name} {size}" for name, size in axes.items()))
     if strategy.sharded:
         parts.append("in shards: " + ", ".join(strategy.sharded))
     elif accelerator.num_processes > 1:
@@ -76,6 +75,14 @@ def engine_line(accelerator: Accelerator) -> str:
     if accelerator.plan.dynamo.backend != "no":
         parts.append(f"compiled by {accelerator.plan.dynamo.backend}")
     return " · ".join(parts)
+
+
+def _axes(accelerator: Accelerator) -> dict[str, int]:
+    """Return the axes of processes by name; engines without a mesh spread data alone."""
+    mesh = accelerator.strategy.device_mesh
+    if mesh is not None:
+        return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    return {"data": accelerator.num_processes} if accelerator.num_processes > 1 else {}
 
 
 def memory_line(loop: Loop) -> str:

@@ -66,7 +66,8 @@ def load_positions(loaders: Sequence[Any], saved: Sequence[dict[str, Any] | None
         if state is None:
             rule = "the checkpoint holds no position of it on this rank"
             remedy = (
-                "Resume with use_stateful_dataloader and as many processes as when it was saved."
+                "Resume with use_stateful_dataloader, and as many processes and replicas of the "
+                "model as when it was saved."
             )
             raise CheckpointError(str(Problem(f"stateful data loader {index}", rule, remedy)))
         loader.load_state_dict(state)

@@ -85,6 +85,12 @@ class Saved:
     manifest: Manifest
     foreign: bool
 
+    @property
+    def data_shares(self) -> int:
+        """Into how many parts data was shared out; a part for each process, if nothing tells."""
+        engine = self.manifest.engine
+        return int(engine.get("data_shares", engine["world_size"]))
+
     def plain(self, name: str) -> Any:
         """Return what the file `name` holds."""
         return load_plain(self.path / name, arrays=self.foreign)
@@ -259,6 +265,7 @@ def _facts(accelerator: Accelerator) -> dict[str, Any]:
     objects = accelerator._objects
     return {
         "world_size": accelerator.comm.world_size,
+        "data_shares": accelerator.strategy.data_rank[1],
         "strategy": accelerator.strategy.traits.name,
         "mixed_precision": accelerator.plan.mixed_precision,
         "torch": str(torch.__version__),
@@ -335,8 +342,7 @@ def load(accelerator: Accelerator, input_dir: AnyPath | None, options: LoadOptio
         CheckpointError: on every rank, if it failed on any. Objects may then be partly restored.
     """
     comm = accelerator.comm
-    found = _decided(comm, lambda: _load_path(accelerator, input_dir), "load_state")
-    path = _require(found)
+    path = _require(_decided(comm, lambda: _load_path(accelerator, input_dir), "load_state"))
     with together(comm, f"verifying {path}"):
         if accelerator.plan.local_rank == 0:
             files.repair(path)
@@ -350,7 +356,7 @@ def load(accelerator: Accelerator, input_dir: AnyPath | None, options: LoadOptio
         _restore_models(accelerator, saved, models, options.strict)
         _restore_objects(accelerator, saved)
         _restore_positions(accelerator, saved)
-        _restore_random_states(comm.rank, saved)
+        _restore_random_states(accelerator.strategy.data_rank[0], saved)
     _continue_numbering(accelerator, path)
     return path
 
@@ -456,20 +462,27 @@ def _restore_scaler(scaler: torch.amp.GradScaler, saved: Saved) -> None:
 def _restore_positions(accelerator: Accelerator, saved: Saved) -> None:
     comm, loaders = accelerator.comm, accelerator._objects.dataloaders
     names = [files.positions_name(comm.rank, index) for index in range(len(loaders))]
-    # On other numbers of processes a rank reads other samples: its old position means nothing.
-    same = saved.manifest.engine["world_size"] == comm.world_size
+    # Where data is shared out otherwise a rank reads other samples: its old position means nothing.
+    here = comm.world_size, accelerator.strategy.data_rank[1]
+    same = here == (saved.manifest.engine["world_size"], saved.data_shares)
     present = [saved.plain(n) if same and n in saved.manifest.files else None for n in names]
     load_positions(loaders, present)
 
 
-def _restore_random_states(rank: int, saved: Saved) -> None:
-    present, name = saved.manifest.files, files.random_states_name(rank)
+def _restore_random_states(share: int, saved: Saved) -> None:
+    """Restore the states that the saved run had on the same share of the data.
+
+    Processes of one replica (tensor parallelism) have one share: they must draw the same.
+    """
+    present = saved.manifest.files
+    copies = saved.manifest.engine["world_size"] // saved.data_shares
+    name = files.random_states_name(share * copies)  # processes of one replica are neighbours
     if name in present:
         rng.restore(foreign.random_states(saved.plain(name)))
         return
-    # More ranks than when it was saved: a stream of its own, the same at each load.
+    # More shares than when it was saved: a stream of its own, the same at each load.
     root = present[min(n for n in present if n.startswith("random_states_"))].sha256
-    rng.set_seed(int(hashlib.sha256(f"{root}:{rank}".encode()).hexdigest()[:8], 16))
+    rng.set_seed(int(hashlib.sha256(f"{root}:{share}".encode()).hexdigest()[:8], 16))
 
 
 def _continue_numbering(accelerator: Accelerator, path: Path) -> None:

@@ -15,7 +15,7 @@ from accel.device import default_device_type, device_count
 from accel.errors import CheckpointError, ConfigError, NotBuiltError, Problem, nearest
 from accel.logging import get_logger
 from accel.state import PartialState
-from accel.wrapping import extract_model_from_parallel
+from accel.wrapping import own_module
 
 logger = get_logger(__name__)
 
@@ -78,7 +78,7 @@ def load_checkpoint_in_model(
     """
     to_disk = f"offload_folder={offload_folder!r}, offload_buffers={offload_buffers}"
     _refuse_unbuilt(device_map, to_disk, offload_8bit_bnb, full_state_dict)
-    target = extract_model_from_parallel(model, keep_torch_compile=False)
+    target = own_module(model)
     source = _source(checkpoint, offload_state_dict, broadcast_from_rank0)
     shapes = source.shapes()
     plan = _Plan(target, device_map, dtype, keep_in_fp32_modules or ())

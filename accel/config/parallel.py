@@ -13,7 +13,7 @@ from accel.config.handlers import check_minimum
 from accel.errors import ConfigError, Problem, nearest
 
 # Names of styles in a plan.
-STYLES = ("colwise", "rowwise", "colwise_rep", "rowwise_rep", "sequence_parallel")
+STYLES = ("colwise", "rowwise", "colwise_rep", "rowwise_rep")
 
 
 @dataclass
@@ -25,8 +25,8 @@ class TorchTensorParallelPlugin:
         torch_device_mesh: a `DeviceMesh` with an axis "tp" (and "dp" for data) instead of one that
             is built; its size of "tp" is `tp_size`.
         tp_plan: module name or pattern (``"layers.*.up"``) → colwise, rowwise, colwise_rep (output
-            gathered), rowwise_rep (input whole, as of embeddings), sequence_parallel, or torch's
-            `ParallelStyle`; None: the model's own ``tp_plan`` or ``_tp_plan``.
+            gathered), rowwise_rep (input whole, as of embeddings), or torch's `ParallelStyle` (as
+            for layouts along the sequence); None: the model's own ``tp_plan`` or ``_tp_plan``.
 
     Raises:
         ConfigError: naming every value that is wrong.

@@ -26,7 +26,7 @@ from accel.precision.amp import StepScaler
 from accel.scheduler import AcceleratedScheduler
 from accel.strategies.compile import compile_model
 from accel.strategies.footprint import Footprint, num_bytes, state_bytes
-from accel.wrapping import extract_model_from_parallel
+from accel.wrapping import own_module
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
@@ -239,7 +239,7 @@ class Strategy(ABC):
 
     def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the user's own module; its names are those of a portable state."""
-        return extract_model_from_parallel(model, keep_torch_compile=False)
+        return own_module(model)
 
     # -- the step --------------------------------------------------------------------------
 

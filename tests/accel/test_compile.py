@@ -18,6 +18,7 @@ from accel.env import Environment
 from accel.errors import ConfigError
 from accel.plan import resolve
 from accel.strategies.compile import compile_arguments, compile_model, repeated_blocks
+from tests.accel.strategies import training
 from tests.helpers import run_distributed
 
 EAGER = "eager"
@@ -172,6 +173,25 @@ def test_an_engine_within_the_model_has_its_blocks_compiled_in_place(graphs: lis
         compile_model(Stack(), strict, hooks_inside=True)
 
 
+@pytest.mark.parametrize("num_blocks", [1, 3])  # of one block, the whole model is compiled
+def test_what_is_compiled_in_place_is_so_no_more_on_request(
+    num_blocks: int, graphs: list[int], tmp_path: Path
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = compile_model(
+        accelerator.prepare(Stack(num_blocks)), TorchDynamoPlugin(backend=EAGER), hooks_inside=True
+    )
+    accelerator.save_model(model, tmp_path)  # looks inside, and changes nothing
+    accelerator.get_state_dict(model)
+    assert accelerator.unwrap_model(model) is model
+    expected = model(torch.ones(2, 4))
+    assert len(graphs) == 1
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is model
+    torch.compiler.reset()  # what is still compiled would be compiled anew
+    torch.testing.assert_close(model(torch.ones(2, 4)), expected)
+    assert len(graphs) == 1
+
+
 def test_what_is_off_or_compiled_is_left_as_it_is(graphs: list[int]) -> None:
     model = Stack()
     assert compile_model(model, TorchDynamoPlugin()) is model
@@ -321,6 +341,30 @@ def test_a_model_is_compiled_inside_its_container(world_size: int) -> None:
             assert losses == pytest.approx(plain[0], rel=1e-6)
             assert wrapped
             assert names == list(Stack().state_dict())
+
+
+def _train_split(engines: dict[str, Any]) -> None:
+    torch._dynamo.utils.counters.clear()
+    plugin = TorchDynamoPlugin(backend=EAGER)
+    accelerator = training.build(**engines, dynamo_plugin=plugin)
+    losses, norms, weights = training.train(accelerator, training.Model())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    torch.compiler.reset()
+    expected = training.plain(training.Model())
+    assert losses == pytest.approx(expected[0], abs=1e-5)
+    assert norms == pytest.approx(expected[1], abs=1e-5)
+    assert training.difference(weights, expected[2]) < 1e-5
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "engines"),
+    [(2, {"tp": {"tp_size": 2}}), (4, {"fsdp": {}, "tp": {"tp_size": 2}})],
+)
+def test_blocks_are_compiled_where_matrices_are_in_parts(
+    world_size: int, engines: dict[str, Any]
+) -> None:
+    run_distributed(_train_split, world_size, engines)
 
 
 # -- asking for it -----------------------------------------------------------------------------

@@ -72,6 +72,43 @@ def test_defaults_live_in_the_schema_alone() -> None:
     assert found.distributed == Recipe().distributed
 
 
+ENGINES = ("fsdp", "deepspeed", "tensor_parallel")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engines"),
+    [
+        (["distributed=ddp"], {}),
+        (["distributed=fsdp"], {"fsdp": "full_shard"}),
+        (["distributed=deepspeed"], {"deepspeed": "zero2"}),
+        (["distributed=fsdp", "fsdp=shard_grad_op"], {"fsdp": "shard_grad_op"}),
+        (["deepspeed=zero3", "distributed=deepspeed"], {"deepspeed": "zero3"}),
+        (
+            ["distributed=fsdp", "tensor_parallel=default"],
+            {"fsdp": "full_shard", "tensor_parallel": "default"},
+        ),
+    ],
+)
+def test_a_preset_is_processes_and_an_engine(overrides: list[str], engines: dict[str, str]) -> None:
+    found = compose.require(compose.anew(overrides, "config"))
+    assert (found.distributed.kind, found.distributed.device) == ("auto", "auto")
+    assert {name for name in ENGINES if getattr(found, name) is not None} == set(engines)
+    chosen = [f"{group}={file}" for group, file in engines.items()]
+    alone = compose.require(compose.anew(chosen, "config"))
+    for name in engines:
+        assert getattr(found, name) == getattr(alone, name)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["distributed=fsdp", "deepspeed=zero1"], ["distributed=deepspeed", "fsdp=full_shard"]],
+)
+def test_a_preset_with_a_second_engine_is_refused(overrides: list[str]) -> None:
+    (problem,) = compose.anew(overrides, "config").problems
+    assert "fsdp" in problem.value
+    assert "deepspeed" in problem.value
+
+
 def test_a_group_is_switched_off_by_null() -> None:
     overrides = ["scheduler=null", "callbacks=null", "profile=null"]
     found = compose.require(compose.anew(overrides, "config"))

@@ -118,6 +118,28 @@ def test_all_mistakes_are_told_together(capsys: pytest.CaptureFixture[str]) -> N
         assert expected in text
 
 
+@pytest.mark.parametrize(
+    "engine", ["fsdp=full_shard", "deepspeed=zero1", "tensor_parallel=default"]
+)
+def test_clipping_that_an_engine_lacks_is_refused_before_workers_start(
+    engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("distributed=multi_cpu", engine, "trainer.clip_grad_value=0.5")
+    (line,) = refused(*asked, capsys=capsys)
+    assert f"trainer.clip_grad_value=0.5 with {engine.partition('=')[0]}=" in line
+    assert "Set trainer.clip_grad_norm instead" in line
+
+
+def test_deepspeeds_file_is_read_before_workers_start(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked = ("deepspeed=config_file", "deepspeed.hf_ds_config=ds.json")
+    assert "hf_ds_config='ds.json': it is the path" in refused(*asked, capsys=capsys)[0]
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "ds.json").write_text("{")
+    assert "hf_ds_config='ds.json': it is no JSON" in refused(*asked, capsys=capsys)[0]
+
+
 def test_every_job_of_a_sweep_is_checked_before_the_first(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
@@ -98,7 +97,6 @@ def _style(style: str | ParallelStyle) -> ParallelStyle:
         "rowwise": lambda: RowwiseParallel(),
         "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
         "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
-        "sequence_parallel": lambda: SequenceParallel(),
     }
     built: ParallelStyle = known[style]()
     return built

@@ -1,7 +1,8 @@
 """Optimizer steps over parameters of several meshes, and of none.
 
 torch's kernels for many tensors at once (``foreach=True``, ``fused=True``) take tensors of one mesh
-in a call. Groups stay as the user made them; for the time of a step they are divided by mesh.
+in a call. Groups stay as the user made them; for the time of a step they are divided by mesh. What
+an optimizer writes into the parts (a count of steps, say) goes into the whole group afterwards.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from accel.errors import ConfigError, Problem
+
 SWITCHES = ("foreach", "fused")
+MISSING = object()
 Group = dict[str, Any]
 
 
@@ -24,19 +28,49 @@ def step_by_mesh(optimizer: torch.optim.Optimizer) -> None:
     """
     if not any(group.get(switch) for group in optimizer.param_groups for switch in SWITCHES):
         return
-    whole: list[list[Group]] = []
+    divided: list[tuple[list[Group], list[list[Group]]]] = []
 
     def restore(own: torch.optim.Optimizer, *_: Any) -> None:
-        if whole:
-            own.param_groups = whole.pop()
+        if divided:  # hooks are called twice where a subclass calls its parent's step
+            own.param_groups, parts = divided.pop()
+            for group, its_parts in zip(own.param_groups, parts, strict=True):
+                _take_over(group, its_parts)
 
     def divide(own: torch.optim.Optimizer, *_: Any) -> None:
-        restore(own)  # a step that failed
-        whole.append(own.param_groups)
-        own.param_groups = [part for group in own.param_groups for part in _divided(group)]
+        restore(own)  # a parent's step, or one after a step that failed
+        parts = [list(_divided(group)) for group in own.param_groups]
+        divided.append((own.param_groups, parts))
+        own.param_groups = [part for group in parts for part in group]
 
     optimizer.register_step_pre_hook(divide)
     optimizer.register_step_post_hook(restore)
+
+
+def _take_over(group: Group, parts: list[Group]) -> None:
+    """Write into a group what a step wrote into all its parts.
+
+    Raises:
+        ConfigError: if it wrote different values.
+    """
+    for key in dict.fromkeys(key for part in parts for key in part if key != "params"):
+        first, *others = (part.get(key, MISSING) for part in parts)
+        if any(not _same(first, other) for other in others):
+            raise ConfigError(
+                Problem(
+                    f"an optimizer that wrote {key}={first!r} and other values into one group",
+                    "its step treats the parameters of each mesh in a call of their own (the last "
+                    "one may have failed between them), and a group has one value",
+                    "Build the optimizer with foreach=False and fused=False, or give split "
+                    "parameters and whole ones groups of their own.",
+                )
+            )
+        group[key] = first
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one is other or torch.equal(one, other)
+    return one is other or bool(one == other)
 
 
 def _divided(group: Group) -> Iterator[Group]:

@@ -196,6 +196,37 @@ class Spoiled(torch.optim.SGD):
         return super().step(closure)
 
 
+class Counting(torch.optim.SGD):
+    """Keeps what it counts in its groups."""
+
+    per_parameter = False
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + (
+                sum(p.numel() for p in group["params"]) if self.per_parameter else 1
+            )
+        return super().step(closure)
+
+
+def check_what_a_step_writes() -> None:
+    accelerator = build(tp={"tp_size": 2})
+    model = accelerator.prepare(Model())
+    optimizer = accelerator.prepare(Counting(model.parameters(), lr=0.1, foreach=True))
+    for _ in range(3):
+        optimizer.step()
+    assert [group["steps"] for group in optimizer.param_groups] == [3]
+    Counting.per_parameter = True
+    with pytest.raises(ConfigError, match=r"wrote steps=\d+ and other values.*foreach=False"):
+        optimizer.step()
+    Counting.per_parameter = False
+    assert len(optimizer.param_groups) == 1
+
+
+def test_what_an_optimizer_writes_into_its_groups_stays() -> None:
+    run_distributed(check_what_a_step_writes, 2)
+
+
 def check_a_failed_step() -> None:
     accelerator = build(tp={"tp_size": 2})
     model = accelerator.prepare(Model())
@@ -251,6 +282,7 @@ def test_a_mesh_of_another_layout_is_refused() -> None:
     ("plan", "words"),
     [
         ({"up": "colwis"}, "Did you mean 'colwise'"),
+        ({"norm": "sequence_parallel"}, "rowwise_rep, or a ParallelStyle of torch"),
         ({}, "maps names of modules to styles"),
         ("up", "maps names of modules to styles"),
     ],

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from accel.checkpoint.optimizers import ParameterNames
+from accel.errors import CheckpointError
+from accel.rng import set_seed
 from tests.accel.strategies.training import (
     BATCH,
     Model,
@@ -90,3 +93,62 @@ def test_a_state_of_any_engine_is_read_under_any_other(tmp_path: Path) -> None:
             assert difference(loaded, saved) == 0.0, engines
             assert difference(after, later) < 1e-4, engines
         path = again
+
+
+def dropped() -> list[float]:
+    """Return what dropout leaves of ones: the same for the same state of the generator."""
+    return torch.nn.functional.dropout(torch.ones(64)).tolist()
+
+
+def write_seeded(path: str, engines: dict[str, Any]) -> list[float]:
+    accelerator, *_ = started(engines, seed=0)
+    set_seed(7, device_specific=True)
+    accelerator.save_state(path)
+    return dropped()
+
+
+def read_and_drop(path: str, engines: dict[str, Any]) -> list[float]:
+    accelerator, *_ = started(engines, seed=5)
+    accelerator.load_state(path)
+    return dropped()
+
+
+def test_processes_of_one_replica_draw_the_same_after_any_state(tmp_path: Path) -> None:
+    replicas, halves = str(tmp_path / "ddp"), str(tmp_path / "tp")
+    split = {"tp": {"tp_size": 2}}
+    first, second = run_distributed(write_seeded, 2, replicas, {})
+    assert first != second
+    assert run_distributed(read_and_drop, 2, replicas, split) == [first, first]
+    four = [first, first, second, second]
+    assert run_distributed(read_and_drop, 4, replicas, split) == four
+    assert run_distributed(write_seeded, 4, halves, split) == four
+    assert run_distributed(read_and_drop, 4, halves, split) == four
+    drawn = run_distributed(read_and_drop, 4, halves, {"fsdp": {}})
+    assert drawn[:2] == [first, second]
+    assert len(set(map(tuple, drawn))) == 4
+
+
+class Positioned(DataLoader[Any]):
+    """A loader that knows its position, as torchdata's do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {"position": 3}
+
+
+def keep_positions(path: str) -> None:
+    plain, split = build(), build(tp={"tp_size": 2})
+    for accelerator in (plain, split):
+        accelerator._objects.dataloaders.append(Positioned([1]))
+    plain.save_state(path)
+    plain.load_state(path)
+    with pytest.raises(CheckpointError, match="as many processes and replicas"):
+        split.load_state(path)
+    split.save_state(path)
+    split.load_state(path)
+
+
+def test_a_position_is_of_the_same_share_of_the_data(tmp_path: Path) -> None:
+    run_distributed(keep_positions, 2, str(tmp_path / "state"))
