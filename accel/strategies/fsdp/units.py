@@ -6,10 +6,8 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 from __future__ import annotations
 
 import functools
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
@@ -90,37 +88,6 @@ def _mixed(owner: torch.nn.Module, dtypes: set[torch.dtype]) -> Problem:
         "what FSDP gathers as one is trained in one dtype",
         "Give each dtype a module of its own.",
     )
-
-
-def ignored_parameters(model: torch.nn.Module, given: Any) -> set[torch.nn.Parameter]:
-    """Return the parameters of the modules that are not sharded.
-
-    Args:
-        model: not sharded yet.
-        given: modules, or names and regular expressions of names; None: none.
-
-    Raises:
-        ConfigError: for what is in no module of the model.
-    """
-    if given is None:
-        return set()
-    entries = [given] if isinstance(given, (str, torch.nn.Module)) else list(given)
-    named = dict(model.named_modules())
-    found: Modules = []
-    problems = []
-    for entry in entries:
-        if isinstance(entry, torch.nn.Module):
-            matches = [module for module in named.values() if module is entry]
-        else:
-            matches = [m for name, m in named.items() if name and re.fullmatch(str(entry), name)]
-        found += matches
-        if not matches:
-            what = entry if isinstance(entry, str) else type(entry).__name__
-            remedy = nearest(str(what), [name for name in named if name])
-            rule = "no module of the model is called so"
-            problems.append(Problem(f"ignored_modules: {what!r}", rule, remedy))
-    ConfigError.raise_if(problems)
-    return {parameter for module in found for parameter in module.parameters()}
 
 
 def _trained(owner: torch.nn.Module, ignored: set[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
