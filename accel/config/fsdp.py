@@ -75,8 +75,8 @@ class FullyShardedDataParallelPlugin:
             None: as `transformer_cls_names_to_wrap` or `min_num_params` say, else the model's own
             ``_no_split_modules``, else the whole model is one.
         cpu_offload: whether parameters, gradients and optimizer state rest in the host's memory.
-        ignored_modules: modules that are whole on every process, or names and regular expressions of
-            names; the gradients of trained ones are averaged by `Accelerator.backward`.
+        ignored_modules: modules that are whole on every process, or names and regular expressions
+            of names. `Accelerator.backward` averages the gradients of those that are trained.
         state_dict_type: FULL_STATE_DICT.
         state_dict_config: older; whole states always lie in the host's memory.
         optim_state_dict_config: older; the same of optimizers.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
@@ -52,41 +53,76 @@ def find_units(
 def split_by_dtype(
     model: torch.nn.Module, units: Modules, ignored: set[torch.nn.Parameter]
 ) -> Modules:
-    """Return `units`, and before each what it holds of other dtypes than its most common one.
+    """Return `units`, and before each what it holds of other dtypes than its own.
 
-    FSDP2 wants one dtype of what is trained in a unit.
+    FSDP2 wants one dtype of what is trained in a unit. It is that of the parameters which the unit
+    holds itself, else the most common one.
 
     Args:
         model: the unit around all of them.
         units: inner ones first.
         ignored: parameters that are not sharded.
+
+    Raises:
+        ConfigError: if a module itself holds several dtypes, or one that must be a unit of its own
+            shares parameters.
     """
+    dtypes = {id(module): _dtype(module, ignored) for module in model.modules()}
+    shared = _shared(model)
     taken: set[int] = set()
+
+    def apart(owner: torch.nn.Module, around: torch.dtype | None) -> Iterator[torch.nn.Module]:
+        """Yield what is within `owner` and of other dtypes than `around`, inner ones first."""
+        for child in owner.children():
+            if id(child) in taken:
+                continue
+            taken.add(id(child))
+            own = dtypes[id(child)]
+            yield from apart(child, own or around)
+            if own not in (None, around):
+                if not _keeps(child, shared):
+                    raise ConfigError(_tied(child, own, around))
+                yield child
+
     ordered: Modules = []
     for unit in (*units, model):
-        owners = [m for m in unit.modules() if id(m) not in taken]
-        sizes: Counter[torch.dtype] = Counter()
-        for owner in owners:
-            for parameter in _trained(owner, ignored):
-                sizes[parameter.dtype] += parameter.numel()
-        common = sizes.most_common(1)[0][0] if sizes else None
-        for owner in reversed(owners):
-            dtypes = {parameter.dtype for parameter in _trained(owner, ignored)}
-            if len(dtypes) > 1:
-                raise ConfigError(_mixed(owner, dtypes))
-            if dtypes - {common} and owner is not unit:
-                ordered.append(owner)
-        taken.update(id(m) for m in unit.modules())
+        taken.add(id(unit))
+        ordered += apart(unit, dtypes[id(unit)] or _most_common(unit, taken, ignored))
         ordered.append(unit)
     return ordered[:-1]
 
 
-def _mixed(owner: torch.nn.Module, dtypes: set[torch.dtype]) -> Problem:
-    names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+def _dtype(owner: torch.nn.Module, ignored: set[torch.nn.Parameter]) -> torch.dtype | None:
+    """Return the dtype of what `owner` itself holds and trains, None for nothing."""
+    dtypes = {parameter.dtype for parameter in _trained(owner, ignored)}
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise ConfigError(
+            Problem(
+                f"prepare: {type(owner).__name__} with parameters of {names}",
+                "what FSDP gathers as one is trained in one dtype",
+                "Give each dtype a module of its own.",
+            )
+        )
+    return dtypes.pop() if dtypes else None
+
+
+def _most_common(
+    unit: torch.nn.Module, taken: set[int], ignored: set[torch.nn.Parameter]
+) -> torch.dtype | None:
+    sizes: Counter[torch.dtype] = Counter()
+    for owner in unit.modules():
+        if id(owner) not in taken:
+            for parameter in _trained(owner, ignored):
+                sizes[parameter.dtype] += parameter.numel()
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def _tied(owner: torch.nn.Module, own: Any, around: Any) -> Problem:
     return Problem(
-        f"prepare: {type(owner).__name__} with parameters of {names}",
-        "what FSDP gathers as one is trained in one dtype",
-        "Give each dtype a module of its own.",
+        f"prepare: {type(owner).__name__} of {own} in a unit of {around}",
+        "it is a unit of its own, and shares parameters with other modules",
+        "Give it the dtype of what is around it, or weights of its own.",
     )
 
 
