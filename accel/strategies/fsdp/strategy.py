@@ -21,7 +21,7 @@ from accel.errors import ConfigError, Problem
 from accel.objects import Objects
 from accel.strategies.base import Traits
 from accel.strategies.dtensor.initial import InitialWeights
-from accel.strategies.dtensor.mesh import TENSOR, build_mesh, data_axes, replicas
+from accel.strategies.dtensor.mesh import TENSOR, build_mesh, check_given, data_axes, replicas
 from accel.strategies.dtensor.splitting import split_matrices
 from accel.strategies.dtensor.strategy import DTensorStrategy
 from accel.strategies.fsdp.ignored import average_gradients, ignored_modules, parameters_of
@@ -53,6 +53,8 @@ class FSDPStrategy(DTensorStrategy):
         count = replicas(self.plan, self.plugin.dp_replicate_size, tp_size)
         self._check_group_size(self.plan.world_size // tp_size // count)
         self._mesh = build_mesh(self.plan, count, tp_size)
+        if self._split is not None and self._split.torch_device_mesh is not None:
+            check_given(self._split.torch_device_mesh, self._mesh)
         # The parameters of ignored modules, by model.
         self._ignored: WeakKeyDictionary[torch.nn.Module, list[Parameter]] = WeakKeyDictionary()
 
