@@ -90,7 +90,7 @@ class FullyShardedDataParallelPlugin:
         activation_checkpointing: whether units recompute their activations in backward.
         activation_checkpointing_offload: whether inputs of units rest in the host's memory.
         cpu_ram_efficient_loading: whether only rank 0 holds weights before `prepare`, and the model
-            of other ranks may be on the meta device.
+            of other ranks may be on the meta device. The runner then builds models so.
         transformer_cls_names_to_wrap: names of the classes that are units.
         min_num_params: fewest parameters of a unit.
         dp_replicate_size: replicas of the sharded model (a 2-D mesh): a number, "nodes" (one each)
