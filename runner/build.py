@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -215,10 +216,14 @@ def _step_problems(recipe: Recipe, step: Factory) -> Iterator[Problem]:
             )
 
 
-def build_parts(recipe: Recipe) -> Parts:
+def build_parts(recipe: Recipe, around_model: AbstractContextManager[Any] | None = None) -> Parts:
     """Build the step with its models and optimizers, the data sets and the callbacks.
 
     The weights are drawn from torch's generator: seed it first.
+
+    Args:
+        recipe: what to build.
+        around_model: entered to build the recipe's model; None: nothing is.
 
     Raises:
         ConfigError: if a factory or an argument is wrong.
@@ -229,7 +234,8 @@ def build_parts(recipe: Recipe) -> Parts:
         for key, node, registry in _nodes(recipe, [])
         if registry is register.callback
     }
-    return Parts(step=build_step(recipe), data=build_data(recipe), callbacks=callbacks)
+    step = build_step(recipe, around_model)
+    return Parts(step=step, data=build_data(recipe), callbacks=callbacks)
 
 
 def build_data(recipe: Recipe) -> Data:
@@ -237,11 +243,22 @@ def build_data(recipe: Recipe) -> Data:
     return _part(recipe, "data")()
 
 
-def build_step(recipe: Recipe) -> Step:
-    """Build the step with its models and optimizers."""
+def build_step(recipe: Recipe, around_model: AbstractContextManager[Any] | None = None) -> Step:
+    """Build the step with its models and optimizers.
+
+    Args:
+        recipe: what to build.
+        around_model: entered to build the recipe's model; None: nothing is.
+    """
     step = _part(recipe, "step")
     wanted = signatures.read(step.function).parameters
-    return step(**{key: _step_part(recipe, key) for key in STEP_PARTS if key in wanted})
+    around = {"model": around_model or nullcontext()}
+    parts = {}
+    for key in STEP_PARTS:
+        if key in wanted:
+            with around.get(key, nullcontext()):
+                parts[key] = _step_part(recipe, key)
+    return step(**parts)
 
 
 def _step_part(recipe: Recipe, key: str) -> Any:

@@ -106,7 +106,7 @@ def run(run_dir: Path, stop: StopFlag | None = None) -> int:
 
 def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     from accel.rng import set_seed
-    from runner import build, engine, processes
+    from runner import build, engine, processes, weights
     from runner.batch_plan import plan_batches
     from runner.loop import Loop
 
@@ -115,8 +115,10 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     with engine.running(recipe, job.run_dir, plan) as accelerator:
         # The same on all ranks: each builds the same weights.
         set_seed(recipe.seed, deterministic=recipe.deterministic)
-        with accelerator.strategy.init_context():
-            parts = build.build_parts(recipe)
+        once = weights.drawn_once(recipe, accelerator)
+        strategy = accelerator.strategy
+        context = weights.on_first_process(accelerator) if once else strategy.init_context()
+        parts = build.build_parts(recipe, context)
         loop = Loop(
             recipe,
             job.run_dir,

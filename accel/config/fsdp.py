@@ -75,7 +75,8 @@ class FullyShardedDataParallelPlugin:
             None: as `transformer_cls_names_to_wrap` or `min_num_params` say, else the model's own
             ``_no_split_modules``, else the whole model is one.
         cpu_offload: whether parameters, gradients and optimizer state rest in the host's memory.
-        ignored_modules: modules that are not sharded, or names and regular expressions of names.
+        ignored_modules: modules that are whole on every process, or names and regular expressions
+            of names. `Accelerator.backward` averages the gradients of those that are trained.
         state_dict_type: FULL_STATE_DICT.
         state_dict_config: older; whole states always lie in the host's memory.
         optim_state_dict_config: older; the same of optimizers.
@@ -89,7 +90,7 @@ class FullyShardedDataParallelPlugin:
         activation_checkpointing: whether units recompute their activations in backward.
         activation_checkpointing_offload: whether inputs of units rest in the host's memory.
         cpu_ram_efficient_loading: whether only rank 0 holds weights before `prepare`, and the model
-            of other ranks may be on the meta device.
+            of other ranks may be on the meta device. The runner then builds models so.
         transformer_cls_names_to_wrap: names of the classes that are units.
         min_num_params: fewest parameters of a unit.
         dp_replicate_size: replicas of the sharded model (a 2-D mesh): a number, "nodes" (one each)

@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner import compose, hydra_setup, rundir, worker
+from accel.config.fsdp import FullyShardedDataParallelPlugin
+from accel.errors import ConfigError
+from accel.rng import set_seed
+from runner import build, compose, engine, hydra_setup, rundir, weights, worker
+from runner.batch_plan import plan_batches
 from runner.job import Job
+from runner.schema import Recipe
 from tests.helpers import WorkerError, run_distributed
 from tests.runner import loops
 
@@ -19,10 +24,13 @@ TINY = (
     *("data.context=16", "data.validation_bytes=200", "data.random_start=false"),
     *("trainer.log_every=1", "trainer.eval_every=null", "trainer.max_time=null"),
 )
+TWO = ("distributed=multi_cpu", "distributed.num_processes=2", "fsdp=full_shard")
 FOUR = ("distributed=multi_cpu", "distributed.num_processes=4")
 INIT = "deepspeed.zero3_init_flag=true"
 ENGINES = {
     "one": (1, ()),
+    "two": (2, TWO),
+    "drawn once": (2, (*TWO, "fsdp.cpu_ram_efficient_loading=true")),
     "hybrid": (4, (*FOUR, "fsdp=hybrid_shard", "fsdp.dp_replicate_size=2")),
     "nodes": (4, (*FOUR, "fsdp=hybrid_shard")),  # there is one node, so there is one replica
     "parts": (
@@ -44,18 +52,22 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def composed(*overrides: str) -> Recipe:
+    with hydra_setup.session():
+        return compose.require(compose.anew(list(overrides), "config"))
+
+
 def trained(
     folder: Path,
     text: Path,
-    engine: str,
+    name: str,
     *more: str,
     run_dir: Path | None = None,
 ) -> Path:
     """Train as the command line does, but in workers that are warm; return the run directory."""
-    num_processes, overrides = ENGINES[engine]
-    overrides = (*TINY, f"data.path={text}", *overrides, *more)
-    with hydra_setup.session():
-        recipe = compose.require(compose.anew(list(overrides), "config"))
+    num_processes = ENGINES[name][0]
+    overrides = (*TINY, f"data.path={text}", *ENGINES[name][1], *more)
+    recipe = composed(*overrides)
     resume_from = None if run_dir is None else str(loops.newest(run_dir))
     run_dir = run_dir or rundir.claim(folder, recipe.name)
     Job(run_dir, overrides, resume_from, cwd=str(folder)).save(recipe)
@@ -88,6 +100,38 @@ def test_values_for_a_layer_that_is_in_parts_are_not_lost_without_a_word(
 ) -> None:
     with pytest.raises(WorkerError, match=r"normal_ on a parameter of shape .* under ZeRO-3"):
         trained(tmp_path, text, "parts")
+
+
+def drawn(folder: str, *overrides: str) -> tuple[bool, float]:
+    """Build as a worker does; return whether there are no weights, and what is drawn next."""
+    recipe = composed(*overrides)
+    plan = plan_batches(recipe.trainer, 2, None)
+    with engine.running(recipe, Path(folder), plan) as accelerator:
+        assert weights.drawn_once(recipe, accelerator)
+        set_seed(accelerator.process_index)
+        step = build.build_step(recipe, weights.on_first_process(accelerator))
+        (model,) = step.models.values()
+        return all(p.is_meta for p in model.parameters()), torch.rand(()).item()
+
+
+def test_weights_are_drawn_on_the_first_process_alone(text: Path, tmp_path: Path) -> None:
+    overrides = (*TINY, f"data.path={text}", *ENGINES["drawn once"][1])
+    first, second = run_distributed(drawn, 2, str(tmp_path), *overrides)
+    assert (first[0], second[0]) == (False, True)
+    assert first[1] == second[1]
+    runs = [trained(tmp_path, text, name) for name in ("two", "drawn once")]
+    assert loops.losses(runs[0]) == loops.losses(runs[1])
+
+
+def test_a_step_that_builds_its_own_models_draws_on_every_process(tmp_path: Path) -> None:
+    plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
+    recipe = loops.recipe_of(model=None, fsdp=plugin)
+    plan = plan_batches(recipe.trainer, 1, None)
+    with (
+        engine.running(recipe, tmp_path, plan) as accelerator,
+        pytest.raises(ConfigError, match="cpu_ram_efficient_loading=true with model=null"),
+    ):
+        weights.drawn_once(recipe, accelerator)
 
 
 def test_fp16_in_shards_skips_together(text: Path, tmp_path: Path) -> None:

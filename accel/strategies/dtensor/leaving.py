@@ -74,16 +74,22 @@ def leave(mesh: DeviceMesh, models: Iterable[torch.nn.Module], still_there: bool
     forget_meshes()
 
 
-def _mesh_infos(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield what FSDP2 notes of the meshes of each of its units (torch has no public name)."""
+def units_of(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield what FSDP2 gathers at once, unit by unit (torch has no public name for it)."""
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
         state: Any = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on, there are several
-        for unit in [state._fsdp_param_group] if groups is None else groups:
-            infos = [] if unit is None else [unit.mesh_info, unit.post_forward_mesh_info]
-            yield from (info for info in infos if info is not None)
+        found = [state._fsdp_param_group] if groups is None else groups
+        yield from (unit for unit in found if unit is not None)
+
+
+def _mesh_infos(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield what FSDP2 notes of the meshes of each of its units."""
+    for unit in units_of(model):
+        infos = (unit.mesh_info, unit.post_forward_mesh_info)
+        yield from (info for info in infos if info is not None)
 
 
 def forget_meshes() -> None:

@@ -27,7 +27,7 @@ from accel.objects import Objects
 from accel.optimizer import unwrap_optimizer
 from accel.strategies.base import Strategy
 from accel.strategies.dtensor.gradients import gradient_norm
-from accel.strategies.dtensor.leaving import leave
+from accel.strategies.dtensor.leaving import leave, units_of
 from accel.strategies.dtensor.mesh import SHARD, TENSOR
 from accel.strategies.dtensor.scaler import ShardedStepScaler
 from accel.strategies.dtensor.steps import step_by_mesh
@@ -47,6 +47,8 @@ class DTensorStrategy(Strategy):
         super().__init__(*args)
         self._successors = Successors()
         self._unsynced: Counter[int] = Counter()
+        # By id of a model that exchanges nothing now: what its units are resharded to otherwise.
+        self._resharding: dict[int, list[tuple[Any, Any]]] = {}
         self._spread: list[weakref.ref[torch.nn.Module]] = []
 
     @property
@@ -137,12 +139,12 @@ class DTensorStrategy(Strategy):
             yield
             return
         self._unsynced[id(model)] += 1
-        _set_sync(model, False)
+        self._set_sync(model, False)
         try:
             yield
         finally:
             self._unsynced[id(model)] -= 1
-            _set_sync(model, self._unsynced[id(model)] <= 0)
+            self._set_sync(model, self._unsynced[id(model)] <= 0)
 
     @contextlib.contextmanager
     def trigger_sync(self, model: torch.nn.Module) -> Iterator[None]:
@@ -150,11 +152,28 @@ class DTensorStrategy(Strategy):
         if not isinstance(model, FSDPModule):
             yield
             return
-        _set_sync(model, True)
+        self._set_sync(model, True)
         try:
             yield
         finally:
-            _set_sync(model, self._unsynced[id(model)] <= 0)
+            self._set_sync(model, self._unsynced[id(model)] <= 0)
+
+    def exchanges(self, model: torch.nn.Module) -> bool:
+        """Return whether backward passes through `model` exchange gradients now."""
+        return id(model) not in self._resharding
+
+    def _set_sync(self, model: Any, sync: bool) -> None:
+        model.set_requires_gradient_sync(sync)
+        model.set_reshard_after_backward(sync)
+        if sync:
+            for unit, mesh_info in self._resharding.pop(id(model), ()):
+                unit.post_forward_mesh_info = mesh_info
+        elif self.exchanges(model):
+            # torch's `set_reshard_after_forward` cannot bring back a group of so many processes.
+            own = [(unit, unit.post_forward_mesh_info) for unit in units_of(model)]
+            self._resharding[id(model)] = own
+            for unit, _ in own:
+                unit.post_forward_mesh_info = None
 
     def join(self, joinables: Sequence[Any], **kwargs: Any) -> AbstractContextManager[None]:
         """Refuse: every process takes part in gathering parameters.
@@ -253,8 +272,3 @@ class DTensorStrategy(Strategy):
                 self.comm.barrier()
             leave(self._mesh, models, still_there)
         self._mesh = None
-
-
-def _set_sync(model: FSDPModule, sync: bool) -> None:
-    model.set_requires_gradient_sync(sync)
-    model.set_reshard_after_backward(sync)

@@ -7,32 +7,26 @@ from __future__ import annotations
 
 import itertools
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.nn import Parameter
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import import_callable
 from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem
-from accel.logging import get_logger
 from accel.objects import Objects
 from accel.strategies.base import Traits
 from accel.strategies.dtensor.initial import InitialWeights
-from accel.strategies.dtensor.mesh import TENSOR, build_mesh, data_axes, replicas
+from accel.strategies.dtensor.mesh import TENSOR, build_mesh, check_given, data_axes, replicas
 from accel.strategies.dtensor.splitting import split_matrices
 from accel.strategies.dtensor.strategy import DTensorStrategy
-from accel.strategies.dtensor.successors import by_name
+from accel.strategies.fsdp.ignored import average_gradients, ignored_modules, parameters_of
 from accel.strategies.fsdp.precision import Formats, build_formats, cast_buffers
-from accel.strategies.fsdp.units import (
-    Modules,
-    find_units,
-    ignored_parameters,
-    split_by_dtype,
-)
-
-logger = get_logger(__name__)
+from accel.strategies.fsdp.units import Modules, find_units, split_by_dtype
 
 
 @final
@@ -59,6 +53,10 @@ class FSDPStrategy(DTensorStrategy):
         count = replicas(self.plan, self.plugin.dp_replicate_size, tp_size)
         self._check_group_size(self.plan.world_size // tp_size // count)
         self._mesh = build_mesh(self.plan, count, tp_size)
+        if self._split is not None and self._split.torch_device_mesh is not None:
+            check_given(self._split.torch_device_mesh, self._mesh)
+        # The parameters of ignored modules, by model.
+        self._ignored: WeakKeyDictionary[torch.nn.Module, list[Parameter]] = WeakKeyDictionary()
 
     def _check_group_size(self, shards: int) -> None:
         size = self.plugin.reshard_after_forward
@@ -90,18 +88,18 @@ class FSDPStrategy(DTensorStrategy):
 
     def spread(self, model: torch.nn.Module) -> None:
         """Shard `model` unit by unit, after its matrices are split where that is on, too."""
-        before = by_name(model)
         weights = self._initial_weights()
         weights.check(model)
-        ignored = ignored_parameters(model, self.plugin.ignored_modules)
-        names = {name for name, parameter in before.items() if parameter in ignored}
-        units = find_units(model, self.plugin, ignored)
+        ignored = ignored_modules(model, self.plugin.ignored_modules)
+        units = find_units(model, self.plugin, set(parameters_of(ignored)))
         self._checkpoint_activations(units)
         if self._split is not None and self._split.tp_size > 1:
             self._split_first(model, weights)
-            ignored = {p for name, p in by_name(model).items() if name in names}
-        self._shard(model, units, weights, ignored, names)
-        self._warn_of(model, names)
+        self._shard(model, units, weights, ignored)
+        if ignored:
+            for module in ignored:  # also where parameters rest in the host's memory
+                module.to(self.device)
+            self._ignored[model] = parameters_of(ignored)
         if self.plugin.forward_prefetch:
             _prefetch_forward(units)
 
@@ -122,19 +120,24 @@ class FSDPStrategy(DTensorStrategy):
         model: torch.nn.Module,
         units: Modules,
         weights: InitialWeights,
-        ignored: set[torch.nn.Parameter],
-        ignored_names: set[str],
+        ignored: Modules,
     ) -> None:
         assert self._mesh is not None
         options: dict[str, Any] = {"mesh": data_axes(self._mesh), "offload_policy": self._offload}
-        options["reshard_after_forward"] = self.plugin.reshard_after_forward
-        for unit in [*split_by_dtype(model, units, ignored), model]:
+        reshard = self.plugin.reshard_after_forward
+        for unit in [*split_by_dtype(model, units, set(parameters_of(ignored))), model]:
             weights.settle(unit)
-            if ignored_names:  # what was on the meta device is another object now
-                ignored = {p for name, p in by_name(model).items() if name in ignored_names}
+            whole = set(parameters_of(ignored))
             cast_buffers(unit, self._formats.buffers)
             policy = self._formats.root if unit is model else self._formats.units
-            fully_shard(unit, mp_policy=policy, ignored_params=ignored or None, **options)
+            fully_shard(
+                unit,
+                # Not torch's None: it is made out in the first forward, maybe within `no_sync`.
+                reshard_after_forward=unit is not model if reshard is None else reshard,
+                mp_policy=policy,
+                ignored_params=whole or None,
+                **options,
+            )
 
     @property
     def _offloads(self) -> bool:
@@ -164,14 +167,20 @@ class FSDPStrategy(DTensorStrategy):
         for unit in units:
             checkpoint(unit)
 
-    def _warn_of(self, model: torch.nn.Module, ignored_names: set[str]) -> None:
-        trained = [n for n, p in by_name(model).items() if n in ignored_names and p.requires_grad]
-        if trained and self.comm.world_size > 1:
-            logger.warning(
-                "FSDP: ignored_modules are trained on each process by itself, as their gradients "
-                "are not exchanged: %s.",
-                ", ".join(trained),
-            )
+    # -- the step --------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients; average those of ignored modules where a model's are exchanged.
+
+        Args:
+            loss: [], already scaled for accumulation and precision.
+            kwargs: for `torch.Tensor.backward`.
+        """
+        loss.backward(**kwargs)
+        for model, parameters in self._ignored.items():
+            if self._mesh is not None and self.exchanges(model):
+                trained = [parameter for parameter in parameters if parameter.requires_grad]
+                average_gradients(trained, self._mesh)
 
 
 def _prefetch_forward(units: Modules) -> None:

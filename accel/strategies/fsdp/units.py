@@ -6,9 +6,8 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 from __future__ import annotations
 
 import functools
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,73 +53,77 @@ def find_units(
 def split_by_dtype(
     model: torch.nn.Module, units: Modules, ignored: set[torch.nn.Parameter]
 ) -> Modules:
-    """Return `units`, and before each what it holds of other dtypes than its most common one.
+    """Return `units`, and before each what it holds of other dtypes than its own.
 
-    FSDP2 wants one dtype of what is trained in a unit.
+    FSDP2 wants one dtype of what is trained in a unit. It is that of the parameters which the unit
+    holds itself, else the most common one.
 
     Args:
         model: the unit around all of them.
         units: inner ones first.
         ignored: parameters that are not sharded.
+
+    Raises:
+        ConfigError: if a module itself holds several dtypes, or one that must be a unit of its own
+            shares parameters.
     """
+    dtypes = {id(module): _dtype(module, ignored) for module in model.modules()}
+    shared = _shared(model)
     taken: set[int] = set()
+
+    def apart(owner: torch.nn.Module, around: torch.dtype | None) -> Iterator[torch.nn.Module]:
+        """Yield what is within `owner` and of other dtypes than `around`, inner ones first."""
+        for child in owner.children():
+            if id(child) in taken:
+                continue
+            taken.add(id(child))
+            own = dtypes[id(child)]
+            yield from apart(child, own or around)
+            if own not in (None, around):
+                if not _keeps(child, shared):
+                    raise ConfigError(_tied(child, own, around))
+                yield child
+
     ordered: Modules = []
     for unit in (*units, model):
-        owners = [m for m in unit.modules() if id(m) not in taken]
-        sizes: Counter[torch.dtype] = Counter()
-        for owner in owners:
-            for parameter in _trained(owner, ignored):
-                sizes[parameter.dtype] += parameter.numel()
-        common = sizes.most_common(1)[0][0] if sizes else None
-        for owner in reversed(owners):
-            dtypes = {parameter.dtype for parameter in _trained(owner, ignored)}
-            if len(dtypes) > 1:
-                raise ConfigError(_mixed(owner, dtypes))
-            if dtypes - {common} and owner is not unit:
-                ordered.append(owner)
-        taken.update(id(m) for m in unit.modules())
+        taken.add(id(unit))
+        ordered += apart(unit, dtypes[id(unit)] or _most_common(unit, taken, ignored))
         ordered.append(unit)
     return ordered[:-1]
 
 
-def _mixed(owner: torch.nn.Module, dtypes: set[torch.dtype]) -> Problem:
-    names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+def _dtype(owner: torch.nn.Module, ignored: set[torch.nn.Parameter]) -> torch.dtype | None:
+    """Return the dtype of what `owner` itself holds and trains, None for nothing."""
+    dtypes = {parameter.dtype for parameter in _trained(owner, ignored)}
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise ConfigError(
+            Problem(
+                f"prepare: {type(owner).__name__} with parameters of {names}",
+                "what FSDP gathers as one is trained in one dtype",
+                "Give each dtype a module of its own.",
+            )
+        )
+    return dtypes.pop() if dtypes else None
+
+
+def _most_common(
+    unit: torch.nn.Module, taken: set[int], ignored: set[torch.nn.Parameter]
+) -> torch.dtype | None:
+    sizes: Counter[torch.dtype] = Counter()
+    for owner in unit.modules():
+        if id(owner) not in taken:
+            for parameter in _trained(owner, ignored):
+                sizes[parameter.dtype] += parameter.numel()
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def _tied(owner: torch.nn.Module, own: Any, around: Any) -> Problem:
     return Problem(
-        f"prepare: {type(owner).__name__} with parameters of {names}",
-        "what FSDP gathers as one is trained in one dtype",
-        "Give each dtype a module of its own.",
+        f"prepare: {type(owner).__name__} of {own} in a unit of {around}",
+        "it is a unit of its own, and shares parameters with other modules",
+        "Give it the dtype of what is around it, or weights of its own.",
     )
-
-
-def ignored_parameters(model: torch.nn.Module, given: Any) -> set[torch.nn.Parameter]:
-    """Return the parameters of the modules that are not sharded.
-
-    Args:
-        model: not sharded yet.
-        given: modules, or names and regular expressions of names; None: none.
-
-    Raises:
-        ConfigError: for what is in no module of the model.
-    """
-    if given is None:
-        return set()
-    entries = [given] if isinstance(given, (str, torch.nn.Module)) else list(given)
-    named = dict(model.named_modules())
-    found: Modules = []
-    problems = []
-    for entry in entries:
-        if isinstance(entry, torch.nn.Module):
-            matches = [module for module in named.values() if module is entry]
-        else:
-            matches = [m for name, m in named.items() if name and re.fullmatch(str(entry), name)]
-        found += matches
-        if not matches:
-            what = entry if isinstance(entry, str) else type(entry).__name__
-            remedy = nearest(str(what), [name for name in named if name])
-            rule = "no module of the model is called so"
-            problems.append(Problem(f"ignored_modules: {what!r}", rule, remedy))
-    ConfigError.raise_if(problems)
-    return {parameter for module in found for parameter in module.parameters()}
 
 
 def _trained(owner: torch.nn.Module, ignored: set[torch.nn.Parameter]) -> list[torch.nn.Parameter]:

@@ -270,8 +270,9 @@ def test_wrong_plans_are_refused() -> None:
 def check_layout() -> None:
     build(tp={"tp_size": 2})  # there is a process group
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
-    with pytest.raises(ConfigError, match="neighbours by rank"):
-        build(tp={"torch_device_mesh": mesh})
+    for fsdp in (None, {}):
+        with pytest.raises(ConfigError, match="neighbours by rank"):
+            build(fsdp=fsdp, tp={"torch_device_mesh": mesh})
 
 
 def test_a_mesh_of_another_layout_is_refused() -> None:
