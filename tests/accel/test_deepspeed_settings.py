@@ -368,6 +368,8 @@ def test_buckets_are_as_large_as_the_model_or_under_stage_three_as_a_layer() -> 
     for stage, size in ((2, 360), (3, 64)):
         zero = completed(DeepSpeedPlugin(zero_stage=stage), model=model)["zero_optimization"]
         assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == size
+    odd = completed(DeepSpeedPlugin(zero_stage=2), model=torch.nn.Linear(8, 1))
+    assert odd["zero_optimization"]["allgather_bucket_size"] == 10
     small = completed(DeepSpeedPlugin(zero_stage=3), model=torch.nn.Linear(9, 1))
     assert small["zero_optimization"]["reduce_bucket_size"] == 10
 

@@ -243,7 +243,7 @@ class Settings:
         own = self.plugin.hf_ds_config is None
         auto = {
             "reduce_bucket_size": width * width,
-            "allgather_bucket_size": width * width,
+            "allgather_bucket_size": _even(width * width),
             "stage3_prefetch_bucket_size": int(0.9 * width * width),
             "stage3_param_persistence_threshold": 10 * width,
         }
@@ -253,7 +253,7 @@ class Settings:
         if own:  # no bucket needs to be larger than the model, nor stage 3's than a layer
             largest = width * width if self.stage == 3 else 500_000_000
             zero.setdefault("reduce_bucket_size", max(min(largest, total), 1))
-            zero.setdefault("allgather_bucket_size", max(min(largest, total), 1))
+            zero.setdefault("allgather_bucket_size", _even(min(largest, total)))
             self._follow_disk(model)
 
     def _follow_disk(self, model: torch.nn.Module) -> None:
@@ -310,6 +310,11 @@ def hidden_size(model: torch.nn.Module) -> int:
 def num_elements(model: torch.nn.Module) -> int:
     """Return the number of the model's parameters, sharded ones included."""
     return sum(math.prod(_shape(parameter)) for parameter in model.parameters())
+
+
+def _even(size: int) -> int:
+    """Return the size of a bucket that starts are aligned in, as stages 1 and 2 demand."""
+    return max(2, size + size % 2)
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:

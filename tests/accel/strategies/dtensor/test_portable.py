@@ -101,14 +101,14 @@ def dropped() -> list[float]:
 
 
 def write_seeded(path: str, engines: dict[str, Any]) -> list[float]:
-    accelerator, *_ = started(engines, seed=0)
+    accelerator = build(**engines)
     set_seed(7, device_specific=True)
     accelerator.save_state(path)
     return dropped()
 
 
 def read_and_drop(path: str, engines: dict[str, Any]) -> list[float]:
-    accelerator, *_ = started(engines, seed=5)
+    accelerator = build(**engines)
     accelerator.load_state(path)
     return dropped()
 
