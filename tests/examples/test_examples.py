@@ -14,6 +14,7 @@ from tests.examples.launching import Run, number_after, outputs
 pytestmark = pytest.mark.timeout(900)  # some seconds alone; the machine may be shared
 
 
+@pytest.mark.slow  # the resumed training starts as many processes
 def test_classification(tmp_path: Path) -> None:
     def run(name: str, processes: int | None) -> Run:
         arguments = ("--epochs", "5", "--output-dir", str(tmp_path / name))

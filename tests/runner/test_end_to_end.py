@@ -80,6 +80,7 @@ def test_two_processes_see_the_losses_of_one(
     assert losses(two) == pytest.approx(losses(straight), rel=1e-5)
 
 
+@pytest.mark.slow  # `test_loop_resume.py` does it in this process
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     import torch
 

@@ -56,6 +56,7 @@ def _yaml_files() -> list[Path]:
     return list((ROOT / "conf").rglob("*.yaml"))
 
 
+@pytest.mark.slow  # `test_recipes.py` trains it inside
 def test_the_example_project_trains_outside_of_the_repository(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     install = ("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site))

@@ -59,6 +59,7 @@ def counted_rounds() -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.slow  # many meshes; those below are of one
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's /proc")
 def test_no_thread_of_a_mesh_outlives_the_training() -> None:
     for found in run_distributed(counted_rounds, 4, timeout=110.0):
