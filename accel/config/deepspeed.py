@@ -424,10 +424,9 @@ def _field_problems(plugin: DeepSpeedPlugin) -> list[Problem]:
 def _config_problems(config: Mapping[str, Any], place: str) -> list[Problem]:
     """Return what DeepSpeed would take without a word, or refuse without naming the place."""
     problems = []
-    for key in config:
-        near = difflib.get_close_matches(key, TOP_LEVEL, n=1, cutoff=0.85)
-        if near and key not in TOP_LEVEL:
-            problems.append(Problem(f"{place}: {key}", "there is none", f"Did you mean {near[0]}?"))
+    for key in (key for key in config if key not in TOP_LEVEL):
+        for near in difflib.get_close_matches(key, TOP_LEVEL, n=1, cutoff=0.85):
+            problems.append(Problem(f"{place}: {key}", "there is none", f"Did you mean {near}?"))
     zero = config.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
         rule = "it is a section"

@@ -219,10 +219,11 @@ class Settings:
 
     def _see_one_rate(self, scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
         """Note a schedule that was computed from another rate than the configuration's."""
-        if not isinstance(optimizer, DummyOptim) or getattr(scheduler, "optimizer", 0) != optimizer:
+        if not isinstance(optimizer, DummyOptim) or isinstance(scheduler, DummyScheduler):
             return
         rate = value_at(self.config, "optimizer.params.lr")
-        if not isinstance(scheduler, DummyScheduler) and not _equal(rate, optimizer.lr):
+        built_on_it = getattr(scheduler, "optimizer", None) is optimizer
+        if built_on_it and not _equal(rate, optimizer.lr):
             self.note(
                 f"{self.plugin.place}: optimizer.params.lr={rate!r} with "
                 f"{type(scheduler).__name__} on DummyOptim(lr={optimizer.lr!r})",

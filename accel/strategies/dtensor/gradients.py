@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from accel.strategies.footprint import local
+
 
 def gradient_norm(parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norm [] of all gradients, each element counted once over all ranks.
@@ -34,7 +36,7 @@ def gradient_norm(parameters: Sequence[torch.Tensor], norm_type: float) -> torch
         key: Any = parameter.device if not isinstance(spread, DTensor) else _key(spread)
         found = kinds.setdefault(key, [])
         if gradient is not None:
-            found.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+            found.append(local(gradient))
     norms = [_reduced_norm(key, locals_, norm_type) for key, locals_ in kinds.items()]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 

@@ -33,6 +33,7 @@ from accel.strategies.dtensor.scaler import ShardedStepScaler
 from accel.strategies.dtensor.steps import step_by_mesh
 from accel.strategies.dtensor.successors import Successors, by_name
 from accel.strategies.dtensor.tensors import all_whole, fitted_weight, parts_of, whole
+from accel.strategies.footprint import local
 
 
 class DTensorStrategy(Strategy):
@@ -199,8 +200,8 @@ class DTensorStrategy(Strategy):
         norm = gradient_norm(trained, float(norm_type))
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for gradient in (p.grad for p in trained if p.grad is not None):
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            local.detach().mul_(factor.to(local.device))
+            part = local(gradient).detach()
+            part.mul_(factor.to(part.device))
         return norm
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:

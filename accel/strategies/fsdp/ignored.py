@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from accel.errors import ConfigError, Problem, nearest
 from accel.strategies.dtensor.mesh import TENSOR
+from accel.strategies.footprint import local
 
 
 def ignored_modules(model: torch.nn.Module, given: Any) -> list[torch.nn.Module]:
@@ -80,24 +80,18 @@ def average_gradients(parameters: Sequence[torch.Tensor], mesh: DeviceMesh) -> N
         missing = [index for index, parameter in enumerate(same) if parameter.grad is None]
         for index in missing:
             same[index].grad = torch.zeros_like(same[index])
-        locals_ = [_local(parameter) for parameter in same]
+        own = [local(parameter.grad) for parameter in same if parameter.grad is not None]
         # Who has a gradient at all travels along, so that what nobody uses is left without.
-        has = locals_[0].new_ones(len(same))
+        has = own[0].new_ones(len(same))
         for index in missing:
             has[index] = 0
-        flat = torch.cat([*(local.reshape(-1) for local in locals_), has])
+        flat = torch.cat([*(part.reshape(-1) for part in own), has])
         for group in groups:
             flat /= group.size()  # first: a sum may be too large for fp16
             dist.all_reduce(flat, group=group)
-        *parts, found = flat.split([*(local.numel() for local in locals_), len(same)])
-        for local, part in zip(locals_, parts, strict=True):
-            local.copy_(part.view_as(local))
+        *parts, found = flat.split([*(part.numel() for part in own), len(same)])
+        for gradient, part in zip(own, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
         for index in missing:  # only here does the host wait for the device
             if not found[index]:
                 same[index].grad = None
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
