@@ -13,6 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from accel.checkpoint import exports, session
+from accel.checkpoint.together import together
 from accel.errors import ConfigError, Problem, nearest
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ class CheckpointAPI:
         Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
         """
         strategy = self._accelerator.strategy
-        with session.together(strategy.comm, "save_native"):
+        with together(strategy.comm, "save_native"):
             strategy.save_native(model, Path(save_directory).expanduser())
 
     def load_native(
@@ -269,7 +270,7 @@ class CheckpointAPI:
                 )
             )
         strategy = self._accelerator.strategy
-        with session.together(strategy.comm, "load_native"):
+        with together(strategy.comm, "load_native"):
             strategy.load_native(model, Path(input_dir).expanduser())
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """Saving and loading a whole run: every object of an `Accelerator`, on every rank.
 
-Ranks tell each other how a phase went before the next one starts: a failure on one raises on all.
+Its phases are taken together: a failure on one rank raises on all of them before the next begins.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,12 +25,12 @@ from accel.checkpoint.loaders import (
     positions,
 )
 from accel.checkpoint.optimizers import ParameterNames
+from accel.checkpoint.together import decided, together
 from accel.errors import CheckpointError, Problem
 from accel.logging import get_logger
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
-    from accel.comm.base import Communicator
 
 logger = get_logger(__name__)
 
@@ -96,55 +95,10 @@ class Saved:
         return load_plain(self.path / name, arrays=self.foreign)
 
 
-# -- ranks together ------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def together(comm: Communicator, what: str) -> Iterator[None]:
-    """Run a phase; if it failed on any rank, raise on all of them.
-
-    Raises:
-        CheckpointError: naming the ranks and what each of them met.
-    """
-    own: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        own = error
-    message = None if own is None else f"{_kind(own)}{own}"
-    messages = enumerate(comm.all_gather_object(message))
-    failed = {rank: text for rank, text in messages if text is not None}
-    if not failed:
-        return
-    if comm.world_size == 1:
-        if isinstance(own, CheckpointError):
-            raise own
-        raise CheckpointError(f"{what} failed: {message}") from own
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-    raise CheckpointError(
-        f"{what} failed on {len(failed)} of {comm.world_size} ranks. {told}"
-    ) from own
-
-
-def _kind(error: Exception) -> str:
-    return "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-
-
 def writes(accelerator: Accelerator) -> bool:
     """Return whether this rank writes what all ranks share."""
     plan = accelerator.plan
     return (plan.local_rank if plan.project.save_on_each_node else plan.rank) == 0
-
-
-def _decided(comm: Communicator, decide: Callable[[], AnyPath | None], what: str) -> Path | None:
-    """Return what rank 0 decides; the disks of other ranks may lag behind."""
-    answer: list[str | None] = [None]
-    with together(comm, what):
-        if comm.rank == 0:
-            path = decide()
-            answer = [None if path is None else fspath(path)]
-    (text,) = comm.broadcast_objects(answer)
-    return None if text is None else Path(text)
 
 
 # -- save ----------------------------------------------------------------------------------
@@ -163,7 +117,7 @@ def save(accelerator: Accelerator, output_dir: AnyPath | None, options: SaveOpti
             fspath(output_dir),
             folder_of(accelerator),
         )
-    final = _decided(comm, lambda: _save_path(accelerator, output_dir), "save_state")
+    final = decided(comm, lambda: _save_path(accelerator, output_dir), "save_state")
     path = _require(final)
     _write_and_commit(accelerator, path, options)
     if project.automatic_checkpoint_naming:
@@ -342,7 +296,7 @@ def load(accelerator: Accelerator, input_dir: AnyPath | None, options: LoadOptio
         CheckpointError: on every rank, if it failed on any. Objects may then be partly restored.
     """
     comm = accelerator.comm
-    path = _require(_decided(comm, lambda: _load_path(accelerator, input_dir), "load_state"))
+    path = _require(decided(comm, lambda: _load_path(accelerator, input_dir), "load_state"))
     with together(comm, f"verifying {path}"):
         if accelerator.plan.local_rank == 0:
             files.repair(path)

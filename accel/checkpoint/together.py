@@ -1,0 +1,55 @@
+"""Phases that all ranks go through together: a failure on one raises on all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from os import PathLike, fspath
+from pathlib import Path
+
+from accel.comm.base import Communicator
+from accel.errors import CheckpointError
+
+
+@contextlib.contextmanager
+def together(comm: Communicator, what: str) -> Iterator[None]:
+    """Run a phase; if it failed on any rank, raise on all of them.
+
+    Raises:
+        CheckpointError: naming the ranks and what each of them met.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    message = None if own is None else f"{_kind(own)}{own}"
+    messages = enumerate(comm.all_gather_object(message))
+    failed = {rank: text for rank, text in messages if text is not None}
+    if not failed:
+        return
+    if comm.world_size == 1:
+        if isinstance(own, CheckpointError):
+            raise own
+        raise CheckpointError(f"{what} failed: {message}") from own
+    told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    raise CheckpointError(
+        f"{what} failed on {len(failed)} of {comm.world_size} ranks. {told}"
+    ) from own
+
+
+def _kind(error: Exception) -> str:
+    return "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+
+
+def decided(
+    comm: Communicator, decide: Callable[[], str | PathLike[str] | None], what: str
+) -> Path | None:
+    """Return what rank 0 decides; the disks of other ranks may lag behind."""
+    answer: list[str | None] = [None]
+    with together(comm, what):
+        if comm.rank == 0:
+            path = decide()
+            answer = [None if path is None else fspath(path)]
+    (text,) = comm.broadcast_objects(answer)
+    return None if text is None else Path(text)
