@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from accel.env import Environment
 from accel.errors import ConfigError, Problem
 from runner import recipe as recipes
-from runner import signatures, trust
+from runner import signatures, trust, variables
 from runner.keys import FACTORY_NODES
 from runner.registry import Registry, register
 from runner.schema import ENGINES, Recipe
@@ -136,7 +137,8 @@ def check_machine(recipe: Recipe) -> list[Problem]:
         ),
         lambda: _check_precision(recipe, resolve_device(processes.device(distributed), 0).type),
         lambda: _check_clipping(recipe),
-        lambda: None if recipe.deepspeed is None else recipe.deepspeed.given_config(),
+        lambda: _check_deepspeed(recipe),
+        lambda: ConfigError.raise_if(variables.problems(recipe, Environment.read())),
         lambda: filter_trackers(recipe.tracker.log_with, logging_dir=recipe.output_dir),
     )
     problems: list[Problem] = []
@@ -158,6 +160,25 @@ def _check_precision(recipe: Recipe, device_type: str) -> None:
                 "Use precision=bf16 or precision=no.",
             )
         )
+
+
+def _check_deepspeed(recipe: Recipe) -> None:
+    """Raise if DeepSpeed's configuration cannot be read, or decides what the recipe does."""
+    if recipe.deepspeed is None:
+        return
+    sections = [
+        name for name in ("optimizer", "scheduler") if name in recipe.deepspeed.given_config()
+    ]
+    ConfigError.raise_if(
+        [
+            Problem(
+                f"{recipe.deepspeed.place}: {name} with {name}= of the recipe",
+                "the recipe decides it",
+                f"Take the section {name} out of the configuration.",
+            )
+            for name in sections
+        ]
+    )
 
 
 def _check_clipping(recipe: Recipe) -> None:
