@@ -194,6 +194,61 @@ def test_stand_ins_fill_what_is_left_out_and_contradict_nothing() -> None:
         completed(DeepSpeedPlugin(config), None, model, dummy, schedule)
 
 
+def scheduled(kind: str, params: dict[str, Any], dummy: Any, **steps: Any) -> dict[str, Any]:
+    """The section's parameters, completed from `DummyScheduler(dummy, **steps)`."""
+    config: dict[str, Any] = {"scheduler": {"type": kind, "params": params}}
+    if isinstance(dummy, DummyOptim):
+        config["optimizer"] = {"type": "SGD"}
+    scheduler = DummyScheduler(dummy, **steps)
+    found = completed(DeepSpeedPlugin(config), optimizer=dummy, scheduler=scheduler)
+    return dict(found["scheduler"]["params"])
+
+
+def test_a_schedule_takes_from_its_stand_in_what_the_configuration_leaves_out() -> None:
+    model = torch.nn.Linear(6, 5)
+    dummy = DummyOptim(model.parameters(), lr=0.02)
+    steps = {"warmup_num_steps": 4, "total_num_steps": 21}
+    assert scheduled("WarmupLR", {}, dummy, **steps) == {
+        "warmup_max_lr": 0.02,
+        "warmup_num_steps": 2,
+    }
+    assert scheduled("WarmupDecayLR", {"warmup_num_steps": 2}, dummy, **steps) == {
+        "warmup_max_lr": 0.02,
+        "warmup_num_steps": 2,
+        "total_num_steps": 11,
+    }
+    cosine = scheduled("WarmupCosineLR", {"cos_min_ratio": 0.1}, dummy, **steps)
+    assert cosine == {"cos_min_ratio": 0.1, "warmup_num_steps": 2, "total_num_steps": 11}
+    assert scheduled("StepLR", {"step_size": 5}, dummy, **steps) == {"step_size": 5}
+    own = DummyOptim([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}])
+    assert scheduled("WarmupLR", {"warmup_max_lr": "auto"}, own)["warmup_max_lr"] == [0.5, 0.001]
+
+
+def test_a_schedule_and_its_stand_in_do_not_disagree() -> None:
+    model = torch.nn.Linear(6, 5)
+    dummy = DummyOptim(model.parameters(), lr=0.02)
+    params = {"warmup_num_steps": 100, "warmup_max_lr": 0.5, "total_num_steps": 1000}
+    with pytest.raises(ConfigError) as error:
+        scheduled("WarmupDecayLR", params, dummy, warmup_num_steps=4, total_num_steps=21)
+    text = told_by(error)
+    assert len(error.value.problems) == 3
+    for value, source in (
+        ("warmup_max_lr=0.5", "lr=0.02 of the optimizer"),
+        ("warmup_num_steps=100", "DummyScheduler(warmup_num_steps=4), 2 steps of 2 processes"),
+        ("total_num_steps=1000", "DummyScheduler(total_num_steps=21), 11 steps of 2 processes"),
+    ):
+        assert f"scheduler.params.{value} with {source}" in text
+    trained = torch.optim.SGD(model.parameters(), lr=0.02)
+    with pytest.raises(ConfigError, match=r"lr=0\.02 of the optimizer"):
+        scheduled("WarmupLR", {"warmup_max_lr": 0.5}, trained)
+    nobodys = DummyOptim(model.parameters())  # nobody gave its rate, nor the steps below
+    assert scheduled("WarmupDecayLR", dict(params), nobodys) == params
+    with pytest.raises(ConfigError, match="WarmupDecayLR without total_num_steps"):
+        scheduled("WarmupDecayLR", {}, dummy)
+    with pytest.raises(ConfigError, match='warmup_num_steps="auto": nothing in the run tells'):
+        scheduled("WarmupLR", {"warmup_num_steps": "auto"}, dummy)
+
+
 @pytest.mark.parametrize(
     ("precision", "expected"), [("bf16", None), ("fp16", "bfloat16"), ("no", "enabled=True")]
 )
