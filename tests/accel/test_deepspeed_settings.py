@@ -12,7 +12,8 @@ import torch
 from omegaconf import OmegaConf
 
 from accel.arguments import Arguments
-from accel.config.deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed_json import HfDeepSpeedConfig
 from accel.config.training import GradientAccumulationPlugin
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError, StateError

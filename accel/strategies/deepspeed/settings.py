@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.config.deepspeed import AUTO, KEYS, DeepSpeedPlugin, set_at, value_at
+from accel.config.deepspeed import KEYS, DeepSpeedPlugin
+from accel.config.deepspeed_json import AUTO, set_at, value_at
 from accel.errors import ConfigError, Problem
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 
