@@ -13,9 +13,16 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any
 
-from accel.config.deepspeed_json import AUTO, DEVICES, HfDeepSpeedConfig, set_at, value_at
+from accel.config.deepspeed_json import (
+    AUTO,
+    DEVICES,
+    HfDeepSpeedConfig,
+    set_at,
+    stage_problems,
+    value_at,
+)
 from accel.config.handlers import check_choice, check_minimum
-from accel.errors import ConfigError, Problem, unknown_choice
+from accel.errors import ConfigError, Problem, nearest
 
 # Told of each plugin that is selected, or that switches sharding while models are built.
 _WATCHERS: list[weakref.WeakMethod[Callable[[DeepSpeedPlugin], None]]] = []
@@ -101,7 +108,7 @@ class DeepSpeedPlugin:
     msamp_opt_level: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("gradient_accumulation_steps", "gradient_clipping"):
+        for name in ("gradient_accumulation_steps", "gradient_clipping", "zero_stage"):
             if getattr(self, name) == AUTO:
                 setattr(self, name, None)
         self._sources: dict[str, str] = {}
@@ -189,12 +196,17 @@ class DeepSpeedPlugin:
         """Fill fields that are None from environment variables; return what makes no sense.
 
         Args:
-            variables: documented variables that are set, by name.
+            variables: those that are set, by name; "", "none" and "auto" say nothing.
         """
-        problems = []
+        rule = "no field of DeepSpeedPlugin is filled by a variable of that name"
+        problems = [
+            Problem(f"{name}={text!r} (environment)", rule, nearest(name, VARIABLES))
+            for name, text in variables.items()
+            if name not in VARIABLES and text.strip()
+        ]
         for name, field in VARIABLES.items():
             text = variables.get(name, "")
-            if getattr(self, field) is not None or text.lower() in ("", "none"):
+            if getattr(self, field) is not None or text.lower() in ("", "none", AUTO):
                 continue
             try:
                 value = _parsed(field, text)
@@ -281,9 +293,7 @@ def _parsed(field: str, text: str) -> Any:
 
 
 def _field_problems(plugin: DeepSpeedPlugin) -> list[Problem]:
-    problems: list[Problem] = []
-    if plugin.zero_stage is not None and plugin.zero_stage not in range(4):
-        problems.append(unknown_choice("DeepSpeedPlugin.zero_stage", plugin.zero_stage, "0123"))
+    problems = stage_problems("DeepSpeedPlugin.zero_stage", plugin.zero_stage)
     check_minimum(plugin, "gradient_accumulation_steps", 1, problems)
     check_minimum(plugin, "gradient_clipping", 0, problems)
     check_choice(plugin, "msamp_opt_level", ("O1", "O2"), problems)

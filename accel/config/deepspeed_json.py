@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,55 @@ TOP_LEVEL = (
     *("csv_monitor", "tensorboard", "wandb", "comet", "monitor_config", "elasticity", "checkpoint"),
     *("comms_logger", "data_types", "tensor_parallel", "sequence_parallel_size", "compile"),
 )
+# Keys whose value is a section of its own: what to write there.
+SECTIONS = {
+    "optimizer": '{"type": "AdamW", "params": {"lr": "auto"}}',
+    "optimizer.params": '{"lr": "auto"}',
+    "scheduler": '{"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}',
+    "scheduler.params": '{"warmup_num_steps": "auto"}',
+    "zero_optimization": '{"stage": 2}',
+    "zero_optimization.offload_optimizer": '{"device": "cpu"}',
+    "zero_optimization.offload_param": '{"device": "cpu"}',
+    "activation_checkpointing": '{"partition_activations": true}',
+    "aio": '{"thread_count": 1}',
+    "checkpoint": '{"tag_validation": "Warn"}',
+    "compile": '{"deepcompile": true}',
+    "data_types": '{"grad_accum_dtype": "fp32"}',
+    **dict.fromkeys(
+        (
+            *("fp16", "bf16", "torch_autocast", "autotuning", "flops_profiler", "elasticity"),
+            *("data_efficiency", "curriculum_learning", "csv_monitor", "tensorboard", "wandb"),
+            *("comet", "comms_logger", "tensor_parallel", "expert_parallel"),
+        ),
+        '{"enabled": true}',
+    ),
+}
+# Names that DeepSpeed still reads beside the present ones: two places would decide one value.
+OLDER = {
+    "bfloat16": 'bf16 in its place: {"enabled": true}',
+    "zero_optimization.cpu_offload": 'offload_optimizer in its place: {"device": "cpu"}',
+    "zero_optimization.cpu_offload_param": 'offload_param in its place: {"device": "cpu"}',
+    "zero_optimization.cpu_offload_use_pin_memory": "pin_memory in offload_optimizer or "
+    "offload_param",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on"
+    "_model_save in its place",
+}
+# What spreads a model in another way than ZeRO: the largest value that leaves it off.
+OTHER_WAYS = {
+    "sequence_parallel_size": 1,
+    "tensor_parallel.autotp_size": 1,
+    "expert_parallel.enabled": False,
+}
+SWITCHES = ("fp16.enabled", "bf16.enabled", "torch_autocast.enabled")
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 class HfDeepSpeedConfig:
     """DeepSpeed's configuration, with queries by dotted key.
 
     Args:
-        config_file_or_dict: path of a JSON file, or a dict, which is copied.
+        config_file_or_dict: path of a JSON file, or a dict, which is copied. A section that is null
+            says nothing.
 
     Attributes:
         config: the nested dictionary.
@@ -56,6 +98,7 @@ class HfDeepSpeedConfig:
         else:
             rule = "it is the path of a JSON file, or a dict"
             raise ConfigError(Problem(f"hf_ds_config={config_file_or_dict!r}", rule, "Give one."))
+        _drop_empty(self.config)
         ConfigError.raise_if(_config_problems(self.config, place))
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
@@ -138,27 +181,83 @@ def _read(path: Path) -> dict[str, Any]:
     return loaded
 
 
+def _drop_empty(config: dict[str, Any]) -> None:
+    """Take out sections that are None, which DeepSpeed reads as if they were there."""
+    for key in SECTIONS:
+        parent, _, last = key.rpartition(".")
+        owner = value_at(config, parent) if parent else config
+        if isinstance(owner, dict) and last in owner and owner[last] is None:
+            del owner[last]
+
+
 def _config_problems(config: Mapping[str, Any], place: str) -> list[Problem]:
     """Return what DeepSpeed would take without a word, or refuse without naming the place."""
-    problems = []
-    for key in (key for key in config if key not in TOP_LEVEL):
-        for near in difflib.get_close_matches(key, TOP_LEVEL, n=1, cutoff=0.85):
-            problems.append(Problem(f"{place}: {key}", "there is none", f"Did you mean {near}?"))
-    zero = config.get("zero_optimization", {})
-    if not isinstance(zero, Mapping):
-        rule = "it is a section"
-        return [
-            *problems,
-            Problem(f"{place}: zero_optimization={zero!r}", rule, 'Write {"stage": 2}.'),
-        ]
-    if zero.get("stage", AUTO) not in (AUTO, 0, 1, 2, 3):
-        problems.append(unknown_choice(f"{place}: zero_optimization.stage", zero["stage"], "0123"))
+    problems = [
+        *_key_problems(config, place),
+        *_value_problems(config, place),
+        *stage_problems(
+            f"{place}: zero_optimization.stage", value_at(config, "zero_optimization.stage")
+        ),
+    ]
     for what in ("optimizer", "param"):
-        key = f"zero_optimization.offload_{what}"
-        section = zero.get(f"offload_{what}")
-        if section is not None and not isinstance(section, Mapping):
-            remedy = 'Write {"device": "cpu"}.'
-            problems.append(Problem(f"{place}: {key}={section!r}", "it is a section", remedy))
-        elif section and section.get("device", AUTO) not in (AUTO, *DEVICES):
-            problems.append(unknown_choice(f"{place}: {key}.device", section["device"], DEVICES))
+        key = f"zero_optimization.offload_{what}.device"
+        device = value_at(config, key)
+        if device not in (None, AUTO, *DEVICES):
+            problems.append(unknown_choice(f"{place}: {key}", device, DEVICES))
     return problems
+
+
+def _key_problems(config: Mapping[str, Any], place: str) -> Iterator[Problem]:
+    """Yield keys that there are not, or not any more, and sections that are none."""
+    for key in (key for key in config if key not in (*TOP_LEVEL, *SECTIONS)):
+        for near in difflib.get_close_matches(key, TOP_LEVEL, n=1, cutoff=0.85):
+            yield Problem(f"{place}: {key}", "there is none", f"Did you mean {near}?")
+    for key, example in SECTIONS.items():
+        found = value_at(config, key)
+        if found is not None and not isinstance(found, Mapping):
+            yield Problem(f"{place}: {key}={found!r}", "it is a section", f"Write {example}.")
+    for key, newer in OLDER.items():
+        found = value_at(config, key)
+        if found is not None:
+            rule = "it is a name of older versions of DeepSpeed"
+            yield Problem(f"{place}: {key}={found!r}", rule, f"Write {newer}.")
+
+
+def _value_problems(config: Mapping[str, Any], place: str) -> Iterator[Problem]:
+    """Yield values of another kind than their keys take, and ways to spread a model but ZeRO."""
+    for key in SWITCHES:
+        found = value_at(config, key)
+        if not isinstance(found, bool) and found not in (None, AUTO):
+            rule = 'it is true, false or "auto"'
+            yield Problem(f"{place}: {key}={found!r}", rule, "Write one of them.")
+    for key in SIZES:
+        found = value_at(config, key)
+        whole = isinstance(found, int) and not isinstance(found, bool) and found >= 1
+        if found not in (None, AUTO) and not whole:
+            rule = "it is a whole number, at least 1"
+            yield Problem(f"{place}: {key}={found!r}", rule, 'Write one, or "auto".')
+    norm = config.get("gradient_clipping")
+    number = isinstance(norm, (int, float)) and not isinstance(norm, bool) and norm >= 0
+    if norm not in (None, AUTO) and not number:
+        rule = "it is the largest norm of the gradients, or 0 for any"
+        yield Problem(f"{place}: gradient_clipping={norm!r}", rule, 'Write a number, or "auto".')
+    for key, off in OTHER_WAYS.items():
+        found = value_at(config, key)
+        if found not in (None, AUTO) and not (isinstance(found, int) and found <= off):
+            rule = "this version spreads a model under DeepSpeed by ZeRO alone"
+            yield Problem(f"{place}: {key}={found!r}", rule, "Leave it out.")
+
+
+def stage_problems(where: str, stage: Any) -> list[Problem]:
+    """Return what is wrong with a stage of ZeRO; None and "auto" leave it open.
+
+    Args:
+        where: what was set, as messages call it.
+        stage: what it was set to.
+    """
+    if isinstance(stage, str) and stage.strip() in tuple("0123"):
+        rule, remedy = "it is a number", f"Write {stage.strip()} without quotes."
+        return [Problem(f"{where}={stage!r}", rule, remedy)]
+    if stage in (None, AUTO) or (stage in range(4) and not isinstance(stage, bool)):
+        return []
+    return [unknown_choice(where, stage, "0123")]

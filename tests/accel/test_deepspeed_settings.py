@@ -273,6 +273,20 @@ def test_autocast_of_the_configuration_is_that_of_the_run(
         ({"zero_optimization": {"offload_param": "cpu"}}, "offload_param='cpu': it is a section"),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "one of none, cpu, nvme"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "needs a folder on a disk"),
+        ({"zero_optimization": {"stage": "3"}}, "it is a number. Write 3 without quotes"),
+        ({"zero_optimization": {"stage": True}}, "stage=True: it is one of 0, 1, 2, 3"),
+        ({"bf16": True}, 'bf16=True: it is a section. Write {"enabled": true}'),
+        ({"optimizer": {"type": "SGD", "params": [1]}}, r"optimizer.params=\[1\]: it is a section"),
+        ({"bf16": {"enabled": "yes"}}, "bf16.enabled='yes': it is true, false or"),
+        ({"gradient_accumulation_steps": "4"}, "steps='4': it is a whole number"),
+        ({"train_batch_size": 0}, "train_batch_size=0: it is a whole number, at least 1"),
+        ({"gradient_clipping": True}, "gradient_clipping=True: it is the largest norm"),
+        ({"bfloat16": {"enabled": True}}, "Write bf16 in its place"),
+        ({"zero_optimization": {"cpu_offload": True}}, "Write offload_optimizer in its place"),
+        ({"zero_optimization": {"cpu_offload_param": True}}, "Write offload_param in its place"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size=2: this version spreads"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size=2: this version spreads"),
+        ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled=True: this version"),
     ],
 )
 def test_values_that_a_configuration_cannot_have_are_named(
@@ -280,6 +294,21 @@ def test_values_that_a_configuration_cannot_have_are_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         completed(DeepSpeedPlugin(config))
+
+
+def test_what_is_off_or_null_in_a_configuration_says_nothing() -> None:
+    config = {
+        "fp16": None,
+        "optimizer": None,
+        "zero_optimization": {"stage": "auto", "offload_param": None},
+        "sequence_parallel_size": 1,
+        "tensor_parallel": {"autotp_size": 0},
+        "expert_parallel": {"enabled": False},
+    }
+    found = completed(DeepSpeedPlugin(config, offload_param_device="none"))
+    assert found["zero_optimization"]["offload_param"] == {"device": "none"}
+    assert found.keys() >= {"sequence_parallel_size", "tensor_parallel"}
+    assert not found.keys() & {"fp16", "optimizer"}
 
 
 def test_stand_ins_cannot_step_alone() -> None:
@@ -323,6 +352,13 @@ def test_the_environment_fills_what_the_plugin_leaves_out(tmp_path: Path) -> Non
         assert plan.accumulation.num_steps == 5
     with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_DEEPSPEED_ZERO_STAGE="many"):
         with pytest.raises(ConfigError, match="ACCELERATE_DEEPSPEED_ZERO_STAGE='many'"):
+            resolve(Arguments(cpu=True), Environment.read())
+    with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_GRADIENT_CLIPPING="auto"):
+        plan = resolve(Arguments(cpu=True), Environment.read())
+        assert plan.engines.deepspeed_plugin is not None
+        assert plan.engines.deepspeed_plugin.gradient_clipping is None
+    with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_DEEPSPEED_ZERO_STAGES="3"):
+        with pytest.raises(ConfigError, match="Did you mean 'ACCELERATE_DEEPSPEED_ZERO_STAGE'"):
             resolve(Arguments(cpu=True), Environment.read())
 
 
