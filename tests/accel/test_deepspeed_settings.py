@@ -136,6 +136,28 @@ def test_auto_values_come_from_the_run() -> None:
     assert config["train_batch_size"] == auto  # the caller's own is left alone
 
 
+def test_auto_values_of_the_plugins_own_fields_are_the_fields_or_their_defaults() -> None:
+    auto = "auto"
+    gathers = "stage3_gather_16bit_weights_on_model_save"
+    zero = {
+        "stage": 3,
+        gathers: auto,
+        "offload_optimizer": {"device": auto, "nvme_path": auto},
+        "offload_param": {"device": auto, "nvme_path": auto},
+    }
+    found = completed(DeepSpeedPlugin({"zero_optimization": zero}))["zero_optimization"]
+    assert found[gathers] is False
+    assert found["offload_optimizer"] == found["offload_param"] == {"device": "none"}
+    plugin = DeepSpeedPlugin(
+        {"zero_optimization": zero}, zero3_save_16bit_model=True, offload_param_device="cpu"
+    )
+    found = completed(plugin)["zero_optimization"]
+    assert (found[gathers], found["offload_param"]) == (True, {"device": "cpu"})
+    plugin = DeepSpeedPlugin({"zero_optimization": zero}, offload_optimizer_device="nvme")
+    with pytest.raises(ConfigError, match="needs a folder on a disk"):
+        completed(plugin)
+
+
 def test_the_largest_batch_counts_if_asked_for() -> None:
     plugin = DeepSpeedPlugin(is_train_batch_min=False)
     assert completed(plugin, [8, 4])["train_micro_batch_size_per_gpu"] == 8

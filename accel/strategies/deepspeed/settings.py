@@ -112,8 +112,17 @@ class Settings:
         self._follow_batches(batch_sizes, steps)
         self.default("zero_allow_untested_optimizer", True)
         self.default("zero_force_ds_cpu_optimizer", False)
+        gathered = KEYS["zero3_save_16bit_model"]
+        if value_at(self.config, gathered) == AUTO:
+            set_at(self.config, gathered, False)
+        self._follow_offload()
+
+    def _follow_offload(self) -> None:
+        """Have parameters and optimizer state rest where the model is unless something is said."""
         for what in ("optimizer", "param"):
             section = value_at(self.config, f"{ZERO}.offload_{what}") or {}
+            if section.get("device") == AUTO:
+                section["device"] = "none"
             if section.get("device") in ("none", "cpu"):
                 section.pop("nvme_path", None)
             elif section.get("device") == "nvme" and section.get("nvme_path") in (None, AUTO):
