@@ -109,6 +109,11 @@ class Strategy(ABC):
         """What lies in parts on several processes, in words for people; () for nothing."""
         return ()
 
+    @property
+    def weights_on_first(self) -> bool:
+        """Whether models come to `prepare` with weights on the first process alone."""
+        return False
+
     def footprint(
         self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
     ) -> Footprint:

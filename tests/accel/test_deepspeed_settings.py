@@ -12,7 +12,8 @@ import torch
 from omegaconf import OmegaConf
 
 from accel.arguments import Arguments
-from accel.config.deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed_json import HfDeepSpeedConfig
 from accel.config.training import GradientAccumulationPlugin
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError, StateError
@@ -135,6 +136,28 @@ def test_auto_values_come_from_the_run() -> None:
     assert config["train_batch_size"] == auto  # the caller's own is left alone
 
 
+def test_auto_values_of_the_plugins_own_fields_are_the_fields_or_their_defaults() -> None:
+    auto = "auto"
+    gathers = "stage3_gather_16bit_weights_on_model_save"
+    zero = {
+        "stage": 3,
+        gathers: auto,
+        "offload_optimizer": {"device": auto, "nvme_path": auto},
+        "offload_param": {"device": auto, "nvme_path": auto},
+    }
+    found = completed(DeepSpeedPlugin({"zero_optimization": zero}))["zero_optimization"]
+    assert found[gathers] is False
+    assert found["offload_optimizer"] == found["offload_param"] == {"device": "none"}
+    plugin = DeepSpeedPlugin(
+        {"zero_optimization": zero}, zero3_save_16bit_model=True, offload_param_device="cpu"
+    )
+    found = completed(plugin)["zero_optimization"]
+    assert (found[gathers], found["offload_param"]) == (True, {"device": "cpu"})
+    plugin = DeepSpeedPlugin({"zero_optimization": zero}, offload_optimizer_device="nvme")
+    with pytest.raises(ConfigError, match="needs a folder on a disk"):
+        completed(plugin)
+
+
 def test_the_largest_batch_counts_if_asked_for() -> None:
     plugin = DeepSpeedPlugin(is_train_batch_min=False)
     assert completed(plugin, [8, 4])["train_micro_batch_size_per_gpu"] == 8
@@ -194,6 +217,61 @@ def test_stand_ins_fill_what_is_left_out_and_contradict_nothing() -> None:
         completed(DeepSpeedPlugin(config), None, model, dummy, schedule)
 
 
+def scheduled(kind: str, params: dict[str, Any], dummy: Any, **steps: Any) -> dict[str, Any]:
+    """The section's parameters, completed from `DummyScheduler(dummy, **steps)`."""
+    config: dict[str, Any] = {"scheduler": {"type": kind, "params": params}}
+    if isinstance(dummy, DummyOptim):
+        config["optimizer"] = {"type": "SGD"}
+    scheduler = DummyScheduler(dummy, **steps)
+    found = completed(DeepSpeedPlugin(config), optimizer=dummy, scheduler=scheduler)
+    return dict(found["scheduler"]["params"])
+
+
+def test_a_schedule_takes_from_its_stand_in_what_the_configuration_leaves_out() -> None:
+    model = torch.nn.Linear(6, 5)
+    dummy = DummyOptim(model.parameters(), lr=0.02)
+    steps = {"warmup_num_steps": 4, "total_num_steps": 21}
+    assert scheduled("WarmupLR", {}, dummy, **steps) == {
+        "warmup_max_lr": 0.02,
+        "warmup_num_steps": 2,
+    }
+    assert scheduled("WarmupDecayLR", {"warmup_num_steps": 2}, dummy, **steps) == {
+        "warmup_max_lr": 0.02,
+        "warmup_num_steps": 2,
+        "total_num_steps": 11,
+    }
+    cosine = scheduled("WarmupCosineLR", {"cos_min_ratio": 0.1}, dummy, **steps)
+    assert cosine == {"cos_min_ratio": 0.1, "warmup_num_steps": 2, "total_num_steps": 11}
+    assert scheduled("StepLR", {"step_size": 5}, dummy, **steps) == {"step_size": 5}
+    own = DummyOptim([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}])
+    assert scheduled("WarmupLR", {"warmup_max_lr": "auto"}, own)["warmup_max_lr"] == [0.5, 0.001]
+
+
+def test_a_schedule_and_its_stand_in_do_not_disagree() -> None:
+    model = torch.nn.Linear(6, 5)
+    dummy = DummyOptim(model.parameters(), lr=0.02)
+    params = {"warmup_num_steps": 100, "warmup_max_lr": 0.5, "total_num_steps": 1000}
+    with pytest.raises(ConfigError) as error:
+        scheduled("WarmupDecayLR", params, dummy, warmup_num_steps=4, total_num_steps=21)
+    text = told_by(error)
+    assert len(error.value.problems) == 3
+    for value, source in (
+        ("warmup_max_lr=0.5", "lr=0.02 of the optimizer"),
+        ("warmup_num_steps=100", "DummyScheduler(warmup_num_steps=4), 2 steps of 2 processes"),
+        ("total_num_steps=1000", "DummyScheduler(total_num_steps=21), 11 steps of 2 processes"),
+    ):
+        assert f"scheduler.params.{value} with {source}" in text
+    trained = torch.optim.SGD(model.parameters(), lr=0.02)
+    with pytest.raises(ConfigError, match=r"lr=0\.02 of the optimizer"):
+        scheduled("WarmupLR", {"warmup_max_lr": 0.5}, trained)
+    nobodys = DummyOptim(model.parameters())  # nobody gave its rate, nor the steps below
+    assert scheduled("WarmupDecayLR", dict(params), nobodys) == params
+    with pytest.raises(ConfigError, match="WarmupDecayLR without total_num_steps"):
+        scheduled("WarmupDecayLR", {}, dummy)
+    with pytest.raises(ConfigError, match='warmup_num_steps="auto": nothing in the run tells'):
+        scheduled("WarmupLR", {"warmup_num_steps": "auto"}, dummy)
+
+
 @pytest.mark.parametrize(
     ("precision", "expected"), [("bf16", None), ("fp16", "bfloat16"), ("no", "enabled=True")]
 )
@@ -217,6 +295,20 @@ def test_autocast_of_the_configuration_is_that_of_the_run(
         ({"zero_optimization": {"offload_param": "cpu"}}, "offload_param='cpu': it is a section"),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "one of none, cpu, nvme"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "needs a folder on a disk"),
+        ({"zero_optimization": {"stage": "3"}}, "it is a number. Write 3 without quotes"),
+        ({"zero_optimization": {"stage": True}}, "stage=True: it is one of 0, 1, 2, 3"),
+        ({"bf16": True}, 'bf16=True: it is a section. Write {"enabled": true}'),
+        ({"optimizer": {"type": "SGD", "params": [1]}}, r"optimizer.params=\[1\]: it is a section"),
+        ({"bf16": {"enabled": "yes"}}, "bf16.enabled='yes': it is true, false or"),
+        ({"gradient_accumulation_steps": "4"}, "steps='4': it is a whole number"),
+        ({"train_batch_size": 0}, "train_batch_size=0: it is a whole number, at least 1"),
+        ({"gradient_clipping": True}, "gradient_clipping=True: it is the largest norm"),
+        ({"bfloat16": {"enabled": True}}, "Write bf16 in its place"),
+        ({"zero_optimization": {"cpu_offload": True}}, "Write offload_optimizer in its place"),
+        ({"zero_optimization": {"cpu_offload_param": True}}, "Write offload_param in its place"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size=2: this version spreads"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size=2: this version spreads"),
+        ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled=True: this version"),
     ],
 )
 def test_values_that_a_configuration_cannot_have_are_named(
@@ -224,6 +316,21 @@ def test_values_that_a_configuration_cannot_have_are_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         completed(DeepSpeedPlugin(config))
+
+
+def test_what_is_off_or_null_in_a_configuration_says_nothing() -> None:
+    config = {
+        "fp16": None,
+        "optimizer": None,
+        "zero_optimization": {"stage": "auto", "offload_param": None},
+        "sequence_parallel_size": 1,
+        "tensor_parallel": {"autotp_size": 0},
+        "expert_parallel": {"enabled": False},
+    }
+    found = completed(DeepSpeedPlugin(config, offload_param_device="none"))
+    assert found["zero_optimization"]["offload_param"] == {"device": "none"}
+    assert found.keys() >= {"sequence_parallel_size", "tensor_parallel"}
+    assert not found.keys() & {"fp16", "optimizer"}
 
 
 def test_stand_ins_cannot_step_alone() -> None:
@@ -267,6 +374,13 @@ def test_the_environment_fills_what_the_plugin_leaves_out(tmp_path: Path) -> Non
         assert plan.accumulation.num_steps == 5
     with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_DEEPSPEED_ZERO_STAGE="many"):
         with pytest.raises(ConfigError, match="ACCELERATE_DEEPSPEED_ZERO_STAGE='many'"):
+            resolve(Arguments(cpu=True), Environment.read())
+    with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_GRADIENT_CLIPPING="auto"):
+        plan = resolve(Arguments(cpu=True), Environment.read())
+        assert plan.engines.deepspeed_plugin is not None
+        assert plan.engines.deepspeed_plugin.gradient_clipping is None
+    with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_DEEPSPEED_ZERO_STAGES="3"):
+        with pytest.raises(ConfigError, match="Did you mean 'ACCELERATE_DEEPSPEED_ZERO_STAGE'"):
             resolve(Arguments(cpu=True), Environment.read())
 
 

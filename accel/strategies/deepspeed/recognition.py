@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, final
 
 from accel import env
-from accel.config.deepspeed import HfDeepSpeedConfig
+from accel.config.deepspeed_json import HfDeepSpeedConfig
 from accel.imports import is_available, require
 
 

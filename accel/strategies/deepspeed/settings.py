@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.config.deepspeed import AUTO, KEYS, DeepSpeedPlugin, set_at, value_at
+from accel.config.deepspeed import KEYS, DeepSpeedPlugin
+from accel.config.deepspeed_json import AUTO, set_at, value_at
 from accel.errors import ConfigError, Problem
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 
@@ -23,6 +24,12 @@ MICRO_BATCH = "train_micro_batch_size_per_gpu"
 BATCH = "train_batch_size"
 ZERO = "zero_optimization"
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}  # `torch_autocast.dtype` by precision
+# What each schedule of DeepSpeed takes from the run.
+SCHEDULES = {
+    "WarmupLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"),
+    "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"),
+    "WarmupCosineLR": ("warmup_num_steps", "total_num_steps"),
+}
 
 
 class Settings:
@@ -105,8 +112,17 @@ class Settings:
         self._follow_batches(batch_sizes, steps)
         self.default("zero_allow_untested_optimizer", True)
         self.default("zero_force_ds_cpu_optimizer", False)
+        gathered = KEYS["zero3_save_16bit_model"]
+        if value_at(self.config, gathered) == AUTO:
+            set_at(self.config, gathered, False)
+        self._follow_offload()
+
+    def _follow_offload(self) -> None:
+        """Have parameters and optimizer state rest where the model is unless something is said."""
         for what in ("optimizer", "param"):
             section = value_at(self.config, f"{ZERO}.offload_{what}") or {}
+            if section.get("device") == AUTO:
+                section["device"] = "none"
             if section.get("device") in ("none", "cpu"):
                 section.pop("nvme_path", None)
             elif section.get("device") == "nvme" and section.get("nvme_path") in (None, AUTO):
@@ -186,21 +202,7 @@ class Settings:
                     "Add the section scheduler, or give lr_scheduler_callable.",
                 )
                 return
-            rate = value_at(self.config, "optimizer.params.lr")
-            if rate is None and optimizer is not None:
-                rate = optimizer.param_groups[0]["lr"]
-            values = {
-                "warmup_min_lr": 0,
-                "warmup_max_lr": rate,
-                "warmup_num_steps": self._steps(scheduler.warmup_num_steps),
-                "total_num_steps": self._steps(scheduler.total_num_steps),
-            }
-            for name, value in values.items():
-                key = f"scheduler.params.{name}"
-                if value is not None and value_at(self.config, key) == AUTO:
-                    set_at(self.config, key, value)
-            for name, value in scheduler.kwargs.items():
-                self.claim(f"scheduler.params.{name}", value, f"DummyScheduler({name}={value!r})")
+            self._fill_schedule(section, scheduler, optimizer)
         elif scheduler is not None and section is not None:
             self.note(
                 f"{self.plugin.place}: scheduler with {type(scheduler).__name__} in prepare",
@@ -217,6 +219,55 @@ class Settings:
             self.config.pop("scheduler")  # a model that is only evaluated
         self._see_one_rate(scheduler, optimizer)
 
+    def _fill_schedule(
+        self,
+        section: dict[str, Any],
+        scheduler: DummyScheduler,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        """Fill the values that the schedule takes, and compare those that it already has."""
+        for name, value in scheduler.kwargs.items():
+            self.claim(f"scheduler.params.{name}", value, f"DummyScheduler({name}={value!r})")
+        taken = SCHEDULES.get(str(section.get("type")), ())
+        params = "scheduler.params"
+        if value_at(self.config, f"{params}.warmup_min_lr") == AUTO:
+            self.default(f"{params}.warmup_min_lr", 0)
+        if "warmup_max_lr" in taken or value_at(self.config, f"{params}.warmup_max_lr") == AUTO:
+            self._follow_rate(f"{params}.warmup_max_lr", optimizer)
+        for name in ("warmup_num_steps", "total_num_steps"):
+            key, given = f"{params}.{name}", getattr(scheduler, name)
+            if given and (name in taken or value_at(self.config, key) is not None):
+                steps = self._steps(given)
+                told = f"DummyScheduler({name}={given})"
+                if steps != given:
+                    told += f", {steps} steps of {self.num_replicas} processes"
+                self.claim(key, steps, told)
+        lacks = value_at(self.config, f"{params}.total_num_steps") is None
+        if "total_num_steps" in taken and lacks:
+            self.note(
+                f"{self.plugin.place}: {section.get('type')} without total_num_steps",
+                "the learning rate falls until the last of them",
+                "Give DummyScheduler(…, total_num_steps=…).",
+            )
+
+    def _follow_rate(self, key: str, optimizer: torch.optim.Optimizer | None) -> None:
+        """Let a schedule rise to the optimizer's rate, or to one of each of its groups."""
+        if optimizer is None:
+            return
+        rates: list[Any] = [group["lr"] for group in optimizer.param_groups if group["params"]]
+        given = True
+        if isinstance(optimizer, DummyOptim):
+            rate = value_at(self.config, "optimizer.params.lr")
+            own = [group.get("lr") for group in optimizer.params if isinstance(group, Mapping)]
+            rates = [rate if one is None else one for one in own] or [rate]
+            given = "lr" not in optimizer.defaulted or any(one is not None for one in own)
+        several = isinstance(value_at(self.config, key), (list, tuple))
+        value = rates if several or len(set(rates)) > 1 else rates[0]
+        if given:
+            self.claim(key, value, f"lr={value!r} of the optimizer")
+        else:
+            self.default(key, value)
+
     def _see_one_rate(self, scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
         """Note a schedule that was computed from another rate than the configuration's."""
         if not isinstance(optimizer, DummyOptim) or isinstance(scheduler, DummyScheduler):
@@ -231,9 +282,9 @@ class Settings:
                 'Write "auto" for optimizer.params.lr, or make them equal.',
             )
 
-    def _steps(self, num_steps: int | None) -> int | None:
+    def _steps(self, num_steps: int) -> int:
         """Return the engine's steps for `num_steps` of one process alone."""
-        if num_steps is None or self.plan.dataloader.split_batches:
+        if self.plan.dataloader.split_batches:
             return num_steps
         return math.ceil(num_steps / self.num_replicas)
 
