@@ -15,10 +15,12 @@ from runner import signatures, trust, variables
 from runner.keys import FACTORY_NODES
 from runner.registry import Registry, register
 from runner.schema import ENGINES, Recipe
+from runner.wording import of_the_recipe
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from runner.batch_plan import BatchPlan
     from runner.callbacks.base import Callback
     from runner.data import Data
     from runner.step import Step
@@ -132,12 +134,14 @@ def check_machine(recipe: Recipe) -> list[Problem]:
 
     distributed = recipe.distributed
     checks: tuple[Callable[[], object], ...] = (
-        lambda: plan_batches(
-            recipe.trainer, processes.replicas(recipe, processes.count(distributed)), None
+        lambda: _check_deepspeed(
+            recipe,
+            plan_batches(
+                recipe.trainer, processes.replicas(recipe, processes.count(distributed)), None
+            ),
         ),
         lambda: _check_precision(recipe, resolve_device(processes.device(distributed), 0).type),
         lambda: _check_clipping(recipe),
-        lambda: _check_deepspeed(recipe),
         lambda: ConfigError.raise_if(variables.problems(recipe, Environment.read())),
         lambda: filter_trackers(recipe.tracker.log_with, logging_dir=recipe.output_dir),
     )
@@ -162,23 +166,27 @@ def _check_precision(recipe: Recipe, device_type: str) -> None:
         )
 
 
-def _check_deepspeed(recipe: Recipe) -> None:
+def _check_deepspeed(recipe: Recipe, batch_plan: BatchPlan) -> None:
     """Raise if DeepSpeed's configuration cannot be read, or decides what the recipe does."""
     if recipe.deepspeed is None:
         return
+    from accel.config.deepspeed_claims import Claims
+    from runner.engine import deepspeed_plugin
+
+    plugin = deepspeed_plugin(recipe, batch_plan)
+    assert plugin is not None
+    claims = Claims(plugin)
     sections = [
-        name for name in ("optimizer", "scheduler") if name in recipe.deepspeed.given_config()
+        Problem(
+            f"{plugin.place}: {name} with {name}= of the recipe",
+            "the recipe decides it",
+            f"Take the section {name} out of the configuration.",
+        )
+        for name in ("optimizer", "scheduler")
+        if name in claims.config
     ]
-    ConfigError.raise_if(
-        [
-            Problem(
-                f"{recipe.deepspeed.place}: {name} with {name}= of the recipe",
-                "the recipe decides it",
-                f"Take the section {name} out of the configuration.",
-            )
-            for name in sections
-        ]
-    )
+    with of_the_recipe():
+        ConfigError.raise_if([*claims.problems, *sections])
 
 
 def _check_clipping(recipe: Recipe) -> None:

@@ -155,6 +155,22 @@ def test_deepspeeds_file_does_not_describe_what_the_recipe_does(
     assert second.endswith("Take the section scheduler out of the configuration.")
 
 
+def test_what_deepspeed_and_the_recipe_decide_is_compared_before_workers_start(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "ds.json").write_text('{"gradient_accumulation_steps": 4, "train_batch_size": 9}')
+    asked = ("deepspeed=config_file", "deepspeed.hf_ds_config=ds.json", "distributed=multi_cpu")
+    more = ("deepspeed.gradient_clipping=2", "trainer.clip_grad_norm=1")
+    lines = refused(*asked, *more, capsys=capsys)
+    assert [line.partition(":")[0] for line in lines] == [
+        "ds.json",
+        "ds.json",
+        "deepspeed.gradient_clipping=2 with trainer.clip_grad_norm=1.0",
+    ]
+    assert "gradient_accumulation_steps=4 with 1 by the recipe's trainer" in lines[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["ds.json"]
+
+
 def test_a_wrap_policy_of_an_untrusted_package_is_not_imported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
