@@ -22,7 +22,6 @@ ENGINE_OWNED = 1e-2
 # A weight of 1 cannot be closer to itself than one unit in its last place, nor a loss: a cut of the
 # batch that happens to round the same way is no measure of noise.
 UNIT = 2**-23
-SHARE = 0.3  # of what a replica holds, on 4 processes; 0.25 would be a fourth of everything
 TWIN = "head.weight"  # the same tensor as the embedding: a state may name it once
 
 
@@ -207,7 +206,5 @@ def fullest(num_bytes: dict[str, int]) -> int:
 
 def allowed_share(cell: Cell) -> float | None:
     """Return how much of a replica a process may hold after a step; None: as much as it wants."""
-    backend = BACKENDS[cell.backend]
-    if not backend.sharded or cell.world_size == 1:
-        return None
-    return SHARE * 4 / cell.world_size
+    most = BACKENDS[cell.backend].max_share
+    return None if most is None or cell.world_size == 1 else most * 4 / cell.world_size

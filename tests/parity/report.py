@@ -11,6 +11,10 @@ from rich.text import Text
 from tests.parity.cells import BACKENDS, Cell
 from tests.parity.gates import Difference, Verdict, allowed_share, fullest, noise_floor, plain
 
+MATRIX_CAPTION = (
+    "gradients twice: with its optimizer in the host's memory, ZeRO-3 keeps the gradients that it "
+    "adds to and the optimizer's copy of them; 5/4 of the others' share are allowed."
+)
 CONTROLS_CAPTION = (
     "Controls run in fp32. The prescribed gate of bf16 weights that the engine owns, 1e-2, notices "
     "less: 'weight decay off' stays green there (FSDP2 full_shard: loss 1.4e-3, weights 1.7e-3)."
@@ -19,7 +23,12 @@ CONTROLS_CAPTION = (
 
 def matrix_table(verdicts: Sequence[Verdict]) -> Table:
     """Return the table of all cells, those that did not run with their reason."""
-    table = Table(title="Parity with a plain PyTorch loop", title_justify="left")
+    table = Table(
+        title="Parity with a plain PyTorch loop",
+        title_justify="left",
+        caption=MATRIX_CAPTION,
+        caption_justify="left",
+    )
     for name in ("backend", "precision", "processes", "accumulation"):
         table.add_column(name)
     for name in ("loss", "gate", "weights", "gate", "MB/rank", "of replica", "s"):
@@ -48,6 +57,7 @@ def _row_key(verdict: Verdict) -> tuple[Cell, str]:
 
 def _run_row(verdict: Verdict) -> list[str | Text]:
     cell = verdict.cell
+    note = BACKENDS[cell.backend].note
     return [
         *_names(cell),
         str(cell.world_size),
@@ -56,7 +66,7 @@ def _run_row(verdict: Verdict) -> list[str | Text]:
         _megabytes(verdict),
         _share(verdict),
         f"{verdict.seconds:.1f}",
-        _outcome(verdict),
+        _outcome(verdict).append(note and f" ({note})", style="default"),
     ]
 
 

@@ -15,7 +15,7 @@ from accel.errors import ConfigError
 from tests.parity import reference
 from tests.parity.cells import BACKENDS, Cell, matrix, reason_not_to_run
 from tests.parity.controls import SABOTAGES, controls
-from tests.parity.gates import Difference, Verdict, compare, judge, plain
+from tests.parity.gates import Difference, Verdict, allowed_share, compare, judge, plain
 from tests.parity.memory import Walk
 from tests.parity.reference import Run
 from tests.parity.report import controls_table, floors_table, matrix_table
@@ -92,6 +92,16 @@ def test_memory_is_counted_once_and_without_the_compilers_stand_ins() -> None:
     stand_ins = [fake, torch._to_functional_tensor(fake), torch._to_functional_tensor(view)]
     assert walk.count(0, "after") == 2 * 4 * 300
     assert len(stand_ins) == 3
+
+
+def test_what_a_process_may_hold_and_why_some_hold_more() -> None:
+    cells = [Cell(backend, "no", 4, task=TASK) for backend in ("zero3", "zero3_offload", "zero2")]
+    assert [allowed_share(cell) for cell in cells] == [0.3, pytest.approx(0.375), None]
+    assert allowed_share(replace(cells[0], world_size=1)) is None
+    table = matrix_table([Verdict(cell) for cell in cells])
+    outcomes = list(map(str, table.columns[-1].cells))
+    assert outcomes == ["green", "green (gradients twice)", "green"]
+    assert "gradients twice:" in str(table.caption)
 
 
 def test_fp16_and_one_process_alone() -> None:
