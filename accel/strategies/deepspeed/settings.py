@@ -43,12 +43,14 @@ class Settings:
     Attributes:
         config: the nested dictionary.
         problems: what contradicts itself.
+        batch_sizes: what `follow_run` was told.
     """
 
     def __init__(self, plugin: DeepSpeedPlugin, plan: Plan, num_replicas: int) -> None:
         self.plugin, self.plan, self.num_replicas = plugin, plan, num_replicas
         self.config = plugin.given_config()
         self.problems: list[Problem] = []
+        self.batch_sizes: list[int] = []
         self._owners: dict[str, str] = {}
         for field, key in KEYS.items():
             value = getattr(plugin, field)
@@ -101,6 +103,7 @@ class Settings:
         Args:
             batch_sizes: samples per process and micro-batch, of each prepared loader.
         """
+        self.batch_sizes = batch_sizes
         steps = self.plan.accumulation.num_steps or 1
         self.claim(
             "gradient_accumulation_steps",
