@@ -15,12 +15,18 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator
 from accel.arguments import Arguments
 from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+)
 from accel.config.training import GradientAccumulationPlugin
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError, StateError
 from accel.plan import Plan, resolve
 from accel.state import AcceleratorState, get_active_deepspeed_plugin
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accel.strategies.deepspeed.options import ignored
 from accel.strategies.deepspeed.settings import Settings, hidden_size
 from tests.helpers import run_distributed
 
@@ -396,6 +402,26 @@ def test_one_of_several_plugins_is_selected() -> None:
     assert (first.selected, second.selected) == (False, True)
 
 
+def test_options_that_an_engine_ignores_are_named_together() -> None:
+    handlers = [
+        DistributedDataParallelKwargs(find_unused_parameters=True),
+        AutocastKwargs(enabled=False),
+        GradScalerKwargs(init_scale=2.0),
+    ]
+    accumulation = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+    for stage, number in ((1, 4), (2, 3)):
+        plan = plan_of(
+            DeepSpeedPlugin(zero_stage=stage),
+            kwargs_handlers=handlers,
+            gradient_accumulation_plugin=accumulation,
+        )
+        assert len(ignored(plan)) == number
+    found = "\n".join(map(str, ignored(plan)))
+    assert "DistributedDataParallelKwargs(find_unused_parameters=True) under DeepSpeed" in found
+    defaults = [DistributedDataParallelKwargs(), AutocastKwargs(), GradScalerKwargs()]
+    assert ignored(plan_of(DeepSpeedPlugin(), kwargs_handlers=defaults)) == []
+
+
 def test_the_active_plugin_is_asked_for_where_deepspeed_is_off() -> None:
     with pytest.raises(ConfigError, match="DeepSpeed is off"):
         get_active_deepspeed_plugin(AcceleratorState(cpu=True))
@@ -453,6 +479,13 @@ def loaders_come_after_the_model() -> None:
         accelerator.prepare(loader(2))  # for evaluation
         assert engine.train_micro_batch_size_per_gpu() == first
         accelerator.end_training()
+    with pytest.raises(ConfigError, match=r"DistributedDataParallelKwargs\(static_graph=True\)"):
+        Accelerator(
+            cpu=True,
+            deepspeed_plugin=DeepSpeedPlugin(),
+            kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)],
+        )
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_an_engine_takes_the_batch_size_of_loaders_that_come_after_it() -> None:

@@ -22,7 +22,7 @@ from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem, StateError
 from accel.objects import Objects
 from accel.strategies.base import Strategy, Traits
-from accel.strategies.deepspeed import checks, package, recognition, shards, universal
+from accel.strategies.deepspeed import checks, options, package, recognition, shards, universal
 from accel.strategies.deepspeed.building import RefusesLostValues
 from accel.strategies.deepspeed.disk import Disk
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
@@ -53,6 +53,7 @@ class DeepSpeedStrategy(Strategy):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        ConfigError.raise_if(options.ignored(self.plan))
         self.package = package.load(self.device)
         self._trained: weakref.ref[DeepSpeedOptimizer] | None = None
         self._lacks_loaders = False  # whether the engine was built before any loader
