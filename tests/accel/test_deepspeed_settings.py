@@ -10,17 +10,25 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch.utils.data import DataLoader, TensorDataset
 
+from accel import Accelerator
 from accel.arguments import Arguments
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.config.deepspeed_json import HfDeepSpeedConfig
+from accel.config.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+)
 from accel.config.training import GradientAccumulationPlugin
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError, StateError
 from accel.plan import Plan, resolve
 from accel.state import AcceleratorState, get_active_deepspeed_plugin
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accel.strategies.deepspeed.options import ignored
 from accel.strategies.deepspeed.settings import Settings, hidden_size
+from tests.helpers import run_distributed
 
 
 def plan_of(plugin: DeepSpeedPlugin, **arguments: Any) -> Plan:
@@ -286,53 +294,6 @@ def test_autocast_of_the_configuration_is_that_of_the_run(
     assert (expected or "") in "".join(problem.value for problem in settings.problems)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"zero_optimisation": {"stage": 3}}, "Did you mean zero_optimization"),
-        ({"zero_optimization": {"stage": 7}}, r"stage=7: it is one of 0, 1, 2, 3"),
-        ({"zero_optimization": 3}, "zero_optimization=3: it is a section"),
-        ({"zero_optimization": {"offload_param": "cpu"}}, "offload_param='cpu': it is a section"),
-        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "one of none, cpu, nvme"),
-        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "needs a folder on a disk"),
-        ({"zero_optimization": {"stage": "3"}}, "it is a number. Write 3 without quotes"),
-        ({"zero_optimization": {"stage": True}}, "stage=True: it is one of 0, 1, 2, 3"),
-        ({"bf16": True}, 'bf16=True: it is a section. Write {"enabled": true}'),
-        ({"optimizer": {"type": "SGD", "params": [1]}}, r"optimizer.params=\[1\]: it is a section"),
-        ({"bf16": {"enabled": "yes"}}, "bf16.enabled='yes': it is true, false or"),
-        ({"gradient_accumulation_steps": "4"}, "steps='4': it is a whole number"),
-        ({"train_batch_size": 0}, "train_batch_size=0: it is a whole number, at least 1"),
-        ({"gradient_clipping": True}, "gradient_clipping=True: it is the largest norm"),
-        ({"bfloat16": {"enabled": True}}, "Write bf16 in its place"),
-        ({"zero_optimization": {"cpu_offload": True}}, "Write offload_optimizer in its place"),
-        ({"zero_optimization": {"cpu_offload_param": True}}, "Write offload_param in its place"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size=2: this version spreads"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size=2: this version spreads"),
-        ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled=True: this version"),
-    ],
-)
-def test_values_that_a_configuration_cannot_have_are_named(
-    config: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        completed(DeepSpeedPlugin(config))
-
-
-def test_what_is_off_or_null_in_a_configuration_says_nothing() -> None:
-    config = {
-        "fp16": None,
-        "optimizer": None,
-        "zero_optimization": {"stage": "auto", "offload_param": None},
-        "sequence_parallel_size": 1,
-        "tensor_parallel": {"autotp_size": 0},
-        "expert_parallel": {"enabled": False},
-    }
-    found = completed(DeepSpeedPlugin(config, offload_param_device="none"))
-    assert found["zero_optimization"]["offload_param"] == {"device": "none"}
-    assert found.keys() >= {"sequence_parallel_size", "tensor_parallel"}
-    assert not found.keys() & {"fp16", "optimizer"}
-
-
 def test_stand_ins_cannot_step_alone() -> None:
     dummy = DummyOptim([torch.nn.Parameter(torch.zeros(1))])
     with pytest.raises(StateError, match="DummyOptim stands for"):
@@ -421,15 +382,6 @@ def test_values_out_of_range_are_told_together() -> None:
     assert len(error.value.problems) == 5
 
 
-def test_files_that_are_none_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="absent"):
-        plan_of(DeepSpeedPlugin(str(tmp_path / "absent.json")))
-    broken = tmp_path / "broken.json"
-    broken.write_text("{,}")
-    with pytest.raises(ConfigError, match="is no JSON"):
-        plan_of(DeepSpeedPlugin(broken))
-
-
 def test_fp16_on_a_cpu_and_ms_amp_are_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="'fp16' under DeepSpeed on a CPU"):
         plan_of(DeepSpeedPlugin(), mixed_precision="fp16")
@@ -450,6 +402,26 @@ def test_one_of_several_plugins_is_selected() -> None:
     assert (first.selected, second.selected) == (False, True)
 
 
+def test_options_that_an_engine_ignores_are_named_together() -> None:
+    handlers = [
+        DistributedDataParallelKwargs(find_unused_parameters=True),
+        AutocastKwargs(enabled=False),
+        GradScalerKwargs(init_scale=2.0),
+    ]
+    accumulation = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+    for stage, number in ((1, 4), (2, 3)):
+        plan = plan_of(
+            DeepSpeedPlugin(zero_stage=stage),
+            kwargs_handlers=handlers,
+            gradient_accumulation_plugin=accumulation,
+        )
+        assert len(ignored(plan)) == number
+    found = "\n".join(map(str, ignored(plan)))
+    assert "DistributedDataParallelKwargs(find_unused_parameters=True) under DeepSpeed" in found
+    defaults = [DistributedDataParallelKwargs(), AutocastKwargs(), GradScalerKwargs()]
+    assert ignored(plan_of(DeepSpeedPlugin(), kwargs_handlers=defaults)) == []
+
+
 def test_the_active_plugin_is_asked_for_where_deepspeed_is_off() -> None:
     with pytest.raises(ConfigError, match="DeepSpeed is off"):
         get_active_deepspeed_plugin(AcceleratorState(cpu=True))
@@ -461,20 +433,6 @@ def test_init_at_stage_three_is_switched_inside_a_context() -> None:
         assert not plugin.is_zero3_init_enabled()
     assert plugin.is_zero3_init_enabled()
     assert not DeepSpeedPlugin(zero_stage=2, zero3_init_flag=True).is_zero3_init_enabled()
-
-
-def test_a_configuration_answers_by_dotted_keys() -> None:
-    config = HfDeepSpeedConfig(
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "a": {"b": False}}
-    )
-    assert config.is_zero3()
-    assert not config.is_zero2()
-    assert config.is_offload()
-    assert config.is_false("a.b")
-    assert not config.is_false("a.c")
-    assert not config.is_true("a.b")
-    assert config.get_value("a.c", 5) == 5
-    assert DeepSpeedPlugin(config).stage == 3
 
 
 def test_buckets_are_as_large_as_the_model_or_under_stage_three_as_a_layer() -> None:
@@ -498,3 +456,37 @@ def test_parameters_on_disk_do_rest_there_in_buffers_of_their_size(tmp_path: Pat
     config = {"zero_optimization": {"stage": 3, "offload_param": offload}}
     section = completed(DeepSpeedPlugin(config))["zero_optimization"]["offload_param"]
     assert "buffer_size" not in section  # what a file leaves out is DeepSpeed's to decide
+
+
+# -- with an engine ------------------------------------------------------------------------
+
+
+def loaders_come_after_the_model() -> None:
+    def loader(size: int) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.zeros(32, 6)), batch_size=size)
+
+    for told, first in ((16, 16), (None, 8)):
+        config = {"train_micro_batch_size_per_gpu": told} if told else None
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config))
+        model = torch.nn.Linear(6, 5)
+        engine, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if told:
+            with pytest.raises(ConfigError, match="per_gpu=16 with batch_size=8 of the prepared"):
+                accelerator.prepare(loader(8))
+        accelerator.prepare(loader(first))
+        sizes = engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()
+        assert sizes == (first, first * accelerator.num_processes)
+        accelerator.prepare(loader(2))  # for evaluation
+        assert engine.train_micro_batch_size_per_gpu() == first
+        accelerator.end_training()
+    with pytest.raises(ConfigError, match=r"DistributedDataParallelKwargs\(static_graph=True\)"):
+        Accelerator(
+            cpu=True,
+            deepspeed_plugin=DeepSpeedPlugin(),
+            kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)],
+        )
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_an_engine_takes_the_batch_size_of_loaders_that_come_after_it() -> None:
+    run_distributed(loaders_come_after_the_model, 1, timeout=60)

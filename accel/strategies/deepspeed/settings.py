@@ -41,11 +41,15 @@ class Settings(Claims):
         plugin: the active plugin.
         plan: the resolved configuration of the run.
         num_replicas: processes that read different batches.
+
+    Attributes:
+        batch_sizes: what `follow_run` was told.
     """
 
     def __init__(self, plugin: DeepSpeedPlugin, plan: Plan, num_replicas: int) -> None:
         super().__init__(plugin)
         self.plan, self.num_replicas = plan, num_replicas
+        self.batch_sizes: list[int] = []
         self.default(KEYS["zero_stage"], 2)
 
     @property
@@ -67,6 +71,7 @@ class Settings(Claims):
         Args:
             batch_sizes: samples per process and micro-batch, of each prepared loader.
         """
+        self.batch_sizes = batch_sizes
         steps = self.plan.accumulation.num_steps or 1
         if ACCUMULATION not in self.plugin.decided:  # else compared already
             self.claim(ACCUMULATION, steps, f"Accelerator(gradient_accumulation_steps={steps})")
