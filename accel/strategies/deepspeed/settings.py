@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel.config.deepspeed import KEYS, DeepSpeedPlugin
+from accel.config.deepspeed_claims import Claims, is_equal
 from accel.config.deepspeed_json import AUTO, set_at, value_at
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 BATCH = "train_batch_size"
+ACCUMULATION = "gradient_accumulation_steps"
 ZERO = "zero_optimization"
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}  # `torch_autocast.dtype` by precision
 # What each schedule of DeepSpeed takes from the run.
@@ -32,7 +34,7 @@ SCHEDULES = {
 }
 
 
-class Settings:
+class Settings(Claims):
     """DeepSpeed's configuration while it is completed.
 
     Args:
@@ -41,23 +43,13 @@ class Settings:
         num_replicas: processes that read different batches.
 
     Attributes:
-        config: the nested dictionary.
-        problems: what contradicts itself.
         batch_sizes: what `follow_run` was told.
     """
 
     def __init__(self, plugin: DeepSpeedPlugin, plan: Plan, num_replicas: int) -> None:
-        self.plugin, self.plan, self.num_replicas = plugin, plan, num_replicas
-        self.config = plugin.given_config()
-        self.problems: list[Problem] = []
+        super().__init__(plugin)
+        self.plan, self.num_replicas = plan, num_replicas
         self.batch_sizes: list[int] = []
-        self._owners: dict[str, str] = {}
-        for field, key in KEYS.items():
-            value = getattr(plugin, field)
-            if value is not None:
-                self.claim(key, value, plugin.source(field))
-        for key, (value, source) in plugin.decided.items():
-            self.claim(key, value, source)
         self.default(KEYS["zero_stage"], 2)
 
     @property
@@ -71,30 +63,6 @@ class Settings:
         sections = (f"{ZERO}.offload_{what}.device" for what in ("optimizer", "param"))
         return "nvme" in (value_at(self.config, section) for section in sections)
 
-    def claim(self, key: str, value: Any, source: str) -> None:
-        """Set `key`, or note that the configuration says something else than `source`."""
-        found = value_at(self.config, key)
-        if found in (None, AUTO):
-            set_at(self.config, key, value)
-            self._owners[key] = source
-        elif not _equal(found, value):
-            owner, remedy = self._owners.get(key), f'Write "auto" for {key}, or make them equal.'
-            first = owner or f"{self.plugin.place}: {key}={found!r}"
-            self.note(
-                f"{first} with {source}",
-                "both decide it, and they disagree",
-                "Make them equal, or leave one out." if owner else remedy,
-            )
-
-    def default(self, key: str, value: Any) -> None:
-        """Set `key` where the configuration says nothing."""
-        if value_at(self.config, key) in (None, AUTO):
-            set_at(self.config, key, value)
-
-    def note(self, value: str, rule: str, remedy: str) -> None:
-        """Note something that is wrong."""
-        self.problems.append(Problem(value, rule, remedy))
-
     # -- what the run decides ------------------------------------------------------------------
 
     def follow_run(self, batch_sizes: list[int]) -> None:
@@ -105,11 +73,8 @@ class Settings:
         """
         self.batch_sizes = batch_sizes
         steps = self.plan.accumulation.num_steps or 1
-        self.claim(
-            "gradient_accumulation_steps",
-            steps,
-            f"Accelerator(gradient_accumulation_steps={steps})",
-        )
+        if ACCUMULATION not in self.plugin.decided:  # else compared already
+            self.claim(ACCUMULATION, steps, f"Accelerator(gradient_accumulation_steps={steps})")
         self._follow_precision()
         self.default("gradient_clipping", 0.0)
         self._follow_batches(batch_sizes, steps)
@@ -161,7 +126,7 @@ class Settings:
         self.default(MICRO_BATCH, 1)
         size = value_at(self.config, MICRO_BATCH)
         told = f"{size} samples × {steps} micro-batches × {self.num_replicas} processes"
-        if BATCH not in self.plugin.decided:  # compared already
+        if BATCH not in self.plugin.decided:
             self.claim(BATCH, size * per_step, told)
 
     # -- what the objects decide ---------------------------------------------------------------
@@ -277,7 +242,7 @@ class Settings:
             return
         rate = value_at(self.config, "optimizer.params.lr")
         built_on_it = getattr(scheduler, "optimizer", None) is optimizer
-        if built_on_it and not _equal(rate, optimizer.lr):
+        if built_on_it and not is_equal(rate, optimizer.lr):
             self.note(
                 f"{self.plugin.place}: optimizer.params.lr={rate!r} with "
                 f"{type(scheduler).__name__} on DummyOptim(lr={optimizer.lr!r})",
@@ -374,15 +339,6 @@ def _even(size: int) -> int:
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _equal(found: Any, value: Any) -> bool:
-    numbers, sequences = (int, float), (list, tuple)
-    if isinstance(found, sequences) and isinstance(value, sequences):
-        return len(found) == len(value) and all(map(_equal, found, value))
-    if isinstance(found, numbers) and isinstance(value, numbers):
-        return math.isclose(found, value, rel_tol=1e-9)
-    return bool(str(found) == str(value))
 
 
 def _autos(config: Any, prefix: str = "") -> Iterator[str]:

@@ -258,7 +258,8 @@ class DeepSpeedStrategy(Strategy):
         shards.share_weights(engine)
         wrapped = DeepSpeedOptimizer(engine, groups)
         self._trained = weakref.ref(wrapped)
-        self._lacks_loaders = not settings.batch_sizes
+        decided = settings.batch_sizes or MICRO_BATCH in self.plugin.decided
+        self._lacks_loaders = not decided
         done.optimizers = [wrapped]
         for scheduler in schedulers:
             if isinstance(scheduler, DummyScheduler):
