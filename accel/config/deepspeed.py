@@ -17,6 +17,8 @@ from accel.config.deepspeed_json import (
     AUTO,
     DEVICES,
     HfDeepSpeedConfig,
+    changes,
+    put_at,
     set_at,
     stage_problems,
     value_at,
@@ -66,7 +68,8 @@ class DeepSpeedPlugin:
         gradient_clipping: largest norm of the gradients; None: they are not clipped, unless
             `Accelerator.clip_grad_norm_` does.
         zero_stage: 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and
-            parameters); None: 2.
+            parameters); None: as the configuration says, else 2, which it tells from the start of
+            the run.
         is_train_batch_min: whether the smallest batch size of the prepared loaders counts, or the
             largest.
         offload_optimizer_device: where optimizer state rests: none, cpu or nvme; None: none.
@@ -113,6 +116,10 @@ class DeepSpeedPlugin:
                 setattr(self, name, None)
         self._sources: dict[str, str] = {}
         self._decided: dict[str, tuple[Any, str]] = {}
+        self._shown: dict[str, Any] = {}  # what `deepspeed_config` returned
+        self._shown_first: dict[str, Any] = {}  # a copy of it, from before anybody wrote into it
+        self._written: dict[tuple[str, ...], Any] = {}
+        self._settled: int | None = None
         self._selected = False
         self._siblings: Sequence[DeepSpeedPlugin] = ()
         ConfigError.raise_if(_field_problems(self))
@@ -139,10 +146,15 @@ class DeepSpeedPlugin:
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """A copy of DeepSpeed's configuration, with this plugin's fields where it says nothing.
+        """DeepSpeed's configuration, with this plugin's fields where it says nothing.
+
+        What is written into it holds for the next `prepare`; `hf_ds_config` is left as it is.
 
         Raises:
-            ConfigError: if the file does not exist or is no JSON.
+            ConfigError: if the file does not exist or is no JSON, or for what was written.
+
+        Example:
+            >>> plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 4
         """
         config = self.given_config()
         for name, key in KEYS.items():
@@ -151,16 +163,40 @@ class DeepSpeedPlugin:
                 set_at(config, key, value)
         if value_at(config, KEYS["zero_stage"]) in (None, AUTO):
             set_at(config, KEYS["zero_stage"], 2)
-        return config
+        if config != self._shown:  # else sections that somebody holds stay the live ones
+            self._shown.clear()
+            self._shown.update(config)
+        self._shown_first = copy.deepcopy(self._shown)
+        return self._shown
 
     def given_config(self) -> dict[str, Any]:
-        """Return a copy of what `hf_ds_config` holds; {} where it is None."""
-        given = self.hf_ds_config
-        if given is None:
-            return {}
+        """Return a copy of what `hf_ds_config` holds, and of what `deepspeed_config` was given."""
+        self._take_writes()
+        given = {} if self.hf_ds_config is None else self.hf_ds_config
         if isinstance(given, HfDeepSpeedConfig):
-            return copy.deepcopy(given.config)
-        return HfDeepSpeedConfig(given).config
+            config = copy.deepcopy(given.config)
+        else:
+            config = HfDeepSpeedConfig(given).config
+        for path, value in self._written.items():
+            put_at(config, path, copy.deepcopy(value))
+        return HfDeepSpeedConfig(config).config if self._written else config
+
+    def _take_writes(self) -> None:
+        """Remember what was written into `deepspeed_config`."""
+        found = dict(changes(self._shown, self._shown_first))
+        for path, value in found.items():
+            self._written.pop(path, None)  # the latest come last
+            self._written[path] = value
+        if found:
+            self._shown_first = copy.deepcopy(self._shown)
+        if found and self._settled is not None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Let `zero_stage` tell the stage that holds, where nobody gave it."""
+        if self.zero_stage in (None, self._settled):
+            self.zero_stage = None
+            self.zero_stage = self._settled = self.stage
 
     @property
     def place(self) -> str:

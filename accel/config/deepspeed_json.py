@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from accel.errors import ConfigError, Problem, unknown_choice
 
 AUTO = "auto"
+GONE: Any = ...  # stands for the value of a key that was taken out; no configuration holds it
 DEVICES = ("none", "cpu", "nvme")
 # Keys of the configuration itself, as its documentation lists them; a typing error of one would
 # switch off what it asks for, without a word.
@@ -157,10 +158,30 @@ def value_at(config: Mapping[str, Any], key: str) -> Any:
 
 def set_at(config: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key; sections that lack are created."""
-    *sections, last = key.split(".")
+    put_at(config, key.split("."), value)
+
+
+def put_at(config: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Set what lies at the end of `path`, or take it out for `GONE`; sections are created."""
+    *sections, last = path
     for part in sections:
         config = config.setdefault(part, {})
-    config[last] = value
+    if value is GONE:
+        config.pop(last, None)
+    else:
+        config[last] = value
+
+
+def changes(
+    now: Mapping[str, Any], before: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield paths in a nested dictionary that were written to, each with its value or `GONE`."""
+    for key in {**before, **now}:
+        value, was = now.get(key, GONE), before.get(key, GONE)
+        if isinstance(value, Mapping) and isinstance(was, Mapping):
+            yield from changes(value, was, (*path, key))
+        elif value != was:
+            yield (*path, key), value
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,49 @@ def test_a_configuration_answers_by_dotted_keys() -> None:
     assert not config.is_true("a.b")
     assert config.get_value("a.c", 5) == 5
     assert DeepSpeedPlugin(config).stage == 3
+
+
+def test_what_is_written_into_a_plugins_configuration_holds(tmp_path: Path) -> None:
+    path = tmp_path / "zero.json"
+    path.write_text('{"zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD"}}')
+    plugin = DeepSpeedPlugin(str(path), gradient_clipping=0.5)
+    config = plugin.deepspeed_config
+    zero = config["zero_optimization"]
+    config["train_micro_batch_size_per_gpu"] = 4
+    assert plugin.stage == 1
+    zero["stage"] = 3  # of a section that was taken before
+    zero.setdefault("offload_param", {})["device"] = "cpu"
+    config.pop("optimizer")
+    assert plugin.deepspeed_config is config
+    assert plugin.stage == 3
+    found = completed(plugin, [4])
+    assert found["train_micro_batch_size_per_gpu"] == 4
+    assert found["zero_optimization"]["offload_param"] == {"device": "cpu"}
+    assert "optimizer" not in found
+    with pytest.raises(ConfigError, match="gpu=4 with batch_size=8 of the prepared loaders"):
+        completed(plugin, [8])
+    config["optimizer"] = {"type": "AdamW"}
+    config["optimizer"]["params"] = {"lr": 0.5}
+    assert plugin.given_config()["optimizer"] == {"type": "AdamW", "params": {"lr": 0.5}}
+    assert json.dumps(config) == json.dumps(plugin.deepspeed_config)
+    assert json.loads(path.read_text())["zero_optimization"] == {"stage": 1}
+    config["bf16"] = True
+    with pytest.raises(ConfigError, match="bf16=True: it is a section"):
+        plugin.get_value("bf16.enabled")
+
+
+def test_the_field_tells_the_stage_that_the_configuration_decides() -> None:
+    for config, stage in (({"zero_optimization": {"stage": 3}}, 3), ({}, 2), (None, 2)):
+        plugin = DeepSpeedPlugin(config)
+        plugin.settle()
+        assert plugin.zero_stage == stage
+        plugin.deepspeed_config["zero_optimization"]["stage"] = 1
+        assert (plugin.stage, plugin.zero_stage) == (1, 1)
+        assert completed(plugin)["zero_optimization"]["stage"] == 1
+    plugin = DeepSpeedPlugin(zero_stage=0)
+    plugin.settle()
+    assert plugin.zero_stage == 0
+    plugin = DeepSpeedPlugin()
+    plugin.settle()
+    plugin.zero_stage = 3
+    assert completed(plugin)["zero_optimization"]["stage"] == 3

@@ -468,6 +468,7 @@ def loaders_come_after_the_model() -> None:
     for told, first in ((16, 16), (None, 8)):
         config = {"train_micro_batch_size_per_gpu": told} if told else None
         accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config))
+        assert accelerator.state.deepspeed_plugin.zero_stage == 2
         model = torch.nn.Linear(6, 5)
         engine, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         if told:

@@ -54,6 +54,8 @@ class DeepSpeedStrategy(Strategy):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         ConfigError.raise_if(options.ignored(self.plan))
+        for plugin in (self.plan.engines.deepspeed or {}).values():
+            plugin.settle()
         self.package = package.load(self.device)
         self._trained: weakref.ref[DeepSpeedOptimizer] | None = None
         self._lacks_loaders = False  # whether the engine was built before any loader
