@@ -94,8 +94,8 @@ class DTensorStrategy(Strategy):
         self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
     ) -> torch.nn.Module:
         """Return `model` with its parameters in parts, unless they are already."""
-        if isinstance(model, FSDPModule):
-            return model
+        if isinstance(model, FSDPModule) or any(known() is model for known in self._spread):
+            return model  # as after free_memory()
         before = by_name(model)
         self.spread(model)
         self._spread.append(weakref.ref(model))
