@@ -12,8 +12,16 @@ from typing import Any
 from accel.config.handlers import check_minimum
 from accel.errors import ConfigError, Problem, nearest
 
-# Names of styles in a plan.
-STYLES = ("colwise", "rowwise", "colwise_rep", "rowwise_rep")
+# Whole parameters among split activations: each process computes a part of their gradient.
+SUMMED = "replicated_with_grad_allreduce"
+# Names of styles in a plan, and the names that the plans of transformers' models have for some.
+# Source: https://huggingface.co/docs/transformers/main/en/tensor_parallelism
+STYLES = ("colwise", "rowwise", "colwise_rep", "rowwise_rep", SUMMED)
+ALIASES = {
+    "colwise_gather_output": "colwise_rep",
+    "rowwise_split_input": "rowwise_rep",
+    "embedding_rowwise": "rowwise_rep",
+}
 
 
 @dataclass
@@ -25,8 +33,10 @@ class TorchTensorParallelPlugin:
         torch_device_mesh: a `DeviceMesh` with an axis "tp" (and "dp" for data) instead of one that
             is built; its size of "tp" is `tp_size`.
         tp_plan: module name or pattern (``"layers.*.up"``) → colwise, rowwise, colwise_rep (output
-            gathered), rowwise_rep (input whole, as of embeddings), or torch's `ParallelStyle` (as
-            for layouts along the sequence); None: the model's own ``tp_plan`` or ``_tp_plan``.
+            gathered), rowwise_rep (input whole, as of embeddings), replicated_with_grad_allreduce
+            (whole, among split activations, as a gain of each head; it may name one parameter), the
+            names that plans of transformers have for these, or torch's `ParallelStyle` (as for
+            layouts along the sequence); None: the model's own ``tp_plan`` or ``_tp_plan``.
 
     Raises:
         ConfigError: naming every value that is wrong.
@@ -82,5 +92,5 @@ def plan_problems(where: str, plan: Any) -> list[Problem]:
             nearest(style, STYLES),
         )
         for name, style in plan.items()
-        if isinstance(style, str) and style not in STYLES
+        if isinstance(style, str) and ALIASES.get(style, style) not in STYLES
     ]

@@ -17,13 +17,15 @@ from accel.strategies.dtensor.initial import InitialWeights
 from accel.strategies.dtensor.mesh import TENSOR, build_mesh, check_given, data_axes
 from accel.strategies.dtensor.splitting import split_matrices
 from accel.strategies.dtensor.strategy import DTensorStrategy
+from accel.strategies.fsdp.units import split_by_dtype
 
 
 @final
 class TensorParallelStrategy(DTensorStrategy):
     """Replicas of split matrices; each replica reads its own share of the data.
 
-    Gradients are averaged over replicas by FSDP2 with shards of one process, which hold everything.
+    Gradients are averaged over replicas by FSDP2 with shards of one process, which hold everything;
+    what is trained in another dtype than what is around it is a unit of its own.
     """
 
     traits = Traits(
@@ -56,4 +58,5 @@ class TensorParallelStrategy(DTensorStrategy):
         if TENSOR in (mesh.mesh_dim_names or ()):
             split_matrices(model, mesh[TENSOR], self.plugin.tp_plan)
         if data_axes(mesh).size() > 1:
-            fully_shard(model, mesh=data_axes(mesh), reshard_after_forward=False)
+            for unit in (*split_by_dtype(model, [], set()), model):
+                fully_shard(unit, mesh=data_axes(mesh), reshard_after_forward=False)

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DistributedDataParallelKwargs
+from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import GradScalerKwargs
 from tests.helpers import run_distributed
 from tests.parity.cells import Cell
@@ -16,10 +17,13 @@ from tests.parity.task import Task
 pytestmark = pytest.mark.gpu
 
 
-def train(mixed_precision: str, **ddp: object) -> tuple[list[float], str, str]:
+def train(
+    mixed_precision: str, fsdp: FullyShardedDataParallelPlugin | None = None, **ddp: object
+) -> tuple[list[float], str, str]:
     """Return the losses of a fit, the model's type and where its batches were."""
     accelerator = Accelerator(
         mixed_precision=mixed_precision,
+        fsdp_plugin=fsdp,
         kwargs_handlers=[DistributedDataParallelKwargs(**ddp), GradScalerKwargs(init_scale=256.0)],
     )
     torch.manual_seed(0)
@@ -76,8 +80,18 @@ def test_two_devices_train_together() -> None:
     assert first[-1] < 0.3 * first[0]
 
 
+def train_with_a_whole_layer() -> list[float]:
+    return train("no", FullyShardedDataParallelPlugin(ignored_modules="0"))[0]
+
+
+def test_the_default_optimizer_steps_sharded_and_whole_parameters() -> None:
+    """torch chooses its kernels for many tensors at once by itself, on GPUs alone."""
+    (losses,) = run_distributed(train_with_a_whole_layer, 1)
+    assert losses[-1] < 0.3 * losses[0]
+
+
 @pytest.mark.parametrize(
-    "backend", ["fsdp_full_shard", "fsdp_cpu_offload", "zero2", "zero3", "compile_single"]
+    "backend", ["fsdp_full_shard", "fsdp_cpu_offload", "tp", "zero2", "zero3", "compile_single"]
 )
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_an_engine_on_the_device_is_the_plain_loop(backend: str, precision: str) -> None:

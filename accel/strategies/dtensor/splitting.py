@@ -5,7 +5,8 @@ Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,8 +20,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from accel.config.parallel import plan_problems
+from accel.config.parallel import ALIASES, SUMMED, plan_problems
 from accel.errors import ConfigError, Problem, nearest
+from accel.strategies.dtensor.agreement import sum_gradients
+from accel.wrapping import own_module
 
 
 def split_matrices(model: torch.nn.Module, mesh: DeviceMesh, plan: Any = None) -> None:
@@ -37,20 +40,53 @@ def split_matrices(model: torch.nn.Module, mesh: DeviceMesh, plan: Any = None) -
         ConfigError: if there is no plan, a pattern names no module, a size does not divide, or
             tied weights would come apart.
     """
-    styles = resolve_plan(model, plan)
-    _check_sizes(model, styles, mesh.size())
+    split = resolve_plan(model, plan)
+    _check_sizes(model, split.styles, mesh.size())
     before = dict(model.named_parameters(remove_duplicate=False))
-    for name, style in styles.items():
+    for name, style in split.styles.items():
         style.src_data_rank = None
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
     tie_again(model, before)
+    for name in split.summed:
+        _sum(model, name, mesh)
 
 
-def resolve_plan(model: torch.nn.Module, plan: Any = None) -> dict[str, ParallelStyle]:
+def _sum(model: torch.nn.Module, name: str, mesh: DeviceMesh) -> None:
+    """Sum the gradient of a parameter that is whole.
+
+    Raises:
+        ConfigError: if it is split.
+    """
+    if isinstance(model.get_parameter(name), DTensor):
+        raise ConfigError(
+            Problem(
+                f"tp_plan: {_plain(name)} is split, and {SUMMED}",
+                "a parameter is one or the other",
+                "Leave one of the two patterns out, or name single parameters.",
+            )
+        )
+    owner, _, attribute = name.rpartition(".")
+    sum_gradients(model.get_submodule(owner), attribute, mesh)
+
+
+@dataclass(frozen=True)
+class Split:
+    """What a plan says of one model, by the model's own names.
+
+    Attributes:
+        styles: of modules.
+        summed: whole parameters whose gradients are summed.
+    """
+
+    styles: dict[str, ParallelStyle]
+    summed: list[str]
+
+
+def resolve_plan(model: torch.nn.Module, plan: Any = None) -> Split:
     """Return the style of each module that a plan names.
 
     Args:
-        model: the model.
+        model: the model; whether it or its parts are compiled does not change their names.
         plan: pattern → style; None: ``model.tp_plan``, else ``model._tp_plan``.
 
     Raises:
@@ -58,28 +94,55 @@ def resolve_plan(model: torch.nn.Module, plan: Any = None) -> dict[str, Parallel
     """
     where = "TorchTensorParallelPlugin.tp_plan"
     if plan is None:
-        plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-        where = f"{type(model).__name__}.tp_plan"
-        if not plan:
-            raise ConfigError(
-                Problem(
-                    f"tensor parallelism of {type(model).__name__}",
-                    "neither the model nor the plugin has a tp_plan",
-                    "Give TorchTensorParallelPlugin(tp_plan={'layers.*.up': 'colwise', …}).",
-                )
-            )
+        plan = _own_plan(model)
+        where = f"{type(own_module(model)).__name__}.tp_plan"
     problems = plan_problems(where, plan)
     ConfigError.raise_if(problems)
-    names = [name for name, _ in model.named_modules() if name]
+    modules = _by_plain_name(name for name, _ in model.named_modules())
+    parameters = _by_plain_name(name for name, _ in model.named_parameters(remove_duplicate=False))
     styles: dict[str, ParallelStyle] = {}
+    summed: list[str] = []
     for pattern, style in plan.items():
-        matches = [name for name in names if _matches(name, pattern)]
+        known = [*modules, *parameters] if style == SUMMED else list(modules)
+        matches = [name for name in known if _matches(name, pattern)]
         if not matches:
             rule = "no module of the model is called so"
-            problems.append(Problem(f"{where}[{pattern!r}]", rule, nearest(pattern, names)))
-        styles.update({name: _style(style) for name in matches})
+            problems.append(Problem(f"{where}[{pattern!r}]", rule, nearest(pattern, known)))
+        elif style == SUMMED:
+            inside = (n for n in parameters if any(f"{n}.".startswith(f"{m}.") for m in matches))
+            summed += [parameters[name] for name in inside]
+        else:
+            styles.update({modules[name]: _style(style) for name in matches})
     ConfigError.raise_if(problems)
-    return styles
+    return Split(styles, list(dict.fromkeys(summed)))
+
+
+def _by_plain_name(names: Iterable[str]) -> dict[str, str]:
+    """Return names by what they are called without `torch.compile`; of two, the inner one."""
+    return {plain: name for name in names if (plain := _plain(name))}
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def _own_plan(model: torch.nn.Module) -> Any:
+    """Return the plan that a model has itself.
+
+    Raises:
+        ConfigError: if it has none.
+    """
+    own = own_module(model)
+    plan = getattr(own, "tp_plan", None) or getattr(own, "_tp_plan", None)
+    if not plan:
+        raise ConfigError(
+            Problem(
+                f"tensor parallelism of {type(own).__name__}",
+                "neither the model nor the plugin has a tp_plan",
+                "Give TorchTensorParallelPlugin(tp_plan={'layers.*.up': 'colwise', …}).",
+            )
+        )
+    return plan
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -98,7 +161,7 @@ def _style(style: str | ParallelStyle) -> ParallelStyle:
         "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
         "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
     }
-    built: ParallelStyle = known[style]()
+    built: ParallelStyle = known[ALIASES.get(style, style)]()
     return built
 
 
@@ -115,10 +178,11 @@ def _check_sizes(model: torch.nn.Module, styles: Mapping[str, ParallelStyle], pa
             dim = 0 if embedding else 1
         else:
             continue
-        if weight.shape[dim] % parts:
+        shape = tuple(weight.shape)
+        if shape[dim] % parts:
             problems.append(
                 Problem(
-                    f"tp_plan: {name}.weight of {tuple(weight.shape)} split along dim {dim}",
+                    f"tp_plan: {_plain(name)}.weight of {shape} split along dim {dim}",
                     f"each of the {parts} processes holds as much",
                     "Choose a tp_size that divides it, or leave the module out of the plan.",
                 )
@@ -147,7 +211,7 @@ def tie_again(model: torch.nn.Module, before: Mapping[str, torch.nn.Parameter]) 
         if _layout(kept) != _layout(other):
             raise ConfigError(
                 Problem(
-                    f"tp_plan: {first} and {name} are one parameter",
+                    f"tp_plan: {_plain(first)} and {_plain(name)} are one parameter",
                     "all its uses are split alike",
                     "Give both modules styles that split the weight alike (rowwise_rep for an "
                     "embedding, colwise_rep for the output), or leave both out.",

@@ -1,23 +1,28 @@
 """Optimizer steps over parameters of several meshes, and of none.
 
-torch's kernels for many tensors at once (``foreach=True``, ``fused=True``) take tensors of one mesh
-in a call. Groups stay as the user made them; for the time of a step they are divided by mesh. What
-an optimizer writes into the parts (a count of steps, say) goes into the whole group afterwards.
+torch's kernels for many tensors at once (``foreach``, ``fused``) take tensors of one mesh in a
+call, and where neither switch is set, torch chooses ``foreach`` by itself on GPUs. Groups stay as
+the user made them; for the time of a step they are divided by mesh. What an optimizer writes into
+the parts (a count of steps, say) goes into the whole group afterwards.
+
+Source: https://docs.pytorch.org/docs/stable/optim.html#algorithms
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from accel.errors import ConfigError, Problem
 
-SWITCHES = ("foreach", "fused")
 MISSING = object()
 Group = dict[str, Any]
+# Optimizers that divide their groups already: one may be prepared again.
+_dividing: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def step_by_mesh(optimizer: torch.optim.Optimizer) -> None:
@@ -26,8 +31,9 @@ def step_by_mesh(optimizer: torch.optim.Optimizer) -> None:
     Args:
         optimizer: of torch; what it does to a parameter depends on no other one.
     """
-    if not any(group.get(switch) for group in optimizer.param_groups for switch in SWITCHES):
+    if optimizer in _dividing or not any(map(_is_joint, optimizer.param_groups)):
         return
+    _dividing.add(optimizer)
     divided: list[tuple[list[Group], list[list[Group]]]] = []
 
     def restore(own: torch.optim.Optimizer, *_: Any) -> None:
@@ -44,6 +50,12 @@ def step_by_mesh(optimizer: torch.optim.Optimizer) -> None:
 
     optimizer.register_step_pre_hook(divide)
     optimizer.register_step_post_hook(restore)
+
+
+def _is_joint(group: Group) -> bool:
+    """Return whether torch treats several tensors of a group at once, or may choose to."""
+    foreach, fused = group.get("foreach", False), group.get("fused")
+    return bool(foreach or fused or (foreach is None and fused is None))
 
 
 def _take_over(group: Group, parts: list[Group]) -> None:
@@ -79,7 +91,7 @@ def _divided(group: Group) -> Iterator[Group]:
     for parameter in group["params"]:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         meshes.setdefault(mesh, []).append(parameter)
-    if len(meshes) < 2 or not any(group.get(switch) for switch in SWITCHES):
+    if len(meshes) < 2 or not _is_joint(group):
         yield group
         return
     for parameters in meshes.values():

@@ -26,6 +26,7 @@ from accel.errors import ConfigError, Problem
 from accel.objects import Objects
 from accel.optimizer import unwrap_optimizer
 from accel.strategies.base import Strategy
+from accel.strategies.dtensor.agreement import check_first_step
 from accel.strategies.dtensor.gradients import gradient_norm
 from accel.strategies.dtensor.leaving import leave, units_of
 from accel.strategies.dtensor.mesh import SHARD, TENSOR
@@ -93,8 +94,8 @@ class DTensorStrategy(Strategy):
         self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
     ) -> torch.nn.Module:
         """Return `model` with its parameters in parts, unless they are already."""
-        if isinstance(model, FSDPModule):
-            return model
+        if isinstance(model, FSDPModule) or any(known() is model for known in self._spread):
+            return model  # as after free_memory()
         before = by_name(model)
         self.spread(model)
         self._spread.append(weakref.ref(model))
@@ -114,8 +115,15 @@ class DTensorStrategy(Strategy):
     ) -> torch.optim.Optimizer:
         """Return `optimizer` over the parts that this rank holds."""
         self._successors.follow(optimizer)
+        if self._mesh is not None:
+            check_first_step(unwrap_optimizer(optimizer), self._mesh, self.comm, self._names)
         step_by_mesh(unwrap_optimizer(optimizer))
         return super().wrap_optimizer(optimizer, place)
+
+    def _names(self) -> dict[int, str]:
+        """Return the names of the parameters of all models, by their id."""
+        models = [model for reference in self._spread if (model := reference()) is not None]
+        return {id(p): name for model in models for name, p in model.named_parameters()}
 
     def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the user's own module, its parameters in parts (an evaluation may leave them)."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from torch.utils.data import DataLoader
 
 from accel.config.parallel import TorchTensorParallelPlugin
@@ -19,7 +25,9 @@ from accel.errors import ConfigError
 from tests.accel.strategies.training import (
     BATCH,
     PLAN,
+    WIDTH,
     Model,
+    adamw,
     build,
     data,
     difference,
@@ -33,6 +41,7 @@ from tests.helpers import run_distributed
 
 CLOSE = 1e-5
 TIED = {**PLAN, "embed": "rowwise_rep", "head": "colwise_rep"}
+ALIASED = {**PLAN, "embed": "embedding_rowwise", "head": "colwise_gather_output"}
 Engines = tuple[dict[str, Any], dict[str, Any] | None]
 WORLDS: dict[int, list[Engines]] = {
     1: [({"tp_size": 1}, None)],
@@ -46,7 +55,7 @@ WORLDS: dict[int, list[Engines]] = {
         ({"tp_size": 4}, None),
         ({"tp_size": 2}, None),
         ({"tp_size": 2}, {}),
-        ({"tp_size": 2, "tp_plan": TIED}, {"cpu_offload": True}),
+        ({"tp_size": 2, "tp_plan": ALIASED}, {"cpu_offload": True}),
         ({"tp_size": 2}, {"dp_replicate_size": 2, "activation_checkpointing": True}),
     ],
 }
@@ -137,6 +146,134 @@ def check_collectives() -> None:
 
 def test_collectives_are_one_a_block_in_each_direction() -> None:
     run_distributed(check_collectives, 2)
+
+
+def counts_of(accelerator: Any, model: Any) -> list[tuple[int, int, int]]:
+    """Return (gathers, reduce-scatters, sums) of a forward pass, and of its backward pass."""
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    with CommDebugMode() as forward:
+        loss = loss_of(model, tokens, tokens)
+    with CommDebugMode() as backward:
+        accelerator.backward(loss)
+    found = []
+    for mode in (forward, backward):
+        counts = {str(name): count for name, count in mode.get_comm_counts().items()}
+        kinds = ("allgather", "reduce_scatter", "all_reduce|allreduce")
+        found.append(
+            tuple(sum(n for name, n in counts.items() if re.search(kind, name)) for kind in kinds)
+        )
+    return found
+
+
+def check_composed_collectives() -> None:
+    # Sums: one per block and direction as above; over replicas, one of all gradients.
+    accelerator = build(tp={"tp_size": 2})
+    model = accelerator.prepare(Model())
+    assert counts_of(accelerator, model) == [(0, 0, 2), (0, 0, 3)]
+    with accelerator.no_sync(model):
+        assert counts_of(accelerator, model) == [(0, 0, 2), (0, 0, 2)]
+    accelerator.end_training()
+    # Three units: two blocks and what is around them, which stays gathered after its forward.
+    accelerator = build(tp={"tp_size": 2}, fsdp={})
+    model = accelerator.prepare(Model())
+    assert counts_of(accelerator, model) == [(3, 0, 2), (2, 3, 2)]
+    with accelerator.no_sync(model):
+        assert counts_of(accelerator, model) == [(3, 0, 2), (0, 0, 2)]
+
+
+def test_collectives_of_data_and_matrices_add_up() -> None:
+    run_distributed(check_composed_collectives, 4)
+
+
+def check_steps() -> None:
+    """Gradients of whole parameters are compared at the first step, and never again."""
+    accelerator = build(tp={"tp_size": 2})
+    model = Model()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    counts = []
+    for _ in range(3):
+        accelerator.backward(loss_of(model, *data(1).tensors))
+        with CommDebugMode() as mode:
+            optimizer.step()
+        counts.append(mode.get_total_counts())
+        optimizer.zero_grad()
+    assert counts == [counts[0], 0, 0]
+    assert counts[0] == 6  # the embedding, two norms of two tensors, and the verdict
+
+
+def test_later_steps_exchange_nothing() -> None:
+    run_distributed(check_steps, 2)
+
+
+def check_sequence_parallel() -> None:
+    """Styles of torch: between blocks' matrices, ranks hold parts of the sequence."""
+    whole, part = (Replicate(),), (Shard(1),)
+    plan = {
+        "blocks.*": PrepareModuleInputOutput(
+            input_layouts=whole,
+            desired_input_layouts=part,
+            use_local_input=True,
+            output_layouts=part,
+            desired_output_layouts=whole,
+            use_local_output=True,
+        ),
+        "blocks.*.norm": SequenceParallel(use_local_output=True),
+        "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    accelerator = build(tp={"tp_size": 2, "tp_plan": plan})
+    losses, norms, weights = train(accelerator, Model())
+    expected = plain(Model())
+    assert largest(losses, expected[0]) < CLOSE
+    assert largest(norms, expected[1]) < CLOSE
+    assert difference(weights, expected[2]) < CLOSE
+
+
+def test_styles_of_torch_train_like_a_plain_loop() -> None:
+    run_distributed(check_sequence_parallel, 2)
+
+
+class Doubled(torch.nn.Module):
+    """A layer in fp64 among others in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.inner(hidden.double()).float()
+
+
+def check_dtypes(tp_size: int) -> None:
+    def mixed() -> Model:
+        model = Model()
+        model.blocks.append(Doubled())
+        return model
+
+    accelerator = build(tp={"tp_size": tp_size})
+    losses, norms, weights = train(accelerator, mixed())
+    expected = plain(mixed())
+    assert largest(losses, expected[0]) < CLOSE
+    assert largest(norms, expected[1]) < CLOSE
+    assert difference(weights, expected[2]) < CLOSE
+
+
+@pytest.mark.parametrize(("tp_size", "world_size"), [(1, 2), (2, 4)])
+def test_replicas_of_a_model_of_two_dtypes(tp_size: int, world_size: int) -> None:
+    run_distributed(check_dtypes, world_size, tp_size)
+
+
+def check_prepared_again() -> None:
+    accelerator = build(tp={"tp_size": 2})
+    model = accelerator.prepare(Model())
+    accelerator.free_memory()
+    assert accelerator.prepare(model) is model
+    losses, _, _ = train(accelerator, model)
+    assert largest(losses, plain(Model())[0]) < CLOSE
+
+
+def test_a_model_may_be_prepared_again() -> None:
+    run_distributed(check_prepared_again, 2)
 
 
 def check_bf16() -> None:
@@ -283,7 +420,7 @@ def test_a_mesh_of_another_layout_is_refused() -> None:
     ("plan", "words"),
     [
         ({"up": "colwis"}, "Did you mean 'colwise'"),
-        ({"norm": "sequence_parallel"}, "rowwise_rep, or a ParallelStyle of torch"),
+        ({"norm": "sequence_parallel"}, "colwise_rep.*or a ParallelStyle of torch"),
         ({}, "maps names of modules to styles"),
         ("up", "maps names of modules to styles"),
     ],
