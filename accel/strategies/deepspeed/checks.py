@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -73,6 +75,38 @@ def check_leaves(settings: Settings, model: torch.nn.Module, package: ModuleType
         settings.note(f"{told} with ZeRO {settings.stage}", rule, "Leave it out.")
     elif not settings.problems:
         package.utils.set_z3_leaf_modules(model, [classes[name] for name in names])
+
+
+def backward_problems(optimizer: DeepSpeedOptimizer, kwargs: Mapping[str, Any]) -> list[Problem]:
+    """Return why an engine cannot compute gradients now, or not so."""
+    stage = optimizer.engine.zero_optimization_stage()
+    problems = [
+        Problem(
+            f"backward({name}=…) under DeepSpeed",
+            "its engine knows retain_graph alone",
+            "Leave it out.",
+        )
+        for name in kwargs
+        if name != "retain_graph"
+    ]
+    if kwargs.get("retain_graph") and stage == 3:
+        problems.append(
+            Problem(
+                "backward(retain_graph=True) under ZeRO 3",
+                "parameters are let go of in the backward pass, and a second one lacks them",
+                "Sum the losses, and call backward once.",
+            )
+        )
+    if optimizer.window_ended and stage in (1, 2):
+        problems.append(
+            Problem(
+                f"a second backward before optimizer.step under ZeRO {stage}",
+                "it would take the place of the first one's gradients",
+                "Sum the losses, put `with accelerator.no_sync(model):` around all but the last, "
+                "or drop the first one's gradients with optimizer.zero_grad().",
+            )
+        )
+    return problems
 
 
 def clip_problems(

@@ -15,7 +15,7 @@ from typing import Any, final
 
 import torch
 
-from accel import env, tree
+from accel import env
 from accel.checkpoint.optimizers import ParameterNames
 from accel.config.deepspeed import DeepSpeedPlugin, watch
 from accel.enums import DistributedType
@@ -25,12 +25,12 @@ from accel.strategies.base import Strategy, Traits
 from accel.strategies.deepspeed import checks, package, recognition, shards, universal
 from accel.strategies.deepspeed.building import RefusesLostValues
 from accel.strategies.deepspeed.disk import Disk
-from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accel.strategies.deepspeed.dummies import DummyScheduler
+from accel.strategies.deepspeed.engine import cast_forward, start
 from accel.strategies.deepspeed.recognition import Recognition
 from accel.strategies.deepspeed.settings import Settings
-from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, DeepSpeedScheduler
+from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, DeepSpeedScheduler, follow
 from accel.strategies.footprint import Footprint
-from accel.wrapping import wrap_forward
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -189,7 +189,8 @@ class DeepSpeedStrategy(Strategy):
             )
         model = model.to(self.device) if place else model
         if self.precision.name in DTYPES:
-            self._cast_forward(model.to(DTYPES[self.precision.name]))
+            dtype = DTYPES[self.precision.name]
+            cast_forward(model.to(dtype), dtype)
         done.models = [self.compile_model(model)]
         return done
 
@@ -212,25 +213,13 @@ class DeepSpeedStrategy(Strategy):
         done: Objects,
     ) -> None:
         """Start the engine, and put what it makes of the objects into `done`."""
-        config = settings.finish()
         groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
         groups = [group for group in groups if group]  # the engine drops empty ones
-        dummy = next((s for s in schedulers if isinstance(s, DummyScheduler)), None)
-        arguments: dict[str, Any] = {"model": model, "config": config}
-        if isinstance(optimizer, DummyOptim):
-            arguments["model_parameters"] = optimizer.params
-        elif optimizer is not None:
-            arguments["optimizer"] = optimizer
-        if dummy is not None and dummy.lr_scheduler_callable is not None:
-            arguments["lr_scheduler"] = dummy.lr_scheduler_callable
-        package.join_group(self.package)
-        if settings.on_disk:
-            package.build(self.package, "AsyncIOBuilder")
-        with env.patched(LOCAL_RANK=self.plan.local_rank):  # a lone process has no launcher
-            engine, *_ = self.package.initialize(**arguments)
+        local_rank = self.plan.local_rank
+        engine = start(self.package, model, optimizer, schedulers, settings, local_rank)
         engine.accel_plugin = self.plugin
         if self.precision.name in DTYPES and not engine.torch_autocast_enabled():
-            self._cast_forward(engine.module)
+            cast_forward(engine.module, DTYPES[self.precision.name])
         self.compile_model(engine.module)
         done.models = [engine]
         if optimizer is None:
@@ -244,23 +233,8 @@ class DeepSpeedStrategy(Strategy):
             if isinstance(scheduler, DummyScheduler):
                 done.schedulers.append(DeepSpeedScheduler(engine.lr_scheduler, wrapped))
             else:
-                _follow(scheduler, optimizer, wrapped.optimizer)
+                follow(scheduler, optimizer, wrapped.optimizer)
                 done.schedulers.append(self.wrap_scheduler(scheduler, [wrapped]))
-
-    def _cast_forward(self, module: torch.nn.Module) -> None:
-        """Give `module` inputs in the engine's precision, and return its outputs in fp32."""
-        dtype = DTYPES[self.precision.name]
-
-        def cast(_: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            inputs = tree.recursively_apply(
-                lambda tensor: tensor.to(dtype),
-                (args, kwargs),
-                test_type=lambda leaf: isinstance(leaf, torch.Tensor) and leaf.is_floating_point(),
-            )
-            return inputs[0], inputs[1]
-
-        module.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
-        wrap_forward(module, contextlib.nullcontext)
 
     @contextlib.contextmanager
     def init_context(self) -> Iterator[None]:
@@ -308,16 +282,18 @@ class DeepSpeedStrategy(Strategy):
         Args:
             loss: [] of one micro-batch.
             kwargs: `retain_graph`.
+
+        Raises:
+            ConfigError: for another keyword; for what the stage of ZeRO would compute wrongly.
+            StateError: if no model is trained yet.
         """
-        strange = [name for name in kwargs if name != "retain_graph"]
-        rule = "its engine knows retain_graph alone"
-        ConfigError.raise_if(
-            [Problem(f"backward({n}=…) under DeepSpeed", rule, "Leave it out.") for n in strange]
-        )
         optimizer = self._require_optimizer("backward")
+        ConfigError.raise_if(checks.backward_problems(optimizer, kwargs))
         state, engine = optimizer.gradient_state, optimizer.engine
-        engine.set_gradient_accumulation_boundary(state.sync_gradients and not self._holds)
+        ends = state.sync_gradients and not self._holds
+        engine.set_gradient_accumulation_boundary(ends)
         engine.backward(loss / state.num_steps, scale_wrt_gas=False, **kwargs)
+        optimizer.window_ended = ends
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
@@ -453,15 +429,6 @@ class DeepSpeedStrategy(Strategy):
         self._withdraw()
         package.leave_group(self.package)
         super().release()
-
-
-def _follow(scheduler: Any, given: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
-    """Let a scheduler that was built on a `DummyOptim` set the learning rates of the real one."""
-    if not isinstance(given, DummyOptim) or getattr(scheduler, "optimizer", None) is not given:
-        return
-    for live, dummy in zip(inner.param_groups, given.param_groups, strict=True):
-        live.update({k: dummy[k] for k in ("lr", "initial_lr") if k in dummy})
-    scheduler.optimizer = inner
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -10,6 +10,7 @@ import torch
 from accel.errors import ConfigError, Problem
 from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler
+from accel.strategies.deepspeed.dummies import DummyOptim
 
 
 @final
@@ -24,11 +25,13 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
         engine: its `DeepSpeedEngine`.
         groups: the same as above.
         step_was_skipped: whether the last step was left out because gradients overflowed.
+        window_ended: whether the gradients of a whole window wait for the step.
     """
 
     def __init__(self, engine: Any, groups: list[list[torch.nn.Parameter]]) -> None:
         self.engine = engine
         self.groups = groups
+        self.window_ended = False
         self._clipping = float(engine.gradient_clipping())
         # Some stages build another optimizer of the same kind (Adagrad).
         inner = getattr(engine.optimizer, "optimizer", engine.basic_optimizer)
@@ -55,6 +58,7 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
             return
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
+        self.window_ended = False
         self.step_was_skipped = not self.engine.was_step_applied()
         self._set_clipping(self._clipping)
 
@@ -68,6 +72,7 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
             self.engine.zero_grad()
             if self.engine.optimizer is not self.optimizer:
                 self.engine.optimizer.zero_grad()
+            self.window_ended = False
 
     @property
     def clipping(self) -> float:
@@ -117,3 +122,12 @@ class DeepSpeedScheduler(AcceleratedScheduler):
             args: not used.
             kwargs: not used.
         """
+
+
+def follow(scheduler: Any, given: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+    """Let a scheduler that was built on a `DummyOptim` set the learning rates of the real one."""
+    if not isinstance(given, DummyOptim) or getattr(scheduler, "optimizer", None) is not given:
+        return
+    for live, dummy in zip(inner.param_groups, given.param_groups, strict=True):
+        live.update({k: dummy[k] for k in ("lr", "initial_lr") if k in dummy})
+    scheduler.optimizer = inner
