@@ -19,9 +19,10 @@ def own(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[accelerator.process_index :: accelerator.num_processes]
 
 
-def started(**fields: Any) -> tuple[Any, ...]:
+def started(precision: str = "no", **fields: Any) -> tuple[Any, ...]:
     """Accelerator, model and SGD under a plugin with these fields."""
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(**fields))
+    plugin = DeepSpeedPlugin(**fields)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision=precision)
     model = build()
     return (accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
@@ -90,3 +91,50 @@ def backward_passes() -> None:
 
 def test_two_backward_passes_make_one_step_or_are_refused() -> None:
     run_distributed(backward_passes, 2, timeout=110)
+
+
+# -- norms ---------------------------------------------------------------------------------
+
+
+def tells_the_norm_in_bf16(**fields: Any) -> None:
+    """The norm is that of the averaged gradients on every rank, and the step is clipped to it."""
+    accelerator, model, optimizer = started("bf16", **fields)
+    inputs, targets = next(iter(data(GLOBAL_BATCH)))
+    reference = build()
+    error_of(reference(inputs), targets).backward()
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+    accelerator.backward(error_of(model(own(accelerator, inputs)), own(accelerator, targets)))
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.01)
+    assert norm.item() == pytest.approx(expected.item(), rel=2e-2), fields
+    before = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    optimizer.step()
+    after = accelerator.get_state_dict(model)
+    moved = torch.nn.utils.get_total_norm([after[name] - before[name] for name in after])
+    assert moved.item() == pytest.approx(0.1 * 0.01, rel=2e-2), fields
+    accelerator.end_training()
+
+
+def tells_that_a_gradient_is_not_finite(stage: int, precision: str) -> None:
+    accelerator, model, optimizer = started(precision, zero_stage=stage)
+    inputs, targets = next(iter(data(4)))
+    inputs[0, 0] = float("nan")
+    before = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.backward(error_of(model(inputs), targets))
+    assert accelerator.clip_grad_norm_(model.parameters(), 1.0).item() == float("inf"), stage
+    optimizer.step()
+    assert accelerator.optimizer_step_was_skipped
+    assert largest(accelerator.get_state_dict(model), before) == 0.0
+    accelerator.end_training()
+
+
+def norms() -> None:
+    for stage in range(4):
+        tells_the_norm_in_bf16(zero_stage=stage)
+    tells_the_norm_in_bf16(hf_ds_config={"data_types": {"grad_accum_dtype": "fp32"}}, zero_stage=1)
+    tells_that_a_gradient_is_not_finite(2, "no")
+    tells_that_a_gradient_is_not_finite(3, "no")
+    tells_that_a_gradient_is_not_finite(3, "bf16")
+
+
+def test_norms_are_those_of_the_whole_gradient() -> None:
+    run_distributed(norms, 2, timeout=110)

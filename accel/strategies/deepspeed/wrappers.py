@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, final
 
@@ -89,17 +90,26 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
             self.engine.optimizer.clip_grad = max_norm
 
     def gradient_norm(self) -> torch.Tensor:
-        """Return the norm [] of the gradients that the next step takes. Called on every rank."""
+        """Return the norm [] of the gradients that the next step takes. Called on every rank.
+
+        Infinite under stages 1 to 3 if a gradient is not finite: the step will be skipped.
+        """
         optimizer = self.engine.optimizer
         scale = float(getattr(optimizer, "cur_scale", None) or 1.0)
         if hasattr(optimizer, "loss_scale"):
             scale = float(optimizer.loss_scale)
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-            norms = [torch.as_tensor(norm) for norm in optimizer._get_norm_groups()]
-            return torch.linalg.vector_norm(torch.stack([n.float() for n in norms])) / scale
+            norms = [torch.as_tensor(norm).float() for norm in optimizer._get_norm_groups()]
+            groups = torch.stack(norms)
+            not_finite = (groups < 0).any()  # DeepSpeed's mark
+            return torch.where(not_finite, math.inf, torch.linalg.vector_norm(groups)) / scale
         if hasattr(optimizer, "scaled_global_norm"):
             return torch.as_tensor(optimizer.scaled_global_norm()) / scale
-        gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+        if hasattr(optimizer, "get_grads_for_norm"):  # bf16 summed up in fp32, outside the weights
+            gradients = optimizer.get_grads_for_norm(for_clipping=True)
+        else:
+            weights = self.engine.module.parameters()
+            gradients = [p.grad for p in weights if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients) / scale
 
 
