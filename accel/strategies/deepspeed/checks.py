@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed import DeepSpeedPlugin, value_at
 from accel.errors import Problem
 from accel.strategies.deepspeed.package import can_build
 from accel.strategies.deepspeed.settings import ZERO, Settings
@@ -56,6 +57,22 @@ def check_optimizer(
             "the engine steps the parameters of its model",
             "Build the optimizer from model.parameters().",
         )
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    kinds = type(optimizer).__name__, value_at(settings.config, "optimizer.type")
+    if "Adagrad" in kinds and len(groups) > 1 and settings.stage > 0:
+        settings.note(
+            f"prepare: Adagrad with {len(groups)} groups under ZeRO {settings.stage}",
+            "DeepSpeed builds it anew, in one group",
+            "Put all parameters into one group, or use zero_stage=0.",
+        )
+    for index, group in enumerate(groups):
+        frozen = not any(parameter.requires_grad for parameter in group["params"])
+        if frozen and settings.stage in (1, 2):
+            settings.note(
+                f"prepare: group {index} of the optimizer, whose parameters are all frozen",
+                f"ZeRO {settings.stage} finds nothing there to step",
+                "Leave them out of the optimizer: [p for p in … if p.requires_grad].",
+            )
 
 
 def check_leaves(settings: Settings, model: torch.nn.Module, package: ModuleType) -> None:
@@ -70,6 +87,9 @@ def check_leaves(settings: Settings, model: torch.nn.Module, package: ModuleType
     if unknown:
         rule = f"the model has no module of class {', '.join(unknown)}"
         settings.note(told, rule, f"Its classes are {', '.join(sorted(classes))}.")
+    elif type(model).__name__ in names:
+        rule = f"{type(model).__name__} is the whole model, whose inputs then need no gradients"
+        settings.note(told, rule, "Name the classes of its layers that hold experts.")
     elif settings.stage < 3:
         rule = "only stage 3 fetches modules"
         settings.note(f"{told} with ZeRO {settings.stage}", rule, "Leave it out.")
@@ -118,7 +138,7 @@ def clip_problems(
 ) -> list[Problem]:
     """Return why an engine cannot clip these parameters' gradients so."""
     value, problems = f"clip_grad_norm_(…, {max_norm})", []
-    if optimizer.clipping not in (0.0, float(max_norm)):
+    if optimizer.clipping not in (0.0, float(max_norm)) and max_norm != math.inf:
         where = f"{plugin.place}: gradient_clipping={optimizer.clipping}"
         if plugin.gradient_clipping is not None:
             where = plugin.source("gradient_clipping")

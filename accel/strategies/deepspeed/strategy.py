@@ -6,6 +6,8 @@ Source: https://deepspeed.readthedocs.io/en/latest/initialize.html
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,17 +24,21 @@ from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem, StateError
 from accel.objects import Objects
 from accel.strategies.base import Strategy, Traits
-from accel.strategies.deepspeed import checks, package, recognition, shards, universal
+from accel.strategies.deepspeed import checks, package, recognition, scaling, shards, universal
 from accel.strategies.deepspeed.building import RefusesLostValues
 from accel.strategies.deepspeed.disk import Disk
 from accel.strategies.deepspeed.dummies import DummyScheduler
 from accel.strategies.deepspeed.engine import cast_forward, start
 from accel.strategies.deepspeed.recognition import Recognition
 from accel.strategies.deepspeed.settings import Settings
-from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, DeepSpeedScheduler, follow
+from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, DeepSpeedScheduler
 from accel.strategies.footprint import Footprint
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# What trains or evaluates each engine of this process, as long as both live.
+_OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[DeepSpeedStrategy]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @final
@@ -141,6 +147,8 @@ class DeepSpeedStrategy(Strategy):
         loaders = self.wrap_dataloaders(objects, placement, slice_fn)
         done = Objects(dataloaders=loaders)
         if not objects.models:
+            for optimizer, scheduler in itertools.product(prepared.optimizers, objects.schedulers):
+                optimizer.follow(scheduler)
             done.schedulers = [
                 self.wrap_scheduler(s, prepared.optimizers) for s in objects.schedulers
             ]
@@ -197,10 +205,12 @@ class DeepSpeedStrategy(Strategy):
     def _check_second(self, optimizer: torch.optim.Optimizer | None, prepared: Objects) -> None:
         """Refuse a second model for one plugin, and a second one to train."""
         own = [m for m in prepared.models if getattr(m, "accel_plugin", None) is self.plugin]
+        users = [owner() for model, owner in _OWNERS.items() if model.accel_plugin is self.plugin]
+        elsewhere = self.plugin.stage == 3 and any(user not in (None, self) for user in users)
         problems = []
-        if own:
+        if own or elsewhere:
             problems.append(checks.two_models("a second model with one plugin"))
-        elif optimizer is not None and self._optimizer() is not None:
+        elif optimizer is not None and prepared.optimizers:
             problems.append(checks.two_models("a second model to train with one Accelerator"))
         ConfigError.raise_if(problems)
 
@@ -218,6 +228,7 @@ class DeepSpeedStrategy(Strategy):
         local_rank = self.plan.local_rank
         engine = start(self.package, model, optimizer, schedulers, settings, local_rank)
         engine.accel_plugin = self.plugin
+        _OWNERS[engine] = weakref.ref(self)
         if self.precision.name in DTYPES and not engine.torch_autocast_enabled():
             cast_forward(engine.module, DTYPES[self.precision.name])
         self.compile_model(engine.module)
@@ -226,14 +237,14 @@ class DeepSpeedStrategy(Strategy):
             return
         shards.undo_first_step(engine)
         shards.share_weights(engine)
-        wrapped = DeepSpeedOptimizer(engine, groups)
+        wrapped = DeepSpeedOptimizer(engine, groups, optimizer)
         self._trained = weakref.ref(wrapped)
         done.optimizers = [wrapped]
         for scheduler in schedulers:
             if isinstance(scheduler, DummyScheduler):
                 done.schedulers.append(DeepSpeedScheduler(engine.lr_scheduler, wrapped))
             else:
-                follow(scheduler, optimizer, wrapped.optimizer)
+                wrapped.follow(scheduler)
                 done.schedulers.append(self.wrap_scheduler(scheduler, [wrapped]))
 
     @contextlib.contextmanager
@@ -327,8 +338,8 @@ class DeepSpeedStrategy(Strategy):
         """Let the next step clip gradients to `max_norm`; return the norm [] before.
 
         Raises:
-            ConfigError: if the configuration clips to another norm, for another kind of norm, and
-                for a part of the parameters.
+            ConfigError: if the configuration clips to another norm and `max_norm` is finite, for
+                another kind of norm, and for a part of the parameters.
         """
         optimizer = self._require_optimizer("clip_grad_norm_")
         ConfigError.raise_if(
@@ -336,7 +347,8 @@ class DeepSpeedStrategy(Strategy):
         )
         if not optimizer.gradient_state.sync_gradients:  # they are not complete, nor averaged
             return torch.tensor(float(optimizer.engine.get_global_grad_norm() or 0.0))
-        optimizer.clip_next_step(max_norm)
+        if max_norm != math.inf:  # the norm alone is asked for: the configuration's stays
+            optimizer.clip_next_step(max_norm)
         return optimizer.gradient_norm()
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
@@ -379,7 +391,8 @@ class DeepSpeedStrategy(Strategy):
         where = shards.pieces(engine)
         inner = getattr(optimizer, "optimizer", optimizer)
         with Disk(engine) as disk:
-            return shards.optimizer_state(inner, groups, where, names, self.comm, disk)
+            extra = scaling.scale_state(engine)
+            return shards.optimizer_state(inner, groups, where, names, self.comm, disk, extra)
 
     def load_optimizer_state(
         self, optimizer: Any, state: dict[str, Any], names: ParameterNames
@@ -389,6 +402,7 @@ class DeepSpeedStrategy(Strategy):
         inner = getattr(optimizer, "optimizer", optimizer)
         with Disk(engine) as disk:
             shards.load_optimizer_state(inner, groups, shards.pieces(engine), state, names, disk)
+        scaling.load_scale_state(engine, state["extra"])
         engine.optimizer._hp_optimizer_states_linked = False
 
     def save_native(self, model: torch.nn.Module, folder: Path) -> None:
@@ -425,8 +439,9 @@ class DeepSpeedStrategy(Strategy):
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer.engine.destroy()
-        self._trained = None
-        self._withdraw()
+        self._trained = self._recognition = None
+        _OWNERS.clear()  # the process group closes, for every Accelerator
+        recognition.withdraw_all()
         package.leave_group(self.package)
         super().release()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any, final
 
@@ -21,6 +22,7 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
     Args:
         engine: its `DeepSpeedEngine`.
         groups: the parameters of each group, as they were before the engine took them.
+        given: what `prepare` was given: the optimizer itself, or its stand-in.
 
     Attributes:
         engine: its `DeepSpeedEngine`.
@@ -29,13 +31,20 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
         window_ended: whether the gradients of a whole window wait for the step.
     """
 
-    def __init__(self, engine: Any, groups: list[list[torch.nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        groups: list[list[torch.nn.Parameter]],
+        given: torch.optim.Optimizer,
+    ) -> None:
         self.engine = engine
         self.groups = groups
         self.window_ended = False
         self._clipping = float(engine.gradient_clipping())
-        # Some stages build another optimizer of the same kind (Adagrad).
         inner = getattr(engine.optimizer, "optimizer", engine.basic_optimizer)
+        if inner is not engine.basic_optimizer:  # Adagrad is built anew, in one group of defaults
+            inner.param_groups = engine.basic_optimizer.param_groups
+        self._given = weakref.ref(given)
         super().__init__(inner, device_placement=False)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -74,6 +83,40 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
             if self.engine.optimizer is not self.optimizer:
                 self.engine.optimizer.zero_grad()
             self.window_ended = False
+
+    def follow(self, scheduler: Any) -> None:
+        """Let a scheduler that was built on what `prepare` was given set the live learning rates.
+
+        Args:
+            scheduler: any; those of other optimizers stay as they are.
+
+        Raises:
+            ConfigError: if it was computed from another learning rate.
+        """
+        given = self._given()
+        built_on = getattr(scheduler, "optimizer", None)
+        if given is None or given is self.optimizer or built_on is not given:
+            return
+        if isinstance(given, DummyOptim):
+            self._take_rates(given, type(scheduler).__name__)
+        # torch's check of the order of calls wants `step` marked, as a new scheduler does it.
+        torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)
+        scheduler.optimizer = self.optimizer
+        for part in getattr(scheduler, "_schedulers", ()):
+            part.optimizer = self.optimizer
+
+    def _take_rates(self, given: DummyOptim, name: str) -> None:
+        rates = given.lr, self.optimizer.defaults["lr"]
+        if rates[0] != rates[1]:
+            raise ConfigError(
+                Problem(
+                    f"{name} on DummyOptim(lr={rates[0]!r}), and the engine's is {rates[1]!r}",
+                    "the schedule starts from the rate of the optimizer that it was built on",
+                    'Write "auto" for optimizer.params.lr, or make them equal.',
+                )
+            )
+        for live, stand_in in zip(self.optimizer.param_groups, given.param_groups, strict=True):
+            live.update({k: stand_in[k] for k in ("lr", "initial_lr") if k in stand_in})
 
     @property
     def clipping(self) -> float:
@@ -132,12 +175,3 @@ class DeepSpeedScheduler(AcceleratedScheduler):
             args: not used.
             kwargs: not used.
         """
-
-
-def follow(scheduler: Any, given: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
-    """Let a scheduler that was built on a `DummyOptim` set the learning rates of the real one."""
-    if not isinstance(given, DummyOptim) or getattr(scheduler, "optimizer", None) is not given:
-        return
-    for live, dummy in zip(inner.param_groups, given.param_groups, strict=True):
-        live.update({k: dummy[k] for k in ("lr", "initial_lr") if k in dummy})
-    scheduler.optimizer = inner
