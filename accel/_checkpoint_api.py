@@ -279,12 +279,16 @@ class CheckpointAPI:
         Args:
             model: prepared or not.
             unwrap: whether names are those of the user's own module, without a wrapper's prefix.
+                Tensors are the same, whole ones.
         """
-        if not unwrap:
-            return dict(model.state_dict())
         strategy = self._accelerator.strategy
         with strategy.portable():
-            return strategy.model_state(model)
+            state = strategy.model_state(model)
+        if unwrap:
+            return state
+        own = strategy.unwrap_model(model)
+        path = next(name for name, module in model.named_modules() if module is own)
+        return {f"{path}.{name}" if path else name: value for name, value in state.items()}
 
     @property
     def _accelerator(self) -> Accelerator:

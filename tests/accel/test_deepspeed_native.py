@@ -11,8 +11,8 @@ import torch
 from accel import Accelerator
 from accel.checkpoint.optimizers import ParameterNames
 from accel.errors import CheckpointError, ConfigError
-from accel.utils import DeepSpeedPlugin
-from tests.accel.test_deepspeed import GLOBAL_BATCH, adamw, build, data, error_of, largest
+from accel.utils import DeepSpeedPlugin, DummyScheduler
+from tests.accel.test_deepspeed import GLOBAL_BATCH, RATE, adamw, build, data, error_of, largest
 from tests.helpers import run_distributed
 
 
@@ -84,6 +84,39 @@ def test_what_two_processes_export_one_and_two_import(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"universal", "latest_universal"}
     agree(run_distributed(imports, 2, str(tmp_path), 1, timeout=110)[0], expected)
     agree(run_distributed(imports, 1, str(tmp_path), 2, timeout=110)[0], expected)
+
+
+def resumes_from_an_export(folder: str) -> None:
+    """bf16, a parameter that is frozen, and a schedule that the engine steps."""
+    accelerator = Accelerator(
+        cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2), mixed_precision="bf16"
+    )
+    model = build()
+    model[0].bias.requires_grad_(False)
+    optimizer = adamw(model)
+
+    def halving(inner: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 0.5**step)
+
+    scheduler = DummyScheduler(optimizer, lr_scheduler_callable=halving)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    batches = list(data(4))
+    train(accelerator, model, optimizer, batches[:3])
+    accelerator.save_native(model, folder)
+    exported, _ = held(accelerator, model, optimizer)
+    expected = train(accelerator, model, optimizer, batches[3:5])
+    after, _ = held(accelerator, model, optimizer)
+    accelerator.load_native(model, folder, trust_pickle=True)
+    assert largest(held(accelerator, model, optimizer)[0], exported) == 0.0
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(RATE * 0.5**3)
+    assert train(accelerator, model, optimizer, batches[3:5]) == expected
+    assert largest(held(accelerator, model, optimizer)[0], after) == 0.0
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(RATE * 0.5**5)
+    accelerator.end_training()
+
+
+def test_an_export_holds_what_is_frozen_and_the_schedule(tmp_path: Path) -> None:
+    run_distributed(resumes_from_an_export, 2, str(tmp_path), timeout=110)
 
 
 def refuses(folder: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from accel import Accelerator
 from accel.imports import is_available
 from accel.state import AcceleratorState
 from accel.utils import DeepSpeedPlugin, HfDeepSpeedConfig
+from tests.accel.test_deepspeed import largest
 from tests.helpers import run_distributed
 
 pytestmark = pytest.mark.skipif(
@@ -100,6 +102,59 @@ def follows_the_selected_plugin() -> None:
     accelerator.end_training()
     assert integration.deepspeed_config() is own.config
     integration.unset_hf_deepspeed_config()
+
+
+def is_told_by_several_accelerators() -> None:
+    """One of them ends the training for all."""
+    from transformers.integrations import deepspeed as integration
+
+    first = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
+    second = Accelerator(cpu=True)
+    assert integration.is_deepspeed_zero3_enabled()
+    first.end_training()
+    assert second.comm.closed
+    assert not integration.is_deepspeed_zero3_enabled()
+
+
+def loads_in_shards(folder: str, precision: str) -> None:
+    """`from_pretrained` under stage 3, with tied weights, and an export that it reads again."""
+    from transformers import AutoModelForCausalLM
+
+    plugin = DeepSpeedPlugin(zero_stage=3)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision=precision)
+    with plugin.zero3_init_context_manager(enable=False):
+        whole = tiny()
+    if accelerator.is_main_process:
+        whole.save_pretrained(f"{folder}/first")
+    accelerator.wait_for_everyone()
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/first", local_files_only=True)
+    assert in_shards(model)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    loaded = accelerator.get_state_dict(model)
+    tolerance = 0.0 if precision == "no" else 1e-2
+    assert largest(loaded, whole.state_dict()) <= tolerance
+    tokens = torch.arange(8).view(2, 4)
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    state = accelerator.get_state_dict(model)
+    assert torch.equal(state["lm_head.weight"], state["transformer.wte.weight"])
+    accelerator.unwrap_model(model).save_pretrained(  # takes tied weights out of what it is given
+        f"{folder}/second", state_dict=dict(state), is_main_process=accelerator.is_main_process
+    )
+    accelerator.wait_for_everyone()
+    with plugin.zero3_init_context_manager(enable=False):
+        again = AutoModelForCausalLM.from_pretrained(f"{folder}/second", local_files_only=True)
+    assert largest(again.state_dict(), state) == 0.0
+    accelerator.end_training()
+
+
+def test_one_of_several_accelerators_ends_it_for_all() -> None:
+    run_distributed(is_told_by_several_accelerators, 1, timeout=110)
+
+
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_a_saved_model_is_loaded_in_shards(tmp_path: Path, precision: str) -> None:
+    run_distributed(loads_in_shards, 2, str(tmp_path), precision, timeout=110)
 
 
 def test_models_of_transformers_are_sharded_while_they_are_built() -> None:

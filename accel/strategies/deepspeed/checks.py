@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 import torch
 
-from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed import DeepSpeedPlugin, value_at
 from accel.errors import Problem
 from accel.strategies.deepspeed.package import can_build
 from accel.strategies.deepspeed.settings import ZERO, Settings
@@ -54,6 +57,22 @@ def check_optimizer(
             "the engine steps the parameters of its model",
             "Build the optimizer from model.parameters().",
         )
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    kinds = type(optimizer).__name__, value_at(settings.config, "optimizer.type")
+    if "Adagrad" in kinds and len(groups) > 1 and settings.stage > 0:
+        settings.note(
+            f"prepare: Adagrad with {len(groups)} groups under ZeRO {settings.stage}",
+            "DeepSpeed builds it anew, in one group",
+            "Put all parameters into one group, or use zero_stage=0.",
+        )
+    for index, group in enumerate(groups):
+        frozen = not any(parameter.requires_grad for parameter in group["params"])
+        if frozen and settings.stage in (1, 2):
+            settings.note(
+                f"prepare: group {index} of the optimizer, whose parameters are all frozen",
+                f"ZeRO {settings.stage} finds nothing there to step",
+                "Leave them out of the optimizer: [p for p in … if p.requires_grad].",
+            )
 
 
 def check_leaves(settings: Settings, model: torch.nn.Module, package: ModuleType) -> None:
@@ -68,11 +87,46 @@ def check_leaves(settings: Settings, model: torch.nn.Module, package: ModuleType
     if unknown:
         rule = f"the model has no module of class {', '.join(unknown)}"
         settings.note(told, rule, f"Its classes are {', '.join(sorted(classes))}.")
+    elif type(model).__name__ in names:
+        rule = f"{type(model).__name__} is the whole model, whose inputs then need no gradients"
+        settings.note(told, rule, "Name the classes of its layers that hold experts.")
     elif settings.stage < 3:
         rule = "only stage 3 fetches modules"
         settings.note(f"{told} with ZeRO {settings.stage}", rule, "Leave it out.")
     elif not settings.problems:
         package.utils.set_z3_leaf_modules(model, [classes[name] for name in names])
+
+
+def backward_problems(optimizer: DeepSpeedOptimizer, kwargs: Mapping[str, Any]) -> list[Problem]:
+    """Return why an engine cannot compute gradients now, or not so."""
+    stage = optimizer.engine.zero_optimization_stage()
+    problems = [
+        Problem(
+            f"backward({name}=…) under DeepSpeed",
+            "its engine knows retain_graph alone",
+            "Leave it out.",
+        )
+        for name in kwargs
+        if name != "retain_graph"
+    ]
+    if kwargs.get("retain_graph") and stage == 3:
+        problems.append(
+            Problem(
+                "backward(retain_graph=True) under ZeRO 3",
+                "parameters are let go of in the backward pass, and a second one lacks them",
+                "Sum the losses, and call backward once.",
+            )
+        )
+    if optimizer.window_ended and stage in (1, 2):
+        problems.append(
+            Problem(
+                f"a second backward before optimizer.step under ZeRO {stage}",
+                "it would take the place of the first one's gradients",
+                "Sum the losses, put `with accelerator.no_sync(model):` around all but the last, "
+                "or drop the first one's gradients with optimizer.zero_grad().",
+            )
+        )
+    return problems
 
 
 def clip_problems(
@@ -84,7 +138,7 @@ def clip_problems(
 ) -> list[Problem]:
     """Return why an engine cannot clip these parameters' gradients so."""
     value, problems = f"clip_grad_norm_(…, {max_norm})", []
-    if optimizer.clipping not in (0.0, float(max_norm)):
+    if optimizer.clipping not in (0.0, float(max_norm)) and max_norm != math.inf:
         where = f"{plugin.place}: gradient_clipping={optimizer.clipping}"
         if plugin.gradient_clipping is not None:
             where = plugin.source("gradient_clipping")

@@ -7,11 +7,14 @@ Source: https://huggingface.co/docs/transformers/main_classes/deepspeed
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, final
 
 from accel import env
 from accel.config.deepspeed_json import HfDeepSpeedConfig
 from accel.imports import is_available, require
+
+_TOLD: weakref.WeakSet[Recognition] = weakref.WeakSet()  # those of several Accelerators
 
 
 @final
@@ -31,6 +34,7 @@ class Recognition:
         self._alone = env.read("LOCAL_RANK") is None
         if self._alone:
             env.set_values({"LOCAL_RANK": local_rank})
+        _TOLD.add(self)
 
     def withdraw(self) -> None:
         """Let transformers build whole models again, unless it was told of another object since."""
@@ -40,6 +44,12 @@ class Recognition:
         enabled = self._module.is_deepspeed_zero3_enabled()
         if enabled and self._module.deepspeed_config() is self.told.config:
             self._module.unset_hf_deepspeed_config()
+
+
+def withdraw_all() -> None:
+    """Let transformers build whole models again: the process group is left by all."""
+    for told in list(_TOLD):
+        told.withdraw()
 
 
 def is_possible() -> bool:

@@ -258,6 +258,7 @@ def optimizer_state(
     names: ParameterNames,
     comm: Communicator,
     disk: Disk,
+    extra: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the optimizer's state by parameter name, in whole tensors.
 
@@ -268,6 +269,7 @@ def optimizer_state(
         names: their names.
         comm: how this process talks to the others.
         disk: holds what the engine has there.
+        extra: what else is saved with it.
     """
     keys = _keys(groups, names)
     state = {}
@@ -290,7 +292,7 @@ def optimizer_state(
         "state": state,
         "other_state": {},
         "unnamed": [key for key in keys.values() if key.startswith("#")],
-        "extra": {},
+        "extra": extra,
     }
 
 

@@ -6,6 +6,8 @@ Source: https://deepspeed.readthedocs.io/en/latest/initialize.html
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,24 +17,36 @@ from typing import Any, final
 
 import torch
 
-from accel import env, tree
+from accel import env
 from accel.checkpoint.optimizers import ParameterNames
 from accel.config.deepspeed import DeepSpeedPlugin, watch
 from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem, StateError
 from accel.objects import Objects
 from accel.strategies.base import Strategy, Traits
-from accel.strategies.deepspeed import checks, options, package, recognition, shards, universal
+from accel.strategies.deepspeed import (
+    checks,
+    options,
+    package,
+    recognition,
+    scaling,
+    shards,
+    universal,
+)
 from accel.strategies.deepspeed.building import RefusesLostValues
 from accel.strategies.deepspeed.disk import Disk
-from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accel.strategies.deepspeed.dummies import DummyScheduler
+from accel.strategies.deepspeed.engine import cast_forward, start
 from accel.strategies.deepspeed.recognition import Recognition
 from accel.strategies.deepspeed.settings import MICRO_BATCH, Settings
 from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, DeepSpeedScheduler
 from accel.strategies.footprint import Footprint
-from accel.wrapping import wrap_forward
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# What trains or evaluates each engine of this process, as long as both live.
+_OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[DeepSpeedStrategy]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @final
@@ -146,6 +160,8 @@ class DeepSpeedStrategy(Strategy):
         done = Objects(dataloaders=loaders)
         if not objects.models:
             self._follow_loaders(loaders)
+            for optimizer, scheduler in itertools.product(prepared.optimizers, objects.schedulers):
+                optimizer.follow(scheduler)
             done.schedulers = [
                 self.wrap_scheduler(s, prepared.optimizers) for s in objects.schedulers
             ]
@@ -208,17 +224,20 @@ class DeepSpeedStrategy(Strategy):
             )
         model = model.to(self.device) if place else model
         if self.precision.name in DTYPES:
-            self._cast_forward(model.to(DTYPES[self.precision.name]))
+            dtype = DTYPES[self.precision.name]
+            cast_forward(model.to(dtype), dtype)
         done.models = [self.compile_model(model)]
         return done
 
     def _check_second(self, optimizer: torch.optim.Optimizer | None, prepared: Objects) -> None:
         """Refuse a second model for one plugin, and a second one to train."""
         own = [m for m in prepared.models if getattr(m, "accel_plugin", None) is self.plugin]
+        users = [owner() for model, owner in _OWNERS.items() if model.accel_plugin is self.plugin]
+        elsewhere = self.plugin.stage == 3 and any(user not in (None, self) for user in users)
         problems = []
-        if own:
+        if own or elsewhere:
             problems.append(checks.two_models("a second model with one plugin"))
-        elif optimizer is not None and self._optimizer() is not None:
+        elif optimizer is not None and prepared.optimizers:
             problems.append(checks.two_models("a second model to train with one Accelerator"))
         ConfigError.raise_if(problems)
 
@@ -231,32 +250,21 @@ class DeepSpeedStrategy(Strategy):
         done: Objects,
     ) -> None:
         """Start the engine, and put what it makes of the objects into `done`."""
-        config = settings.finish()
         groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
         groups = [group for group in groups if group]  # the engine drops empty ones
-        dummy = next((s for s in schedulers if isinstance(s, DummyScheduler)), None)
-        arguments: dict[str, Any] = {"model": model, "config": config}
-        if isinstance(optimizer, DummyOptim):
-            arguments["model_parameters"] = optimizer.params
-        elif optimizer is not None:
-            arguments["optimizer"] = optimizer
-        if dummy is not None and dummy.lr_scheduler_callable is not None:
-            arguments["lr_scheduler"] = dummy.lr_scheduler_callable
-        package.join_group(self.package)
-        if settings.on_disk:
-            package.build(self.package, "AsyncIOBuilder")
-        with env.patched(LOCAL_RANK=self.plan.local_rank):  # a lone process has no launcher
-            engine, *_ = self.package.initialize(**arguments)
+        local_rank = self.plan.local_rank
+        engine = start(self.package, model, optimizer, schedulers, settings, local_rank)
         engine.accel_plugin = self.plugin
+        _OWNERS[engine] = weakref.ref(self)
         if self.precision.name in DTYPES and not engine.torch_autocast_enabled():
-            self._cast_forward(engine.module)
+            cast_forward(engine.module, DTYPES[self.precision.name])
         self.compile_model(engine.module)
         done.models = [engine]
         if optimizer is None:
             return
         shards.undo_first_step(engine)
         shards.share_weights(engine)
-        wrapped = DeepSpeedOptimizer(engine, groups)
+        wrapped = DeepSpeedOptimizer(engine, groups, optimizer)
         self._trained = weakref.ref(wrapped)
         decided = settings.batch_sizes or MICRO_BATCH in self.plugin.decided
         self._lacks_loaders = not decided
@@ -265,23 +273,8 @@ class DeepSpeedStrategy(Strategy):
             if isinstance(scheduler, DummyScheduler):
                 done.schedulers.append(DeepSpeedScheduler(engine.lr_scheduler, wrapped))
             else:
-                _follow(scheduler, optimizer, wrapped.optimizer)
+                wrapped.follow(scheduler)
                 done.schedulers.append(self.wrap_scheduler(scheduler, [wrapped]))
-
-    def _cast_forward(self, module: torch.nn.Module) -> None:
-        """Give `module` inputs in the engine's precision, and return its outputs in fp32."""
-        dtype = DTYPES[self.precision.name]
-
-        def cast(_: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            inputs = tree.recursively_apply(
-                lambda tensor: tensor.to(dtype),
-                (args, kwargs),
-                test_type=lambda leaf: isinstance(leaf, torch.Tensor) and leaf.is_floating_point(),
-            )
-            return inputs[0], inputs[1]
-
-        module.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
-        wrap_forward(module, contextlib.nullcontext)
 
     @contextlib.contextmanager
     def init_context(self) -> Iterator[None]:
@@ -329,16 +322,18 @@ class DeepSpeedStrategy(Strategy):
         Args:
             loss: [] of one micro-batch.
             kwargs: `retain_graph`.
+
+        Raises:
+            ConfigError: for another keyword; for what the stage of ZeRO would compute wrongly.
+            StateError: if no model is trained yet.
         """
-        strange = [name for name in kwargs if name != "retain_graph"]
-        rule = "its engine knows retain_graph alone"
-        ConfigError.raise_if(
-            [Problem(f"backward({n}=…) under DeepSpeed", rule, "Leave it out.") for n in strange]
-        )
         optimizer = self._require_optimizer("backward")
+        ConfigError.raise_if(checks.backward_problems(optimizer, kwargs))
         state, engine = optimizer.gradient_state, optimizer.engine
-        engine.set_gradient_accumulation_boundary(state.sync_gradients and not self._holds)
+        ends = state.sync_gradients and not self._holds
+        engine.set_gradient_accumulation_boundary(ends)
         engine.backward(loss / state.num_steps, scale_wrt_gas=False, **kwargs)
+        optimizer.window_ended = ends
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
@@ -372,8 +367,8 @@ class DeepSpeedStrategy(Strategy):
         """Let the next step clip gradients to `max_norm`; return the norm [] before.
 
         Raises:
-            ConfigError: if the configuration clips to another norm, for another kind of norm, and
-                for a part of the parameters.
+            ConfigError: if the configuration clips to another norm and `max_norm` is finite, for
+                another kind of norm, and for a part of the parameters.
         """
         optimizer = self._require_optimizer("clip_grad_norm_")
         ConfigError.raise_if(
@@ -381,7 +376,8 @@ class DeepSpeedStrategy(Strategy):
         )
         if not optimizer.gradient_state.sync_gradients:  # they are not complete, nor averaged
             return torch.tensor(float(optimizer.engine.get_global_grad_norm() or 0.0))
-        optimizer.clip_next_step(max_norm)
+        if max_norm != math.inf:  # the norm alone is asked for: the configuration's stays
+            optimizer.clip_next_step(max_norm)
         return optimizer.gradient_norm()
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
@@ -424,7 +420,8 @@ class DeepSpeedStrategy(Strategy):
         where = shards.pieces(engine)
         inner = getattr(optimizer, "optimizer", optimizer)
         with Disk(engine) as disk:
-            return shards.optimizer_state(inner, groups, where, names, self.comm, disk)
+            extra = scaling.scale_state(engine)
+            return shards.optimizer_state(inner, groups, where, names, self.comm, disk, extra)
 
     def load_optimizer_state(
         self, optimizer: Any, state: dict[str, Any], names: ParameterNames
@@ -434,6 +431,7 @@ class DeepSpeedStrategy(Strategy):
         inner = getattr(optimizer, "optimizer", optimizer)
         with Disk(engine) as disk:
             shards.load_optimizer_state(inner, groups, shards.pieces(engine), state, names, disk)
+        scaling.load_scale_state(engine, state["extra"])
         engine.optimizer._hp_optimizer_states_linked = False
 
     def save_native(self, model: torch.nn.Module, folder: Path) -> None:
@@ -470,19 +468,11 @@ class DeepSpeedStrategy(Strategy):
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer.engine.destroy()
-        self._trained = None
-        self._withdraw()
+        self._trained = self._recognition = None
+        _OWNERS.clear()  # the process group closes, for every Accelerator
+        recognition.withdraw_all()
         package.leave_group(self.package)
         super().release()
-
-
-def _follow(scheduler: Any, given: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
-    """Let a scheduler that was built on a `DummyOptim` set the learning rates of the real one."""
-    if not isinstance(given, DummyOptim) or getattr(scheduler, "optimizer", None) is not given:
-        return
-    for live, dummy in zip(inner.param_groups, given.param_groups, strict=True):
-        live.update({k: dummy[k] for k in ("lr", "initial_lr") if k in dummy})
-    scheduler.optimizer = inner
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable
 from typing import Any, final
 
@@ -10,6 +12,7 @@ import torch
 from accel.errors import ConfigError, Problem
 from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler
+from accel.strategies.deepspeed.dummies import DummyOptim
 
 
 @final
@@ -19,19 +22,29 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
     Args:
         engine: its `DeepSpeedEngine`.
         groups: the parameters of each group, as they were before the engine took them.
+        given: what `prepare` was given: the optimizer itself, or its stand-in.
 
     Attributes:
         engine: its `DeepSpeedEngine`.
         groups: the same as above.
         step_was_skipped: whether the last step was left out because gradients overflowed.
+        window_ended: whether the gradients of a whole window wait for the step.
     """
 
-    def __init__(self, engine: Any, groups: list[list[torch.nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        groups: list[list[torch.nn.Parameter]],
+        given: torch.optim.Optimizer,
+    ) -> None:
         self.engine = engine
         self.groups = groups
+        self.window_ended = False
         self._clipping = float(engine.gradient_clipping())
-        # Some stages build another optimizer of the same kind (Adagrad).
         inner = getattr(engine.optimizer, "optimizer", engine.basic_optimizer)
+        if inner is not engine.basic_optimizer:  # Adagrad is built anew, in one group of defaults
+            inner.param_groups = engine.basic_optimizer.param_groups
+        self._given = weakref.ref(given)
         super().__init__(inner, device_placement=False)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -55,6 +68,7 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
             return
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
+        self.window_ended = False
         self.step_was_skipped = not self.engine.was_step_applied()
         self._set_clipping(self._clipping)
 
@@ -68,6 +82,41 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
             self.engine.zero_grad()
             if self.engine.optimizer is not self.optimizer:
                 self.engine.optimizer.zero_grad()
+            self.window_ended = False
+
+    def follow(self, scheduler: Any) -> None:
+        """Let a scheduler that was built on what `prepare` was given set the live learning rates.
+
+        Args:
+            scheduler: any; those of other optimizers stay as they are.
+
+        Raises:
+            ConfigError: if it was computed from another learning rate.
+        """
+        given = self._given()
+        built_on = getattr(scheduler, "optimizer", None)
+        if given is None or given is self.optimizer or built_on is not given:
+            return
+        if isinstance(given, DummyOptim):
+            self._take_rates(given, type(scheduler).__name__)
+        # torch's check of the order of calls wants `step` marked, as a new scheduler does it.
+        torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)
+        scheduler.optimizer = self.optimizer
+        for part in getattr(scheduler, "_schedulers", ()):
+            part.optimizer = self.optimizer
+
+    def _take_rates(self, given: DummyOptim, name: str) -> None:
+        rates = given.lr, self.optimizer.defaults["lr"]
+        if rates[0] != rates[1]:
+            raise ConfigError(
+                Problem(
+                    f"{name} on DummyOptim(lr={rates[0]!r}), and the engine's is {rates[1]!r}",
+                    "the schedule starts from the rate of the optimizer that it was built on",
+                    'Write "auto" for optimizer.params.lr, or make them equal.',
+                )
+            )
+        for live, stand_in in zip(self.optimizer.param_groups, given.param_groups, strict=True):
+            live.update({k: stand_in[k] for k in ("lr", "initial_lr") if k in stand_in})
 
     @property
     def clipping(self) -> float:
@@ -84,17 +133,26 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
             self.engine.optimizer.clip_grad = max_norm
 
     def gradient_norm(self) -> torch.Tensor:
-        """Return the norm [] of the gradients that the next step takes. Called on every rank."""
+        """Return the norm [] of the gradients that the next step takes. Called on every rank.
+
+        Infinite under stages 1 to 3 if a gradient is not finite: the step will be skipped.
+        """
         optimizer = self.engine.optimizer
         scale = float(getattr(optimizer, "cur_scale", None) or 1.0)
         if hasattr(optimizer, "loss_scale"):
             scale = float(optimizer.loss_scale)
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-            norms = [torch.as_tensor(norm) for norm in optimizer._get_norm_groups()]
-            return torch.linalg.vector_norm(torch.stack([n.float() for n in norms])) / scale
+            norms = [torch.as_tensor(norm).float() for norm in optimizer._get_norm_groups()]
+            groups = torch.stack(norms)
+            not_finite = (groups < 0).any()  # DeepSpeed's mark
+            return torch.where(not_finite, math.inf, torch.linalg.vector_norm(groups)) / scale
         if hasattr(optimizer, "scaled_global_norm"):
             return torch.as_tensor(optimizer.scaled_global_norm()) / scale
-        gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+        if hasattr(optimizer, "get_grads_for_norm"):  # bf16 summed up in fp32, outside the weights
+            gradients = optimizer.get_grads_for_norm(for_clipping=True)
+        else:
+            weights = self.engine.module.parameters()
+            gradients = [p.grad for p in weights if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients) / scale
 
 

@@ -1,0 +1,71 @@
+"""Starting an engine, and the casts around its model.
+
+Source: https://deepspeed.readthedocs.io/en/latest/initialize.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from accel import env, tree
+from accel.strategies.deepspeed import package
+from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accel.strategies.deepspeed.settings import Settings
+from accel.wrapping import wrap_forward
+
+
+def start(
+    deepspeed: ModuleType,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    schedulers: Sequence[Any],
+    settings: Settings,
+    local_rank: int,
+) -> Any:
+    """Return the `DeepSpeedEngine` of a model. Called on every rank.
+
+    Args:
+        deepspeed: the package.
+        model: the user's own.
+        optimizer: the user's own, or its stand-in; None: the model is only evaluated.
+        schedulers: of which a `DummyScheduler` may build the engine's own.
+        settings: complete.
+        local_rank: of this process.
+
+    Raises:
+        ConfigError: naming everything that contradicts itself in `settings`.
+    """
+    arguments: dict[str, Any] = {"model": model, "config": settings.finish()}
+    if isinstance(optimizer, DummyOptim):
+        arguments["model_parameters"] = optimizer.params
+    elif optimizer is not None:
+        arguments["optimizer"] = optimizer
+    dummy = next((s for s in schedulers if isinstance(s, DummyScheduler)), None)
+    if dummy is not None and dummy.lr_scheduler_callable is not None:
+        arguments["lr_scheduler"] = dummy.lr_scheduler_callable
+    package.join_group(deepspeed)
+    if settings.on_disk:
+        package.build(deepspeed, "AsyncIOBuilder")
+    with env.patched(LOCAL_RANK=local_rank):  # a lone process has no launcher
+        started, *_ = deepspeed.initialize(**arguments)
+    return started
+
+
+def cast_forward(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Give `module` floating inputs as `dtype`, and return its outputs in fp32."""
+
+    def cast(_: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        inputs = tree.recursively_apply(
+            lambda tensor: tensor.to(dtype),
+            (args, kwargs),
+            test_type=lambda leaf: isinstance(leaf, torch.Tensor) and leaf.is_floating_point(),
+        )
+        return inputs[0], inputs[1]
+
+    module.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
+    wrap_forward(module, contextlib.nullcontext)
