@@ -105,7 +105,8 @@ class FSDPStrategy(DTensorStrategy):
 
     def _initial_weights(self) -> InitialWeights:
         import_callable(self.plugin, "param_init_fn")
-        device = torch.device("cpu") if self._offloads else self.device
+        offloads = isinstance(self._offload, CPUOffloadPolicy)
+        device = torch.device("cpu") if offloads else self.device
         sync = self.plugin.sync_module_states is not False
         return InitialWeights(self.comm, device, self.plugin.param_init_fn, sync)
 
@@ -140,18 +141,14 @@ class FSDPStrategy(DTensorStrategy):
             )
 
     @property
-    def _offloads(self) -> bool:
-        given = self.plugin.cpu_offload
-        return bool(getattr(given, "offload_params", given) or isinstance(given, CPUOffloadPolicy))
-
-    @property
     def _offload(self) -> OffloadPolicy:
         given = self.plugin.cpu_offload
         if isinstance(given, OffloadPolicy):
             return given
+        if not getattr(given, "offload_params", given):
+            return OffloadPolicy()
         # There is nothing to pin where the host computes.
-        pinned = self.device.type != "cpu"
-        return CPUOffloadPolicy(pin_memory=pinned) if self._offloads else OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
 
     def _checkpoint_activations(self, units: Modules) -> None:
         if not self.plugin.activation_checkpointing:

@@ -11,8 +11,10 @@ from omegaconf import OmegaConf
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
+    CPUOffloadPolicy,
     FullStateDictConfig,
     MixedPrecision,
+    OffloadPolicy,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
@@ -24,6 +26,8 @@ from accel.engines import Findings, choose
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError
 from accel.plan import resolve
+from tests.accel.strategies.training import build
+from tests.helpers import reset_accel
 
 
 @pytest.mark.parametrize(
@@ -89,6 +93,10 @@ def test_older_arguments_are_translated_with_one_warning() -> None:
         ({"reshard_after_forward": 1}, "at least 2"),
         ({"dp_replicate_size": "node"}, "nodes, all"),
         ({"cpu_ram_efficient_loading": True, "sync_module_states": False}, "weights of rank 0"),
+        ({"cpu_offload": "perhaps"}, "cpu_offload='perhaps': it is a switch"),
+        ({"cpu_offload": {"offload": True}}, "it is a switch"),
+        ({"cpu_offload": object()}, "it is a switch"),
+        ({"sync_module_states": "perhaps"}, "sync_module_states='perhaps': it is a switch"),
         ({"activation_checkpointing_offload": True}, "needs activation_checkpointing=True"),
         ({"mixed_precision_policy": "bf61"}, "Did you mean 'bf16'"),
         ({"mixed_precision_policy": {"parm_dtype": "bf16"}}, "Did you mean 'param_dtype'"),
@@ -109,6 +117,36 @@ def test_what_has_no_translation_is_refused(arguments: dict[str, Any], words: st
 def test_what_is_not_there_yet_says_so(arguments: dict[str, Any]) -> None:
     with pytest.raises(NotBuiltError):
         Plugin(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("no", False),
+        ("false", False),
+        ("Yes", True),
+        ("on", True),
+        (0, False),
+        ({"offload_params": False}, False),
+        ({"offload_params": "true"}, True),
+        (None, None),
+    ],
+)
+def test_a_switch_is_what_its_word_says(given: Any, expected: bool | None) -> None:
+    assert Plugin(cpu_offload=given).cpu_offload is expected
+    if not isinstance(given, dict):
+        assert Plugin(forward_prefetch=given).forward_prefetch is expected
+    if isinstance(given, str):
+        assert Plugin(reshard_after_forward=given).reshard_after_forward is expected
+
+
+def test_offloading_is_what_was_asked_for() -> None:
+    for given, offloads in (("no", False), (OffloadPolicy(), False), (CPUOffloadPolicy(), True)):
+        accelerator = build(fsdp={"cpu_offload": given})
+        policy = accelerator.strategy._offload
+        assert isinstance(policy, CPUOffloadPolicy) is offloads
+        accelerator.end_training()
+        reset_accel()
 
 
 def test_everything_wrong_is_told_at_once() -> None:
@@ -184,6 +222,22 @@ def test_the_documented_variables_fill_the_plugin() -> None:
     )
     assert (plugin.min_num_params, plugin.ignored_modules) == (10, "head")
     assert (plugin.forward_prefetch, plugin.sync_module_states) == (True, False)
+
+
+def test_variables_of_other_policies_are_left() -> None:
+    numbers = {"FSDP_MIN_NUM_PARAMS": "10", "FSDP_RESHARD_AFTER_FORWARD": "2"}
+    plugin = from_environment(**VARIABLES | numbers)
+    assert plugin.reshard_after_forward == 2  # groups of two processes
+    assert (plugin.min_num_params, plugin.transformer_cls_names_to_wrap) == (
+        None,
+        ["Block", "Layer"],
+    )
+    sized = {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "no"}
+    plugin = from_environment(**VARIABLES | numbers | sized)
+    assert (plugin.min_num_params, plugin.transformer_cls_names_to_wrap) == (10, None)
+    assert plugin.reshard_after_forward is False
+    plugin = from_environment(**VARIABLES | numbers | {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"})
+    assert (plugin.min_num_params, plugin.transformer_cls_names_to_wrap) == (None, None)
 
 
 def test_arguments_go_before_variables() -> None:
