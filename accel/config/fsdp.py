@@ -5,6 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,7 +39,9 @@ DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp16", "float16"), "float16"),
 }
+FORMATS = {"no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+TRANSLATED = (*POLICY_FIELDS, "buffer_dtype", "cast_root_forward_inputs")
 OLDER_POLICY_FIELDS = ("buffer_dtype", "keep_low_precision_grads", "cast_root_forward_inputs")
 SWITCHES = {
     **dict.fromkeys(("true", "yes", "on", "y", "1"), True),
@@ -88,7 +91,8 @@ class FullyShardedDataParallelPlugin:
             kept over groups of so many processes; None: yes, but for the outermost module.
         backward_prefetch: older: BACKWARD_PRE, which FSDP2 always does.
         mixed_precision_policy: torch's `MixedPrecisionPolicy`, a dict of its fields (dtypes by
-            name), or a precision; None: as `mixed_precision` says.
+            name), or a precision; it settles the run's where that is "no". Without a param_dtype,
+            what it leaves open is as `mixed_precision` says; so is everything under None.
         auto_wrap_policy: what is a unit of gathering: transformer_based_wrap, size_based_wrap,
             no_wrap, a callable ``(module, recurse, nonwrapped_numel) -> bool``, or its dotted name.
             None: as `transformer_cls_names_to_wrap` or `min_num_params` say, else the model's own
@@ -144,6 +148,19 @@ class FullyShardedDataParallelPlugin:
     transformer_cls_names_to_wrap: Any = None
     min_num_params: int | None = None
     dp_replicate_size: Any = None
+
+    @property
+    def policy_format(self) -> str | None:
+        """The format of computation that the policy names: fp32, bf16, fp16, …; None: none."""
+        policy: Any = self.mixed_precision_policy
+        if isinstance(policy, Mapping):
+            policy = policy.get("param_dtype")
+        elif not isinstance(policy, str):
+            policy = getattr(policy, "param_dtype", None)
+        if policy is None:
+            return None
+        name = str(policy).removeprefix("torch.").lower()
+        return FORMATS.get(name, name)
 
     def __post_init__(self) -> None:
         problems: list[Problem] = []
@@ -394,20 +411,46 @@ def _check_values(plugin: FullyShardedDataParallelPlugin, problems: list[Problem
 
 def _check_precision(plugin: FullyShardedDataParallelPlugin, problems: list[Problem]) -> None:
     policy = plugin.mixed_precision_policy
-    if policy is None or not isinstance(policy, (str, Mapping)):
-        return
-    entries = {"param_dtype": policy} if isinstance(policy, str) else dict(policy)
-    known = (*POLICY_FIELDS, *OLDER_POLICY_FIELDS)
-    for name, value in entries.items():
-        where = f"FullyShardedDataParallelPlugin.mixed_precision_policy[{name!r}]"
-        if name not in known:
-            rule = f"known are {', '.join(known)}"
-            problems.append(Problem(where, rule, nearest(str(name), known)))
-        elif name.endswith("_dtype") and isinstance(value, str):
-            text = value.removeprefix("torch.").lower()
-            if text not in DTYPES:
-                rule = f"it is one of {', '.join(DTYPES)}"
-                problems.append(Problem(f"{where}={value!r}", rule, nearest(text, DTYPES)))
+    where = "FullyShardedDataParallelPlugin.mixed_precision_policy"
+    if isinstance(policy, (str, Mapping)):
+        entries = {"param_dtype": policy} if isinstance(policy, str) else dict(policy)
+        known = (*POLICY_FIELDS, *OLDER_POLICY_FIELDS)
+        for name in [name for name in entries if name not in known]:
+            rule, remedy = f"known are {', '.join(known)}", nearest(str(name), known)
+            problems.append(Problem(f"{where}[{name!r}]={entries.pop(name)!r}", rule, remedy))
+        for name in entries:
+            entries[name] = _policy_entry(where, name, entries[name], problems)
+        if isinstance(policy, Mapping):
+            plugin.mixed_precision_policy = entries
+    elif dataclasses.is_dataclass(policy):
+        entries = vars(policy)
+        told = [name for name, value in entries.items() if value != getattr(type(policy), name)]
+        for name in [name for name in told if name not in TRANSLATED]:
+            problems.append(_no_choice(f"{where}.{name}={entries[name]!r}"))
+    elif policy is not None:
+        rule = "it is a MixedPrecisionPolicy, a dict of its fields, or a precision"
+        problems.append(Problem(f"{where}={policy!r}", rule, "Give such a one, or leave it out."))
+
+
+def _policy_entry(where: str, name: str, value: Any, problems: list[Problem]) -> Any:
+    """Return the value of one field, switches as booleans; add what is wrong with it."""
+    entry = f"{where}[{name!r}]={value!r}"
+    if not name.endswith("_dtype"):
+        switch = None if value is None else _switch(value)
+        if value is not None and switch is None:
+            problems.append(Problem(entry, "it is a switch", "Give True or False."))
+        if switch and name not in TRANSLATED:
+            problems.append(_no_choice(entry))
+        return switch
+    text = str(value).removeprefix("torch.").lower()
+    if isinstance(value, str) and text not in DTYPES:
+        rule = f"it is one of {', '.join(DTYPES)}"
+        problems.append(Problem(entry, rule, nearest(text, DTYPES)))
+    return value
+
+
+def _no_choice(where: str) -> Problem:
+    return Problem(where, "FSDP2 does not offer it", "Leave it out.")
 
 
 def _problem(owner: object, name: str, rule: str, remedy: str) -> Problem:

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullStateDictConfig,
     MixedPrecision,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     ShardedStateDictConfig,
     ShardingStrategy,
@@ -26,6 +28,7 @@ from accel.engines import Findings, choose
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError
 from accel.plan import resolve
+from accel.strategies.fsdp.precision import build_formats
 from tests.accel.strategies.training import build
 from tests.helpers import reset_accel
 
@@ -98,6 +101,17 @@ def test_older_arguments_are_translated_with_one_warning() -> None:
         ({"cpu_offload": object()}, "it is a switch"),
         ({"sync_module_states": "perhaps"}, "sync_module_states='perhaps': it is a switch"),
         ({"activation_checkpointing_offload": True}, "needs activation_checkpointing=True"),
+        ({"mixed_precision_policy": {"keep_low_precision_grads": True}}, "does not offer it"),
+        ({"mixed_precision_policy": {"cast_forward_inputs": "maybe"}}, "it is a switch"),
+        (
+            {"mixed_precision_policy": MixedPrecision(keep_low_precision_grads=True)},
+            "mixed_precision_policy.keep_low_precision_grads=True: FSDP2 does not offer it",
+        ),
+        (
+            {"mixed_precision_policy": MixedPrecision(_module_classes_to_ignore=())},
+            "_module_classes_to_ignore",
+        ),
+        ({"mixed_precision_policy": 16}, "it is a MixedPrecisionPolicy, a dict"),
         ({"mixed_precision_policy": "bf61"}, "Did you mean 'bf16'"),
         ({"mixed_precision_policy": {"parm_dtype": "bf16"}}, "Did you mean 'param_dtype'"),
     ],
@@ -258,6 +272,29 @@ def test_wrong_variables_are_named() -> None:
         resolve(Arguments(cpu=True), Environment.read())
     assert "FSDP_MIN_NUM_PARAMS='many'" in str(caught.value)
     assert "FSDP_OFFLOAD_PARAMS='perhaps'" in str(caught.value)
+
+
+def test_inputs_are_cast_as_the_policy_says() -> None:
+    def casts(given: Any) -> tuple[bool, bool]:
+        formats = build_formats(Plugin(mixed_precision_policy=given).mixed_precision_policy, "no")
+        return formats.root.cast_forward_inputs, formats.units.cast_forward_inputs
+
+    assert casts({"param_dtype": "bf16"}) == (True, True)
+    assert casts({"cast_forward_inputs": "no"}) == (False, False)
+    assert casts({"cast_root_forward_inputs": False}) == (False, True)
+    # The older wrapper's own defaults: what comes in from outside is cast, and nothing inside.
+    assert casts(MixedPrecision()) == (True, False)
+    assert casts(MixedPrecision(cast_forward_inputs=True)) == (True, True)
+    assert casts(MixedPrecisionPolicy(cast_forward_inputs=False)) == (False, False)
+
+
+def test_what_a_policy_leaves_open_is_the_runs() -> None:
+    for given in ({"reduce_dtype": "bf16"}, MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)):
+        formats = build_formats(given, "bf16")
+        assert formats.units == MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+        assert formats.root.output_dtype == torch.float32
+    whole = build_formats(MixedPrecisionPolicy(torch.bfloat16), "bf16")
+    assert whole.root == MixedPrecisionPolicy(torch.bfloat16)
 
 
 def test_objects_of_torch_are_taken() -> None:
