@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin, from_variables
+from accel.config.handlers import AutocastKwargs, DistributedDataParallelKwargs, KwargsHandler
 from accel.config.parallel import TorchTensorParallelPlugin
 from accel.enums import DistributedType
 from accel.env import Environment
@@ -27,6 +28,8 @@ REPORTED = {
     "tp": DistributedType.TP,
     "deepspeed": DistributedType.DEEPSPEED,
 }
+# Engines that cast by themselves, without autocast.
+CASTING = ("fsdp", "deepspeed")
 # Fields of the FSDP plugin that say one thing together.
 TOGETHER_IN_PLUGIN = (
     ("sharding_strategy", "reshard_after_forward", "dp_replicate_size"),
@@ -98,6 +101,12 @@ class Engines:
         return None if plugin is None else plugin.get_value(key)
 
     @property
+    def policy_precision(self) -> str | None:
+        """The half precision that FSDP's policy names, if any; it goes before the run's "no"."""
+        named = None if self.fsdp is None else self.fsdp.policy_format
+        return named if named in ("bf16", "fp16") else None
+
+    @property
     def strategy(self) -> str | None:
         """The key in the strategy table, None where no engine is on."""
         for name, plugin in (
@@ -140,13 +149,90 @@ def choose(arguments: Arguments, environment: Environment, found: Findings) -> E
 def check_precision(
     engines: Engines, mixed_precision: str, device_type: str, found: Findings
 ) -> None:
-    """Note a precision that the engine cannot compute in on this device."""
+    """Note a precision that the engine cannot compute in on this device, or does not compute in."""
     if engines.deepspeed is not None and mixed_precision == "fp16" and device_type == "cpu":
         found.add(
             "mixed_precision='fp16' under DeepSpeed on a CPU",
             "DeepSpeed computes in fp16 on accelerators alone",
             "Use mixed_precision='bf16' or 'no'.",
         )
+    policy = None if engines.fsdp is None else engines.fsdp.policy_format
+    if policy is not None and mixed_precision in ("bf16", "fp16") and policy != mixed_precision:
+        given = getattr(engines.fsdp, "mixed_precision_policy", None)
+        found.add(
+            f"mixed_precision={mixed_precision!r} with mixed_precision_policy={given!r}",
+            "both name the format of computation, and they disagree",
+            "Give one of them.",
+        )
+
+
+def check_handlers(
+    engines: Engines,
+    handlers: Iterable[KwargsHandler],
+    mixed_precision: str,
+    found: Findings,
+) -> None:
+    """Note handlers of what the engine does in ways of its own.
+
+    Args:
+        engines: at most one of them is on.
+        handlers: as given.
+        mixed_precision: of the run.
+        found: takes what is wrong.
+    """
+    name = engines.strategy
+    for handler in handlers:
+        told = ", ".join(f"{key}={value!r}" for key, value in handler.to_kwargs().items())
+        if not told or name is None:
+            continue
+        if isinstance(handler, DistributedDataParallelKwargs):
+            rule = f"{name} spreads the model, and nothing is wrapped in DistributedDataParallel"
+        elif isinstance(handler, AutocastKwargs) and name in CASTING and mixed_precision != "no":
+            rule = f"{name} casts by itself, without autocast"
+        else:
+            continue
+        found.add(f"{type(handler).__name__}({told}) with {name}", rule, "Leave it out.")
+
+
+def check_shards(engines: Engines, environment: Environment, found: Findings) -> None:
+    """Note numbers of replicas and shards that do not divide the processes."""
+    if engines.fsdp is None:
+        return
+    size = 1 if engines.tensor_parallel is None else engines.tensor_parallel.tp_size
+    data, rest = divmod(environment.world_size, size)
+    nodes = environment.world_size // (environment.local_world_size or environment.world_size)
+    wanted, group = engines.fsdp.dp_replicate_size, engines.fsdp.reshard_after_forward
+    replicas = num_replicas(wanted, data, nodes)
+    if rest:
+        return  # noted with the plugin of tensor parallelism
+    if data % replicas:
+        found.add(
+            f"dp_replicate_size={wanted!r} with {data} processes for data",
+            "each replica of the model takes as many processes",
+            "Choose a number that divides them.",
+        )
+        return
+    shards = data // replicas
+    is_size = isinstance(group, int) and not isinstance(group, bool)
+    if is_size and (not 1 < group < shards or shards % group):
+        found.add(
+            f"reshard_after_forward={group}",
+            f"as a number, it divides the {shards} shards and is neither 1 nor all of them",
+            "Give True or False.",
+        )
+
+
+def num_replicas(wanted: int | str | None, data: int, nodes: int) -> int:
+    """Return how many replicas of a sharded model there are.
+
+    Args:
+        wanted: a number, "nodes", "all", or None for 1.
+        data: processes, not counting those that split one replica's matrices.
+        nodes: number of machines.
+    """
+    if wanted == "nodes":
+        return nodes
+    return data if wanted == "all" else int(wanted or 1)
 
 
 def _fsdp(

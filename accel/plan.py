@@ -127,6 +127,8 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
     device = _device(arguments, environment, found)
     mixed_precision = _mixed_precision(arguments, environment, handlers, engines, found)
     engine_choice.check_precision(engines, mixed_precision, device.type, found)
+    engine_choice.check_handlers(engines, handlers.values(), mixed_precision, found)
+    engine_choice.check_shards(engines, environment, found)
     dataloader = _dataloader(arguments, found)
     accumulation = _accumulation(arguments, environment, engines, found)
     project = _project(arguments, found)
@@ -256,6 +258,7 @@ def _mixed_precision(
         given, source = environment.mixed_precision, "ACCELERATE_MIXED_PRECISION"
     given = engines.mixed_precision if given is None else given
     name = str(given or "no").lower()
+    name = engines.policy_precision or name if name == "no" else name
     if name not in PrecisionType.list():
         found.wrong.append(unknown_choice(source, name, PrecisionType.list()))
     elif name == "fp8":

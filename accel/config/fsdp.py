@@ -5,6 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,15 +26,36 @@ STRATEGIES: dict[str, tuple[bool, int | str]] = {
 STATE_TYPES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
+# Fields that one wrapping policy alone takes.
+WANTED_BY = {
+    "transformer_cls_names_to_wrap": "transformer_based_wrap",
+    "min_num_params": "size_based_wrap",
+}
 REPLICAS = ("nodes", "all")
+OFFLOADS = ("OffloadPolicy", "CPUOffload")  # torch's classes, which this module does not import
 DTYPES = {
     "no": None,
     **dict.fromkeys(("fp32", "float32"), "float32"),
     **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp16", "float16"), "float16"),
 }
+FORMATS = {"no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+TRANSLATED = (*POLICY_FIELDS, "buffer_dtype", "cast_root_forward_inputs")
 OLDER_POLICY_FIELDS = ("buffer_dtype", "keep_low_precision_grads", "cast_root_forward_inputs")
+SWITCHES = {
+    **dict.fromkeys(("true", "yes", "on", "y", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "n", "0"), False),
+}
+SWITCH_FIELDS = (
+    "limit_all_gathers",
+    "use_orig_params",
+    "sync_module_states",
+    "forward_prefetch",
+    "activation_checkpointing",
+    "activation_checkpointing_offload",
+    "cpu_ram_efficient_loading",
+)
 # Documented environment variables, without FSDP_: the field that each one fills.
 VARIABLES = {
     "VERSION": "fsdp_version",
@@ -69,12 +91,14 @@ class FullyShardedDataParallelPlugin:
             kept over groups of so many processes; None: yes, but for the outermost module.
         backward_prefetch: older: BACKWARD_PRE, which FSDP2 always does.
         mixed_precision_policy: torch's `MixedPrecisionPolicy`, a dict of its fields (dtypes by
-            name), or a precision; None: as `mixed_precision` says.
+            name), or a precision; it settles the run's where that is "no". Without a param_dtype,
+            what it leaves open is as `mixed_precision` says; so is everything under None.
         auto_wrap_policy: what is a unit of gathering: transformer_based_wrap, size_based_wrap,
             no_wrap, a callable ``(module, recurse, nonwrapped_numel) -> bool``, or its dotted name.
             None: as `transformer_cls_names_to_wrap` or `min_num_params` say, else the model's own
             ``_no_split_modules``, else the whole model is one.
-        cpu_offload: whether parameters, gradients and optimizer state rest in the host's memory.
+        cpu_offload: whether parameters, gradients and optimizer state rest in the host's memory; or
+            torch's `OffloadPolicy`, or `CPUOffload` (a dict of its field, too).
         ignored_modules: modules that are whole on every process, or names and regular expressions
             of names. `Accelerator.backward` averages the gradients of those that are trained.
         state_dict_type: FULL_STATE_DICT.
@@ -125,8 +149,22 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
     dp_replicate_size: Any = None
 
+    @property
+    def policy_format(self) -> str | None:
+        """The format of computation that the policy names: fp32, bf16, fp16, …; None: none."""
+        policy: Any = self.mixed_precision_policy
+        if isinstance(policy, Mapping):
+            policy = policy.get("param_dtype")
+        elif not isinstance(policy, str):
+            policy = getattr(policy, "param_dtype", None)
+        if policy is None:
+            return None
+        name = str(policy).removeprefix("torch.").lower()
+        return FORMATS.get(name, name)
+
     def __post_init__(self) -> None:
         problems: list[Problem] = []
+        _parse_switches(self, problems)
         told = _translate(self, problems)
         _check_wrapping(self, problems)
         _check_values(self, problems)
@@ -160,11 +198,19 @@ def from_variables(variables: Mapping[str, str]) -> dict[str, Any]:
             fields[VARIABLES[name]] = _parsed(name, text)
         except ValueError:
             what = "a whole number" if name in ("VERSION", "MIN_NUM_PARAMS") else "a switch"
+            what += " or a number of processes" if name == "RESHARD_AFTER_FORWARD" else ""
             problems.append(
                 Problem(f"FSDP_{name}={text!r} (environment)", f"it is {what}", "Correct it.")
             )
     ConfigError.raise_if(problems)
-    return fields
+    return _chosen(fields)
+
+
+def _chosen(fields: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what another wrapping policy would need: launchers export the values of all."""
+    policy = str(fields.get("auto_wrap_policy")).strip().lower()
+    unused = [field for field, wanted in WANTED_BY.items() if wanted != policy]
+    return {k: v for k, v in fields.items() if policy not in WRAP_POLICIES or k not in unused}
 
 
 def _parsed(name: str, text: str) -> Any:
@@ -172,16 +218,48 @@ def _parsed(name: str, text: str) -> Any:
         return int(text)
     if name == "TRANSFORMER_CLS_TO_WRAP":
         return [part.strip() for part in text.split(",") if part.strip()]
-    switch = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if name in ("SHARDING_STRATEGY", "BACKWARD_PREFETCH", "AUTO_WRAP_POLICY", "STATE_DICT_TYPE"):
         return text
     if name == "IGNORED_MODULES":
         return text
-    if name == "RESHARD_AFTER_FORWARD" and text.strip().upper() in STRATEGIES:
-        return text.strip().upper()
-    if text.strip().lower() not in switch:
+    switch = _switch(text)
+    if name == "RESHARD_AFTER_FORWARD" and switch is None:
+        strategy = text.strip().upper()
+        return strategy if strategy in STRATEGIES else int(text)
+    if switch is None:
         raise ValueError(text)
-    return switch[text.strip().lower()]
+    return switch
+
+
+def _switch(given: Any) -> bool | None:
+    """Return what a switch means, None for anything else."""
+    return SWITCHES.get(str(given).strip().lower())
+
+
+def _parse_switches(plugin: FullyShardedDataParallelPlugin, problems: list[Problem]) -> None:
+    """Turn texts such as "no", which YAML takes for truth as any other, into booleans."""
+    for name in SWITCH_FIELDS:
+        given = getattr(plugin, name)
+        if given is not None:
+            setattr(plugin, name, _switch(given))
+            if _switch(given) is None:
+                problems.append(_not_a_switch(name, given))
+    reshard = plugin.reshard_after_forward
+    if isinstance(reshard, str) and _switch(reshard) is not None:
+        plugin.reshard_after_forward = _switch(reshard)
+    given = plugin.cpu_offload
+    if isinstance(given, Mapping) and set(given) == {"offload_params"}:
+        given = given["offload_params"]
+    if given is None or any(kind.__name__ in OFFLOADS for kind in type(given).__mro__):
+        return
+    plugin.cpu_offload = _switch(given)
+    if plugin.cpu_offload is None:
+        problems.append(_not_a_switch("cpu_offload", given))
+
+
+def _not_a_switch(name: str, given: Any) -> Problem:
+    where = f"FullyShardedDataParallelPlugin.{name}={given!r}"
+    return Problem(where, "it is a switch", "Give True or False.")
 
 
 # -- older spellings -----------------------------------------------------------------------
@@ -302,10 +380,7 @@ def _check_wrapping(plugin: FullyShardedDataParallelPlugin, problems: list[Probl
         rule = f"it is one of {', '.join(WRAP_POLICIES)}, or a callable"
         problems.append(_problem(plugin, "auto_wrap_policy", rule, nearest(name, WRAP_POLICIES)))
         return
-    for field, wanted in (
-        ("transformer_cls_names_to_wrap", "transformer_based_wrap"),
-        ("min_num_params", "size_based_wrap"),
-    ):
+    for field, wanted in WANTED_BY.items():
         if getattr(plugin, field) and name != wanted:
             rule = f"auto_wrap_policy={policy!r} does not ask for it"
             remedy = f"Give auto_wrap_policy='{wanted}', or leave {field} out."
@@ -336,20 +411,46 @@ def _check_values(plugin: FullyShardedDataParallelPlugin, problems: list[Problem
 
 def _check_precision(plugin: FullyShardedDataParallelPlugin, problems: list[Problem]) -> None:
     policy = plugin.mixed_precision_policy
-    if policy is None or not isinstance(policy, (str, Mapping)):
-        return
-    entries = {"param_dtype": policy} if isinstance(policy, str) else dict(policy)
-    known = (*POLICY_FIELDS, *OLDER_POLICY_FIELDS)
-    for name, value in entries.items():
-        where = f"FullyShardedDataParallelPlugin.mixed_precision_policy[{name!r}]"
-        if name not in known:
-            rule = f"known are {', '.join(known)}"
-            problems.append(Problem(where, rule, nearest(str(name), known)))
-        elif name.endswith("_dtype") and isinstance(value, str):
-            text = value.removeprefix("torch.").lower()
-            if text not in DTYPES:
-                rule = f"it is one of {', '.join(DTYPES)}"
-                problems.append(Problem(f"{where}={value!r}", rule, nearest(text, DTYPES)))
+    where = "FullyShardedDataParallelPlugin.mixed_precision_policy"
+    if isinstance(policy, (str, Mapping)):
+        entries = {"param_dtype": policy} if isinstance(policy, str) else dict(policy)
+        known = (*POLICY_FIELDS, *OLDER_POLICY_FIELDS)
+        for name in [name for name in entries if name not in known]:
+            rule, remedy = f"known are {', '.join(known)}", nearest(str(name), known)
+            problems.append(Problem(f"{where}[{name!r}]={entries.pop(name)!r}", rule, remedy))
+        for name in entries:
+            entries[name] = _policy_entry(where, name, entries[name], problems)
+        if isinstance(policy, Mapping):
+            plugin.mixed_precision_policy = entries
+    elif dataclasses.is_dataclass(policy):
+        entries = vars(policy)
+        told = [name for name, value in entries.items() if value != getattr(type(policy), name)]
+        for name in [name for name in told if name not in TRANSLATED]:
+            problems.append(_no_choice(f"{where}.{name}={entries[name]!r}"))
+    elif policy is not None:
+        rule = "it is a MixedPrecisionPolicy, a dict of its fields, or a precision"
+        problems.append(Problem(f"{where}={policy!r}", rule, "Give such a one, or leave it out."))
+
+
+def _policy_entry(where: str, name: str, value: Any, problems: list[Problem]) -> Any:
+    """Return the value of one field, switches as booleans; add what is wrong with it."""
+    entry = f"{where}[{name!r}]={value!r}"
+    if not name.endswith("_dtype"):
+        switch = None if value is None else _switch(value)
+        if value is not None and switch is None:
+            problems.append(Problem(entry, "it is a switch", "Give True or False."))
+        if switch and name not in TRANSLATED:
+            problems.append(_no_choice(entry))
+        return switch
+    text = str(value).removeprefix("torch.").lower()
+    if isinstance(value, str) and text not in DTYPES:
+        rule = f"it is one of {', '.join(DTYPES)}"
+        problems.append(Problem(entry, rule, nearest(text, DTYPES)))
+    return value
+
+
+def _no_choice(where: str) -> Problem:
+    return Problem(where, "FSDP2 does not offer it", "Leave it out.")
 
 
 def _problem(owner: object, name: str, rule: str, remedy: str) -> Problem:

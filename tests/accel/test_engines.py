@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from accel.arguments import Arguments
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin
+from accel.config.handlers import AutocastKwargs, DistributedDataParallelKwargs
 from accel.config.parallel import TorchTensorParallelPlugin
-from accel.engines import Findings, choose
+from accel.engines import Findings, check_shards, choose
 from accel.enums import DistributedType
 from accel.env import Environment
 from accel.errors import ConfigError
@@ -66,6 +69,68 @@ def test_one_engine_spreads_a_model_but_for_pairs_that_share_it() -> None:
     assert "fsdp with deepspeed: one engine spreads a model" in text
     _, text = chosen(torch_tp_plugin=split, deepspeed_plugin=DeepSpeedPlugin())
     assert "deepspeed with tp" in text
+
+
+@pytest.mark.parametrize("policy", ["fp16", {"param_dtype": "torch.float16"}])
+def test_the_policy_of_fsdp_settles_the_precision(policy: object) -> None:
+    for given in (None, "no"):
+        plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
+        plan = resolve(Arguments(cpu=True, fsdp_plugin=plugin, mixed_precision=given), FOUR)
+        assert plan.mixed_precision == "fp16"
+    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy={"reduce_dtype": "bf16"})
+    plan = resolve(Arguments(cpu=True, fsdp_plugin=plugin, mixed_precision="bf16"), FOUR)
+    assert plan.mixed_precision == "bf16"
+
+
+def test_what_fsdp_cannot_do_is_told_at_once() -> None:
+    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy="fp16", dp_replicate_size=3)
+    handlers = [
+        DistributedDataParallelKwargs(find_unused_parameters=True),
+        AutocastKwargs(enabled=False),
+    ]
+    arguments = Arguments(
+        cpu=True, fsdp_plugin=plugin, mixed_precision="bf16", kwargs_handlers=handlers
+    )
+    with pytest.raises(ConfigError) as caught:
+        resolve(arguments, FOUR)
+    text = str(caught.value)
+    assert "mixed_precision='bf16' with mixed_precision_policy='fp16'" in text
+    assert "dp_replicate_size=3 with 4 processes for data" in text
+    assert "DistributedDataParallelKwargs(find_unused_parameters=True) with fsdp" in text
+    assert "AutocastKwargs(enabled=False) with fsdp" in text
+    assert len(caught.value.problems) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "tp_size", "wrong"),
+    [
+        ({"reshard_after_forward": 2}, 1, False),
+        ({"reshard_after_forward": 2}, 2, True),
+        ({"reshard_after_forward": 4}, 1, True),
+        ({"reshard_after_forward": 3}, 1, True),
+        ({"reshard_after_forward": 2, "dp_replicate_size": 2}, 1, True),
+        ({"dp_replicate_size": "nodes"}, 1, False),
+        ({"dp_replicate_size": "all"}, 2, False),
+        ({"dp_replicate_size": 4}, 2, True),
+    ],
+)
+def test_shards_divide_the_processes(fields: dict[str, Any], tp_size: int, wrong: bool) -> None:
+    plugins = {
+        "fsdp_plugin": FullyShardedDataParallelPlugin(**fields),
+        "torch_tp_plugin": None if tp_size == 1 else TorchTensorParallelPlugin(tp_size),
+    }
+    found = Findings()
+    check_shards(choose(Arguments(**plugins), FOUR, found), FOUR, found)
+    assert bool(found.wrong) is wrong
+
+
+def test_defaults_of_handlers_are_no_conflict() -> None:
+    handlers = [DistributedDataParallelKwargs(), AutocastKwargs()]
+    plugin = FullyShardedDataParallelPlugin()
+    arguments = Arguments(
+        cpu=True, fsdp_plugin=plugin, mixed_precision="bf16", kwargs_handlers=handlers
+    )
+    assert resolve(arguments, FOUR).strategy == "fsdp"
 
 
 def test_everything_wrong_is_told_at_once() -> None:

@@ -5,6 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,8 @@ from accel.strategies.footprint import local
 def gradient_norm(parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norm [] of all gradients, each element counted once over all ranks.
 
-    A rank without a gradient takes part: others wait for it.
+    It is in fp32, or fp64 where parameters are. A rank without a gradient takes part: others wait
+    for it.
 
     Args:
         parameters: DTensors and plain tensors (which are the same on all ranks that share a mesh);
@@ -28,6 +30,9 @@ def gradient_norm(parameters: Sequence[torch.Tensor], norm_type: float) -> torch
         norm_type: order of the norm; infinity for the largest magnitude.
     """
     kinds: dict[Any, list[torch.Tensor]] = {}
+    # Ranks meet in one dtype, also those that hold nothing of what the others do.
+    dtypes = (parameter.dtype.to_real() for parameter in parameters)
+    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
@@ -37,7 +42,7 @@ def gradient_norm(parameters: Sequence[torch.Tensor], norm_type: float) -> torch
         found = kinds.setdefault(key, [])
         if gradient is not None:
             found.append(local(gradient))
-    norms = [_reduced_norm(key, locals_, norm_type) for key, locals_ in kinds.items()]
+    norms = [_reduced_norm(key, found, norm_type, dtype) for key, found in kinds.items()]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
@@ -53,12 +58,14 @@ def _summed(gradient: DTensor) -> DTensor:
     return gradient.redistribute(placements=final)
 
 
-def _reduced_norm(key: Any, tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+def _reduced_norm(
+    key: Any, tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype
+) -> torch.Tensor:
     present = [tensor for tensor in tensors if tensor.numel()]
     device = key if isinstance(key, torch.device) else torch.device(key[0].device_type)
-    norm = torch.zeros((), device=device)
+    norm = torch.zeros((), device=device, dtype=dtype)
     if present:
-        norm = torch.nn.utils.get_total_norm(present, norm_type).to(device)
+        norm = torch.nn.utils.get_total_norm(present, norm_type).to(device, dtype)
     if isinstance(key, torch.device):
         return norm
     mesh, axes = key

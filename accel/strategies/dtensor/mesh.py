@@ -16,32 +16,6 @@ if TYPE_CHECKING:
 REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
 
 
-def replicas(plan: Plan, wanted: int | str | None, tp_size: int) -> int:
-    """Return how many replicas of the model there are.
-
-    Args:
-        plan: gives the numbers of processes.
-        wanted: a number, "nodes", "all", or None for 1.
-        tp_size: processes that split one replica's matrices.
-
-    Raises:
-        ConfigError: if they do not divide the processes.
-    """
-    data = plan.world_size // tp_size
-    if wanted == "all":
-        return data
-    count = plan.world_size // plan.local_world_size if wanted == "nodes" else int(wanted or 1)
-    if data % count:
-        raise ConfigError(
-            Problem(
-                f"dp_replicate_size={wanted!r} with {data} processes for data",
-                "each replica of the model takes as many processes",
-                "Choose a number that divides them.",
-            )
-        )
-    return count
-
-
 def build_mesh(plan: Plan, replicate: int, tp_size: int) -> DeviceMesh:
     """Return the mesh; neighbours by rank split matrices. Every rank calls this.
 

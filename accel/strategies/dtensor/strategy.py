@@ -27,6 +27,14 @@ from accel.objects import Objects
 from accel.optimizer import unwrap_optimizer
 from accel.strategies.base import Strategy
 from accel.strategies.dtensor.agreement import check_first_step
+from accel.strategies.dtensor.gathered import (
+    any_gathered,
+    copies_and_shards,
+    reshard,
+    reshard_after_evaluation,
+    reshard_before_steps,
+    train_after_inference,
+)
 from accel.strategies.dtensor.gradients import gradient_norm
 from accel.strategies.dtensor.leaving import leave, units_of
 from accel.strategies.dtensor.mesh import SHARD, TENSOR
@@ -100,6 +108,9 @@ class DTensorStrategy(Strategy):
         self.spread(model)
         self._spread.append(weakref.ref(model))
         self._successors.record(before, by_name(model))
+        if isinstance(model, FSDPModule):
+            reshard_after_evaluation(model)
+            train_after_inference(model)
         return self.compile_model(model)
 
     @abstractmethod
@@ -114,7 +125,9 @@ class DTensorStrategy(Strategy):
         self, optimizer: torch.optim.Optimizer, place: bool = True
     ) -> torch.optim.Optimizer:
         """Return `optimizer` over the parts that this rank holds."""
+        self._successors.record_copies(copies_and_shards(self._models()))
         self._successors.follow(optimizer)
+        reshard_before_steps(unwrap_optimizer(optimizer), self._models)
         if self._mesh is not None:
             check_first_step(unwrap_optimizer(optimizer), self._mesh, self.comm, self._names)
         step_by_mesh(unwrap_optimizer(optimizer))
@@ -122,16 +135,17 @@ class DTensorStrategy(Strategy):
 
     def _names(self) -> dict[int, str]:
         """Return the names of the parameters of all models, by their id."""
-        models = [model for reference in self._spread if (model := reference()) is not None]
-        return {id(p): name for model in models for name, p in model.named_parameters()}
+        return {id(p): name for model in self._models() for name, p in model.named_parameters()}
 
     def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the user's own module, its parameters in parts (an evaluation may leave them)."""
+        """Return the user's own module, its parameters in parts (a forward may leave copies)."""
         own = super().unwrap_model(model)
-        for module in own.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(own)
         return own
+
+    def _models(self) -> list[torch.nn.Module]:
+        """Return the models that are spread, and still there."""
+        return [model for reference in self._spread if (model := reference()) is not None]
 
     # -- the step --------------------------------------------------------------------------
 
@@ -202,7 +216,10 @@ class DTensorStrategy(Strategy):
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
         """Scale gradients to a total norm of at most `max_norm`; return the norm before."""
-        trained = [p for p in parameters if p.requires_grad or p.grad is not None]
+        if any_gathered(self._models()):
+            self._successors.record_copies(copies_and_shards(self._models()))
+        own = [self._successors.current(parameter) for parameter in parameters]
+        trained = [p for p in own if p.requires_grad or p.grad is not None]
         if not trained:
             return torch.zeros((), device=self.device)
         norm = gradient_norm(trained, float(norm_type))
@@ -272,7 +289,7 @@ class DTensorStrategy(Strategy):
     def release(self) -> None:
         """Let go of the mesh and of its groups, after what is under way on any process."""
         super().release()
-        models = [model for reference in self._spread if (model := reference()) is not None]
+        models = self._models()
         self._spread.clear()
         if self._mesh is not None:
             still_there = dist.is_initialized() and not self.comm.closed

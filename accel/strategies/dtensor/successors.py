@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,6 +41,20 @@ class Successors:
                 known = self._new.setdefault(old, after[name])
                 if known is not after[name]:
                     raise ConfigError(_untied(before, old))
+
+    def record_copies(self, pairs: Iterable[tuple[torch.nn.Parameter, torch.nn.Parameter]]) -> None:
+        """Remember which parameters are gathered copies of which shards.
+
+        Args:
+            pairs: copy and shard.
+        """
+        for copy, shard in pairs:
+            self._new[copy] = shard
+
+    def current(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the successor of `parameter`, or itself where it has none."""
+        found: torch.Tensor = self._new.get(parameter, parameter)
+        return found
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Let `optimizer` train the successors of its parameters, with the state it has.

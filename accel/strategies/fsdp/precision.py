@@ -14,8 +14,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from accel.config.fsdp import DTYPES
-from accel.errors import ConfigError, Problem
 
+DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype")
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -38,33 +38,30 @@ def build_formats(given: Any, mixed_precision: str) -> Formats:
     """Return the formats that a plugin or else the run's precision ask for.
 
     Under a precision, matrices are gathered and multiplied in it, gradients are reduced in fp32,
-    and the model returns fp32.
+    and the model returns fp32. So it does what a policy that names no param_dtype leaves open.
 
     Args:
         given: `FullyShardedDataParallelPlugin.mixed_precision_policy`.
         mixed_precision: no, bf16 or fp16.
-
-    Raises:
-        ConfigError: if the two name different formats.
     """
-    if given is None or isinstance(given, str):
-        dtype = COMPUTE.get(mixed_precision) if given is None else _dtype(given)
-        formats = _standard(dtype)
-    elif isinstance(given, MixedPrecisionPolicy):
-        # Between units, activations stay in the format of computation.
-        formats = Formats(dataclasses.replace(given, output_dtype=None), given)
+    standard = _standard(COMPUTE.get(mixed_precision))
+    if given is None:
+        return standard
+    if isinstance(given, str):
+        return _standard(_dtype(given))
+    if isinstance(given, MixedPrecisionPolicy):
+        formats = Formats(given, given)
     else:
         formats = _from_fields(given)
-    wanted = COMPUTE.get(mixed_precision)
-    if wanted is not None and formats.units.param_dtype != wanted:
-        raise ConfigError(
-            Problem(
-                f"mixed_precision={mixed_precision!r} with mixed_precision_policy={given!r}",
-                "both name the format of computation, and they disagree",
-                "Give one of them.",
-            )
-        )
-    return formats
+    root = formats.root
+    if root.param_dtype is None:
+        open_ = {n: getattr(standard.root, n) for n in DTYPE_FIELDS if getattr(root, n) is None}
+        root = dataclasses.replace(root, **open_)
+    # Between units, activations stay in the format of computation.
+    units = dataclasses.replace(
+        root, output_dtype=None, cast_forward_inputs=formats.units.cast_forward_inputs
+    )
+    return Formats(units, root, formats.buffers)
 
 
 def _standard(dtype: torch.dtype | None) -> Formats:
@@ -81,15 +78,13 @@ def _standard(dtype: torch.dtype | None) -> Formats:
 def _from_fields(given: Any) -> Formats:
     """Return the formats of a dict, or of the older wrapper's `MixedPrecision`."""
     fields = dict(given) if isinstance(given, Mapping) else dict(vars(given))
-    dtypes = {n: _dtype(fields.get(n)) for n in ("param_dtype", "reduce_dtype", "output_dtype")}
-    cast = fields.get("cast_forward_inputs")
-    if not isinstance(given, Mapping):  # there, it spoke of inner modules alone
-        cast = True
-    cast = True if cast is None else bool(cast)
-    units = MixedPrecisionPolicy(
-        dtypes["param_dtype"], dtypes["reduce_dtype"], None, cast_forward_inputs=cast
-    )
-    root = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast)
+    dtypes = {name: _dtype(fields.get(name)) for name in DTYPE_FIELDS}
+    inner = fields.get("cast_forward_inputs")
+    inner = True if inner is None else inner
+    outer = fields.get("cast_root_forward_inputs")
+    outer = inner if outer is None else outer
+    units = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=inner)
+    root = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=outer)
     return Formats(units, root, _dtype(fields.get("buffer_dtype")))
 
 

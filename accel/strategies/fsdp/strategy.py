@@ -16,12 +16,13 @@ from torch.nn import Parameter
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import import_callable
+from accel.engines import num_replicas
 from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem
 from accel.objects import Objects
 from accel.strategies.base import Traits
 from accel.strategies.dtensor.initial import InitialWeights
-from accel.strategies.dtensor.mesh import TENSOR, build_mesh, check_given, data_axes, replicas
+from accel.strategies.dtensor.mesh import TENSOR, build_mesh, check_given, data_axes
 from accel.strategies.dtensor.splitting import split_matrices
 from accel.strategies.dtensor.strategy import DTensorStrategy
 from accel.strategies.fsdp.ignored import average_gradients, ignored_modules, parameters_of
@@ -50,26 +51,14 @@ class FSDPStrategy(DTensorStrategy):
         self._formats: Formats = build_formats(
             self.plugin.mixed_precision_policy, self.plan.mixed_precision
         )
-        count = replicas(self.plan, self.plugin.dp_replicate_size, tp_size)
-        self._check_group_size(self.plan.world_size // tp_size // count)
+        size = self.plan.world_size
+        nodes = size // self.plan.local_world_size
+        count = num_replicas(self.plugin.dp_replicate_size, size // tp_size, nodes)
         self._mesh = build_mesh(self.plan, count, tp_size)
         if self._split is not None and self._split.torch_device_mesh is not None:
             check_given(self._split.torch_device_mesh, self._mesh)
         # The parameters of ignored modules, by model.
         self._ignored: WeakKeyDictionary[torch.nn.Module, list[Parameter]] = WeakKeyDictionary()
-
-    def _check_group_size(self, shards: int) -> None:
-        size = self.plugin.reshard_after_forward
-        if isinstance(size, bool) or not isinstance(size, int):
-            return
-        if not 1 < size < shards or shards % size:
-            raise ConfigError(
-                Problem(
-                    f"reshard_after_forward={size}",
-                    f"as a number, it divides the {shards} shards and is neither 1 nor all of them",
-                    "Give True or False.",
-                )
-            )
 
     @property
     def weights_on_first(self) -> bool:
@@ -110,7 +99,8 @@ class FSDPStrategy(DTensorStrategy):
 
     def _initial_weights(self) -> InitialWeights:
         import_callable(self.plugin, "param_init_fn")
-        device = torch.device("cpu") if self._offloads else self.device
+        offloads = isinstance(self._offload, CPUOffloadPolicy)
+        device = torch.device("cpu") if offloads else self.device
         sync = self.plugin.sync_module_states is not False
         return InitialWeights(self.comm, device, self.plugin.param_init_fn, sync)
 
@@ -145,18 +135,14 @@ class FSDPStrategy(DTensorStrategy):
             )
 
     @property
-    def _offloads(self) -> bool:
-        given = self.plugin.cpu_offload
-        return bool(getattr(given, "offload_params", given) or isinstance(given, CPUOffloadPolicy))
-
-    @property
     def _offload(self) -> OffloadPolicy:
         given = self.plugin.cpu_offload
         if isinstance(given, OffloadPolicy):
             return given
+        if not getattr(given, "offload_params", given):
+            return OffloadPolicy()
         # There is nothing to pin where the host computes.
-        pinned = self.device.type != "cpu"
-        return CPUOffloadPolicy(pin_memory=pinned) if self._offloads else OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
 
     def _checkpoint_activations(self, units: Modules) -> None:
         if not self.plugin.activation_checkpointing:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from accel.config.training import GradientAccumulationPlugin
 from accel.enums import DistributedType
 from accel.errors import ConfigError
+from accel.strategies.dtensor.scaler import ShardedStepScaler
 from tests.accel.strategies.training import (
     BATCH,
     Model,
@@ -325,8 +326,16 @@ def check_formats() -> None:
     accelerator = build(fsdp=buffers, mixed_precision="no")
     assert accelerator.prepare(Model()).scale.dtype == torch.bfloat16
     accelerator.end_training()
+    half = {"mixed_precision_policy": "fp16"}
     with pytest.raises(ConfigError, match="they disagree"):
-        build(fsdp={"mixed_precision_policy": "fp16"}, mixed_precision="bf16")
+        build(fsdp=half, mixed_precision="bf16")
+    # Nothing of that is left. The policy settles the precision, and fp16 has its scaler.
+    accelerator = build(fsdp=half, mixed_precision="no")
+    assert accelerator.mixed_precision == "fp16"
+    assert isinstance(accelerator.scaler, ShardedStepScaler)
+    accelerator.end_training()
+    # What a policy leaves open is as the run says.
+    check_bf16({"mixed_precision_policy": {"reduce_dtype": "bf16"}}, {"mixed_precision": "bf16"})
 
 
 def test_the_engine_owns_bf16() -> None:
@@ -395,6 +404,25 @@ def check_norms() -> None:
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_norms_of_every_order(world_size: int) -> None:
     run_distributed(check_norms, world_size)
+
+
+def check_norms_of_little() -> None:
+    accelerator = build(fsdp={})
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    for dtype in (torch.float64, torch.bfloat16):
+        model, expected = Model(frozen=False).to(dtype), Model(frozen=False).to(dtype)
+        accelerator.prepare(model)
+        accelerator.backward(model(tokens).square().mean())
+        expected(tokens).square().mean().backward()
+        # Five elements on four ranks: the last one holds none.
+        norm = accelerator.clip_grad_norm_([model.shift], 1e9)
+        target = expected.shift.grad.norm()
+        assert abs(norm.item() / target.item() - 1.0) < BF16
+    accelerator.end_training()
+
+
+def test_norms_of_what_some_ranks_hold_nothing_of() -> None:
+    run_distributed(check_norms_of_little, 4)
 
 
 def check_compiled() -> None:

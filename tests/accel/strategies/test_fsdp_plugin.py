@@ -7,12 +7,16 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
+    CPUOffloadPolicy,
     FullStateDictConfig,
     MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
@@ -24,6 +28,9 @@ from accel.engines import Findings, choose
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError
 from accel.plan import resolve
+from accel.strategies.fsdp.precision import build_formats
+from tests.accel.strategies.training import build
+from tests.helpers import reset_accel
 
 
 @pytest.mark.parametrize(
@@ -89,7 +96,22 @@ def test_older_arguments_are_translated_with_one_warning() -> None:
         ({"reshard_after_forward": 1}, "at least 2"),
         ({"dp_replicate_size": "node"}, "nodes, all"),
         ({"cpu_ram_efficient_loading": True, "sync_module_states": False}, "weights of rank 0"),
+        ({"cpu_offload": "perhaps"}, "cpu_offload='perhaps': it is a switch"),
+        ({"cpu_offload": {"offload": True}}, "it is a switch"),
+        ({"cpu_offload": object()}, "it is a switch"),
+        ({"sync_module_states": "perhaps"}, "sync_module_states='perhaps': it is a switch"),
         ({"activation_checkpointing_offload": True}, "needs activation_checkpointing=True"),
+        ({"mixed_precision_policy": {"keep_low_precision_grads": True}}, "does not offer it"),
+        ({"mixed_precision_policy": {"cast_forward_inputs": "maybe"}}, "it is a switch"),
+        (
+            {"mixed_precision_policy": MixedPrecision(keep_low_precision_grads=True)},
+            "mixed_precision_policy.keep_low_precision_grads=True: FSDP2 does not offer it",
+        ),
+        (
+            {"mixed_precision_policy": MixedPrecision(_module_classes_to_ignore=())},
+            "_module_classes_to_ignore",
+        ),
+        ({"mixed_precision_policy": 16}, "it is a MixedPrecisionPolicy, a dict"),
         ({"mixed_precision_policy": "bf61"}, "Did you mean 'bf16'"),
         ({"mixed_precision_policy": {"parm_dtype": "bf16"}}, "Did you mean 'param_dtype'"),
     ],
@@ -109,6 +131,36 @@ def test_what_has_no_translation_is_refused(arguments: dict[str, Any], words: st
 def test_what_is_not_there_yet_says_so(arguments: dict[str, Any]) -> None:
     with pytest.raises(NotBuiltError):
         Plugin(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("no", False),
+        ("false", False),
+        ("Yes", True),
+        ("on", True),
+        (0, False),
+        ({"offload_params": False}, False),
+        ({"offload_params": "true"}, True),
+        (None, None),
+    ],
+)
+def test_a_switch_is_what_its_word_says(given: Any, expected: bool | None) -> None:
+    assert Plugin(cpu_offload=given).cpu_offload is expected
+    if not isinstance(given, dict):
+        assert Plugin(forward_prefetch=given).forward_prefetch is expected
+    if isinstance(given, str):
+        assert Plugin(reshard_after_forward=given).reshard_after_forward is expected
+
+
+def test_offloading_is_what_was_asked_for() -> None:
+    for given, offloads in (("no", False), (OffloadPolicy(), False), (CPUOffloadPolicy(), True)):
+        accelerator = build(fsdp={"cpu_offload": given})
+        policy = accelerator.strategy._offload
+        assert isinstance(policy, CPUOffloadPolicy) is offloads
+        accelerator.end_training()
+        reset_accel()
 
 
 def test_everything_wrong_is_told_at_once() -> None:
@@ -186,6 +238,22 @@ def test_the_documented_variables_fill_the_plugin() -> None:
     assert (plugin.forward_prefetch, plugin.sync_module_states) == (True, False)
 
 
+def test_variables_of_other_policies_are_left() -> None:
+    numbers = {"FSDP_MIN_NUM_PARAMS": "10", "FSDP_RESHARD_AFTER_FORWARD": "2"}
+    plugin = from_environment(**VARIABLES | numbers)
+    assert plugin.reshard_after_forward == 2  # groups of two processes
+    assert (plugin.min_num_params, plugin.transformer_cls_names_to_wrap) == (
+        None,
+        ["Block", "Layer"],
+    )
+    sized = {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "no"}
+    plugin = from_environment(**VARIABLES | numbers | sized)
+    assert (plugin.min_num_params, plugin.transformer_cls_names_to_wrap) == (10, None)
+    assert plugin.reshard_after_forward is False
+    plugin = from_environment(**VARIABLES | numbers | {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"})
+    assert (plugin.min_num_params, plugin.transformer_cls_names_to_wrap) == (None, None)
+
+
 def test_arguments_go_before_variables() -> None:
     given = Plugin(reshard_after_forward=True, min_num_params=5, cpu_offload=False)
     plugin = from_environment(given, **VARIABLES)
@@ -204,6 +272,29 @@ def test_wrong_variables_are_named() -> None:
         resolve(Arguments(cpu=True), Environment.read())
     assert "FSDP_MIN_NUM_PARAMS='many'" in str(caught.value)
     assert "FSDP_OFFLOAD_PARAMS='perhaps'" in str(caught.value)
+
+
+def test_inputs_are_cast_as_the_policy_says() -> None:
+    def casts(given: Any) -> tuple[bool, bool]:
+        formats = build_formats(Plugin(mixed_precision_policy=given).mixed_precision_policy, "no")
+        return formats.root.cast_forward_inputs, formats.units.cast_forward_inputs
+
+    assert casts({"param_dtype": "bf16"}) == (True, True)
+    assert casts({"cast_forward_inputs": "no"}) == (False, False)
+    assert casts({"cast_root_forward_inputs": False}) == (False, True)
+    # The older wrapper's own defaults: what comes in from outside is cast, and nothing inside.
+    assert casts(MixedPrecision()) == (True, False)
+    assert casts(MixedPrecision(cast_forward_inputs=True)) == (True, True)
+    assert casts(MixedPrecisionPolicy(cast_forward_inputs=False)) == (False, False)
+
+
+def test_what_a_policy_leaves_open_is_the_runs() -> None:
+    for given in ({"reduce_dtype": "bf16"}, MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)):
+        formats = build_formats(given, "bf16")
+        assert formats.units == MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+        assert formats.root.output_dtype == torch.float32
+    whole = build_formats(MixedPrecisionPolicy(torch.bfloat16), "bf16")
+    assert whole.root == MixedPrecisionPolicy(torch.bfloat16)
 
 
 def test_objects_of_torch_are_taken() -> None:
