@@ -1,4 +1,4 @@
-"""Bytes of live tensor storages, found by walking the process."""
+"""Bytes of live tensor storages, found by walking the process, and of DDP's buckets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
+from torch.nn.parallel import DistributedDataParallel
 
 
 class Walk:
@@ -23,14 +24,29 @@ class Walk:
         gc.collect()
         self.step = step
         self.before = storages()
+        self.buckets_before = bucket_bytes()
 
     def count(self, step: int, moment: str) -> int | None:
-        """Return the bytes of the storages that came to life, None at other steps."""
+        """Return the bytes of the storages and buckets that came to life, None at other steps."""
         if step != self.step:
             return None
         gc.collect()
         live = storages()
-        return sum(s.nbytes() for at, s in live.items() if at not in self.before)
+        held = sum(s.nbytes() for at, s in live.items() if at not in self.before)
+        return held + bucket_bytes() - self.buckets_before
+
+
+def bucket_bytes() -> int:
+    """Return the bytes of the buckets that DDP's reducers exchange, by what torch logs of them.
+
+    No tensor of Python's shows them, unless gradients are views into them.
+    """
+    total = 0
+    for item in gc.get_objects():
+        if issubclass(type(item), DistributedDataParallel) and not item.gradient_as_bucket_view:
+            sizes = item._get_ddp_logging_data()["bucket_sizes"]
+            total += sum(int(size) for size in sizes.split(","))
+    return total
 
 
 def storages() -> dict[int, torch.UntypedStorage]:

@@ -52,6 +52,9 @@ TYPES = {
     "compile_fsdp": "FSDPByteGPT",
     "compile_zero2": "DeepSpeedEngine",
 }
+# What a process of two holds of what a replica holds, from and to. DDP's buckets are as large as
+# the gradients: with weights, gradients and two moments, 5/4.
+HELD = {"ddp": (1.2, 1.3), "fsdp_full_shard": (0.45, 0.55), "zero3": (0.45, 0.55)}
 ALWAYS = ("ddp", "fsdp_full_shard", "zero3", "tp")
 
 
@@ -123,6 +126,8 @@ def test_a_backend_is_the_plain_loop(backend: str) -> None:
         verdict = run(cell)
         assert verdict.green, verdict.failures
         assert verdict.types[0] == TYPES[backend]
+        least, most = HELD.get(backend, (0.0, 2.0))
+        assert least <= (verdict.share or 0.0) <= most
 
 
 @pytest.mark.slow
