@@ -27,7 +27,7 @@ from accel.strategies.dtensor.splitting import split_matrices
 from accel.strategies.dtensor.strategy import DTensorStrategy
 from accel.strategies.fsdp.ignored import average_gradients, ignored_modules, parameters_of
 from accel.strategies.fsdp.precision import Formats, build_formats, cast_buffers
-from accel.strategies.fsdp.units import Modules, find_units, split_by_dtype
+from accel.strategies.fsdp.units import Modules, check_classes, find_units, split_by_dtype
 
 
 @final
@@ -68,8 +68,9 @@ class FSDPStrategy(DTensorStrategy):
     # -- preparing -------------------------------------------------------------------------
 
     def validate(self, objects: Objects) -> None:
-        """Raise `ConfigError` if a model is wrapped for another way of training."""
+        """Raise `ConfigError` for a model of another way of training, or blocks that none has."""
         super().validate(objects)
+        check_classes(objects.models, self.plugin.transformer_cls_names_to_wrap)
         for model in objects.models:
             if isinstance(model, torch.nn.parallel.DistributedDataParallel):
                 raise ConfigError(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin
@@ -24,6 +25,35 @@ Modules = list[torch.nn.Module]
 CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
+def check_classes(models: Sequence[torch.nn.Module], names: Sequence[str] | None) -> None:
+    """Raise unless each of the named classes is in one of the models at least.
+
+    Args:
+        models: of one call of `prepare`; none: nothing is checked.
+        names: `FullyShardedDataParallelPlugin.transformer_cls_names_to_wrap`.
+
+    Raises:
+        ConfigError: naming every class that no model has.
+    """
+    present = sorted({_class_name(m) for model in models for m in model.modules()})
+    problems = [
+        Problem(
+            f"transformer_cls_names_to_wrap: {name!r}",
+            f"no model of this call has such a class; there are {', '.join(present)}",
+            nearest(name, present),
+        )
+        for name in names or ()
+        if models and name not in present
+    ]
+    ConfigError.raise_if(problems)
+
+
+def _class_name(module: torch.nn.Module) -> str:
+    """Return the name of the user's class, which FSDP2 puts one of its own before."""
+    kind = type(module)
+    return kind.__bases__[-1].__name__ if isinstance(module, FSDPModule) else kind.__name__
+
+
 def find_units(
     model: torch.nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: set[torch.nn.Parameter]
 ) -> Modules:
@@ -35,7 +65,7 @@ def find_units(
         ignored: parameters that are not sharded.
 
     Raises:
-        ConfigError: for a class that the model has not.
+        ConfigError: for a policy that asks for blocks, where neither it nor the model names any.
     """
     chosen = {id(module) for module in _chosen(model, plugin, ignored)}
     ordered = [m for m in reversed(list(model.modules())) if id(m) in chosen and m is not model]
@@ -183,16 +213,6 @@ def _by_class(model: torch.nn.Module, names: Sequence[str] | None, required: boo
                 )
             )
         names = present
-    problems = [
-        Problem(
-            f"transformer_cls_names_to_wrap: {name!r}",
-            f"the model has no such class; it has {', '.join(classes)}",
-            nearest(name, classes),
-        )
-        for name in names
-        if name not in classes
-    ]
-    ConfigError.raise_if(problems)
     return [module for module in model.modules() if type(module).__name__ in names]
 
 

@@ -70,6 +70,43 @@ def test_every_way_of_sharding_trains_alike() -> None:
     run_distributed(check_variants, 4, timeout=120.0)
 
 
+def recomputed(plugin: dict[str, Any]) -> int:
+    """Return how many activations a backward pass computes anew."""
+    accelerator = build(fsdp=plugin)
+    model = accelerator.prepare(Model())
+    computed = []
+    own = torch.nn.functional.gelu
+    loss = loss_of(model, *data(1).tensors)
+    torch.nn.functional.gelu = lambda hidden: (computed.append(hidden), own(hidden))[1]
+    try:
+        accelerator.backward(loss)
+    finally:
+        torch.nn.functional.gelu = own
+    accelerator.end_training()
+    return len(computed)
+
+
+def gathers_ahead(plugin: dict[str, Any]) -> list[list[Any]]:
+    """Return what each block lets be gathered while it computes."""
+    accelerator = build(fsdp=plugin)
+    model = accelerator.prepare(Model())
+    states = [block._get_fsdp_state() for block in model.blocks]
+    ahead = [[states.index(s) for s in state._states_to_forward_prefetch] for state in states]
+    accelerator.end_training()
+    return ahead
+
+
+def check_switches() -> None:
+    assert recomputed({"activation_checkpointing": True}) == 2  # one a block
+    assert recomputed({}) == 0
+    assert gathers_ahead({"forward_prefetch": True}) == [[1], []]
+    assert gathers_ahead({}) == [[], []]
+
+
+def test_activations_are_recomputed_and_units_gathered_ahead() -> None:
+    run_distributed(check_switches, 2)
+
+
 # -- what is in place ----------------------------------------------------------------------
 
 
@@ -351,9 +388,15 @@ def check_refusals() -> None:
             build(fsdp=plugin).prepare(Model() if model is None else model)
 
     refuse(
-        "'Blok': the model has no such class; it has Block, .*Did you mean 'Block'",
+        "'Blok': no model of this call has such a class; there are Block, .*Did you mean 'Block'",
         {"transformer_cls_names_to_wrap": ["Blok"]},
     )
+    # One of several models may have none of the blocks.
+    accelerator = build(fsdp={"transformer_cls_names_to_wrap": ["Block"]})
+    model, other = accelerator.prepare(Model(), torch.nn.Linear(2, 2))
+    assert [isinstance(module, FSDPModule) for module in (model.blocks[0], other)] == [True, True]
+    assert accelerator.prepare(model) is model
+    accelerator.end_training()
     refuse(
         "model names no blocks",
         {"auto_wrap_policy": "transformer_based_wrap"},
