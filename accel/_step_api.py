@@ -129,12 +129,13 @@ class StepAPI:
         Args:
             joinables: prepared models, or optimizers that shard their state.
             even_batches: takes the place of the loaders' own setting inside the context. Streams
-                keep theirs.
+                keep theirs, and so do all loaders where the backend cannot join.
         """
         if self.comm.world_size == 1:
             yield
             return
-        with self._even_batches(even_batches), self.strategy.join(joinables):
+        own = even_batches if self.strategy.traits.joins_uneven else None
+        with self._even_batches(own), self.strategy.join(joinables):
             yield
 
     @contextlib.contextmanager

@@ -337,6 +337,7 @@ class GradientState:
             self._follow_dataloader()
             self._configure(GradientAccumulationPlugin())
         if gradient_accumulation_plugin is not None:
+            self.sync_gradients = True  # an earlier run may have ended within a window
             self._configure(gradient_accumulation_plugin)
 
     def _configure(self, plugin: GradientAccumulationPlugin) -> None:

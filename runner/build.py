@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from accel.env import Environment
 from accel.errors import ConfigError, Problem
 from runner import recipe as recipes
-from runner import signatures, trust
+from runner import signatures, trust, variables
 from runner.keys import FACTORY_NODES
 from runner.registry import Registry, register
 from runner.schema import ENGINES, Recipe
+from runner.wording import of_the_recipe
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from runner.batch_plan import BatchPlan
     from runner.callbacks.base import Callback
     from runner.data import Data
     from runner.step import Step
@@ -131,12 +134,15 @@ def check_machine(recipe: Recipe) -> list[Problem]:
 
     distributed = recipe.distributed
     checks: tuple[Callable[[], object], ...] = (
-        lambda: plan_batches(
-            recipe.trainer, processes.replicas(recipe, processes.count(distributed)), None
+        lambda: _check_deepspeed(
+            recipe,
+            plan_batches(
+                recipe.trainer, processes.replicas(recipe, processes.count(distributed)), None
+            ),
         ),
         lambda: _check_precision(recipe, resolve_device(processes.device(distributed), 0).type),
         lambda: _check_clipping(recipe),
-        lambda: None if recipe.deepspeed is None else recipe.deepspeed.given_config(),
+        lambda: ConfigError.raise_if(variables.problems(recipe, Environment.read())),
         lambda: filter_trackers(recipe.tracker.log_with, logging_dir=recipe.output_dir),
     )
     problems: list[Problem] = []
@@ -158,6 +164,29 @@ def _check_precision(recipe: Recipe, device_type: str) -> None:
                 "Use precision=bf16 or precision=no.",
             )
         )
+
+
+def _check_deepspeed(recipe: Recipe, batch_plan: BatchPlan) -> None:
+    """Raise if DeepSpeed's configuration cannot be read, or decides what the recipe does."""
+    if recipe.deepspeed is None:
+        return
+    from accel.config.deepspeed_claims import Claims
+    from runner.engine import deepspeed_plugin
+
+    plugin = deepspeed_plugin(recipe, batch_plan)
+    assert plugin is not None
+    claims = Claims(plugin)
+    sections = [
+        Problem(
+            f"{plugin.place}: {name} with {name}= of the recipe",
+            "the recipe decides it",
+            f"Take the section {name} out of the configuration.",
+        )
+        for name in ("optimizer", "scheduler")
+        if name in claims.config
+    ]
+    with of_the_recipe():
+        ConfigError.raise_if([*claims.problems, *sections])
 
 
 def _check_clipping(recipe: Recipe) -> None:

@@ -54,7 +54,7 @@ def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Ac
         mixed_precision=recipe.precision.mode,
         device=processes.device(recipe.distributed),
         dataloader_config=recipe.dataloader,
-        deepspeed_plugin=_deepspeed(recipe, batch_plan),
+        deepspeed_plugin=deepspeed_plugin(recipe, batch_plan),
         fsdp_plugin=recipe.fsdp,
         torch_tp_plugin=recipe.tensor_parallel,
         rng_types=recipe.trainer.rng_types,
@@ -80,16 +80,22 @@ def _handlers(recipe: Recipe) -> list[KwargsHandler]:
     return [node for node in nodes if node is not None]
 
 
-def _deepspeed(recipe: Recipe, batch_plan: BatchPlan) -> DeepSpeedPlugin | None:
-    """Return the plugin, with what the recipe decides: its own configuration may not contradict."""
+def deepspeed_plugin(recipe: Recipe, batch_plan: BatchPlan) -> DeepSpeedPlugin | None:
+    """Return the plugin, with what the recipe decides: its own configuration may not contradict.
+
+    Args:
+        recipe: the recipe.
+        batch_plan: the derived batch arithmetic.
+    """
     if recipe.deepspeed is None:
         return None
     plugin, trainer = replace(recipe.deepspeed), recipe.trainer
-    for key, size in (
+    for key, number in (
         ("train_micro_batch_size_per_gpu", batch_plan.micro_batch),
         ("train_batch_size", batch_plan.global_batch),
+        ("gradient_accumulation_steps", batch_plan.accumulation),
     ):
-        plugin.decide(key, size, f"{size} by the recipe's trainer")
+        plugin.decide(key, number, f"{number} by the recipe's trainer")
     if trainer.clip_grad_norm is not None:
         source = f"trainer.clip_grad_norm={trainer.clip_grad_norm}"
         plugin.decide("gradient_clipping", trainer.clip_grad_norm, source)

@@ -23,7 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from accel.errors import ConfigError, Problem
 from runner import keys, paths
@@ -114,6 +114,8 @@ def compose(overrides: Sequence[str], config_name: str = PRIMARY, number: int = 
     for node in _renamed(config):
         others = [override for override in overrides if key_of(override) != node]
         config[node] = _compose([*others, f"{node}=null"], config_name)[node]
+    for node, name in _unfilled(config):
+        config[node][name] = MISSING
     config.hydra.job.num, config.hydra.job.id = number, str(number)
     HydraConfig.instance().set_config(config)
     del config["hydra"]
@@ -138,6 +140,18 @@ def _renamed(config: DictConfig) -> list[str]:
         if any(own) and own != _named(config[node]):
             renamed.append(node)
     return renamed
+
+
+def _unfilled(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """Yield node and key of what a chosen file wants to be given (``???``) and nobody gave.
+
+    The schema's default stands there: OmegaConf lays no missing value over a value.
+    """
+    for node, chosen in config.hydra.runtime.choices.items():
+        own = _file_of(config.hydra, node, chosen) if chosen and node in config else None
+        for name in own if isinstance(own, DictConfig) else ():
+            if OmegaConf.is_missing(own, name) and config[node][name] is None:
+                yield node, str(name)
 
 
 def _file_of(hydra: DictConfig, group: str, option: str) -> Any:

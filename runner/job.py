@@ -38,10 +38,14 @@ class Job:
     def save(self, frozen: Recipe) -> None:
         """Write the recipe and this job into the run directory.
 
-        The recipe of an invocation that is resumed is kept as config.<n>.yaml.
+        The recipe of an invocation that is resumed is kept as config.<n>.yaml. What DeepSpeed's own
+        file says goes into the recipe: the file may change, and the run may go on from elsewhere.
         """
         _keep_previous(self.run_dir / CONFIG)
-        recipe.write_yaml(self.run_dir / CONFIG, recipe.to_plain(frozen))
+        plain = recipe.to_plain(frozen)
+        if frozen.deepspeed is not None and frozen.deepspeed.hf_ds_config is not None:
+            plain["deepspeed"]["hf_ds_config"] = frozen.deepspeed.given_config()
+        recipe.write_yaml(self.run_dir / CONFIG, plain)
         recipe.write_yaml(self.run_dir / OVERRIDES, list(self.overrides))
         content = {**asdict(self), "run_dir": str(self.run_dir)}
         (self.run_dir / JOB).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

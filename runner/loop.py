@@ -192,7 +192,7 @@ class Loop:
 
     def _train_step(self, window: Window) -> None:
         values = dict(self.step.train(self.accelerator, window, self.recipe.trainer))
-        if self._may_skip and self.accelerator.optimizer_step_was_skipped:
+        if self.accelerator.optimizer_step_was_skipped:
             self._skipped_steps += 1
             values.pop("grad_norm", None)  # infinite or not a number, and nothing is wrong
         self.meter.add(values)
@@ -247,7 +247,6 @@ class Loop:
         ]
         self._plateau = [s for s, _ in pairs if isinstance(s, ReduceLROnPlateau)]
         self._stepping = [p for p in pairs if not isinstance(p[0], ReduceLROnPlateau)]
-        self._may_skip = accelerator.scaler is not None
         self._on_step = [
             callback
             for callback in self.callbacks.values()

@@ -83,11 +83,15 @@ def replicas(recipe: Recipe, num_processes: int) -> int:
     """
     size = 1 if recipe.tensor_parallel is None else recipe.tensor_parallel.tp_size
     if num_processes % size:
+        told = "1 process" if num_processes == 1 else f"{num_processes} processes"
+        wanted = f"distributed.num_processes to a multiple of {size}"
+        if recipe.distributed.kind == "none":
+            wanted = f"distributed=multi_gpu or multi_cpu, and {wanted}"
         raise ConfigError(
             Problem(
-                f"tensor_parallel.tp_size={size} with {num_processes} processes",
+                f"tensor_parallel.tp_size={size} with {told}",
                 "each replica of the model takes as many processes",
-                f"Set distributed.num_processes to a multiple of {size}, or another tp_size.",
+                f"Set {wanted}, or another tp_size.",
             )
         )
     return num_processes // size

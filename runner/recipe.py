@@ -15,8 +15,8 @@ from runner.schema import Recipe
 
 Node = TypeVar("Node")
 
-# Dotted names that a handler imports when it is made: trusted or refused before that.
-CALLABLES = ("profile.on_trace_ready",)
+# Where a handler or a plugin imports what a dotted name names: trusted or refused before that.
+CALLABLES = ("profile.on_trace_ready", "fsdp.auto_wrap_policy", "fsdp.param_init_fn")
 
 
 def from_plain(plain: Mapping[str, Any]) -> Recipe:
@@ -39,9 +39,10 @@ def examine(plain: Mapping[str, Any]) -> tuple[Recipe, list[Problem]]:
     Returns:
         The recipe, with defaults for the nodes that have problems, and the problems.
     """
-    problems = [wrong for key in CALLABLES if (wrong := _distrust(plain, key)) is not None]
-    if problems:
-        plain = {key: value for key, value in plain.items() if key != "profile"}
+    distrusted = {key: wrong for key in CALLABLES if (wrong := _distrust(plain, key)) is not None}
+    problems = list(distrusted.values())
+    left_out = {key.partition(".")[0] for key in distrusted}
+    plain = {key: value for key, value in plain.items() if key not in left_out}
     recipe = _node(Recipe, plain, "", problems, keys.known_keys(plain))
     for name in {*keys.FACTORY_NODES, "callbacks"} & set(plain):
         setattr(recipe, name, plain[name])
@@ -53,7 +54,7 @@ def _distrust(plain: Mapping[str, Any], key: str) -> Problem | None:
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
     try:
-        if isinstance(node, str):
+        if isinstance(node, str) and "." in node:  # else a choice, or no dotted name at all
             trust.resolve(node, key)
     except ConfigError as error:
         return error.problems[0]

@@ -22,8 +22,7 @@ def drawn_once(recipe: Recipe, accelerator: Accelerator) -> bool:
     Raises:
         ConfigError: if that is asked of a step that builds its own models.
     """
-    plugin = accelerator.plan.engines.fsdp
-    if plugin is None or not plugin.cpu_ram_efficient_loading:
+    if not accelerator.strategy.weights_on_first:
         return False
     if recipe.model is None:
         raise ConfigError(

@@ -20,6 +20,7 @@ from runner.job import Job
 from runner.outcomes import DONE, INTERRUPTED, STOPPED, Outcome
 from runner.schema import Recipe
 from runner.signals import STOP_SIGNALS, StopFlag, release
+from runner.wording import of_the_recipe
 
 
 def main(order: Mapping[str, Any]) -> None:
@@ -112,7 +113,7 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
 
     num_replicas = processes.replicas(recipe, Environment.read().world_size)
     plan = plan_batches(recipe.trainer, num_replicas, None)
-    with engine.running(recipe, job.run_dir, plan) as accelerator:
+    with of_the_recipe(), engine.running(recipe, job.run_dir, plan) as accelerator:
         # The same on all ranks: each builds the same weights.
         set_seed(recipe.seed, deterministic=recipe.deterministic)
         once = weights.drawn_once(recipe, accelerator)

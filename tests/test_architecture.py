@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -51,11 +51,25 @@ LAYERS: list[tuple[str, int]] = [
     ("accel", 8),
 ]
 FACADES = {"accel", "accel.utils", "accel.data_loader", "accel.tracking", "accel.checkpointing"}
-BACKEND_ROOMS = {
-    "deepspeed": ("accel/strategies/deepspeed", "accel/config/deepspeed.py", "accel/imports.py"),
-    "transformer_engine": ("accel/precision", "accel/imports.py"),
+STRATEGIES = "accel/strategies/"
+# Where torch's own sharding is known: the room that FSDP and TP share, and theirs.
+SHARDS = ("accel/strategies/dtensor/", "accel/strategies/fsdp/", "accel/strategies/tp.py")
+# Modules of one backend, and the only places that import them; `table.py` names strategies as text.
+BACKEND_ROOMS: dict[str, tuple[str, ...]] = {
+    "deepspeed": ("accel/strategies/deepspeed/", "accel/config/deepspeed.py", "accel/imports.py"),
+    "transformer_engine": ("accel/precision/", "accel/imports.py"),
     "torch_xla": ("accel/strategies/xla.py", "accel/comm/xla.py", "accel/imports.py"),
+    "torch.distributed.fsdp": SHARDS,
+    "torch.distributed.tensor": SHARDS,
+    "torch.distributed._composable": SHARDS,
+    "accel.strategies.dtensor": SHARDS,
+    "accel.strategies.fsdp": ("accel/strategies/fsdp/",),
+    "accel.strategies.deepspeed": ("accel/strategies/deepspeed/",),
+    "accel.strategies.tp": (),
+    "accel.strategies.ddp": (),
+    "accel.strategies.single": (),
 }
+BACKEND_NAMES = {"single", "ddp", "fsdp", "tp", "deepspeed", "megatron", "xla"}
 
 
 @cache
@@ -161,15 +175,181 @@ def test_files_are_one_thing_each(package: str) -> None:
     assert long == {}
 
 
-def test_optional_engines_are_imported_in_their_rooms_only() -> None:
+def imports_outside_rooms(place: str, tree: ast.AST) -> list[str]:
+    """Return the modules of one backend that the file at `place` imports and may not."""
+    return [
+        backend
+        for target, names in imported(tree)
+        for backend, rooms in BACKEND_ROOMS.items()
+        if any(f"{one}.".startswith(f"{backend}.") for one in reached_by(target, names))
+        and not place.startswith(rooms)
+    ]
+
+
+def reached_by(target: str, names: list[str]) -> list[str]:
+    """Return what ``from target import names`` may import: each name can be a module."""
+    return [target, *(f"{target}.{name}" for name in names)]
+
+
+@pytest.mark.parametrize("package", ["accel", "runner"])
+def test_backends_are_imported_in_their_rooms_only(package: str) -> None:
+    wrong = {
+        str(path.relative_to(ROOT)): found
+        for _, path, tree in sources(package)
+        if (found := imports_outside_rooms(str(path.relative_to(ROOT)), tree))
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("snippet", "backend"),
+    [
+        ("from torch.distributed.fsdp import FSDPModule", "torch.distributed.fsdp"),
+        ("from torch.distributed import fsdp", "torch.distributed.fsdp"),
+        ("import torch.distributed.tensor.parallel", "torch.distributed.tensor"),
+        ("def late():\n    import deepspeed", "deepspeed"),
+        ("from accel.strategies.ddp import DDPStrategy", "accel.strategies.ddp"),
+        ("from accel.strategies import deepspeed", "accel.strategies.deepspeed"),
+    ],
+)
+def test_an_import_outside_its_room_is_found(snippet: str, backend: str) -> None:
+    assert imports_outside_rooms("accel/_step_api.py", ast.parse(snippet)) == [backend]
+
+
+def end(node: ast.AST | None) -> str:
+    """Return the last name of a dotted one: "c" of a.b.c, "" of anything else."""
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def reports_backend(node: ast.AST) -> bool:
+    """Return whether `node` is ….distributed_type, ….traits.name or ….plan.strategy."""
+    if not isinstance(node, ast.Attribute):
+        return False
+    pair = end(node.value), node.attr
+    return node.attr == "distributed_type" or pair in {("traits", "name"), ("plan", "strategy")}
+
+
+def asked(node: ast.AST) -> list[ast.AST]:
+    """Return what `node` compares, matches, looks up or takes apart."""
+    if isinstance(node, ast.Compare):
+        parts = [node.left, *node.comparators]
+        return [inner for part in parts for inner in ast.walk(part)]
+    if isinstance(node, ast.Match):
+        return list(ast.walk(node.subject))
+    if isinstance(node, ast.Subscript):
+        return [node.value, node.slice]
+    return [node.value] if isinstance(node, ast.Attribute) else []
+
+
+def names_a_type(node: ast.AST) -> bool:
+    """Return whether `node` is DistributedType.X, DistributedType["X"] or DistributedType("X")."""
+    inner = node.func if isinstance(node, ast.Call) else getattr(node, "value", None)
+    is_use = isinstance(node, ast.Attribute | ast.Subscript | ast.Call)
+    return is_use and end(inner) == "DistributedType"
+
+
+def asks_for_its_name(node: ast.AST) -> bool:
+    """Return whether `node` decides by what a backend reports itself to be."""
+    return any(map(reports_backend, asked(node)))
+
+
+def compares_with_a_name(node: ast.AST) -> bool:
+    """Return whether `node` compares something with the name of a backend."""
+    return isinstance(node, ast.Compare) and any(
+        isinstance(one, ast.Constant) and one.value in BACKEND_NAMES for one in asked(node)
+    )
+
+
+def reads_engines(node: ast.AST) -> bool:
+    """Return whether `node` is ….engines.fsdp, or another field of the plan's engines."""
+    return isinstance(node, ast.Attribute) and end(node.value) == "engines"
+
+
+def imports_sharding_by_attribute(node: ast.AST) -> bool:
+    """Return whether `node` is torch.distributed.fsdp, dist.tensor or the like."""
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr in ("fsdp", "tensor", "_composable")
+        and end(node.value) in ("distributed", "dist")
+    )
+
+
+PLANNING = ("accel/engines.py", "accel/plan.py")
+# What tells one backend from the others, and who may ask for it. No other code knows which is on:
+# what it needs to know is a field of `Traits` or a method of `Strategy`.
+BACKEND_TESTS: dict[Callable[[ast.AST], bool], tuple[str, ...]] = {
+    names_a_type: ("accel/enums.py", *PLANNING, STRATEGIES),
+    asks_for_its_name: (),
+    compares_with_a_name: (
+        *PLANNING,
+        STRATEGIES,
+        "accel/config/parallel.py",  # "tp" is the name of an axis of a device mesh there
+    ),
+    reads_engines: (
+        *PLANNING,
+        STRATEGIES,
+        "accel/state.py",  # `AcceleratorState.deepspeed_plugin` and its like are documented
+        "accel/rng.py",  # what is drawn before models are prepared, below the strategies
+    ),
+    imports_sharding_by_attribute: SHARDS,
+}
+
+
+def backend_tests(place: str, tree: ast.AST) -> list[str]:
+    """Return what the file at `place` asks of backends and may not."""
+    return [
+        f"{place}:{getattr(node, 'lineno', 0)} {rule.__name__}: {ast.unparse(node)}"
+        for node in ast.walk(tree)
+        for rule, rooms in BACKEND_TESTS.items()
+        if rule(node) and not place.startswith(rooms)
+    ]
+
+
+@pytest.mark.parametrize("package", ["accel", "runner"])
+def test_no_code_outside_its_rooms_asks_which_backend_is_on(package: str) -> None:
     wrong = []
-    for _, path, tree in sources("accel"):
-        place = str(path.relative_to(ROOT))
-        for target, _ in imported(tree):
-            rooms = BACKEND_ROOMS.get(target.split(".")[0])
-            if rooms is not None and not place.startswith(rooms):
-                wrong.append(f"{place} imports {target}")
+    for _, path, tree in sources(package):
+        wrong += backend_tests(str(path.relative_to(ROOT)), tree)
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("snippet", "rule"),
+    [
+        ("kind is DistributedType.FSDP", names_a_type),
+        ("kind in enums.DistributedType['FSDP']", names_a_type),
+        ("kinds = DistributedType('FSDP')", names_a_type),
+        ("accelerator.distributed_type == kind", asks_for_its_name),
+        ("str(self.distributed_type) in kinds", asks_for_its_name),
+        ("strategy.traits.name != name", asks_for_its_name),
+        ("self.strategy.traits.name.startswith('deep')", asks_for_its_name),
+        ("handlers[self.plan.strategy]", asks_for_its_name),
+        ("match state.distributed_type:\n    case _:\n        pass", asks_for_its_name),
+        ("name == 'deepspeed'", compares_with_a_name),
+        ("name in ('ddp', 'single')", compares_with_a_name),
+        ("plan.engines.deepspeed is not None", reads_engines),
+        ("engines.fsdp", reads_engines),
+        ("isinstance(model, dist.fsdp.FSDPModule)", imports_sharding_by_attribute),
+        ("torch.distributed.tensor.DTensor", imports_sharding_by_attribute),
+    ],
+)
+def test_a_backend_test_outside_its_rooms_is_found(
+    snippet: str, rule: Callable[[ast.AST], bool]
+) -> None:
+    found = backend_tests("accel/_step_api.py", ast.parse(snippet))
+    assert [one.split()[1] for one in found] == [f"{rule.__name__}:"]
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "def kind(self) -> DistributedType:\n    return self.plan.distributed_type",
+        "print(f'{accelerator.distributed_type} {strategy.traits.name}')",
+        "find_strategy(self.plan.strategy).traits.owns_precision",
+    ],
+)
+def test_reporting_a_backend_is_no_backend_test(snippet: str) -> None:
+    assert backend_tests("accel/_step_api.py", ast.parse(snippet)) == []
 
 
 def test_no_exception_is_swallowed() -> None:

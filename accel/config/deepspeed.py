@@ -1,4 +1,4 @@
-"""The plugin of DeepSpeed, and its configuration as a nested dictionary.
+"""The plugin of DeepSpeed: fields, environment and a configuration of DeepSpeed's own.
 
 Source: https://www.deepspeed.ai/docs/config-json/
 """
@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
-import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
-from pathlib import Path
 from typing import Any
 
+from accel.config.deepspeed_json import (
+    AUTO,
+    DEVICES,
+    HfDeepSpeedConfig,
+    set_at,
+    stage_problems,
+    value_at,
+)
 from accel.config.handlers import check_choice, check_minimum
-from accel.errors import ConfigError, Problem, unknown_choice
+from accel.errors import ConfigError, Problem, nearest
 
 # Told of each plugin that is selected, or that switches sharding while models are built.
 _WATCHERS: list[weakref.WeakMethod[Callable[[DeepSpeedPlugin], None]]] = []
 
-AUTO = "auto"
-DEVICES = ("none", "cpu", "nvme")
 # Where each field of the plugin stands in DeepSpeed's configuration.
 KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -35,19 +38,6 @@ KEYS = {
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
-# Keys of the configuration itself, as its documentation lists them; a typing error of one would
-# switch off what it asks for, without a word.
-TOP_LEVEL = (
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-    *("optimizer", "scheduler", "fp16", "bf16", "zero_optimization"),
-    *("torch_autocast", "communication_data_type", "prescale_gradients", "amp", "seed"),
-    *("gradient_predivide_factor", "sparse_gradients", "gradient_clipping", "autotuning"),
-    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio", "steps_per_print"),
-    *("wall_clock_breakdown", "dump_state", "flops_profiler", "activation_checkpointing"),
-    *("sparse_attention", "data_efficiency", "curriculum_learning", "compression_training"),
-    *("csv_monitor", "tensorboard", "wandb", "comet", "monitor_config", "elasticity", "checkpoint"),
-    *("comms_logger", "data_types", "tensor_parallel", "sequence_parallel_size", "compile"),
-)
 # Documented environment variables: the field that each one fills.
 VARIABLES = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "hf_ds_config",
@@ -118,7 +108,7 @@ class DeepSpeedPlugin:
     msamp_opt_level: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("gradient_accumulation_steps", "gradient_clipping"):
+        for name in ("gradient_accumulation_steps", "gradient_clipping", "zero_stage"):
             if getattr(self, name) == AUTO:
                 setattr(self, name, None)
         self._sources: dict[str, str] = {}
@@ -206,12 +196,17 @@ class DeepSpeedPlugin:
         """Fill fields that are None from environment variables; return what makes no sense.
 
         Args:
-            variables: documented variables that are set, by name.
+            variables: those that are set, by name; "", "none" and "auto" say nothing.
         """
-        problems = []
+        rule = "no field of DeepSpeedPlugin is filled by a variable of that name"
+        problems = [
+            Problem(f"{name}={text!r} (environment)", rule, nearest(name, VARIABLES))
+            for name, text in variables.items()
+            if name not in VARIABLES and text.strip()
+        ]
         for name, field in VARIABLES.items():
             text = variables.get(name, "")
-            if getattr(self, field) is not None or text.lower() in ("", "none"):
+            if getattr(self, field) is not None or text.lower() in ("", "none", AUTO):
                 continue
             try:
                 value = _parsed(field, text)
@@ -267,76 +262,6 @@ class DeepSpeedPlugin:
             _tell(self)
 
 
-class HfDeepSpeedConfig:
-    """DeepSpeed's configuration, with queries by dotted key.
-
-    Args:
-        config_file_or_dict: path of a JSON file, or a dict, which is copied.
-
-    Attributes:
-        config: the nested dictionary.
-
-    Raises:
-        ConfigError: if the file does not exist or is no JSON, and for keys and values that there
-            are none of.
-    """
-
-    def __init__(self, config_file_or_dict: Any) -> None:
-        place = "hf_ds_config"
-        if isinstance(config_file_or_dict, Mapping):
-            self.config: dict[str, Any] = copy.deepcopy(dict(config_file_or_dict))
-        elif isinstance(config_file_or_dict, (str, PathLike)):
-            self.config = _read(Path(config_file_or_dict))
-            place = fspath(config_file_or_dict)
-        else:
-            rule = "it is the path of a JSON file, or a dict"
-            raise ConfigError(Problem(f"hf_ds_config={config_file_or_dict!r}", rule, "Give one."))
-        ConfigError.raise_if(_config_problems(self.config, place))
-
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return the value of a dotted key, or `default` where it is not set.
-
-        Args:
-            ds_key_long: key with dots.
-            default: what is returned where it is not set.
-        """
-        found = value_at(self.config, ds_key_long)
-        return default if found is None else found
-
-    def is_true(self, ds_key_long: str) -> bool:
-        """Return whether a dotted key is set to something true.
-
-        Args:
-            ds_key_long: key with dots.
-        """
-        return bool(self.get_value(ds_key_long))
-
-    def is_false(self, ds_key_long: str) -> bool:
-        """Return whether a dotted key is set, to something false.
-
-        Args:
-            ds_key_long: key with dots.
-        """
-        found = self.get_value(ds_key_long)
-        return found is not None and not found
-
-    def is_zero2(self) -> bool:
-        """Return whether this is stage 2 of ZeRO."""
-        return bool(self.get_value("zero_optimization.stage") == 2)
-
-    def is_zero3(self) -> bool:
-        """Return whether this is stage 3 of ZeRO."""
-        return bool(self.get_value("zero_optimization.stage") == 3)
-
-    def is_offload(self) -> bool:
-        """Return whether parameters or optimizer state rest on the host or on disk."""
-        devices = [
-            self.get_value(f"zero_optimization.offload_{what}.device")
-            for what in ("optimizer", "param")
-        ]
-        return any(device in ("cpu", "nvme") for device in devices)
-
-
 def watch(told: Callable[[DeepSpeedPlugin], None]) -> None:
     """Call a method when a plugin is selected, or switches sharding while models are built.
 
@@ -354,42 +279,6 @@ def _tell(plugin: DeepSpeedPlugin) -> None:
             told(plugin)
 
 
-def value_at(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key, or None."""
-    found: Any = config
-    for part in key.split("."):
-        if not isinstance(found, Mapping) or part not in found:
-            return None
-        found = found[part]
-    return found
-
-
-def set_at(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key; sections that lack are created."""
-    *sections, last = key.split(".")
-    for part in sections:
-        config = config.setdefault(part, {})
-    config[last] = value
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(path.read_text())
-    except OSError as error:
-        rule = "it is the path of a JSON file that can be read"
-        raise ConfigError(
-            Problem(f"hf_ds_config={str(path)!r}", rule, f"Reading it failed: {error}.")
-        ) from error
-    except ValueError as error:
-        raise ConfigError(
-            Problem(f"hf_ds_config={str(path)!r}", "it is no JSON", f"Correct it: {error}.")
-        ) from error
-    if not isinstance(loaded, dict):
-        rule = "DeepSpeed's configuration is a JSON object"
-        raise ConfigError(Problem(f"hf_ds_config={str(path)!r}", rule, "Correct it."))
-    return loaded
-
-
 def _parsed(field: str, text: str) -> Any:
     if field == "zero_stage":
         return int(text)
@@ -404,9 +293,7 @@ def _parsed(field: str, text: str) -> Any:
 
 
 def _field_problems(plugin: DeepSpeedPlugin) -> list[Problem]:
-    problems: list[Problem] = []
-    if plugin.zero_stage is not None and plugin.zero_stage not in range(4):
-        problems.append(unknown_choice("DeepSpeedPlugin.zero_stage", plugin.zero_stage, "0123"))
+    problems = stage_problems("DeepSpeedPlugin.zero_stage", plugin.zero_stage)
     check_minimum(plugin, "gradient_accumulation_steps", 1, problems)
     check_minimum(plugin, "gradient_clipping", 0, problems)
     check_choice(plugin, "msamp_opt_level", ("O1", "O2"), problems)
@@ -418,30 +305,4 @@ def _field_problems(plugin: DeepSpeedPlugin) -> list[Problem]:
             rule = "nvme needs a folder on a disk of this machine"
             value = f"DeepSpeedPlugin.offload_{what}_device='nvme'"
             problems.append(Problem(value, rule, f"Give {path}=…"))
-    return problems
-
-
-def _config_problems(config: Mapping[str, Any], place: str) -> list[Problem]:
-    """Return what DeepSpeed would take without a word, or refuse without naming the place."""
-    problems = []
-    for key in (key for key in config if key not in TOP_LEVEL):
-        for near in difflib.get_close_matches(key, TOP_LEVEL, n=1, cutoff=0.85):
-            problems.append(Problem(f"{place}: {key}", "there is none", f"Did you mean {near}?"))
-    zero = config.get("zero_optimization", {})
-    if not isinstance(zero, Mapping):
-        rule = "it is a section"
-        return [
-            *problems,
-            Problem(f"{place}: zero_optimization={zero!r}", rule, 'Write {"stage": 2}.'),
-        ]
-    if zero.get("stage", AUTO) not in (AUTO, 0, 1, 2, 3):
-        problems.append(unknown_choice(f"{place}: zero_optimization.stage", zero["stage"], "0123"))
-    for what in ("optimizer", "param"):
-        key = f"zero_optimization.offload_{what}"
-        section = zero.get(f"offload_{what}")
-        if section is not None and not isinstance(section, Mapping):
-            remedy = 'Write {"device": "cpu"}.'
-            problems.append(Problem(f"{place}: {key}={section!r}", "it is a section", remedy))
-        elif section and section.get("device", AUTO) not in (AUTO, *DEVICES):
-            problems.append(unknown_choice(f"{place}: {key}.device", section["device"], DEVICES))
     return problems

@@ -52,6 +52,7 @@ class Traits:
         max_models: how many models one `prepare` may hold; None: any number.
         hooks_inside: whether the backend works between the layers of a model, so that
             `torch.compile` takes its repeated blocks unless the run says otherwise.
+        joins_uneven: whether `join` lets processes see different numbers of batches.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Traits:
     joint_prepare: bool = False
     max_models: int | None = None
     hooks_inside: bool = False
+    joins_uneven: bool = False
 
 
 class Strategy(ABC):
@@ -106,6 +108,11 @@ class Strategy(ABC):
     def sharded(self) -> tuple[str, ...]:
         """What lies in parts on several processes, in words for people; () for nothing."""
         return ()
+
+    @property
+    def weights_on_first(self) -> bool:
+        """Whether models come to `prepare` with weights on the first process alone."""
+        return False
 
     def footprint(
         self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]

@@ -67,7 +67,7 @@ HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
 class DDPStrategy(Strategy):
     """Gradients are averaged over processes while they are computed."""
 
-    traits = Traits(name="ddp")
+    traits = Traits(name="ddp", joins_uneven=True)
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

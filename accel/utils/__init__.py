@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from accel.checkpoint.exports import save as save
     from accel.checkpoint.weights import load_checkpoint_in_model as load_checkpoint_in_model
     from accel.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
-    from accel.config.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
+    from accel.config.deepspeed_json import HfDeepSpeedConfig as HfDeepSpeedConfig
     from accel.config.fp8 import AORecipeKwargs as AORecipeKwargs
     from accel.config.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
     from accel.config.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
@@ -88,7 +88,7 @@ _PLACES = {
     "FP8RecipeKwargs": "accel.config.fp8",
     "GradScalerKwargs": "accel.config.handlers",
     "GradientAccumulationPlugin": "accel.config.training",
-    "HfDeepSpeedConfig": "accel.config.deepspeed",
+    "HfDeepSpeedConfig": "accel.config.deepspeed_json",
     "InitProcessGroupKwargs": "accel.config.handlers",
     "KwargsHandler": "accel.config.handlers",
     "LoggerType": "accel.enums",

@@ -189,6 +189,7 @@ class GANStep(Step):
         share = torch.zeros((), device=accelerator.device)
         norms: dict[str, Tensor] = {}
         last = len(window.micro_batches) - 1
+        optimizer.zero_grad()  # of the other model's update, where an engine keeps its parameters
         for index, micro_batch in enumerate(window.micro_batches):
             with accelerator.accumulate(model, sync_gradients=index == last):
                 values = losses(accelerator, micro_batch.batch[0])
@@ -225,7 +226,10 @@ class GANStep(Step):
         return F.softplus(-self._judge(accelerator, made).float())
 
     def _judge(self, accelerator: Accelerator, images: Tensor) -> Tensor:
-        """Return the discriminator's logits [B], with gradients to the images alone."""
+        """Return the discriminator's logits [B], with gradients to the images.
+
+        Its own parameters get none, but under FSDP, which computes with what it has gathered.
+        """
         discriminator = accelerator.unwrap_model(self.models["discriminator"])
         fixed = {name: value.detach() for name, value in discriminator.named_parameters()}
         return functional_call(discriminator, fixed, (images,))

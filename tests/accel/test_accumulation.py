@@ -12,8 +12,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, GradientAccumulationPlugin
+from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.training import DataLoaderConfiguration
 from accel.errors import ConfigError
+from accel.ops import gather_object
 from accel.state import AcceleratorState, GradientState
 from tests.helpers import run_distributed
 
@@ -234,6 +236,19 @@ def test_a_copy_of_the_state_is_the_state(duplicate: Callable[[Any], Any]) -> No
         assert (twin.sync_gradients, twin.num_steps) == (False, 3)
 
 
+def test_a_run_that_ended_within_a_window_leaves_none_open() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with accelerator.accumulate(scalar_model()):
+        assert not accelerator.sync_gradients
+    accelerator.end_training()
+    accelerator, model = Accelerator(cpu=True), scalar_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = weight_of(model).item()
+    accelerator.backward(model(torch.ones(2, 1)).sum())
+    optimizer.step()
+    assert weight_of(model).item() != before
+
+
 # -- what is exchanged when ----------------------------------------------------------------------
 
 
@@ -411,3 +426,18 @@ def test_the_loaders_own_setting_holds_unless_told_otherwise(world_size: int) ->
     for setting in (None, True):
         for entry in run_distributed(uneven, world_size, setting):
             assert entry["batches"] == entry["after"] == batches
+
+
+def batches_where_none_joins() -> list[int]:
+    """Return how many batches of a loader each of two processes sees under DeepSpeed."""
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=0))
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(10.0)), batch_size=2))
+    with (
+        pytest.warns(UserWarning, match="DeepSpeed needs the same number of batches"),
+        accelerator.join_uneven_inputs([], even_batches=False),
+    ):
+        return gather_object([len(list(loader))])
+
+
+def test_batches_stay_even_where_processes_cannot_join() -> None:
+    assert run_distributed(batches_where_none_joins, 2) == [[3, 3]] * 2

@@ -10,16 +10,25 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch.utils.data import DataLoader, TensorDataset
 
+from accel import Accelerator
 from accel.arguments import Arguments
-from accel.config.deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+)
 from accel.config.training import GradientAccumulationPlugin
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError, StateError
 from accel.plan import Plan, resolve
 from accel.state import AcceleratorState, get_active_deepspeed_plugin
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accel.strategies.deepspeed.options import ignored
 from accel.strategies.deepspeed.settings import Settings, hidden_size
+from tests.helpers import run_distributed
 
 
 def plan_of(plugin: DeepSpeedPlugin, **arguments: Any) -> Plan:
@@ -135,6 +144,28 @@ def test_auto_values_come_from_the_run() -> None:
     assert config["train_batch_size"] == auto  # the caller's own is left alone
 
 
+def test_auto_values_of_the_plugins_own_fields_are_the_fields_or_their_defaults() -> None:
+    auto = "auto"
+    gathers = "stage3_gather_16bit_weights_on_model_save"
+    zero = {
+        "stage": 3,
+        gathers: auto,
+        "offload_optimizer": {"device": auto, "nvme_path": auto},
+        "offload_param": {"device": auto, "nvme_path": auto},
+    }
+    found = completed(DeepSpeedPlugin({"zero_optimization": zero}))["zero_optimization"]
+    assert found[gathers] is False
+    assert found["offload_optimizer"] == found["offload_param"] == {"device": "none"}
+    plugin = DeepSpeedPlugin(
+        {"zero_optimization": zero}, zero3_save_16bit_model=True, offload_param_device="cpu"
+    )
+    found = completed(plugin)["zero_optimization"]
+    assert (found[gathers], found["offload_param"]) == (True, {"device": "cpu"})
+    plugin = DeepSpeedPlugin({"zero_optimization": zero}, offload_optimizer_device="nvme")
+    with pytest.raises(ConfigError, match="needs a folder on a disk"):
+        completed(plugin)
+
+
 def test_the_largest_batch_counts_if_asked_for() -> None:
     plugin = DeepSpeedPlugin(is_train_batch_min=False)
     assert completed(plugin, [8, 4])["train_micro_batch_size_per_gpu"] == 8
@@ -194,6 +225,61 @@ def test_stand_ins_fill_what_is_left_out_and_contradict_nothing() -> None:
         completed(DeepSpeedPlugin(config), None, model, dummy, schedule)
 
 
+def scheduled(kind: str, params: dict[str, Any], dummy: Any, **steps: Any) -> dict[str, Any]:
+    """The section's parameters, completed from `DummyScheduler(dummy, **steps)`."""
+    config: dict[str, Any] = {"scheduler": {"type": kind, "params": params}}
+    if isinstance(dummy, DummyOptim):
+        config["optimizer"] = {"type": "SGD"}
+    scheduler = DummyScheduler(dummy, **steps)
+    found = completed(DeepSpeedPlugin(config), optimizer=dummy, scheduler=scheduler)
+    return dict(found["scheduler"]["params"])
+
+
+def test_a_schedule_takes_from_its_stand_in_what_the_configuration_leaves_out() -> None:
+    model = torch.nn.Linear(6, 5)
+    dummy = DummyOptim(model.parameters(), lr=0.02)
+    steps = {"warmup_num_steps": 4, "total_num_steps": 21}
+    assert scheduled("WarmupLR", {}, dummy, **steps) == {
+        "warmup_max_lr": 0.02,
+        "warmup_num_steps": 2,
+    }
+    assert scheduled("WarmupDecayLR", {"warmup_num_steps": 2}, dummy, **steps) == {
+        "warmup_max_lr": 0.02,
+        "warmup_num_steps": 2,
+        "total_num_steps": 11,
+    }
+    cosine = scheduled("WarmupCosineLR", {"cos_min_ratio": 0.1}, dummy, **steps)
+    assert cosine == {"cos_min_ratio": 0.1, "warmup_num_steps": 2, "total_num_steps": 11}
+    assert scheduled("StepLR", {"step_size": 5}, dummy, **steps) == {"step_size": 5}
+    own = DummyOptim([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}])
+    assert scheduled("WarmupLR", {"warmup_max_lr": "auto"}, own)["warmup_max_lr"] == [0.5, 0.001]
+
+
+def test_a_schedule_and_its_stand_in_do_not_disagree() -> None:
+    model = torch.nn.Linear(6, 5)
+    dummy = DummyOptim(model.parameters(), lr=0.02)
+    params = {"warmup_num_steps": 100, "warmup_max_lr": 0.5, "total_num_steps": 1000}
+    with pytest.raises(ConfigError) as error:
+        scheduled("WarmupDecayLR", params, dummy, warmup_num_steps=4, total_num_steps=21)
+    text = told_by(error)
+    assert len(error.value.problems) == 3
+    for value, source in (
+        ("warmup_max_lr=0.5", "lr=0.02 of the optimizer"),
+        ("warmup_num_steps=100", "DummyScheduler(warmup_num_steps=4), 2 steps of 2 processes"),
+        ("total_num_steps=1000", "DummyScheduler(total_num_steps=21), 11 steps of 2 processes"),
+    ):
+        assert f"scheduler.params.{value} with {source}" in text
+    trained = torch.optim.SGD(model.parameters(), lr=0.02)
+    with pytest.raises(ConfigError, match=r"lr=0\.02 of the optimizer"):
+        scheduled("WarmupLR", {"warmup_max_lr": 0.5}, trained)
+    nobodys = DummyOptim(model.parameters())  # nobody gave its rate, nor the steps below
+    assert scheduled("WarmupDecayLR", dict(params), nobodys) == params
+    with pytest.raises(ConfigError, match="WarmupDecayLR without total_num_steps"):
+        scheduled("WarmupDecayLR", {}, dummy)
+    with pytest.raises(ConfigError, match='warmup_num_steps="auto": nothing in the run tells'):
+        scheduled("WarmupLR", {"warmup_num_steps": "auto"}, dummy)
+
+
 @pytest.mark.parametrize(
     ("precision", "expected"), [("bf16", None), ("fp16", "bfloat16"), ("no", "enabled=True")]
 )
@@ -206,24 +292,6 @@ def test_autocast_of_the_configuration_is_that_of_the_run(
     settings.follow_run([4])
     assert len(settings.problems) == (expected is not None)
     assert (expected or "") in "".join(problem.value for problem in settings.problems)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"zero_optimisation": {"stage": 3}}, "Did you mean zero_optimization"),
-        ({"zero_optimization": {"stage": 7}}, r"stage=7: it is one of 0, 1, 2, 3"),
-        ({"zero_optimization": 3}, "zero_optimization=3: it is a section"),
-        ({"zero_optimization": {"offload_param": "cpu"}}, "offload_param='cpu': it is a section"),
-        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "one of none, cpu, nvme"),
-        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "needs a folder on a disk"),
-    ],
-)
-def test_values_that_a_configuration_cannot_have_are_named(
-    config: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        completed(DeepSpeedPlugin(config))
 
 
 def test_stand_ins_cannot_step_alone() -> None:
@@ -268,6 +336,13 @@ def test_the_environment_fills_what_the_plugin_leaves_out(tmp_path: Path) -> Non
     with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_DEEPSPEED_ZERO_STAGE="many"):
         with pytest.raises(ConfigError, match="ACCELERATE_DEEPSPEED_ZERO_STAGE='many'"):
             resolve(Arguments(cpu=True), Environment.read())
+    with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_GRADIENT_CLIPPING="auto"):
+        plan = resolve(Arguments(cpu=True), Environment.read())
+        assert plan.engines.deepspeed_plugin is not None
+        assert plan.engines.deepspeed_plugin.gradient_clipping is None
+    with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_DEEPSPEED_ZERO_STAGES="3"):
+        with pytest.raises(ConfigError, match="Did you mean 'ACCELERATE_DEEPSPEED_ZERO_STAGE'"):
+            resolve(Arguments(cpu=True), Environment.read())
 
 
 def test_the_configuration_decides_accumulation_and_precision_that_the_run_leaves_open() -> None:
@@ -307,15 +382,6 @@ def test_values_out_of_range_are_told_together() -> None:
     assert len(error.value.problems) == 5
 
 
-def test_files_that_are_none_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="absent"):
-        plan_of(DeepSpeedPlugin(str(tmp_path / "absent.json")))
-    broken = tmp_path / "broken.json"
-    broken.write_text("{,}")
-    with pytest.raises(ConfigError, match="is no JSON"):
-        plan_of(DeepSpeedPlugin(broken))
-
-
 def test_fp16_on_a_cpu_and_ms_amp_are_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="'fp16' under DeepSpeed on a CPU"):
         plan_of(DeepSpeedPlugin(), mixed_precision="fp16")
@@ -336,6 +402,26 @@ def test_one_of_several_plugins_is_selected() -> None:
     assert (first.selected, second.selected) == (False, True)
 
 
+def test_options_that_an_engine_ignores_are_named_together() -> None:
+    handlers = [
+        DistributedDataParallelKwargs(find_unused_parameters=True),
+        AutocastKwargs(enabled=False),
+        GradScalerKwargs(init_scale=2.0),
+    ]
+    accumulation = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+    for stage, number in ((1, 4), (2, 3)):
+        plan = plan_of(
+            DeepSpeedPlugin(zero_stage=stage),
+            kwargs_handlers=handlers,
+            gradient_accumulation_plugin=accumulation,
+        )
+        assert len(ignored(plan)) == number
+    found = "\n".join(map(str, ignored(plan)))
+    assert "DistributedDataParallelKwargs(find_unused_parameters=True) under DeepSpeed" in found
+    defaults = [DistributedDataParallelKwargs(), AutocastKwargs(), GradScalerKwargs()]
+    assert ignored(plan_of(DeepSpeedPlugin(), kwargs_handlers=defaults)) == []
+
+
 def test_the_active_plugin_is_asked_for_where_deepspeed_is_off() -> None:
     with pytest.raises(ConfigError, match="DeepSpeed is off"):
         get_active_deepspeed_plugin(AcceleratorState(cpu=True))
@@ -347,20 +433,6 @@ def test_init_at_stage_three_is_switched_inside_a_context() -> None:
         assert not plugin.is_zero3_init_enabled()
     assert plugin.is_zero3_init_enabled()
     assert not DeepSpeedPlugin(zero_stage=2, zero3_init_flag=True).is_zero3_init_enabled()
-
-
-def test_a_configuration_answers_by_dotted_keys() -> None:
-    config = HfDeepSpeedConfig(
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "a": {"b": False}}
-    )
-    assert config.is_zero3()
-    assert not config.is_zero2()
-    assert config.is_offload()
-    assert config.is_false("a.b")
-    assert not config.is_false("a.c")
-    assert not config.is_true("a.b")
-    assert config.get_value("a.c", 5) == 5
-    assert DeepSpeedPlugin(config).stage == 3
 
 
 def test_buckets_are_as_large_as_the_model_or_under_stage_three_as_a_layer() -> None:
@@ -384,3 +456,37 @@ def test_parameters_on_disk_do_rest_there_in_buffers_of_their_size(tmp_path: Pat
     config = {"zero_optimization": {"stage": 3, "offload_param": offload}}
     section = completed(DeepSpeedPlugin(config))["zero_optimization"]["offload_param"]
     assert "buffer_size" not in section  # what a file leaves out is DeepSpeed's to decide
+
+
+# -- with an engine ------------------------------------------------------------------------
+
+
+def loaders_come_after_the_model() -> None:
+    def loader(size: int) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.zeros(32, 6)), batch_size=size)
+
+    for told, first in ((16, 16), (None, 8)):
+        config = {"train_micro_batch_size_per_gpu": told} if told else None
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config))
+        model = torch.nn.Linear(6, 5)
+        engine, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if told:
+            with pytest.raises(ConfigError, match="per_gpu=16 with batch_size=8 of the prepared"):
+                accelerator.prepare(loader(8))
+        accelerator.prepare(loader(first))
+        sizes = engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()
+        assert sizes == (first, first * accelerator.num_processes)
+        accelerator.prepare(loader(2))  # for evaluation
+        assert engine.train_micro_batch_size_per_gpu() == first
+        accelerator.end_training()
+    with pytest.raises(ConfigError, match=r"DistributedDataParallelKwargs\(static_graph=True\)"):
+        Accelerator(
+            cpu=True,
+            deepspeed_plugin=DeepSpeedPlugin(),
+            kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)],
+        )
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_an_engine_takes_the_batch_size_of_loaders_that_come_after_it() -> None:
+    run_distributed(loaders_come_after_the_model, 1, timeout=60)

@@ -20,6 +20,14 @@ from tests.parity.task import Task
 PRECISIONS = ("no", "bf16", "fp16")
 WORLD_SIZES = (1, 2, 4)
 ACCUMULATIONS = (1, 2)
+# Of what a replica holds, on 4 processes, where parameters, gradients and optimizer state are all
+# spread over them: 0.25 would be a fourth of everything.
+SHARE = 0.3
+# Where the optimizer is in the host's memory, ZeRO-3 keeps its shard of gradients twice there:
+# `grad_partitions_flat_buffer`, which micro-batches add to, and the optimizer's own `grad`, which
+# that is copied to. Weights, two moments and gradients twice are 5/4 of a fourth.
+# Source: deepspeed/runtime/zero/stage3.py, `_offload_grad_partition_at_boundary`
+SHARE_OFFLOADED = SHARE * 5 / 4
 
 
 @dataclass(frozen=True)
@@ -55,14 +63,16 @@ class Backend:
         label: what the table shows.
         arguments: returns what `Accelerator` is given beside precision and accumulation.
         owns_bf16: whether the engine keeps a bf16 copy of the weights itself; else autocast.
-        sharded: whether parameters, gradients and optimizer state are all spread over processes.
+        max_share: of what a replica holds, on 4 processes; None: as much as it wants.
+        note: what the table says beside the verdict.
         reason: returns why a cell does not run; None if it does.
     """
 
     label: str
     arguments: Callable[[Cell], dict[str, Any]]
     owns_bf16: bool = False
-    sharded: bool = False
+    max_share: float | None = None
+    note: str = ""
     reason: Callable[[Cell], str | None] = lambda cell: None
 
 
@@ -139,12 +149,12 @@ def _sharded_backends() -> dict[str, Backend]:
     both = _together(_fsdp(reshard_after_forward=True), _tensor_parallel(2))
     return {
         "fsdp_full_shard": engine(
-            "FSDP2 full_shard", _fsdp(reshard_after_forward=True), sharded=True
+            "FSDP2 full_shard", _fsdp(reshard_after_forward=True), max_share=SHARE
         ),
         "fsdp_shard_grad_op": engine("FSDP2 shard_grad_op", _fsdp(reshard_after_forward=False)),
         "fsdp_hybrid_shard": engine("FSDP2 hybrid_shard", _fsdp(dp_replicate_size=2), reason=_four),
         "fsdp_no_shard": engine("FSDP2 no_shard", _fsdp(dp_replicate_size="all")),
-        "fsdp_cpu_offload": engine("FSDP2 cpu_offload", _fsdp(cpu_offload=True), sharded=True),
+        "fsdp_cpu_offload": engine("FSDP2 cpu_offload", _fsdp(cpu_offload=True), max_share=SHARE),
         "fsdp_tp": engine("FSDP2 × TP", both, reason=_four),
         "tp": Backend("TP", _tensor_parallel()),
         "tp_ddp": Backend("TP × replicas", _tensor_parallel(2), reason=_four),
@@ -158,11 +168,16 @@ def _deepspeed_backends() -> dict[str, Backend]:
         "zero0": engine("DeepSpeed ZeRO-0", _deepspeed(0)),
         "zero1": engine("DeepSpeed ZeRO-1", _deepspeed(1)),
         "zero2": engine("DeepSpeed ZeRO-2", _deepspeed(2)),
-        "zero3": engine("DeepSpeed ZeRO-3", _zero3(), sharded=True),
+        "zero3": engine("DeepSpeed ZeRO-3", _zero3(), max_share=SHARE),
         "zero2_offload": engine(
             "DeepSpeed ZeRO-2 offload", _deepspeed(2, offload_optimizer_device="cpu")
         ),
-        "zero3_offload": engine("DeepSpeed ZeRO-3 offload", _zero3(**both)),
+        "zero3_offload": engine(
+            "DeepSpeed ZeRO-3 offload",
+            _zero3(**both),
+            max_share=SHARE_OFFLOADED,
+            note="gradients twice",
+        ),
     }
 
 

@@ -22,7 +22,6 @@ ENGINE_OWNED = 1e-2
 # A weight of 1 cannot be closer to itself than one unit in its last place, nor a loss: a cut of the
 # batch that happens to round the same way is no measure of noise.
 UNIT = 2**-23
-SHARE = 0.3  # of what a replica holds, on 4 processes; 0.25 would be a fourth of everything
 TWIN = "head.weight"  # the same tensor as the embedding: a state may name it once
 
 
@@ -72,8 +71,14 @@ class Verdict:
 
     @property
     def caught(self) -> bool:
-        """Whether the gates noticed a control's mistake; one that did not train shows none."""
-        return self.difference is not None and not self.green
+        """Whether losses or weights show a control's mistake.
+
+        Neither a run that failed, nor NaN, nor bytes, nor a number of steps shows it.
+        """
+        found, gate = self.difference, self.gate
+        if found is None or gate is None:
+            return False
+        return found.loss > gate.loss or found.weight > gate.weight
 
 
 @cache
@@ -104,9 +109,13 @@ def noise_floor(cell: Cell) -> Difference:
 
 
 def compare(found: Run, wanted: Run) -> Difference:
-    """Return how far `found` is from `wanted`; NaN where one of them is not a number."""
-    losses = torch.tensor(found.losses, dtype=torch.float64)
-    expected = torch.tensor(wanted.losses[: len(losses)], dtype=torch.float64)
+    """Return how far `found` is from `wanted` in the steps that both made.
+
+    NaN where one of them is not a number. Both have a step, and weights of the same shapes.
+    """
+    both = min(len(found.losses), len(wanted.losses))
+    losses = torch.tensor(found.losses[:both], dtype=torch.float64)
+    expected = torch.tensor(wanted.losses[:both], dtype=torch.float64)
     pairs = [(tensor, wanted.weights[name]) for name, tensor in found.weights.items()]
     return Difference(
         ((losses - expected).abs() / expected).max().item(),
@@ -129,18 +138,18 @@ def judge(cell: Cell, answers: Sequence[dict[str, Any]], seconds: float) -> Verd
     wanted = plain(cell.task, 1, cell.device)
     runs: list[Run] = [answer["run"] for answer in answers]
     verdict = Verdict(cell, gate=gate_of(cell), seconds=seconds, types=answers[0]["types"])
+    states = [
+        {name: tensor for name, tensor in run.weights.items() if name in wanted.weights}
+        for run in runs
+        if run.weights
+    ]
+    verdict.failures += incomparable(runs, states, wanted)
+    if verdict.failures:
+        return verdict
     losses = added_losses(answers)
     if len(losses) != len(wanted.losses):
         verdict.failures.append(f"{len(losses)} of {len(wanted.losses)} steps")
-    names = set(wanted.weights) - {TWIN}
-    states = [run.weights for run in runs if run.weights]
-    if not states or any(names - set(state) for state in states):
-        verdict.failures.append("weights are missing")
-        return verdict
-    found = [
-        compare(Run(losses, {k: v for k, v in state.items() if k in wanted.weights}), wanted)
-        for state in states
-    ]
+    found = [compare(Run(losses, state), wanted) for state in states]
     verdict.difference = Difference(
         found[0].loss, torch.tensor([difference.weight for difference in found]).max().item()
     )
@@ -150,6 +159,25 @@ def judge(cell: Cell, answers: Sequence[dict[str, Any]], seconds: float) -> Verd
             verdict.failures.append(f"{name} {value:.1e} > {most:.1e}")
     _weigh(verdict, runs, wanted)
     return verdict
+
+
+def incomparable(
+    runs: Sequence[Run], states: Sequence[dict[str, torch.Tensor]], wanted: Run
+) -> list[str]:
+    """Return why `runs`, which left `states`, cannot be compared with `wanted`; empty: they can."""
+    lengths = [len(run.losses) for run in runs]
+    if min(lengths) == 0 or len(set(lengths)) > 1:
+        return [f"steps by rank: {lengths}"]
+    names = set(wanted.weights) - {TWIN}
+    if not states or any(names - set(state) for state in states):
+        return ["weights are missing"]
+    shapes = {
+        f"{name} has shape {list(tensor.shape)}, not {list(wanted.weights[name].shape)}": None
+        for state in states
+        for name, tensor in state.items()
+        if tensor.shape != wanted.weights[name].shape
+    }
+    return list(shapes)
 
 
 def added_losses(answers: Sequence[dict[str, Any]]) -> list[float]:
@@ -178,7 +206,5 @@ def fullest(num_bytes: dict[str, int]) -> int:
 
 def allowed_share(cell: Cell) -> float | None:
     """Return how much of a replica a process may hold after a step; None: as much as it wants."""
-    backend = BACKENDS[cell.backend]
-    if not backend.sharded or cell.world_size == 1:
-        return None
-    return SHARE * 4 / cell.world_size
+    most = BACKENDS[cell.backend].max_share
+    return None if most is None or cell.world_size == 1 else most * 4 / cell.world_size

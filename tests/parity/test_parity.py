@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from accel.errors import ConfigError
 from tests.parity import reference
 from tests.parity.cells import BACKENDS, Cell, matrix, reason_not_to_run
 from tests.parity.controls import SABOTAGES, controls
-from tests.parity.gates import Verdict, compare, plain
+from tests.parity.gates import Difference, Verdict, allowed_share, compare, judge, plain
 from tests.parity.memory import Walk
+from tests.parity.reference import Run
 from tests.parity.report import controls_table, floors_table, matrix_table
 from tests.parity.running import cause, run
 from tests.parity.task import Task
@@ -92,6 +94,16 @@ def test_memory_is_counted_once_and_without_the_compilers_stand_ins() -> None:
     assert len(stand_ins) == 3
 
 
+def test_what_a_process_may_hold_and_why_some_hold_more() -> None:
+    cells = [Cell(backend, "no", 4, task=TASK) for backend in ("zero3", "zero3_offload", "zero2")]
+    assert [allowed_share(cell) for cell in cells] == [0.3, pytest.approx(0.375), None]
+    assert allowed_share(replace(cells[0], world_size=1)) is None
+    table = matrix_table([Verdict(cell) for cell in cells])
+    outcomes = list(map(str, table.columns[-1].cells))
+    assert outcomes == ["green", "green (gradients twice)", "green"]
+    assert "gradients twice:" in str(table.caption)
+
+
 def test_fp16_and_one_process_alone() -> None:
     cells = [
         Cell("single", "no", task=TASK),
@@ -143,10 +155,59 @@ def test_a_number_that_is_none_is_red_and_tables_show_everything() -> None:
         Verdict(replace(cell, accumulation=2), failures=["loss 1 > 0"]),
     ]
     assert [verdict.caught for verdict in verdicts] == [False, False, False]
-    assert replace(verdicts[2], difference=difference).caught
     assert matrix_table(verdicts).row_count == 3
     assert controls_table(verdicts).row_count == 3
     assert floors_table([cell]).row_count == 1
+
+
+def answers(run: Run) -> list[dict[str, Any]]:
+    """Return what two processes that read the same data answer."""
+    return [{"run": run, "replica": (0, 1), "types": []} for _ in range(2)]
+
+
+def test_steps_too_many_or_too_few_are_red_and_the_others_compared() -> None:
+    cell, whole = Cell("tp", "no", 2, task=TASK), plain(TASK, 1, "cpu")
+    told = {1: "1 of 6 steps", 6: None, 7: "7 of 6 steps"}
+    for count, failure in told.items():
+        losses = (whole.losses * 2)[:count]
+        verdict = judge(cell, answers(replace(whole, losses=losses)), 0.0)
+        assert verdict.failures == ([] if failure is None else [failure])
+        assert verdict.difference == Difference(0.0, 0.0)
+
+
+def test_what_cannot_be_compared_is_red_and_says_why() -> None:
+    cell, whole = Cell("tp", "no", 2, task=TASK), plain(TASK, 1, "cpu")
+    wide = {**whole.weights, "embedding.weight": torch.zeros(256, 31)}
+    told = {
+        "embedding.weight has shape [256, 31], not [256, 32]": replace(whole, weights=wide),
+        "weights are missing": replace(whole, weights={}),
+        "steps by rank: [0, 0]": replace(whole, losses=[]),
+    }
+    for failure, run_of_all in told.items():
+        verdict = judge(cell, answers(run_of_all), 0.0)
+        assert verdict.failures == [failure]
+        assert not verdict.caught
+    one_short = [*answers(whole)[:1], *answers(replace(whole, losses=whole.losses[:5]))[1:]]
+    assert judge(cell, one_short, 0.0).failures == ["steps by rank: [6, 5]"]
+
+
+def outcome_in_controls(verdict: Verdict) -> str:
+    """Return what the table of the controls says of `verdict`."""
+    return "".join(map(str, controls_table([verdict]).columns[-1].cells))
+
+
+def test_a_mistake_is_caught_by_loss_or_weights_alone() -> None:
+    gate, nan = Difference(0.1, 0.1), float("nan")
+    found = {(0.2, 0.0): True, (0.0, 0.2): True, (0.1, 0.1): False, (nan, nan): False}
+    for numbers, caught in found.items():
+        verdict = Verdict(Cell("zero3"), difference=Difference(*numbers), gate=gate)
+        verdict.failures = ["holds 0.62 of a replica > 0.60", "99 of 100 steps"]
+        assert verdict.caught is caught
+        assert not verdict.green
+        shown = outcome_in_controls(verdict)
+        assert ("NEITHER LOSS NOR WEIGHTS NOTICE: holds 0.62" in shown) is not caught
+    verdict = Verdict(Cell("zero3"), failures=["RuntimeError: no"])
+    assert "NOT COMPARED: RuntimeError" in outcome_in_controls(verdict)
 
 
 @pytest.mark.parametrize("backend", ["zero0", "zero3_offload", "compile_zero2"])

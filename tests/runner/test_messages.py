@@ -140,6 +140,72 @@ def test_deepspeeds_file_is_read_before_workers_start(
     assert "hf_ds_config='ds.json': it is no JSON" in refused(*asked, capsys=capsys)[0]
 
 
+def test_the_option_config_file_wants_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = refused("deepspeed=config_file", "distributed=multi_cpu", capsys=capsys)
+    assert line.startswith("deepspeed.hf_ds_config: Missing mandatory value")
+
+
+def test_deepspeeds_file_does_not_describe_what_the_recipe_does(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "ds.json").write_text('{"optimizer": {"type": "AdamW"}, "scheduler": {}}')
+    asked = ("deepspeed=config_file", "deepspeed.hf_ds_config=ds.json", "distributed=multi_cpu")
+    first, second = refused(*asked, capsys=capsys)
+    assert first.startswith("ds.json: optimizer with optimizer= of the recipe: ")
+    assert second.endswith("Take the section scheduler out of the configuration.")
+
+
+def test_what_deepspeed_and_the_recipe_decide_is_compared_before_workers_start(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "ds.json").write_text('{"gradient_accumulation_steps": 4, "train_batch_size": 9}')
+    asked = ("deepspeed=config_file", "deepspeed.hf_ds_config=ds.json", "distributed=multi_cpu")
+    more = ("deepspeed.gradient_clipping=2", "trainer.clip_grad_norm=1")
+    lines = refused(*asked, *more, capsys=capsys)
+    assert [line.partition(":")[0] for line in lines] == [
+        "ds.json",
+        "ds.json",
+        "deepspeed.gradient_clipping=2 with trainer.clip_grad_norm=1.0",
+    ]
+    assert "gradient_accumulation_steps=4 with 1 by the recipe's trainer" in lines[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["ds.json"]
+
+
+def test_a_wrap_policy_of_an_untrusted_package_is_not_imported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
+    for key in ("auto_wrap_policy", "param_init_fn"):
+        asked = ("distributed=multi_cpu", "fsdp=full_shard", f"fsdp.{key}=evil.policy")
+        assert f"fsdp.{key}=evil.policy: the package 'evil'" in refused(*asked, capsys=capsys)[0]
+
+
+def test_the_environment_does_not_decide_what_a_recipe_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DYNAMO_BACKEND": "inductor",
+        "ACCELERATE_MIXED_PRECISION": "fp16",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",  # of an engine that is off: it changes nothing
+        "FSDP_OFFLOAD_PARAMS": "true",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    lines = refused("distributed=multi_cpu", "fsdp=full_shard", capsys=capsys)
+    del variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"]
+    assert [line.partition("=")[0].partition(" ")[0] for line in lines] == list(variables)
+    assert "Unset it, and choose deepspeed=…." in lines[0]
+
+
+def test_matrices_split_over_one_process_name_the_way_to_more(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (line,) = refused("tensor_parallel=default", capsys=capsys)
+    assert "tensor_parallel.tp_size=2 with 1 process:" in line
+    assert "Set distributed=multi_gpu or multi_cpu, and distributed.num_processes" in line
+
+
 def test_every_job_of_a_sweep_is_checked_before_the_first(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

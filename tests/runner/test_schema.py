@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel.config.deepspeed import DeepSpeedPlugin
 from accel.enums import DDPCommunicationHookType
 from accel.errors import ConfigError
 from runner import keys, recipe
@@ -86,6 +87,17 @@ def test_a_recipe_with_problems_keeps_what_is_right() -> None:
 
 def test_a_bare_no_in_yaml_is_no_precision() -> None:
     assert recipe.from_plain({"precision": {"mode": False}}).precision.mode == "no"
+
+
+def test_what_deepspeeds_file_says_is_frozen(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 1}, "gradient_clipping": "auto"}')
+    Job(tmp_path).save(Recipe(deepspeed=DeepSpeedPlugin(hf_ds_config=str(file))))
+    file.unlink()
+    _, frozen = Job.load(tmp_path)
+    assert frozen.deepspeed is not None
+    assert frozen.deepspeed.stage == 1
+    assert frozen.deepspeed.is_auto("gradient_clipping")
 
 
 def test_a_distrusted_callable_is_not_imported() -> None:

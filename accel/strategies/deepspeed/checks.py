@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from accel.config.deepspeed import DeepSpeedPlugin, value_at
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed_json import value_at
 from accel.errors import Problem
 from accel.strategies.deepspeed.package import can_build
 from accel.strategies.deepspeed.settings import ZERO, Settings

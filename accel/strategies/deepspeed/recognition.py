@@ -11,7 +11,7 @@ import weakref
 from typing import Any, final
 
 from accel import env
-from accel.config.deepspeed import HfDeepSpeedConfig
+from accel.config.deepspeed_json import HfDeepSpeedConfig
 from accel.imports import is_available, require
 
 _TOLD: weakref.WeakSet[Recognition] = weakref.WeakSet()  # those of several Accelerators

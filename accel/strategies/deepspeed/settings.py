@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.config.deepspeed import AUTO, KEYS, DeepSpeedPlugin, set_at, value_at
-from accel.errors import ConfigError, Problem
+from accel.config.deepspeed import KEYS, DeepSpeedPlugin
+from accel.config.deepspeed_claims import Claims, is_equal
+from accel.config.deepspeed_json import AUTO, set_at, value_at
+from accel.errors import ConfigError
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 
 if TYPE_CHECKING:
@@ -21,11 +23,18 @@ if TYPE_CHECKING:
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 BATCH = "train_batch_size"
+ACCUMULATION = "gradient_accumulation_steps"
 ZERO = "zero_optimization"
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}  # `torch_autocast.dtype` by precision
+# What each schedule of DeepSpeed takes from the run.
+SCHEDULES = {
+    "WarmupLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"),
+    "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"),
+    "WarmupCosineLR": ("warmup_num_steps", "total_num_steps"),
+}
 
 
-class Settings:
+class Settings(Claims):
     """DeepSpeed's configuration while it is completed.
 
     Args:
@@ -34,21 +43,13 @@ class Settings:
         num_replicas: processes that read different batches.
 
     Attributes:
-        config: the nested dictionary.
-        problems: what contradicts itself.
+        batch_sizes: what `follow_run` was told.
     """
 
     def __init__(self, plugin: DeepSpeedPlugin, plan: Plan, num_replicas: int) -> None:
-        self.plugin, self.plan, self.num_replicas = plugin, plan, num_replicas
-        self.config = plugin.given_config()
-        self.problems: list[Problem] = []
-        self._owners: dict[str, str] = {}
-        for field, key in KEYS.items():
-            value = getattr(plugin, field)
-            if value is not None:
-                self.claim(key, value, plugin.source(field))
-        for key, (value, source) in plugin.decided.items():
-            self.claim(key, value, source)
+        super().__init__(plugin)
+        self.plan, self.num_replicas = plan, num_replicas
+        self.batch_sizes: list[int] = []
         self.default(KEYS["zero_stage"], 2)
 
     @property
@@ -62,30 +63,6 @@ class Settings:
         sections = (f"{ZERO}.offload_{what}.device" for what in ("optimizer", "param"))
         return "nvme" in (value_at(self.config, section) for section in sections)
 
-    def claim(self, key: str, value: Any, source: str) -> None:
-        """Set `key`, or note that the configuration says something else than `source`."""
-        found = value_at(self.config, key)
-        if found in (None, AUTO):
-            set_at(self.config, key, value)
-            self._owners[key] = source
-        elif not _equal(found, value):
-            owner, remedy = self._owners.get(key), f'Write "auto" for {key}, or make them equal.'
-            first = owner or f"{self.plugin.place}: {key}={found!r}"
-            self.note(
-                f"{first} with {source}",
-                "both decide it, and they disagree",
-                "Make them equal, or leave one out." if owner else remedy,
-            )
-
-    def default(self, key: str, value: Any) -> None:
-        """Set `key` where the configuration says nothing."""
-        if value_at(self.config, key) in (None, AUTO):
-            set_at(self.config, key, value)
-
-    def note(self, value: str, rule: str, remedy: str) -> None:
-        """Note something that is wrong."""
-        self.problems.append(Problem(value, rule, remedy))
-
     # -- what the run decides ------------------------------------------------------------------
 
     def follow_run(self, batch_sizes: list[int]) -> None:
@@ -94,19 +71,26 @@ class Settings:
         Args:
             batch_sizes: samples per process and micro-batch, of each prepared loader.
         """
+        self.batch_sizes = batch_sizes
         steps = self.plan.accumulation.num_steps or 1
-        self.claim(
-            "gradient_accumulation_steps",
-            steps,
-            f"Accelerator(gradient_accumulation_steps={steps})",
-        )
+        if ACCUMULATION not in self.plugin.decided:  # else compared already
+            self.claim(ACCUMULATION, steps, f"Accelerator(gradient_accumulation_steps={steps})")
         self._follow_precision()
         self.default("gradient_clipping", 0.0)
         self._follow_batches(batch_sizes, steps)
         self.default("zero_allow_untested_optimizer", True)
         self.default("zero_force_ds_cpu_optimizer", False)
+        gathered = KEYS["zero3_save_16bit_model"]
+        if value_at(self.config, gathered) == AUTO:
+            set_at(self.config, gathered, False)
+        self._follow_offload()
+
+    def _follow_offload(self) -> None:
+        """Have parameters and optimizer state rest where the model is unless something is said."""
         for what in ("optimizer", "param"):
             section = value_at(self.config, f"{ZERO}.offload_{what}") or {}
+            if section.get("device") == AUTO:
+                section["device"] = "none"
             if section.get("device") in ("none", "cpu"):
                 section.pop("nvme_path", None)
             elif section.get("device") == "nvme" and section.get("nvme_path") in (None, AUTO):
@@ -142,7 +126,7 @@ class Settings:
         self.default(MICRO_BATCH, 1)
         size = value_at(self.config, MICRO_BATCH)
         told = f"{size} samples × {steps} micro-batches × {self.num_replicas} processes"
-        if BATCH not in self.plugin.decided:  # compared already
+        if BATCH not in self.plugin.decided:
             self.claim(BATCH, size * per_step, told)
 
     # -- what the objects decide ---------------------------------------------------------------
@@ -186,21 +170,7 @@ class Settings:
                     "Add the section scheduler, or give lr_scheduler_callable.",
                 )
                 return
-            rate = value_at(self.config, "optimizer.params.lr")
-            if rate is None and optimizer is not None:
-                rate = optimizer.param_groups[0]["lr"]
-            values = {
-                "warmup_min_lr": 0,
-                "warmup_max_lr": rate,
-                "warmup_num_steps": self._steps(scheduler.warmup_num_steps),
-                "total_num_steps": self._steps(scheduler.total_num_steps),
-            }
-            for name, value in values.items():
-                key = f"scheduler.params.{name}"
-                if value is not None and value_at(self.config, key) == AUTO:
-                    set_at(self.config, key, value)
-            for name, value in scheduler.kwargs.items():
-                self.claim(f"scheduler.params.{name}", value, f"DummyScheduler({name}={value!r})")
+            self._fill_schedule(section, scheduler, optimizer)
         elif scheduler is not None and section is not None:
             self.note(
                 f"{self.plugin.place}: scheduler with {type(scheduler).__name__} in prepare",
@@ -217,13 +187,62 @@ class Settings:
             self.config.pop("scheduler")  # a model that is only evaluated
         self._see_one_rate(scheduler, optimizer)
 
+    def _fill_schedule(
+        self,
+        section: dict[str, Any],
+        scheduler: DummyScheduler,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        """Fill the values that the schedule takes, and compare those that it already has."""
+        for name, value in scheduler.kwargs.items():
+            self.claim(f"scheduler.params.{name}", value, f"DummyScheduler({name}={value!r})")
+        taken = SCHEDULES.get(str(section.get("type")), ())
+        params = "scheduler.params"
+        if value_at(self.config, f"{params}.warmup_min_lr") == AUTO:
+            self.default(f"{params}.warmup_min_lr", 0)
+        if "warmup_max_lr" in taken or value_at(self.config, f"{params}.warmup_max_lr") == AUTO:
+            self._follow_rate(f"{params}.warmup_max_lr", optimizer)
+        for name in ("warmup_num_steps", "total_num_steps"):
+            key, given = f"{params}.{name}", getattr(scheduler, name)
+            if given and (name in taken or value_at(self.config, key) is not None):
+                steps = self._steps(given)
+                told = f"DummyScheduler({name}={given})"
+                if steps != given:
+                    told += f", {steps} steps of {self.num_replicas} processes"
+                self.claim(key, steps, told)
+        lacks = value_at(self.config, f"{params}.total_num_steps") is None
+        if "total_num_steps" in taken and lacks:
+            self.note(
+                f"{self.plugin.place}: {section.get('type')} without total_num_steps",
+                "the learning rate falls until the last of them",
+                "Give DummyScheduler(…, total_num_steps=…).",
+            )
+
+    def _follow_rate(self, key: str, optimizer: torch.optim.Optimizer | None) -> None:
+        """Let a schedule rise to the optimizer's rate, or to one of each of its groups."""
+        if optimizer is None:
+            return
+        rates: list[Any] = [group["lr"] for group in optimizer.param_groups if group["params"]]
+        given = True
+        if isinstance(optimizer, DummyOptim):
+            rate = value_at(self.config, "optimizer.params.lr")
+            own = [group.get("lr") for group in optimizer.params if isinstance(group, Mapping)]
+            rates = [rate if one is None else one for one in own] or [rate]
+            given = "lr" not in optimizer.defaulted or any(one is not None for one in own)
+        several = isinstance(value_at(self.config, key), (list, tuple))
+        value = rates if several or len(set(rates)) > 1 else rates[0]
+        if given:
+            self.claim(key, value, f"lr={value!r} of the optimizer")
+        else:
+            self.default(key, value)
+
     def _see_one_rate(self, scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
         """Note a schedule that was computed from another rate than the configuration's."""
         if not isinstance(optimizer, DummyOptim) or isinstance(scheduler, DummyScheduler):
             return
         rate = value_at(self.config, "optimizer.params.lr")
         built_on_it = getattr(scheduler, "optimizer", None) is optimizer
-        if built_on_it and not _equal(rate, optimizer.lr):
+        if built_on_it and not is_equal(rate, optimizer.lr):
             self.note(
                 f"{self.plugin.place}: optimizer.params.lr={rate!r} with "
                 f"{type(scheduler).__name__} on DummyOptim(lr={optimizer.lr!r})",
@@ -231,9 +250,9 @@ class Settings:
                 'Write "auto" for optimizer.params.lr, or make them equal.',
             )
 
-    def _steps(self, num_steps: int | None) -> int | None:
+    def _steps(self, num_steps: int) -> int:
         """Return the engine's steps for `num_steps` of one process alone."""
-        if num_steps is None or self.plan.dataloader.split_batches:
+        if self.plan.dataloader.split_batches:
             return num_steps
         return math.ceil(num_steps / self.num_replicas)
 
@@ -320,15 +339,6 @@ def _even(size: int) -> int:
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _equal(found: Any, value: Any) -> bool:
-    numbers, sequences = (int, float), (list, tuple)
-    if isinstance(found, sequences) and isinstance(value, sequences):
-        return len(found) == len(value) and all(map(_equal, found, value))
-    if isinstance(found, numbers) and isinstance(value, numbers):
-        return math.isclose(found, value, rel_tol=1e-9)
-    return bool(str(found) == str(value))
 
 
 def _autos(config: Any, prefix: str = "") -> Iterator[str]:

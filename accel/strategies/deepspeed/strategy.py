@@ -24,13 +24,21 @@ from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem, StateError
 from accel.objects import Objects
 from accel.strategies.base import Strategy, Traits
-from accel.strategies.deepspeed import checks, package, recognition, scaling, shards, universal
+from accel.strategies.deepspeed import (
+    checks,
+    options,
+    package,
+    recognition,
+    scaling,
+    shards,
+    universal,
+)
 from accel.strategies.deepspeed.building import RefusesLostValues
 from accel.strategies.deepspeed.disk import Disk
 from accel.strategies.deepspeed.dummies import DummyScheduler
 from accel.strategies.deepspeed.engine import cast_forward, start
 from accel.strategies.deepspeed.recognition import Recognition
-from accel.strategies.deepspeed.settings import Settings
+from accel.strategies.deepspeed.settings import MICRO_BATCH, Settings
 from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, DeepSpeedScheduler
 from accel.strategies.footprint import Footprint
 
@@ -59,8 +67,10 @@ class DeepSpeedStrategy(Strategy):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        ConfigError.raise_if(options.ignored(self.plan))
         self.package = package.load(self.device)
         self._trained: weakref.ref[DeepSpeedOptimizer] | None = None
+        self._lacks_loaders = False  # whether the engine was built before any loader
         self._holds = 0  # contexts of `no_sync` around the current code
         self._recognition: Recognition | None = None
         self._announce(self.plugin)
@@ -147,6 +157,7 @@ class DeepSpeedStrategy(Strategy):
         loaders = self.wrap_dataloaders(objects, placement, slice_fn)
         done = Objects(dataloaders=loaders)
         if not objects.models:
+            self._follow_loaders(loaders)
             for optimizer, scheduler in itertools.product(prepared.optimizers, objects.schedulers):
                 optimizer.follow(scheduler)
             done.schedulers = [
@@ -170,17 +181,31 @@ class DeepSpeedStrategy(Strategy):
         """Return the engine's configuration, completed from the run and its objects."""
         (model,) = objects.models
         optimizer = next(iter(objects.optimizers), None)
-        sizes = [size for size in map(_batch_size, loaders) if size]
-        if self.plan.dataloader.split_batches:
-            sizes = [max(1, size // self.data_rank[1]) for size in sizes]
         settings = Settings(self.plugin, self.plan, self.data_rank[1])
-        settings.follow_run(sizes)
+        settings.follow_run(self._batch_sizes(loaders))
         settings.follow_optimizer(optimizer, self.device.type)
         engine_side = [s for s in objects.schedulers if isinstance(s, DummyScheduler)]
         scheduler = next(iter(engine_side or objects.schedulers), None)
         settings.follow_scheduler(scheduler, optimizer)
         settings.follow_model(model)
         return settings
+
+    def _batch_sizes(self, loaders: Sequence[Any]) -> list[int]:
+        """Return the samples per process and micro-batch of each loader that tells them."""
+        sizes = [size for size in map(_batch_size, loaders) if size]
+        share = self.data_rank[1] if self.plan.dataloader.split_batches else 1
+        return [max(1, size // share) for size in sizes]
+
+    def _follow_loaders(self, loaders: Sequence[Any]) -> None:
+        """Let an engine that was built before any loader take the batch size of the first ones."""
+        optimizer, sizes = self._optimizer(), self._batch_sizes(loaders)
+        if optimizer is None or not self._lacks_loaders or not sizes:
+            return
+        settings = Settings(optimizer.engine.accel_plugin, self.plan, self.data_rank[1])
+        settings.follow_run(sizes)
+        ConfigError.raise_if(settings.problems)
+        optimizer.engine.set_train_micro_batch_size(settings.config[MICRO_BATCH])
+        self._lacks_loaders = False
 
     def _evaluated(
         self, model: torch.nn.Module, place: bool, evaluation: bool, done: Objects
@@ -239,6 +264,8 @@ class DeepSpeedStrategy(Strategy):
         shards.share_weights(engine)
         wrapped = DeepSpeedOptimizer(engine, groups, optimizer)
         self._trained = weakref.ref(wrapped)
+        decided = settings.batch_sizes or MICRO_BATCH in self.plugin.decided
+        self._lacks_loaders = not decided
         done.optimizers = [wrapped]
         for scheduler in schedulers:
             if isinstance(scheduler, DummyScheduler):

@@ -71,6 +71,11 @@ class FSDPStrategy(DTensorStrategy):
                 )
             )
 
+    @property
+    def weights_on_first(self) -> bool:
+        """Whether models come to `prepare` with weights on the first process alone."""
+        return bool(self.plugin.cpu_ram_efficient_loading)
+
     # -- preparing -------------------------------------------------------------------------
 
     def validate(self, objects: Objects) -> None:

@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from accel import Accelerator
+from accel.config.fsdp import FullyShardedDataParallelPlugin
 from runner.factories.digits import digits
 from runner.factories.gan import GANStep, frechet_distance, neighbour_accuracy
 from runner.schema import Trainer
@@ -170,3 +171,24 @@ def test_the_metrics_prefer_real_images() -> None:
     other = step.summarize({"real": real[:100].flatten(1), "made": real[100:].flatten(1)})
     assert other["frechet"] < untrained["frechet"]
     assert other["neighbour_accuracy"] < 0.65 < untrained["neighbour_accuracy"]
+
+
+def losses_under(engine: str) -> list[float]:
+    """Return both losses of four steps under DDP or FSDP."""
+    torch.manual_seed(0)
+    plugin = FullyShardedDataParallelPlugin() if engine == "fsdp" else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    step = prepared(accelerator)
+    real = images(16)[accelerator.process_index :: 2]
+    found = []
+    for _ in range(4):
+        values = step.train(accelerator, window(real, 2, 16), Trainer())
+        shares = torch.stack([values["loss"], values["generator_loss"]])
+        found += accelerator.reduce(shares, "sum").tolist()
+    accelerator.end_training()
+    return found
+
+
+def test_the_models_train_alike_under_fsdp() -> None:
+    expected = run_distributed(losses_under, 2, "ddp")[0]
+    assert run_distributed(losses_under, 2, "fsdp")[0] == pytest.approx(expected, rel=1e-4)
