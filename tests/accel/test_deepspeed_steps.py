@@ -214,7 +214,9 @@ def steers_what_stood_for_it_before() -> None:
     accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config, zero_stage=1))
     model = build()
     stand_in = DummyOptim(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(stand_in, lambda step: 0.5**step)
+    schedules = torch.optim.lr_scheduler
+    parts = [schedules.LambdaLR(stand_in, lambda step: 0.5**step) for _ in range(2)]
+    scheduler = schedules.SequentialLR(stand_in, parts, milestones=[9])
     model, optimizer = accelerator.prepare(model, stand_in)
     scheduler = accelerator.prepare_scheduler(scheduler)
     inputs, targets = next(iter(data(4)))
