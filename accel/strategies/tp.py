@@ -13,11 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from accel.config.parallel import TorchTensorParallelPlugin
 from accel.enums import DistributedType
 from accel.strategies.base import Traits
+from accel.strategies.dtensor.dtypes import split_by_dtype
 from accel.strategies.dtensor.initial import InitialWeights
 from accel.strategies.dtensor.mesh import TENSOR, build_mesh, check_given, data_axes
 from accel.strategies.dtensor.splitting import split_matrices
 from accel.strategies.dtensor.strategy import DTensorStrategy
-from accel.strategies.fsdp.units import split_by_dtype
 
 
 @final

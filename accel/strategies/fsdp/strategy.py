@@ -21,13 +21,14 @@ from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem
 from accel.objects import Objects
 from accel.strategies.base import Traits
+from accel.strategies.dtensor.dtypes import split_by_dtype
 from accel.strategies.dtensor.initial import InitialWeights
 from accel.strategies.dtensor.mesh import TENSOR, build_mesh, check_given, data_axes
 from accel.strategies.dtensor.splitting import split_matrices
 from accel.strategies.dtensor.strategy import DTensorStrategy
 from accel.strategies.fsdp.ignored import average_gradients, ignored_modules, parameters_of
 from accel.strategies.fsdp.precision import Formats, build_formats, cast_buffers
-from accel.strategies.fsdp.units import Modules, check_classes, find_units, split_by_dtype
+from accel.strategies.fsdp.units import Modules, check_classes, find_units
 
 
 @final
