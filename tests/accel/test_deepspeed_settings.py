@@ -409,15 +409,16 @@ def test_options_that_an_engine_ignores_are_named_together() -> None:
         GradScalerKwargs(init_scale=2.0),
     ]
     accumulation = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
-    for stage, number in ((1, 4), (2, 3)):
+    cases = ((1, "fp16", 4), (2, "fp16", 3), (2, "bf16", 2), (3, "no", 1))
+    for stage, precision, number in cases:  # no other engine scales or casts there, either
         plan = plan_of(
             DeepSpeedPlugin(zero_stage=stage),
             kwargs_handlers=handlers,
             gradient_accumulation_plugin=accumulation,
         )
-        assert len(ignored(plan)) == number
-    found = "\n".join(map(str, ignored(plan)))
-    assert "DistributedDataParallelKwargs(find_unused_parameters=True) under DeepSpeed" in found
+        found = [str(one) for one in ignored(replace(plan, mixed_precision=precision))]
+        assert len(found) == number
+    assert "DistributedDataParallelKwargs(find_unused_parameters=True) under" in found[0]
     defaults = [DistributedDataParallelKwargs(), AutocastKwargs(), GradScalerKwargs()]
     assert ignored(plan_of(DeepSpeedPlugin(), kwargs_handlers=defaults)) == []
 

@@ -70,13 +70,15 @@ def sabotaged(cell: Cell) -> Task:
 
 def make_accelerator(cell: Cell) -> Accelerator:
     """Return the engine of `cell`; batches are those of the whole step, split over processes."""
+    arguments = BACKENDS[cell.backend].arguments(cell)
+    scales = "deepspeed_plugin" not in arguments  # its engine has a scaler of its own
     return Accelerator(
         device=cell.device,
         mixed_precision=cell.precision,
         gradient_accumulation_steps=cell.accumulation,
         dataloader_config=DataLoaderConfiguration(split_batches=True),
-        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
-        **BACKENDS[cell.backend].arguments(cell),
+        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)] if scales else None,
+        **arguments,
     )
 
 
