@@ -34,8 +34,9 @@ def compile_model(
         model: on its device; what wraps it afterwards is not compiled.
         plugin: what is compiled and how.
         hooks_inside: whether an engine has put hooks between the layers. Each of them breaks the
-            graph, so blocks are then compiled unless the plugin wants the whole model; and the
-            class of the model is the engine's, so it is compiled in place.
+            graph, so blocks are then compiled unless the plugin wants the whole model, of which
+            torch leaves uncompiled what it cannot resume (a loop that calls a hook); and the class
+            of the model is the engine's, so it is compiled in place.
 
     Returns:
         `model` itself where it was compiled in place, else ``torch.compile(model)``.

@@ -16,7 +16,6 @@ from accel import Accelerator
 from accel.arguments import Arguments
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.handlers import (
-    AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
 )
@@ -403,14 +402,9 @@ def test_one_of_several_plugins_is_selected() -> None:
 
 
 def test_options_that_an_engine_ignores_are_named_together() -> None:
-    handlers = [
-        DistributedDataParallelKwargs(find_unused_parameters=True),
-        AutocastKwargs(enabled=False),
-        GradScalerKwargs(init_scale=2.0),
-    ]
+    handlers = [GradScalerKwargs(init_scale=2.0)]
     accumulation = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
-    cases = ((1, "fp16", 4), (2, "fp16", 3), (2, "bf16", 2), (3, "no", 1))
-    for stage, precision, number in cases:  # no other engine scales or casts there, either
+    for stage, precision, number in ((1, "fp16", 2), (2, "fp16", 1), (1, "bf16", 1), (3, "no", 0)):
         plan = plan_of(
             DeepSpeedPlugin(zero_stage=stage),
             kwargs_handlers=handlers,
@@ -418,9 +412,9 @@ def test_options_that_an_engine_ignores_are_named_together() -> None:
         )
         found = [str(one) for one in ignored(replace(plan, mixed_precision=precision))]
         assert len(found) == number
-    assert "DistributedDataParallelKwargs(find_unused_parameters=True) under" in found[0]
-    defaults = [DistributedDataParallelKwargs(), AutocastKwargs(), GradScalerKwargs()]
-    assert ignored(plan_of(DeepSpeedPlugin(), kwargs_handlers=defaults)) == []
+        if precision == "fp16":
+            assert found[0].startswith("GradScalerKwargs(init_scale=2.0) with deepspeed:")
+    assert ignored(plan_of(DeepSpeedPlugin(), kwargs_handlers=[GradScalerKwargs()])) == []
 
 
 def test_the_active_plugin_is_asked_for_where_deepspeed_is_off() -> None:

@@ -1,4 +1,4 @@
-"""Options of a run that an engine of DeepSpeed, which wraps, casts and scales itself, ignores."""
+"""Options of a run that an engine of DeepSpeed ignores: it scales losses and accumulates itself."""
 
 from __future__ import annotations
 
@@ -17,30 +17,15 @@ def ignored(plan: Plan) -> list[Problem]:
         plan: the resolved configuration of the run.
     """
     problems = []
-    for used, handler, rule, remedy in (
-        (
-            True,
-            plan.ddp,
-            "DeepSpeed's engine wraps the model, not DistributedDataParallel",
-            "Leave it out; zero_optimization has the sizes of its buckets.",
-        ),
-        (
-            plan.mixed_precision != "no",
-            plan.autocast,
-            "DeepSpeed's engine casts the model, and autocast is not used",
-            "Leave it out, or switch torch_autocast on in hf_ds_config.",
-        ),
-        (
-            plan.mixed_precision == "fp16",
-            plan.scaler,
-            "DeepSpeed's engine scales losses itself",
-            "Give initial_scale_power and loss_scale_window in the section fp16 of hf_ds_config.",
-        ),
-    ):
-        given = ", ".join(f"{name}={value!r}" for name, value in handler.to_kwargs().items())
-        if used and given:
-            value = f"{type(handler).__name__}({given}) under DeepSpeed"
-            problems.append(Problem(value, rule, remedy))
+    scaler = ", ".join(f"{name}={value!r}" for name, value in plan.scaler.to_kwargs().items())
+    if scaler and plan.mixed_precision == "fp16":
+        problems.append(
+            Problem(
+                f"GradScalerKwargs({scaler}) with deepspeed",
+                "its engine scales losses itself",
+                "Give initial_scale_power and loss_scale_window in the section fp16 of hf_ds_config.",
+            )
+        )
     stages = [plugin.stage for plugin in (plan.engines.deepspeed or {}).values()]
     if plan.accumulation.sync_each_batch and min(stages) < 2:
         problems.append(

@@ -19,8 +19,10 @@ from accel.config.handlers import import_callable
 from accel.engines import num_replicas
 from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem
+from accel.logging import get_logger
 from accel.objects import Objects
 from accel.strategies.base import Traits
+from accel.strategies.compile import is_on
 from accel.strategies.dtensor.dtypes import split_by_dtype
 from accel.strategies.dtensor.initial import InitialWeights
 from accel.strategies.dtensor.mesh import TENSOR, build_mesh, check_given, data_axes
@@ -29,6 +31,8 @@ from accel.strategies.dtensor.strategy import DTensorStrategy
 from accel.strategies.fsdp.ignored import average_gradients, ignored_modules, parameters_of
 from accel.strategies.fsdp.precision import Formats, build_formats, cast_buffers
 from accel.strategies.fsdp.units import Modules, check_classes, find_units
+
+logger = get_logger(__name__)
 
 
 @final
@@ -98,6 +102,18 @@ class FSDPStrategy(DTensorStrategy):
             self._ignored[model] = parameters_of(ignored)
         if self.plugin.forward_prefetch:
             _prefetch_forward(units)
+
+    def compile_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return `model` compiled as the run says; of a whole one, the graphs between hooks."""
+        dynamo = self.plan.dynamo
+        inside = any(m is not model and isinstance(m, FSDPModule) for m in model.modules())
+        if inside and is_on(dynamo) and dynamo.use_regional_compilation is False:
+            logger.warning_once(
+                "use_regional_compilation=False under FSDP: gathering breaks the graph at each "
+                "unit. Units are compiled; what calls them in a loop is not. For one graph, shard "
+                "the model as one unit: auto_wrap_policy='no_wrap'."
+            )
+        return super().compile_model(model)
 
     def _initial_weights(self) -> InitialWeights:
         import_callable(self.plugin, "param_init_fn")

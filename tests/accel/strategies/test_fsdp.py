@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader
 
-from accel.config.training import GradientAccumulationPlugin
 from accel.enums import DistributedType
 from accel.errors import ConfigError
 from accel.strategies.dtensor.scaler import ShardedStepScaler
@@ -70,43 +68,6 @@ def test_every_way_of_sharding_trains_alike() -> None:
     run_distributed(check_variants, 4, timeout=120.0)
 
 
-def recomputed(plugin: dict[str, Any]) -> int:
-    """Return how many activations a backward pass computes anew."""
-    accelerator = build(fsdp=plugin)
-    model = accelerator.prepare(Model())
-    computed = []
-    own = torch.nn.functional.gelu
-    loss = loss_of(model, *data(1).tensors)
-    torch.nn.functional.gelu = lambda hidden: (computed.append(hidden), own(hidden))[1]
-    try:
-        accelerator.backward(loss)
-    finally:
-        torch.nn.functional.gelu = own
-    accelerator.end_training()
-    return len(computed)
-
-
-def gathers_ahead(plugin: dict[str, Any]) -> list[list[Any]]:
-    """Return what each block lets be gathered while it computes."""
-    accelerator = build(fsdp=plugin)
-    model = accelerator.prepare(Model())
-    states = [block._get_fsdp_state() for block in model.blocks]
-    ahead = [[states.index(s) for s in state._states_to_forward_prefetch] for state in states]
-    accelerator.end_training()
-    return ahead
-
-
-def check_switches() -> None:
-    assert recomputed({"activation_checkpointing": True}) == 2  # one a block
-    assert recomputed({}) == 0
-    assert gathers_ahead({"forward_prefetch": True}) == [[1], []]
-    assert gathers_ahead({}) == [[], []]
-
-
-def test_activations_are_recomputed_and_units_gathered_ahead() -> None:
-    run_distributed(check_switches, 2)
-
-
 # -- what is in place ----------------------------------------------------------------------
 
 
@@ -154,47 +115,6 @@ def check_replicas() -> None:
 
 def test_replicas_of_a_sharded_model_hold_more() -> None:
     run_distributed(check_replicas, 4)
-
-
-def calls(accelerator: Any, model: Any, sync: bool) -> tuple[int, int]:
-    """Return how often one pass gathers parameters and reduces gradients."""
-    tokens = torch.zeros(2, 4, dtype=torch.long)
-    with CommDebugMode() as mode, accelerator.accumulate(model, sync_gradients=sync):
-        accelerator.backward(loss_of(model, tokens, tokens))
-    counts = {str(name): count for name, count in mode.get_comm_counts().items()}
-    gathers = sum(count for name, count in counts.items() if "allgather" in name)
-    reduces = sum(count for name, count in counts.items() if "reduce_scatter" in name)
-    return gathers, reduces
-
-
-def check_collectives() -> None:
-    # Three units: two blocks and what is around them, which stays gathered after its forward.
-    for reshard, gathers in ((None, 5), (True, 6), (False, 3)):
-        accelerator = build(fsdp={"reshard_after_forward": reshard}, gradient_accumulation_steps=3)
-        model = accelerator.prepare(Model())
-        assert calls(accelerator, model, True) == (gathers, 3), reshard
-        # Gathered once, and kept through the passes that exchange nothing.
-        assert calls(accelerator, model, False) == (3, 0), reshard
-        assert calls(accelerator, model, False) == (0, 0), reshard
-        # The last one's forward finds everything there, and frees what is to be freed.
-        assert calls(accelerator, model, True) == (gathers - 3, 3), reshard
-        assert calls(accelerator, model, True) == (gathers, 3), reshard
-        accelerator.end_training()
-    # The first forward of all may be one that exchanges nothing.
-    plugin = GradientAccumulationPlugin(num_steps=3, sync_each_batch=True)
-    for arguments, expected in (
-        ({"gradient_accumulation_steps": 3}, [(3, 0), (0, 0), (2, 3), (5, 3)]),
-        ({"gradient_accumulation_plugin": plugin}, [(5, 3)] * 4),  # memory over traffic
-    ):
-        accelerator = build(fsdp={}, **arguments)
-        model = accelerator.prepare(Model())
-        found = [calls(accelerator, model, sync) for sync in (False, False, True, True)]
-        assert found == expected
-        accelerator.end_training()
-
-
-def test_collectives_of_a_step_are_those_of_its_units() -> None:
-    run_distributed(check_collectives, 2)
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -300,7 +220,21 @@ def check_loading() -> None:
     model = accelerator.prepare(Model(seed=accelerator.process_index))
     assert difference(accelerator.get_state_dict(model), Model().state_dict()) == 0.0
     accelerator.end_training()
+    check_own_weights()
     check_nowhere()
+
+
+def check_own_weights() -> None:
+    accelerator = build(fsdp={"sync_module_states": False})
+    rank, size = accelerator.process_index, accelerator.num_processes
+    model = accelerator.prepare(Model(seed=rank))
+    own = Model(seed=rank).embed.weight.chunk(size)[rank]
+    assert torch.equal(model.embed.weight.to_local(), own)
+    with torch.device("cpu" if rank == 0 else "meta"):
+        other = Model()
+    with pytest.raises(ConfigError, match=r"sync_module_states=False .* on ranks \[1\]"):
+        accelerator.prepare(other)
+    accelerator.end_training()
 
 
 def check_nowhere() -> None:
@@ -466,18 +400,3 @@ def check_norms_of_little() -> None:
 
 def test_norms_of_what_some_ranks_hold_nothing_of() -> None:
     run_distributed(check_norms_of_little, 4)
-
-
-def check_compiled() -> None:
-    accelerator = build(fsdp={}, dynamo_backend="eager")
-    model = Model()
-    losses, _, weights = train(accelerator, model)
-    expected = plain(Model())
-    assert largest(losses, expected[0]) < CLOSE
-    assert difference(weights, expected[2]) < CLOSE
-    assert model._compiled_call_impl is None
-    assert all(block._compiled_call_impl is not None for block in model.blocks)
-
-
-def test_blocks_are_compiled_behind_the_hooks() -> None:
-    run_distributed(check_compiled, 2)

@@ -1,0 +1,161 @@
+"""What FSDP2 exchanges, computes anew and compiles: counted, as parity alone does not show it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor.debug import CommDebugMode
+
+from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
+from accel.strategies.fsdp.strategy import logger
+from tests.accel.strategies.training import (
+    Model,
+    build,
+    data,
+    difference,
+    largest,
+    loss_of,
+    plain,
+    train,
+)
+from tests.helpers import run_distributed
+
+CLOSE = 1e-5
+BLOCK, WHOLE = 5, 15  # calls in the graph of a block, and of the model around two of them
+
+
+def calls(accelerator: Any, model: Any, sync: bool) -> tuple[int, int]:
+    """Return how often one pass gathers parameters and reduces gradients."""
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    with CommDebugMode() as mode, accelerator.accumulate(model, sync_gradients=sync):
+        accelerator.backward(loss_of(model, tokens, tokens))
+    counts = {str(name): count for name, count in mode.get_comm_counts().items()}
+    gathers = sum(count for name, count in counts.items() if "allgather" in name)
+    reduces = sum(count for name, count in counts.items() if "reduce_scatter" in name)
+    return gathers, reduces
+
+
+def check_collectives() -> None:
+    # Three units: two blocks and what is around them, which stays gathered after its forward.
+    for reshard, gathers in ((None, 5), (True, 6), (False, 3)):
+        accelerator = build(fsdp={"reshard_after_forward": reshard}, gradient_accumulation_steps=3)
+        model = accelerator.prepare(Model())
+        assert calls(accelerator, model, True) == (gathers, 3), reshard
+        # Gathered once, and kept through the passes that exchange nothing.
+        assert calls(accelerator, model, False) == (3, 0), reshard
+        assert calls(accelerator, model, False) == (0, 0), reshard
+        # The last one's forward finds everything there, and frees what is to be freed.
+        assert calls(accelerator, model, True) == (gathers - 3, 3), reshard
+        assert calls(accelerator, model, True) == (gathers, 3), reshard
+        accelerator.end_training()
+    # The first forward of all may be one that exchanges nothing.
+    plugin = GradientAccumulationPlugin(num_steps=3, sync_each_batch=True)
+    for arguments, expected in (
+        ({"gradient_accumulation_steps": 3}, [(3, 0), (0, 0), (2, 3), (5, 3)]),
+        ({"gradient_accumulation_plugin": plugin}, [(5, 3)] * 4),  # memory over traffic
+    ):
+        accelerator = build(fsdp={}, **arguments)
+        model = accelerator.prepare(Model())
+        found = [calls(accelerator, model, sync) for sync in (False, False, True, True)]
+        assert found == expected
+        accelerator.end_training()
+
+
+def test_collectives_of_a_step_are_those_of_its_units() -> None:
+    run_distributed(check_collectives, 2)
+
+
+def check_collectives_of_split_matrices() -> None:
+    accelerator = build(fsdp={}, tp={"tp_size": 2})
+    model = accelerator.prepare(Model())
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    with CommDebugMode() as mode:
+        accelerator.backward(loss_of(model, tokens, tokens))
+    counts = {str(name): count for name, count in mode.get_comm_counts().items()}
+    assert counts == {
+        "c10d._allgather_base_": 5,  # three units forward, and the two blocks backward
+        "c10d._reduce_scatter_base_": 3,
+        "c10d_functional.all_reduce": 4,  # of each block, the sum forward and the one backward
+    }
+    accelerator.end_training()
+
+
+def test_collectives_of_a_step_with_split_matrices() -> None:
+    run_distributed(check_collectives_of_split_matrices, 4)
+
+
+def recomputed(plugin: dict[str, Any]) -> int:
+    """Return how many activations a backward pass computes anew."""
+    accelerator = build(fsdp=plugin)
+    model = accelerator.prepare(Model())
+    computed = []
+    own = torch.nn.functional.gelu
+    loss = loss_of(model, *data(1).tensors)
+    torch.nn.functional.gelu = lambda hidden: (computed.append(hidden), own(hidden))[1]
+    try:
+        accelerator.backward(loss)
+    finally:
+        torch.nn.functional.gelu = own
+    accelerator.end_training()
+    return len(computed)
+
+
+def gathers_ahead(plugin: dict[str, Any]) -> list[list[Any]]:
+    """Return what each block lets be gathered while it computes."""
+    accelerator = build(fsdp=plugin)
+    model = accelerator.prepare(Model())
+    states = [block._get_fsdp_state() for block in model.blocks]
+    ahead = [[states.index(s) for s in state._states_to_forward_prefetch] for state in states]
+    accelerator.end_training()
+    return ahead
+
+
+def check_switches() -> None:
+    assert recomputed({"activation_checkpointing": True}) == 2  # one a block
+    assert recomputed({}) == 0
+    assert gathers_ahead({"forward_prefetch": True}) == [[1], []]
+    assert gathers_ahead({}) == [[], []]
+
+
+def test_activations_are_recomputed_and_units_gathered_ahead() -> None:
+    run_distributed(check_switches, 2)
+
+
+def check_compiled(plugin: dict[str, Any], regional: bool | None, size: int, warned: bool) -> None:
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.logger.addHandler(handler)
+    dynamo = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
+    accelerator = build(fsdp=plugin, dynamo_plugin=dynamo)
+    losses, _, weights = train(accelerator, Model())
+    logger.logger.removeHandler(handler)
+    expected = plain(Model())
+    assert largest(losses, expected[0]) < CLOSE
+    assert difference(weights, expected[2]) < CLOSE
+    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["calls_captured"] == size
+    said = [text for text in said if "auto_wrap_policy='no_wrap'" in text]
+    assert bool(said) is (warned and accelerator.is_main_process)
+    accelerator.end_training()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("plugin", "regional", "size", "warned"),
+    [
+        ({}, None, BLOCK, False),
+        ({}, False, BLOCK, True),  # torch leaves the rest: hooks are called in a loop
+        ({"auto_wrap_policy": "no_wrap"}, False, WHOLE, False),
+    ],
+)
+def test_graphs_are_those_between_the_hooks(
+    plugin: dict[str, Any], regional: bool | None, size: int, warned: bool
+) -> None:
+    run_distributed(check_compiled, 2, plugin, regional, size, warned)
