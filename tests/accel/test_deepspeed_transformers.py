@@ -152,7 +152,8 @@ def test_one_of_several_accelerators_ends_it_for_all() -> None:
     run_distributed(is_told_by_several_accelerators, 1, timeout=110)
 
 
-@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the step and the export are those of any model
+@pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_saved_model_is_loaded_in_shards(tmp_path: Path, precision: str) -> None:
     run_distributed(loads_in_shards, 2, str(tmp_path), precision, timeout=110)
 
