@@ -1,4 +1,4 @@
-"""Options of a run that an engine of DeepSpeed ignores: it scales losses and accumulates itself."""
+"""Options of a run that DeepSpeed ignores: its engine scales losses and accumulates itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def ignored(plan: Plan) -> list[Problem]:
             Problem(
                 f"GradScalerKwargs({scaler}) with deepspeed",
                 "its engine scales losses itself",
-                "Give initial_scale_power and loss_scale_window in the section fp16 of hf_ds_config.",
+                "Give initial_scale_power and loss_scale_window in the section fp16 of "
+                "hf_ds_config.",
             )
         )
     stages = [plugin.stage for plugin in (plan.engines.deepspeed or {}).values()]
