@@ -166,10 +166,10 @@ def adagrad(model: torch.nn.Module, num_groups: int) -> torch.optim.Adagrad:
 
 
 def schedule(kind: str, optimizer: torch.optim.Optimizer, each: int) -> Any:
-    """A quarter of the rate after each step, which counts `each` times."""
+    """A warm-up, or a quarter of the rate after each step; a step counts `each` times."""
     schedules = torch.optim.lr_scheduler
-    if kind == "lambda":
-        return schedules.LambdaLR(optimizer, lambda step: 0.25 ** (step // each))
+    if kind == "warm":
+        return schedules.LambdaLR(optimizer, lambda step: 0.1 * (1 + step // each))
     parts = [schedules.StepLR(optimizer, each, 0.25) for _ in range(2)]
     return schedules.SequentialLR(optimizer, parts, milestones=[3 * each])
 
@@ -215,17 +215,18 @@ def steers_what_stood_for_it_before() -> None:
     model = build()
     stand_in = DummyOptim(model.parameters(), lr=0.1)
     schedules = torch.optim.lr_scheduler
-    parts = [schedules.LambdaLR(stand_in, lambda step: 0.5**step) for _ in range(2)]
+    parts = [schedules.LambdaLR(stand_in, lambda step: 0.5 ** (step + 1)) for _ in range(2)]
     scheduler = schedules.SequentialLR(stand_in, parts, milestones=[9])
     model, optimizer = accelerator.prepare(model, stand_in)
     scheduler = accelerator.prepare_scheduler(scheduler)
+    assert optimizer.param_groups[0]["lr"] == 0.05
     inputs, targets = next(iter(data(4)))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lr_scheduler")
         accelerator.backward(error_of(model(inputs), targets))
         optimizer.step()
         scheduler.step()
-    expected = 0.1 * 0.5**accelerator.num_processes
+    expected = 0.1 * 0.5 ** (accelerator.num_processes + 1)
     assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == expected
     accelerator.end_training()
 
@@ -244,7 +245,7 @@ def refuses_a_schedule_from_another_rate() -> None:
 
 def schedules() -> None:
     steers_adagrad(2, "sequential")
-    steers_adagrad(3, "lambda")
+    steers_adagrad(3, "warm")
     refuses_adagrad_in_groups()
     steers_what_stood_for_it_before()
     refuses_a_schedule_from_another_rate()

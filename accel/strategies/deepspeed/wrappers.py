@@ -99,8 +99,12 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
             return
         if isinstance(given, DummyOptim):
             self._take_rates(given, type(scheduler).__name__)
-        # torch's check of the order of calls wants `step` marked, as a new scheduler does it.
+        # torch's check of the order of calls wants `step` marked, as a new scheduler does it; that
+        # sets the rates to their initial ones, which a warm-up does not begin with.
+        rates = [group["lr"] for group in self.optimizer.param_groups]
         torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
         scheduler.optimizer = self.optimizer
         for part in getattr(scheduler, "_schedulers", ()):
             part.optimizer = self.optimizer
