@@ -123,7 +123,7 @@ def trains_equally(cases: list[dict[str, Any]]) -> None:
         assert all(tensor.dtype == torch.float32 for tensor in state.values())
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_stage_trains_as_a_plain_loop(world_size: int) -> None:
     cases: list[dict[str, Any]] = [{"zero_stage": stage} for stage in range(4)]
     run_distributed(trains_equally, world_size, cases, timeout=110)

@@ -75,7 +75,8 @@ def check_parity(world_size: int) -> None:
             accelerator.end_training()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+# Four processes share two cores; those that compose TP with others are counted in the fast tests.
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_is_that_of_a_plain_loop(world_size: int) -> None:
     run_distributed(check_parity, world_size, world_size, timeout=180.0)
 
@@ -258,7 +259,9 @@ def check_dtypes(tp_size: int) -> None:
     assert difference(weights, expected[2]) < CLOSE
 
 
-@pytest.mark.parametrize(("tp_size", "world_size"), [(1, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("tp_size", "world_size"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.slow)]
+)
 def test_replicas_of_a_model_of_two_dtypes(tp_size: int, world_size: int) -> None:
     run_distributed(check_dtypes, world_size, tp_size)
 

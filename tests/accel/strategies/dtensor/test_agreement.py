@@ -62,7 +62,10 @@ def check_summed(engines: dict[str, Any]) -> None:
     assert difference(weights, expected[2]) < CLOSE
 
 
-@pytest.mark.parametrize(("world_size", "engines"), [(2, {}), (2, {"fsdp": {}}), (4, {})])
+@pytest.mark.parametrize(
+    ("world_size", "engines"),
+    [(2, {}), (2, {"fsdp": {}}), pytest.param(4, {}, marks=pytest.mark.slow)],
+)
 def test_gradients_of_whole_parameters_are_summed(world_size: int, engines: dict[str, Any]) -> None:
     run_distributed(check_summed, world_size, engines)
 

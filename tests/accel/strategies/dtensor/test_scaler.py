@@ -101,7 +101,7 @@ def check_like_ddp(world_size: int) -> None:
             assert difference(own, weights) < CLOSE, engines
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_losses_norms_skips_and_scales_are_those_of_ddp(world_size: int) -> None:
     run_distributed(check_like_ddp, world_size, world_size, timeout=120.0)
 
@@ -170,7 +170,7 @@ def check_parts(world_size: int) -> list[list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_overflow_in_the_part_of_one_process_skips_the_step_on_all(world_size: int) -> None:
     for found in run_distributed(check_parts, world_size, world_size):
         assert found == [[True, False, SCALE / 2]] * len(found)
