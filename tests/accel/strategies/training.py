@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -152,26 +149,3 @@ def local_sizes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
         name: tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape)
         for name, p in model.named_parameters()
     }
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[dict[str, int]]:
-    """Count collectives by name."""
-    names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast")
-    counts = dict.fromkeys(names, 0)
-    before = {name: getattr(dist, name) for name in names}
-
-    def counting(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return before[name](*args, **kwargs)
-
-        return call
-
-    for name in names:
-        setattr(dist, name, counting(name))
-    try:
-        yield counts
-    finally:
-        for name, function in before.items():
-            setattr(dist, name, function)
