@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -253,3 +254,23 @@ def schedules() -> None:
 
 def test_schedules_steer_the_optimizer_that_steps() -> None:
     run_distributed(schedules, 2, timeout=110)
+
+
+# -- what a step costs ---------------------------------------------------------------------
+
+
+def starts_no_program() -> None:
+    """DeepSpeed by itself counts the CPU's nodes, by a program, at every reduction of ZeRO-3."""
+    accelerator, model, optimizer = started(zero_stage=3)
+    inputs, targets = next(iter(data(GLOBAL_BATCH, steps=1)))
+    with patch("subprocess.Popen", side_effect=AssertionError("a program is started")):
+        accelerator.backward(error_of(model(inputs), targets))
+        optimizer.step()
+    from deepspeed.accelerator import get_accelerator
+
+    assert get_accelerator().device_count() == accelerator.num_processes  # all on one node
+    accelerator.end_training()
+
+
+def test_a_step_starts_no_program() -> None:
+    run_distributed(starts_no_program, 2, timeout=110)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
@@ -13,46 +14,49 @@ from torch.nn.parallel import DistributedDataParallel
 class Walk:
     """Counts what came to life since it was made.
 
-    Storages that live already are held until the walk is forgotten, so that their addresses are not
-    given to others meanwhile.
+    The collector forgets what lived before, 300,000 objects of the imports, so that a count looks
+    at the new ones alone. Storages of before are held until the walk is forgotten: a new tensor may
+    use one, and their addresses are not given to others meanwhile.
 
     Args:
         step: the optimizer step at which `count` counts; moments of AdamW exist from the second on.
     """
 
     def __init__(self, step: int = 2) -> None:
+        gc.unfreeze()
         gc.collect()
         self.step = step
-        self.before = storages()
-        self.buckets_before = bucket_bytes()
+        self.before = storages(gc.get_objects())
+        gc.freeze()
 
     def count(self, step: int, moment: str) -> int | None:
         """Return the bytes of the storages and buckets that came to life, None at other steps."""
         if step != self.step:
             return None
         gc.collect()
-        live = storages()
+        objects = gc.get_objects()
+        live = storages(objects)
         held = sum(s.nbytes() for at, s in live.items() if at not in self.before)
-        return held + bucket_bytes() - self.buckets_before
+        return held + bucket_bytes(objects)
 
 
-def bucket_bytes() -> int:
+def bucket_bytes(objects: list[Any]) -> int:
     """Return the bytes of the buckets that DDP's reducers exchange, by what torch logs of them.
 
     No tensor of Python's shows them, unless gradients are views into them.
     """
     total = 0
-    for item in gc.get_objects():
+    for item in objects:
         if issubclass(type(item), DistributedDataParallel) and not item.gradient_as_bucket_view:
             sizes = item._get_ddp_logging_data()["bucket_sizes"]
             total += sum(int(size) for size in sizes.split(","))
     return total
 
 
-def storages() -> dict[int, torch.UntypedStorage]:
-    """Return all storages with memory of their own that a tensor of this process uses."""
+def storages(objects: list[Any]) -> dict[int, torch.UntypedStorage]:
+    """Return all storages with memory of their own that a tensor among `objects` uses."""
     found: dict[int, torch.UntypedStorage] = {}
-    for tensor in tensors():
+    for tensor in tensors(objects):
         if tensor.layout != torch.strided or tensor.device.type == "meta":
             continue
         storage = tensor.untyped_storage()
@@ -61,12 +65,12 @@ def storages() -> dict[int, torch.UntypedStorage]:
     return found
 
 
-def tensors() -> Iterator[torch.Tensor]:
-    """Yield every tensor that Python knows, local shards and gradients too.
+def tensors(objects: list[Any]) -> Iterator[torch.Tensor]:
+    """Yield every tensor among `objects`, local shards and gradients too.
 
     But for those that stand for others while the compiler traces: they have no memory of their own.
     """
-    for item in gc.get_objects():
+    for item in objects:
         kind = type(item)  # `isinstance` would ask lazy proxies, which import things then
         if not issubclass(kind, torch.Tensor) or stands_for_another(item):
             continue

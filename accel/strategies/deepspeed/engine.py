@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from accel import env, tree
+from accel.plan import Plan
 from accel.strategies.deepspeed import package
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from accel.strategies.deepspeed.settings import Settings
@@ -25,7 +26,7 @@ def start(
     optimizer: torch.optim.Optimizer | None,
     schedulers: Sequence[Any],
     settings: Settings,
-    local_rank: int,
+    plan: Plan,
 ) -> Any:
     """Return the `DeepSpeedEngine` of a model. Called on every rank.
 
@@ -35,7 +36,7 @@ def start(
         optimizer: the user's own, or its stand-in; None: the model is only evaluated.
         schedulers: of which a `DummyScheduler` may build the engine's own.
         settings: complete.
-        local_rank: of this process.
+        plan: of the run, for the place of this process on its node.
 
     Raises:
         ConfigError: naming everything that contradicts itself in `settings`.
@@ -48,10 +49,10 @@ def start(
     dummy = next((s for s in schedulers if isinstance(s, DummyScheduler)), None)
     if dummy is not None and dummy.lr_scheduler_callable is not None:
         arguments["lr_scheduler"] = dummy.lr_scheduler_callable
-    package.join_group(deepspeed)
+    package.join_group(deepspeed, plan.local_world_size)
     if settings.on_disk:
         package.build(deepspeed, "AsyncIOBuilder")
-    with env.patched(LOCAL_RANK=local_rank):  # a lone process has no launcher
+    with env.patched(LOCAL_RANK=plan.local_rank):  # a lone process has no launcher
         started, *_ = deepspeed.initialize(**arguments)
     return started
 

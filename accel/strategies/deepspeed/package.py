@@ -59,11 +59,18 @@ def load(device: torch.device) -> ModuleType:
     return package
 
 
-def join_group(package: ModuleType) -> None:
+def join_group(package: ModuleType, local_world_size: int) -> None:
     """Let DeepSpeed talk through the process group of the run.
 
     It keeps groups in globals; those of an earlier run's process group are dropped.
+
+    Args:
+        package: deepspeed.
+        local_world_size: number of processes on this node.
     """
+    # As its own launcher says it. On CPUs it would count devices anew, by a program that it starts,
+    # at every reduction of ZeRO-3.
+    env.set_values({"LOCAL_SIZE": local_world_size})
     world = dist.group.WORLD
     if _GROUPS and _GROUPS[0]() is world and package.comm.comm.cdb is not None:
         return

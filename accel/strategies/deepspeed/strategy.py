@@ -95,7 +95,7 @@ class DeepSpeedStrategy(Strategy):
         plugin = self.plugin
         wanted = plugin.stage == 3 and plugin.zero3_init_flag is not False
         if wanted and recognition.is_possible():
-            package.join_group(self.package)
+            package.join_group(self.package, self.plan.local_world_size)
             config = self._init_settings().config
             self._recognition = Recognition(config, self.plan.local_rank)
 
@@ -252,8 +252,7 @@ class DeepSpeedStrategy(Strategy):
         """Start the engine, and put what it makes of the objects into `done`."""
         groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
         groups = [group for group in groups if group]  # the engine drops empty ones
-        local_rank = self.plan.local_rank
-        engine = start(self.package, model, optimizer, schedulers, settings, local_rank)
+        engine = start(self.package, model, optimizer, schedulers, settings, self.plan)
         engine.accel_plugin = self.plugin
         _OWNERS[engine] = weakref.ref(self)
         if self.precision.name in DTYPES and not engine.torch_autocast_enabled():
@@ -287,7 +286,7 @@ class DeepSpeedStrategy(Strategy):
             yield
             return
         config = self._init_settings().finish()
-        package.join_group(self.package)
+        package.join_group(self.package, self.plan.local_world_size)
         dtype = DTYPES.get(self.precision.name, torch.float32)
         with env.patched(LOCAL_RANK=self.plan.local_rank):  # a lone process has no launcher
             context = self.package.zero.Init(config_dict_or_path=config, dtype=dtype)
