@@ -10,6 +10,7 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -149,6 +150,14 @@ def test_memory_is_counted_once_and_without_the_compilers_stand_ins() -> None:
     stand_ins = [fake, torch._to_functional_tensor(fake), torch._to_functional_tensor(view)]
     assert walk.count(0, "after") == 2 * 4 * 300
     assert len(stand_ins) == 3
+
+
+def test_a_message_that_a_thread_lets_go_of_late_is_not_counted() -> None:
+    walk = Walk(step=0)
+    real, message = torch.ones(300), [torch.ones(500)]
+    with patch("tests.parity.memory.time.sleep", side_effect=lambda seconds: message.clear()):
+        assert walk.count(0, "before") == real.nbytes
+    assert not message
 
 
 def test_what_a_process_may_hold_and_why_some_hold_more() -> None:
