@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from accel.config.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
     from accel.config.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
     from accel.config.fp8 import TERecipeKwargs as TERecipeKwargs
+    from accel.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accel.config.handlers import AutocastKwargs as AutocastKwargs
     from accel.config.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from accel.config.handlers import GradScalerKwargs as GradScalerKwargs
     from accel.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
     from accel.config.handlers import KwargsHandler as KwargsHandler
     from accel.config.handlers import ProfileKwargs as ProfileKwargs
+    from accel.config.parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
     from accel.config.training import DataLoaderConfiguration as DataLoaderConfiguration
     from accel.config.training import GradientAccumulationPlugin as GradientAccumulationPlugin
     from accel.config.training import ProjectConfiguration as ProjectConfiguration
@@ -54,6 +56,7 @@ _PLACES = {
     "DistributedDataParallelKwargs": "accel.config.handlers",
     "DistributedType": "accel.enums",
     "FP8RecipeKwargs": "accel.config.fp8",
+    "FullyShardedDataParallelPlugin": "accel.config.fsdp",
     "GradScalerKwargs": "accel.config.handlers",
     "GradientAccumulationPlugin": "accel.config.training",
     "GradientState": "accel.state",
@@ -65,6 +68,7 @@ _PLACES = {
     "ProjectConfiguration": "accel.config.training",
     "TERecipeKwargs": "accel.config.fp8",
     "TorchDynamoPlugin": "accel.config.training",
+    "TorchTensorParallelPlugin": "accel.config.parallel",
     "find_executable_batch_size": "accel.memory",
     "is_rich_available": "accel.imports",
     "load_checkpoint_in_model": "accel.checkpoint.weights",

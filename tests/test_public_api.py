@@ -22,7 +22,8 @@ DOCUMENTED = {
         DistributedDataParallelKwargs FP8RecipeKwargs GradScalerKwargs InitProcessGroupKwargs
         KwargsHandler ProfileKwargs DataLoaderConfiguration GradientAccumulationPlugin
         ProjectConfiguration TorchDynamoPlugin skip_first_batches prepare_data_loader
-        synchronize_rng_states find_executable_batch_size
+        synchronize_rng_states find_executable_batch_size DeepSpeedPlugin
+        FullyShardedDataParallelPlugin TorchTensorParallelPlugin
     """,
     "accel.accelerator": "Accelerator",
     "accel.state": "AcceleratorState GradientState PartialState",
@@ -39,6 +40,8 @@ DOCUMENTED = {
         AutocastKwargs DistributedDataParallelKwargs FP8RecipeKwargs GradScalerKwargs
         InitProcessGroupKwargs KwargsHandler ProfileKwargs DataLoaderConfiguration
         GradientAccumulationPlugin ProjectConfiguration TorchDynamoPlugin
+        DeepSpeedPlugin DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin
+        FullyShardedDataParallelPlugin TorchTensorParallelPlugin
         broadcast broadcast_object_list concatenate gather gather_object pad_across_processes reduce
         send_to_device slice_tensors wait_for_everyone convert_to_fp32 recursively_apply
         is_bf16_available is_torch_version extract_model_from_parallel set_seed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,6 +67,13 @@ class Communicator(ABC):
 
     def flush(self) -> None:  # noqa: B027 (eager transports have nothing to wait for)
         """Wait until work that was only queued (lazy backends) is done. Nothing by default."""
+
+    def before_exit(self, let_go: Callable[[], None]) -> None:  # noqa: B027 (nothing to let go of)
+        """Have `let_go` called if the process ends without `close`. Nothing by default.
+
+        Args:
+            let_go: a method, whose object is not kept alive; asks nothing of other processes.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import atexit
 import importlib
 import sys
+import traceback
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +44,13 @@ MOVABLE = frozenset(
 
 @dataclass
 class _Meeting:
-    """Where the processes met, and how often they did so there."""
+    """Where the processes met, how often they did so there, and who holds the group."""
 
     store: Store | None = None
     address: tuple[str | None, int | None, int] | None = None
     count: int = 0
     group: dist.ProcessGroup | None = field(default=None, repr=False)
+    holders: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list, repr=False)
 
 
 _MEETING = _Meeting()
@@ -99,16 +103,38 @@ def _build_group(plan: Plan) -> None:
 
 
 def _leave_at_exit() -> None:
-    """Leave a group that the script never closed: gloo's threads abort a process that keeps it.
+    """Leave a group that the script never closed.
+
+    A thread of gloo lets go of the tensors it moved some time after the collective is over, and
+    takes the interpreter for that. If the interpreter is ending by then, the process aborts, or
+    waits for the thread for ever. So the threads end here, with the last reference to the group,
+    which must be ours: this one waits for them without holding the interpreter.
 
     No barrier: the others may be gone. After a failure nccl is left alone, whose farewell could
     wait for ranks that still compute.
     """
     if not dist.is_initialized() or dist.group.WORLD is not _MEETING.group:
         return
-    if dist.get_backend() == "gloo" or not hasattr(sys, "last_value"):
-        dist.destroy_process_group()
-        _MEETING.group = None  # the last reference: gloo's threads end with it
+    failure = getattr(sys, "last_value", None)
+    if dist.get_backend() == "gloo":
+        for holder in _MEETING.holders:
+            let_go = holder()
+            if let_go is not None:
+                let_go()
+        _forget_locals(failure)
+    elif failure is not None:
+        return
+    dist.destroy_process_group()
+    _MEETING.group = None
+
+
+def _forget_locals(failure: BaseException | None) -> None:
+    """Clear the variables of the functions that `failure` left: some hold the group."""
+    seen: list[BaseException] = []
+    while failure is not None and not any(failure is known for known in seen):
+        traceback.clear_frames(failure.__traceback__)
+        seen.append(failure)
+        failure = failure.__cause__ or failure.__context__
 
 
 atexit.register(_leave_at_exit)
@@ -211,6 +237,11 @@ class TorchCommunicator(Communicator):
         received = list(values)
         dist.broadcast_object_list(received, src=source)
         return received
+
+    def before_exit(self, let_go: Callable[[], None]) -> None:
+        """Have `let_go`, a method, called if the process ends without `close`."""
+        still_there = [holder for holder in _MEETING.holders if holder() is not None]
+        _MEETING.holders = [*still_there, weakref.WeakMethod(let_go)]
 
     def close(self) -> None:
         """Wait for the device and for every rank, then leave the group (if it was built here)."""

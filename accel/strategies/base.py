@@ -91,6 +91,7 @@ class Strategy(ABC):
         self.device = device
         self.precision = precision
         self.scaler = self.make_scaler()
+        comm.before_exit(self.let_go)
 
     # -- where data goes -------------------------------------------------------------------
 
@@ -347,5 +348,9 @@ class Strategy(ABC):
         yield
 
     def release(self) -> None:
-        """Drop references to wrapped objects, draining what is under way first."""
+        """Let go of the process group, after what is under way is done. Called on every rank."""
         self.comm.flush()
+        self.let_go()
+
+    def let_go(self) -> None:  # noqa: B027 (most hold nothing)
+        """Drop what the wrapped objects hold of the process group; other ranks may be gone."""

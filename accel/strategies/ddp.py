@@ -146,14 +146,13 @@ class DDPStrategy(Strategy):
         ConfigError.raise_if(_join_problems(own))
         return Join(own, **kwargs)
 
-    def release(self) -> None:
+    def let_go(self) -> None:
         """Take the reducers from the models, so that no thread of theirs outlives the group."""
         for reference in self._wrapped:
             model = reference()
             if model is not None:
                 _detach(model)
         self._wrapped.clear()
-        super().release()
 
 
 def _detach(model: DistributedDataParallel) -> None:

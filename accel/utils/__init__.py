@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from accel.config.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
     from accel.config.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
     from accel.config.fp8 import TERecipeKwargs as TERecipeKwargs
+    from accel.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accel.config.handlers import AutocastKwargs as AutocastKwargs
     from accel.config.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from accel.config.handlers import GradScalerKwargs as GradScalerKwargs
     from accel.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
     from accel.config.handlers import KwargsHandler as KwargsHandler
     from accel.config.handlers import ProfileKwargs as ProfileKwargs
+    from accel.config.parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
     from accel.config.training import DataLoaderConfiguration as DataLoaderConfiguration
     from accel.config.training import GradientAccumulationPlugin as GradientAccumulationPlugin
     from accel.config.training import ProjectConfiguration as ProjectConfiguration
@@ -86,6 +88,7 @@ _PLACES = {
     "DummyScheduler": "accel.strategies.deepspeed.dummies",
     "DynamoBackend": "accel.enums",
     "FP8RecipeKwargs": "accel.config.fp8",
+    "FullyShardedDataParallelPlugin": "accel.config.fsdp",
     "GradScalerKwargs": "accel.config.handlers",
     "GradientAccumulationPlugin": "accel.config.training",
     "HfDeepSpeedConfig": "accel.config.deepspeed_json",
@@ -99,6 +102,7 @@ _PLACES = {
     "RNGType": "accel.enums",
     "TERecipeKwargs": "accel.config.fp8",
     "TorchDynamoPlugin": "accel.config.training",
+    "TorchTensorParallelPlugin": "accel.config.parallel",
     "broadcast": "accel.ops",
     "broadcast_object_list": "accel.ops",
     "clear_device_cache": "accel.memory",

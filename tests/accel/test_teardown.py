@@ -163,25 +163,38 @@ def test_an_abort_would_be_seen() -> None:
 
 
 FORGETFUL = """
-import atexit, weakref
+import atexit, sys, weakref
+import torch
 import torch.distributed as dist
 
 groups = []
-atexit.register(lambda: print(dist.is_initialized(), groups[0]() is None))  # the last to run
+# The last to run.
+atexit.register(lambda: print("group", dist.is_initialized(), groups[0]() is None, flush=True))
 
-from accel.state import PartialState
+from accel import Accelerator, FullyShardedDataParallelPlugin
 
-state = PartialState(cpu=True)
+plugin = FullyShardedDataParallelPlugin() if sys.argv[1] == "fsdp" else None
+accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
 groups.append(weakref.ref(dist.group.WORLD))
-state.wait_for_everyone()
-print(dist.is_initialized(), groups[0]() is None)
+model = torch.nn.Linear(3, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+for _ in range(2):
+    accelerator.backward(model(torch.ones(2, 3)).mean())
+print("group", dist.is_initialized(), groups[0]() is None, flush=True)
+if sys.argv[2] == "raised" and accelerator.process_index == 1:
+    raise RuntimeError("raised on purpose")
+if sys.argv[2] == "raised":
+    accelerator.gather(torch.ones(1))  # raises in the middle of the exchange
 """
 
 
-def test_a_group_that_was_never_left_is_gone_before_python_is() -> None:
-    codes, outputs = run_pair("-c", FORGETFUL)
-    assert codes == [0, 0]
-    assert [output.split() for output in outputs] == [["True", "False", "False", "True"]] * 2
+@pytest.mark.parametrize(("engine", "mode"), [("ddp", "raised"), ("fsdp", "raised"), ("ddp", "")])
+def test_a_group_that_was_never_left_is_gone_before_python_is(engine: str, mode: str) -> None:
+    codes, outputs = run_pair("-c", FORGETFUL, engine, mode)
+    assert codes == [1, 1] if mode else [0, 0]
+    for output in outputs:
+        lines = [line for line in output.splitlines() if line.startswith("group")]
+        assert lines == ["group True False", "group False True"], output
 
 
 @pytest.mark.timeout(1500)  # a minute alone; the machine may be shared

@@ -176,6 +176,8 @@ def test_nobody_stops_unasked() -> None:
 
 def phases() -> list[str]:
     """Return where a process stops that is asked in the middle of an evaluation."""
+    import torch.distributed as dist
+
     processes, stop = connect(), StopFlag()
     seen = []
     for step in range(200):
@@ -188,6 +190,7 @@ def phases() -> list[str]:
             if stop.agreed(processes, "evaluation"):
                 seen.append(f"evaluation {step} {batch}")
                 break
+            dist.barrier()  # in place of the batch: else rank 0 may be past the end by now
     leave()
     return seen
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib
+import inspect
 import os
 import shutil
 import sys
@@ -84,6 +86,14 @@ def leave_group(package: ModuleType) -> None:
     package.utils.groups._release_process_group_references(None)
     package.comm.comm.cdb = None
     _GROUPS.clear()
+    # Some of its methods take the group of the moment of import for a default; None is the present.
+    transport = importlib.import_module(f"{package.__name__}.comm.torch").TorchBackend
+    for method in map(inspect.unwrap, vars(transport).values()):
+        defaults = getattr(method, "__defaults__", None) or ()
+        if any(isinstance(value, dist.ProcessGroup) for value in defaults):
+            method.__defaults__ = tuple(
+                None if isinstance(value, dist.ProcessGroup) else value for value in defaults
+            )
 
 
 def can_build(package: ModuleType, builder: str) -> bool:

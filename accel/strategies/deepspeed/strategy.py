@@ -470,8 +470,11 @@ class DeepSpeedStrategy(Strategy):
         self._trained = self._recognition = None
         _OWNERS.clear()  # the process group closes, for every Accelerator
         recognition.withdraw_all()
-        package.leave_group(self.package)
         super().release()
+
+    def let_go(self) -> None:
+        """Drop what DeepSpeed keeps of the process group; engines that are still there hold it."""
+        package.leave_group(self.package)
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -288,13 +288,18 @@ class DTensorStrategy(Strategy):
 
     def release(self) -> None:
         """Let go of the mesh and of its groups, after what is under way on any process."""
+        if self._mesh is not None and self._in_group():
+            synchronize(self.device)
+            self.comm.barrier()
         super().release()
+
+    def let_go(self) -> None:
+        """Let go of the mesh and of its groups."""
         models = self._models()
         self._spread.clear()
         if self._mesh is not None:
-            still_there = dist.is_initialized() and not self.comm.closed
-            if still_there:
-                synchronize(self.device)
-                self.comm.barrier()
-            leave(self._mesh, models, still_there)
+            leave(self._mesh, models, self._in_group())
         self._mesh = None
+
+    def _in_group(self) -> bool:
+        return dist.is_initialized() and not self.comm.closed
