@@ -27,13 +27,19 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from accel import env
 from runner.signals import STOP_SIGNALS, held_back, restore
 
 MONITOR_SECONDS = 0.1
@@ -82,6 +88,7 @@ def run_group(command: Sequence[str], num_processes: int) -> dict[int, int]:
     agent = GroupAgent(spec, _InheritedStreams())
     with quiet_agent(), handlers_kept():
         try:
+            agent.take_signals()
             agent.run()
         except SignalException as error:  # an `Exception`: a sweep would go on with the next job
             raise KeyboardInterrupt(str(error)) from error
@@ -97,22 +104,27 @@ class GroupAgent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs) -> None:
         super().__init__(spec, logs_specs)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._early: list[int] = []  # signals from before there was anybody to hand them on to
         self._ignores_interrupt = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         self.failed: dict[int, int] = {}
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # A signal that comes before a worker can handle it would kill it. So signals are held back
-        # here and, by inheritance, in the workers, which release them when they are ready.
-        with held_back(HANDLED):
+        # here and, by inheritance, in the workers, which release them when they are ready. Other
+        # threads of this process may take one meanwhile: torch leaves the handlers alone.
+        torchs_own = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT"}
+        with held_back(HANDLED), env.patched(**torchs_own):
             pids = super()._start_workers(worker_group)
             context: Any = self._pcontext
             handlers = context.subprocess_handlers
             self._processes = {rank: handlers[rank].proc for rank in sorted(handlers)}
-            self._take_signals()
+            self.take_signals()  # older versions of torch have replaced the handlers all the same
+        for number in self._early:
+            self._forward(number, None)
         return pids
 
-    def _take_signals(self) -> None:
-        """Replace the handlers that the agent has just installed."""
+    def take_signals(self) -> None:
+        """Hand stop signals on to the workers from now on, those that are yet to start included."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in STOP_SIGNALS:
@@ -123,6 +135,8 @@ class GroupAgent(LocalElasticAgent):
         )
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
+        if not self._processes:
+            self._early.append(number)
         for process in self._processes.values():
             process.send_signal(number)
 
@@ -131,6 +145,8 @@ class GroupAgent(LocalElasticAgent):
         self.failed = {rank: code for rank, code in codes.items() if code}
         if self.failed:
             self._end_workers()
+        elif None in codes.values():  # torch, looking a moment later, might see another end first
+            return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
     def _shutdown(self, *args: Any, **options: Any) -> None:

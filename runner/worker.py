@@ -39,6 +39,8 @@ def main(order: Mapping[str, Any]) -> None:
     try:
         with stop.installed():
             code = _attempt(order, run_dir, rank, stop)
+            if code != DONE:
+                leave(code)  # with Ctrl-C as it is: what ends the others may come any time
     except KeyboardInterrupt:  # the parent says: end now
         code = INTERRUPTED
     leave(code)

@@ -7,6 +7,7 @@ tested with fresh launches in `tests/runner/test_launch.py`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -16,12 +17,15 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 GRACE_SECONDS = 5.0
 START_METHOD = "spawn"  # the mutation gate forks, so that workers are mutants, too
 MAX_SECONDS = float("inf")
-START_SECONDS = 60.0  # for a group of workers; more on a machine with other things to do
+# Until something counts as hanging: a busy machine takes twenty times what an idle one takes.
+START_SECONDS = 240.0
+SECONDS = 300.0
 
 
 class WorkerError(AssertionError):
@@ -35,17 +39,36 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def gloo_threads() -> int:
+    """Return the number of this process's threads that gloo started (Linux; else 0)."""
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            names.append(path.read_text())
+    return sum("gloo" in name for name in names)
+
+
+def gloo_threads_left(most: int) -> int:
+    """Return `gloo_threads` once there are at most so many, or after some seconds all the same.
+
+    A thread that is joined is listed by the system for a moment longer.
+    """
+    deadline = time.monotonic() + 5.0
+    while gloo_threads() > most and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return gloo_threads()
+
+
 def reset_accel() -> None:
     """Forget accel's shared state and leave the process group, if there is one."""
-    if "accel.state" not in sys.modules:
-        return
-    import torch.distributed as dist
-
-    from accel.state import AcceleratorState, GradientState, PartialState
-
-    if dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
         gc.collect()  # what holds a reducer of the group goes first; dear, so only here
         dist.destroy_process_group()
+    if "accel.state" not in sys.modules:
+        return
+    from accel.state import AcceleratorState, GradientState, PartialState
+
     AcceleratorState._reset_state()
     GradientState._reset_state()
     PartialState._reset_state()
@@ -74,6 +97,10 @@ def _serve(pipe: Connection, rank: int) -> None:
             pipe.send(answer)
         except Exception:
             pipe.send((False, f"rank {rank}: result\n{traceback.format_exc()}", time.time()))
+        try:
+            pipe.recv()  # all have answered: nobody is cut off from a group that others still build
+        except (EOFError, ConnectionError):
+            return
         reset_accel()
         os.environ.clear()
         os.environ.update(before)
@@ -151,7 +178,9 @@ class _Pool:
         except WorkerError:
             self.kill()
             raise
-        self.collect(30.0)
+        for pipe in self.pipes:
+            pipe.send("leave")
+        self.collect(START_SECONDS)
         return [result for _, result, _ in results]
 
     def kill(self) -> None:
@@ -182,7 +211,7 @@ atexit.register(close_pools)
 
 
 def run_distributed(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = SECONDS
 ) -> list[Any]:
     """Run a module-level function on `world_size` processes.
 

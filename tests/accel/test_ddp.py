@@ -20,7 +20,7 @@ from accel import (
 from accel.config.handlers import GradScalerKwargs
 from accel.errors import ConfigError, StateError
 from accel.state import AcceleratorState
-from tests.helpers import run_distributed
+from tests.helpers import gloo_threads, gloo_threads_left, run_distributed
 
 SAMPLES = 12
 
@@ -392,11 +392,6 @@ def test_the_examples_of_the_documentation_give_what_it_says() -> None:
 # -- the end ---------------------------------------------------------------------------------------
 
 
-def gloo_threads() -> int:
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    return sum("gloo" in name for name in names)
-
-
 def ended() -> tuple[int, list[float], str]:
     before = gloo_threads()  # of groups that earlier functions left to this worker
     accelerator = Accelerator(cpu=True)
@@ -407,7 +402,7 @@ def ended() -> tuple[int, list[float], str]:
     after = model(torch.zeros(1, 3)).flatten().tolist()
     with pytest.raises(StateError) as caught:
         accelerator.gather(torch.ones(1))
-    return gloo_threads() - before, after, str(caught.value)
+    return gloo_threads_left(before) - before, after, str(caught.value)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's /proc")

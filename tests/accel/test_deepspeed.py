@@ -126,7 +126,7 @@ def trains_equally(cases: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_stage_trains_as_a_plain_loop(world_size: int) -> None:
     cases: list[dict[str, Any]] = [{"zero_stage": stage} for stage in range(4)]
-    run_distributed(trains_equally, world_size, cases, timeout=110)
+    run_distributed(trains_equally, world_size, cases)
 
 
 def test_accumulation_clipping_and_offload_train_as_a_plain_loop() -> None:
@@ -137,17 +137,17 @@ def test_accumulation_clipping_and_offload_train_as_a_plain_loop() -> None:
         {"zero_stage": 2, "gradient_clipping": 0.3, "clip": 0.3, "offload_optimizer_device": "cpu"},
         {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"},
     ]
-    run_distributed(trains_equally, 2, cases, timeout=110)
+    run_distributed(trains_equally, 2, cases)
 
 
 def test_bf16_of_the_engine_is_near_a_plain_loop() -> None:
     cases: list[dict[str, Any]] = [{"zero_stage": stage, "precision": "bf16"} for stage in range(4)]
-    run_distributed(trains_equally, 2, cases, timeout=110)
+    run_distributed(trains_equally, 2, cases)
 
 
 @pytest.mark.slow  # two do above
 def test_four_processes_train_as_a_plain_loop() -> None:
-    run_distributed(trains_equally, 4, [{"zero_stage": 3, "accumulation": 2}], timeout=110)
+    run_distributed(trains_equally, 4, [{"zero_stage": 3, "accumulation": 2}])
 
 
 # -- no second copy ------------------------------------------------------------------------
@@ -194,4 +194,4 @@ def weights_and_copies() -> None:
 
 
 def test_stage_3_in_fp32_keeps_no_second_copy_of_the_weights() -> None:
-    run_distributed(weights_and_copies, 2, timeout=110)
+    run_distributed(weights_and_copies, 2)

@@ -57,7 +57,7 @@ def test_the_op_is_compiled_once_and_used(tmp_path: Path) -> None:
         pytest.skip(UNABLE)
     run_distributed(build_op, 2, timeout=1800)
     assert asks(f"package.is_built(known, {OP!r})")
-    run_distributed(trains_on_disk, 2, str(tmp_path), timeout=300)
+    run_distributed(trains_on_disk, 2, str(tmp_path))
 
 
 def build() -> torch.nn.Module:
@@ -130,7 +130,7 @@ def trains_on_disk(folder: str) -> None:
 
 @pytest.mark.usefixtures("compiled")
 def test_parameters_and_optimizer_state_rest_on_disk(tmp_path: Path) -> None:
-    run_distributed(trains_on_disk, 2, str(tmp_path), timeout=110)
+    run_distributed(trains_on_disk, 2, str(tmp_path))
 
 
 # -- compiling -----------------------------------------------------------------------------

@@ -80,10 +80,10 @@ def agree(found: Any, expected: Any) -> None:
 
 
 def test_what_two_processes_export_one_and_two_import(tmp_path: Path) -> None:
-    expected = run_distributed(exports, 2, str(tmp_path), 2, timeout=110)[0]
+    expected = run_distributed(exports, 2, str(tmp_path), 2)[0]
     assert {path.name for path in tmp_path.iterdir()} == {"universal", "latest_universal"}
-    agree(run_distributed(imports, 2, str(tmp_path), 1, timeout=110)[0], expected)
-    agree(run_distributed(imports, 1, str(tmp_path), 2, timeout=110)[0], expected)
+    agree(run_distributed(imports, 2, str(tmp_path), 1)[0], expected)
+    agree(run_distributed(imports, 1, str(tmp_path), 2)[0], expected)
 
 
 def resumes_from_an_export(folder: str) -> None:
@@ -116,7 +116,7 @@ def resumes_from_an_export(folder: str) -> None:
 
 
 def test_an_export_holds_what_is_frozen_and_the_schedule(tmp_path: Path) -> None:
-    run_distributed(resumes_from_an_export, 2, str(tmp_path), timeout=110)
+    run_distributed(resumes_from_an_export, 2, str(tmp_path))
 
 
 def refuses(folder: str) -> None:
@@ -135,7 +135,7 @@ def refuses(folder: str) -> None:
 
 
 def test_what_the_format_has_no_place_for_is_refused(tmp_path: Path) -> None:
-    run_distributed(refuses, 1, str(tmp_path), timeout=110)
+    run_distributed(refuses, 1, str(tmp_path))
 
 
 def test_other_engines_have_no_format_of_their_own(tmp_path: Path) -> None:

@@ -284,15 +284,15 @@ def resumes(folder: str) -> None:
 
 
 def test_models_are_one_for_each_plugin_and_experts_are_leaves() -> None:
-    run_distributed(takes_models, 2, timeout=110)
+    run_distributed(takes_models, 2)
 
 
 def test_groups_names_and_models_in_parts() -> None:
-    run_distributed(takes_parts, 2, timeout=110)
+    run_distributed(takes_parts, 2)
 
 
 def test_what_is_saved_is_resumed(tmp_path: Path) -> None:
-    run_distributed(resumes, 2, str(tmp_path), timeout=110)
+    run_distributed(resumes, 2, str(tmp_path))
 
 
 def resumes_the_loss_scale_on_the_device(folder: str, stage: int) -> None:
@@ -325,4 +325,4 @@ def resumes_the_loss_scale_on_the_device(folder: str, stage: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_fp16_resumes_its_scale(tmp_path: Path, stage: int) -> None:
-    run_distributed(resumes_the_loss_scale_on_the_device, 1, str(tmp_path), stage, timeout=110)
+    run_distributed(resumes_the_loss_scale_on_the_device, 1, str(tmp_path), stage)

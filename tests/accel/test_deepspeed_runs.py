@@ -84,9 +84,9 @@ def test_a_state_leaves_zero_3_for_one_process_and_comes_back(
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     losses, weights, rate = run_distributed(whole, 1)[0]
     tolerance = 1e-5 if precision == "no" else 1e-2
-    begun = run_distributed(begins, 2, first, precision, timeout=110)[0]
+    begun = run_distributed(begins, 2, first, precision)[0]
     middle, _, _ = run_distributed(runs, 1, 4, 7, first, second)[0]
-    ended, found, found_rate = run_distributed(ends, 2, second, precision, timeout=110)[0]
+    ended, found, found_rate = run_distributed(ends, 2, second, precision)[0]
     together = [*begun, *middle, *ended]
     assert max(abs(a - b) for a, b in zip(together, losses, strict=True)) < tolerance
     assert largest(found, weights) < tolerance
@@ -197,7 +197,7 @@ def configurations() -> None:
 
 
 def test_optimizer_and_schedule_come_from_either_side() -> None:
-    run_distributed(configurations, 2, timeout=110)
+    run_distributed(configurations, 2)
 
 
 # -- several models ------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def models() -> None:
 
 
 def test_several_models_have_a_plugin_each() -> None:
-    run_distributed(models, 2, timeout=110)
+    run_distributed(models, 2)
 
 
 # -- parameters that are sharded while they are built --------------------------------------
@@ -287,7 +287,7 @@ def built_in_parts() -> None:
 
 
 def test_a_model_is_sharded_while_it_is_built() -> None:
-    run_distributed(built_in_parts, 2, timeout=110)
+    run_distributed(built_in_parts, 2)
 
 
 # -- accumulation, clipping and what is refused --------------------------------------------
@@ -394,4 +394,4 @@ def small_things() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_windows_norms_and_refusals(world_size: int) -> None:
-    run_distributed(small_things, world_size, timeout=110)
+    run_distributed(small_things, world_size)

@@ -485,4 +485,4 @@ def loaders_come_after_the_model() -> None:
 
 
 def test_an_engine_takes_the_batch_size_of_loaders_that_come_after_it() -> None:
-    run_distributed(loaders_come_after_the_model, 1, timeout=60)
+    run_distributed(loaders_come_after_the_model, 1)

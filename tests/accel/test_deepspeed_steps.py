@@ -92,7 +92,7 @@ def backward_passes() -> None:
 
 
 def test_two_backward_passes_make_one_step_or_are_refused() -> None:
-    run_distributed(backward_passes, 2, timeout=110)
+    run_distributed(backward_passes, 2)
 
 
 # -- norms ---------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def norms() -> None:
 
 
 def test_norms_are_those_of_the_whole_gradient() -> None:
-    run_distributed(norms, 2, timeout=110)
+    run_distributed(norms, 2)
 
 
 def measures_the_norm_alone() -> None:
@@ -253,7 +253,7 @@ def schedules() -> None:
 
 
 def test_schedules_steer_the_optimizer_that_steps() -> None:
-    run_distributed(schedules, 2, timeout=110)
+    run_distributed(schedules, 2)
 
 
 # -- what a step costs ---------------------------------------------------------------------
@@ -273,4 +273,4 @@ def starts_no_program() -> None:
 
 
 def test_a_step_starts_no_program() -> None:
-    run_distributed(starts_no_program, 2, timeout=110)
+    run_distributed(starts_no_program, 2)

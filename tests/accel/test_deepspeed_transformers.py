@@ -152,18 +152,18 @@ def loads_in_shards(folder: str, precision: str) -> None:
 
 
 def test_one_of_several_accelerators_ends_it_for_all() -> None:
-    run_distributed(is_told_by_several_accelerators, 1, timeout=110)
+    run_distributed(is_told_by_several_accelerators, 1)
 
 
 @pytest.mark.slow  # the step and the export are those of any model
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_saved_model_is_loaded_in_shards(tmp_path: Path, precision: str) -> None:
-    run_distributed(loads_in_shards, 2, str(tmp_path), precision, timeout=110)
+    run_distributed(loads_in_shards, 2, str(tmp_path), precision)
 
 
 def test_models_of_transformers_are_sharded_while_they_are_built() -> None:
-    run_distributed(recognises_stage_3, 2, timeout=110)
+    run_distributed(recognises_stage_3, 2)
 
 
 def test_the_selected_plugin_decides() -> None:
-    run_distributed(follows_the_selected_plugin, 1, timeout=110)
+    run_distributed(follows_the_selected_plugin, 1)

@@ -188,6 +188,7 @@ if sys.argv[2] == "raised":
 """
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("engine", "mode"), [("ddp", "raised"), ("fsdp", "raised"), ("ddp", "")])
 def test_a_group_that_was_never_left_is_gone_before_python_is(engine: str, mode: str) -> None:
     codes, outputs = run_pair("-c", FORGETFUL, engine, mode)

@@ -25,7 +25,9 @@ from tests.conformance.rows import Row
 PASSED, FAILED = 0, 1  # pytest's exit codes
 BROKEN = 70  # ours: the mutant could not be made
 TIMED_OUT = 71
-SECONDS = 25.0
+SECONDS = 25.0  # that a mutant may take, beside `TIMES` what its test takes without it
+TIMES = 4.0
+PLAIN_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,12 @@ class Outcome:
     Args:
         code: exit code of pytest, `BROKEN` or `TIMED_OUT`.
         output: what it printed.
+        seconds: that it took.
     """
 
     code: int
     output: str
+    seconds: float
 
 
 def preload() -> None:
@@ -60,19 +64,21 @@ def preload() -> None:
         getattr(accel.utils, name)
     assert Accelerator.__name__
     helpers.START_METHOD = "fork"
-    helpers.MAX_SECONDS = SECONDS * 0.6
 
 
-def run_test(test: str, prepare: Callable[[], None]) -> int:
+def run_test(test: str, prepare: Callable[[], None], limit: float) -> int:
     """Run one test in this process, after `prepare`; return pytest's exit code or `BROKEN`."""
     import pytest
 
+    from tests import helpers
+
+    helpers.MAX_SECONDS = limit * 0.6
     try:
         prepare()
     except Exception:
         traceback.print_exc()
         return BROKEN
-    arguments = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:warnings", f"--timeout={SECONDS}"]
+    arguments = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:warnings", f"--timeout={limit}"]
     return int(pytest.main([*arguments, "--timeout-method=signal", test]))
 
 
@@ -82,9 +88,11 @@ class Child:
     Args:
         test: id of the test.
         prepare: called before, in the process.
+        limit: seconds that the test may take.
     """
 
-    def __init__(self, test: str, prepare: Callable[[], None]) -> None:
+    def __init__(self, test: str, prepare: Callable[[], None], limit: float) -> None:
+        self.limit = limit
         self.started = time.monotonic()
         self.reader, writer = os.pipe()
         os.set_blocking(self.reader, False)
@@ -98,7 +106,7 @@ class Child:
                 os.dup2(writer, stream)
             code = BROKEN
             with contextlib.suppress(BaseException):
-                code = run_test(test, prepare)
+                code = run_test(test, prepare, limit)
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
@@ -110,7 +118,8 @@ class Child:
             while part := os.read(self.reader, 65536):
                 self.output += part
         pid, status = os.waitpid(self.pid, os.WNOHANG)
-        late = time.monotonic() - self.started > 2 * SECONDS
+        seconds = time.monotonic() - self.started
+        late = seconds > 2 * self.limit
         if pid == 0 and not late:
             return None
         with contextlib.suppress(ProcessLookupError):
@@ -119,11 +128,11 @@ class Child:
             os.waitpid(self.pid, 0)
         os.close(self.reader)
         code = TIMED_OUT if pid == 0 else os.waitstatus_to_exitcode(status)
-        return Outcome(code, self.output.decode(errors="replace"))
+        return Outcome(code, self.output.decode(errors="replace"), seconds)
 
 
-def run_all(jobs: Iterable[tuple[str, Callable[[], None]]], workers: int) -> list[Outcome]:
-    """Run (test, preparation) pairs, `workers` at a time; return their outcomes in order."""
+def run_all(jobs: Iterable[tuple[str, Callable[[], None], float]], workers: int) -> list[Outcome]:
+    """Run (test, preparation, limit), `workers` at a time; return their outcomes in order."""
     waiting = list(enumerate(jobs))
     running: dict[int, Child] = {}
     outcomes: dict[int, Outcome] = {}
@@ -132,8 +141,8 @@ def run_all(jobs: Iterable[tuple[str, Callable[[], None]]], workers: int) -> lis
     progress = iter(bar)
     while waiting or running:
         while waiting and len(running) < workers:
-            index, (test, prepare) = waiting.pop(0)
-            running[index] = Child(test, prepare)
+            index, job = waiting.pop(0)
+            running[index] = Child(*job)
         for index, child in list(running.items()):
             outcome = child.poll()
             if outcome is not None:
@@ -155,14 +164,16 @@ def survivors(rows: list[Row], workers: int) -> list[str]:
     from tests.conformance.mutants import apply
 
     tests = sorted({row.test for row in rows})
-    plain = dict(zip(tests, run_all([(t, lambda: None) for t in tests], workers), strict=True))
+    plain_jobs = [(test, lambda: None, PLAIN_SECONDS) for test in tests]
+    plain = dict(zip(tests, run_all(plain_jobs, workers), strict=True))
     problems = [
         f"{row}: {row.test} fails without a mutant\n{_tail(plain[row.test].output)}"
         for row in rows
         if plain[row.test].code != PASSED
     ]
     sound = [row for row in rows if plain[row.test].code == PASSED]
-    jobs = [(row.test, lambda row=row: apply(row)) for row in sound]
+    limits = {test: SECONDS + TIMES * outcome.seconds for test, outcome in plain.items()}
+    jobs = [(row.test, lambda row=row: apply(row), limits[row.test]) for row in sound]
     for row, outcome in zip(sound, run_all(jobs, workers), strict=True):
         if outcome.code == BROKEN:
             problems.append(f"{row}: the mutant cannot be made\n{_tail(outcome.output)}")

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers import free_port, python
+from tests.helpers import python
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -36,7 +36,7 @@ class Run:
         script = [str(EXAMPLES / f"{self.script}.py"), "--cpu", *self.arguments]
         if self.processes is None:
             return python(*script)
-        torchrun = ("--nproc-per-node", str(self.processes), "--master-port", str(free_port()))
+        torchrun = ("--standalone", "--nproc-per-node", str(self.processes))
         return python("-m", "torch.distributed.run", *torchrun, *script)
 
     def __call__(self) -> subprocess.CompletedProcess[str]:

@@ -69,7 +69,6 @@ def main() -> int:
     """Print everything; return 1 unless each cell that runs is green and each control red."""
     options, start = parse(), time.monotonic()
     torch.set_num_threads(1)
-    helpers.START_SECONDS = 300.0
     num_gpus = torch.cuda.device_count()
     cells = chosen(options)
     verdicts = run_all(cells, num_gpus, "matrix")

@@ -39,7 +39,7 @@ class Walk:
             return None
         gc.collect()
         counts = [self._num_bytes()]
-        for _ in range(2):
+        for _ in range(4):
             time.sleep(0.05)
             counts.append(self._num_bytes())
         return min(counts)

@@ -117,7 +117,7 @@ def reduced(backend: str) -> list[Cell]:
 
 def marks(backend: str) -> list[pytest.MarkDecorator]:
     """Return how a test of `backend` is marked."""
-    longer = [pytest.mark.timeout(300)] if compiled(backend) else []
+    longer = [pytest.mark.timeout(1800)] if compiled(backend) else []
     return [*longer, *([] if backend in ALWAYS else [SLOW])]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -88,8 +90,9 @@ def crash(run_dir: Path, stop: StopFlag) -> int:
         print("the last words of rank 1", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     wait_for_file(run_dir / "pids_1")
-    while Path(f"/proc/{(run_dir / 'pids_1').read_text().split()[0]}/cwd").exists():
-        time.sleep(0.01)
+    pid = int((run_dir / "pids_1").read_text().split()[0])
+    with contextlib.suppress(ProcessLookupError):  # already collected
+        select.select([os.pidfd_open(pid)], [], [])  # until its last thread has ended
     raise RuntimeError("connection closed by peer")
 
 

@@ -19,7 +19,7 @@ def trainer(**fields) -> Trainer:
     return Trainer(accumulation=GradientAccumulationPlugin(num_steps=steps), **fields)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.integers(1, 100),
     st.one_of(st.none(), st.integers(1, 12)),

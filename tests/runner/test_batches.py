@@ -119,7 +119,7 @@ def steps_of(
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_step_sees_the_same_samples_on_any_number_of_processes(data) -> None:
     draw = data.draw

@@ -398,7 +398,7 @@ def test_asking_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> N
         text=True,
         cwd=tmp_path,
         env=environment,
-        timeout=60,
+        timeout=300,
     )
     assert json.loads(answer.stdout.splitlines()[-1]) == [0, []], answer.stderr
 
@@ -417,7 +417,7 @@ def test_folders_of_the_users_capture_nothing(tmp_path: Path) -> None:
         text=True,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=60,
+        timeout=300,
     )
     assert (answer.returncode, answer.stdout) == (0, "digits\n"), answer.stderr
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("trainer.log_every=1", "trainer.global_batch_size=64", "tracker.log_with=[]")
 
 
-def run(*overrides: str, cwd: Path, code: int = 0, timeout: float = 110) -> Path:
+def run(*overrides: str, cwd: Path, code: int = 0, timeout: float = 300) -> Path:
     """Run `python -m runner` in `cwd`; return the directory of the run (`cwd` if refused)."""
     answer = subprocess.run(
         python("-m", "runner", *overrides),
@@ -142,7 +142,7 @@ def test_eval_and_predict_use_the_run(straight: Path, tmp_path: Path) -> None:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             env=environment,
         )
         assert answer.returncode == 0, answer.stdout + answer.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -38,9 +39,10 @@ RECIPE = (
 def children(pid: int) -> list[int]:
     """Return the processes below `pid`, all the way down."""
     found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found += [child, *children(child)]
+    with contextlib.suppress(OSError):  # it, or a thread of it, has ended meanwhile
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, task.read_text().split()):
+                found += [child, *children(child)]
     return found
 
 
@@ -85,14 +87,14 @@ class Training:
 
     def end(self, number: int) -> tuple[int, str, list[int]]:
         """Send a signal in the middle of training; return code, output and who is left."""
-        begun = wait_until(lambda: self.lines() > 3 or self.process.poll() is not None, 90)
+        begun = wait_until(lambda: self.lines() > 3 or self.process.poll() is not None, 300)
         assert begun
         # Two workers with a loader each.
-        assert wait_until(lambda: len(children(self.process.pid)) >= 4, 30), self.process.poll()
+        assert wait_until(lambda: len(children(self.process.pid)) >= 4, 300), self.process.poll()
         everyone = children(self.process.pid)
         self.process.send_signal(number)
-        output, _ = self.process.communicate(timeout=60)
-        wait_until(lambda: not any(map(alive, everyone)), 5)
+        output, _ = self.process.communicate(timeout=300)
+        wait_until(lambda: not any(map(alive, everyone)), 60)
         return self.process.returncode, output, [pid for pid in everyone if alive(pid)]
 
 

@@ -22,7 +22,7 @@ def run(command: list[str], cwd: Path, **environment: str) -> str:
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         env={**os.environ, **environment},
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr

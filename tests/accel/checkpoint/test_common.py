@@ -147,7 +147,7 @@ def test_overlapping_strided_and_empty_tensors_are_each_stored_whole(tmp_path: P
         assert torch.equal(found[name], tensor), name
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 4)), max_size=8))
 def test_any_mix_of_views_comes_back(views: list[tuple[int, int, int]]) -> None:
     bases = [torch.randn(8) for _ in range(3)]

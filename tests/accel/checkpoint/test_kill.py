@@ -22,7 +22,7 @@ def killed_everywhere(tmp_path: Path, into: str) -> list[dict[str, Any]]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert answer.returncode == 0, answer.stderr

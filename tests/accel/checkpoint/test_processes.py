@@ -214,7 +214,7 @@ def test_what_one_process_saved_loads_on_several(tmp_path: Path, world_size: int
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("at", ["save", "load"])
 def test_one_failing_rank_makes_all_raise(tmp_path: Path, at: str, world_size: int) -> None:
-    answers = run_distributed(fail, world_size, str(tmp_path / "state"), at, timeout=30)
+    answers = run_distributed(fail, world_size, str(tmp_path / "state"), at)
     for messages in answers:
         assert any(
             f"failed on 1 of {world_size} ranks. rank 1: {kind}" in messages[0] for kind in KINDS

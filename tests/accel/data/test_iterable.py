@@ -64,7 +64,7 @@ def split_by_worker(samples):
     return samples
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.integers(0, 200),
     st.integers(1, 9),

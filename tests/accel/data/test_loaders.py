@@ -30,7 +30,7 @@ from tests.accel.data.parts import Counting, Pair, Stream, prepared, values
 # -- the end of a pass ---------------------------------------------------------------------------
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.integers(0, 200),
     st.integers(1, 5),
@@ -60,7 +60,7 @@ def test_the_end_is_known_exactly_while_the_last_batch_is_in_hand(
     assert loader.total_batch_size == total
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 200), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.booleans())
 def test_the_union_of_the_shares_is_the_data(
     n: int, size: int, count: int, split: bool, streamed: bool
@@ -85,7 +85,7 @@ def test_the_union_of_the_shares_is_the_data(
     assert set(seen) == set(range(n))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.integers(0, 200),
     st.integers(1, 5),

@@ -41,7 +41,7 @@ SIZE = st.integers(1, 9)
 COUNT = st.integers(1, 8)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(LENGTH, SIZE, COUNT, st.booleans())
 def test_even_batches_complete_the_last_round_from_the_beginning(
     n: int, size: int, count: int, split: bool
@@ -56,7 +56,7 @@ def test_even_batches_complete_the_last_round_from_the_beginning(
     assert seen == list(itertools.islice(itertools.cycle(range(n)), wanted)) if n else seen == []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(LENGTH, SIZE, COUNT, st.booleans(), st.booleans())
 def test_drop_last_keeps_whole_rounds_only(
     n: int, size: int, count: int, split: bool, even: bool
@@ -68,7 +68,7 @@ def test_drop_last_keeps_whole_rounds_only(
     assert seen == list(range(n // (piece * count) * piece * count))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(LENGTH, SIZE, COUNT, st.booleans())
 def test_uneven_batches_hold_each_index_once(n: int, size: int, count: int, split: bool) -> None:
     size = size * count if split else size
@@ -83,7 +83,7 @@ def test_uneven_batches_hold_each_index_once(n: int, size: int, count: int, spli
     assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(LENGTH, SIZE, COUNT, st.booleans(), st.booleans(), st.booleans())
 def test_remainder_counts_the_real_samples_of_the_last_round(
     n: int, size: int, count: int, split: bool, even: bool, drop_last: bool
@@ -159,7 +159,7 @@ def test_a_rank_beyond_the_processes_is_refused() -> None:
         BatchSamplerShard(BatchSampler(SequentialSampler(range(8)), 4, False), 2, 2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(LENGTH, COUNT, st.booleans())
 def test_single_indices_are_dealt_out(n: int, count: int, even: bool) -> None:
     found = [list(SamplerShard(SequentialSampler(range(n)), count, r, even)) for r in range(count)]

@@ -65,7 +65,7 @@ def check_variants() -> None:
 
 @pytest.mark.slow  # the parity matrix has them, too
 def test_every_way_of_sharding_trains_alike() -> None:
-    run_distributed(check_variants, 4, timeout=120.0)
+    run_distributed(check_variants, 4)
 
 
 # -- what is in place ----------------------------------------------------------------------

@@ -78,7 +78,7 @@ def check_parity(world_size: int) -> None:
 # Four processes share two cores; those that compose TP with others are counted in the fast tests.
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_is_that_of_a_plain_loop(world_size: int) -> None:
-    run_distributed(check_parity, world_size, world_size, timeout=180.0)
+    run_distributed(check_parity, world_size, world_size)
 
 
 def check_rates(accelerator: Any, model: torch.nn.Module) -> None:

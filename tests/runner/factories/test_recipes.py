@@ -23,7 +23,7 @@ def run(cwd: Path, *overrides: str) -> tuple[str, Path]:
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr

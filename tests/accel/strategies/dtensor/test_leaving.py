@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tests.accel.strategies.training import (
     local_sizes,
     steps_of,
 )
-from tests.helpers import run_distributed
+from tests.helpers import gloo_threads, gloo_threads_left, run_distributed
 
 Engines = dict[str, Any]
 ENGINES: list[Engines] = [
@@ -29,22 +28,6 @@ ENGINES: list[Engines] = [
     {"fsdp": {}, "tp": {"tp_size": 2}},
 ]
 ROUNDS = 3
-
-
-def gloo_threads() -> int:
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    return sum("gloo" in name for name in names)
-
-
-def gloo_threads_left(most: int) -> int:
-    """Return the threads once there are at most so many, or after some seconds all the same.
-
-    A thread that is joined is listed by the system for a moment longer.
-    """
-    deadline = time.monotonic() + 5.0
-    while gloo_threads() > most and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return gloo_threads()
 
 
 def trained(engines: Engines) -> tuple[Any, Any]:
@@ -74,7 +57,7 @@ def counted_rounds() -> dict[str, list[int]]:
 @pytest.mark.slow  # many meshes; those below are of one
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's /proc")
 def test_no_thread_of_a_mesh_outlives_the_training() -> None:
-    for found in run_distributed(counted_rounds, 4, timeout=110.0):
+    for found in run_distributed(counted_rounds, 4):
         for engines, counts in found.items():
             assert max(counts[1:]) <= counts[0], engines
 

@@ -103,7 +103,7 @@ def check_like_ddp(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_losses_norms_skips_and_scales_are_those_of_ddp(world_size: int) -> None:
-    run_distributed(check_like_ddp, world_size, world_size, timeout=120.0)
+    run_distributed(check_like_ddp, world_size, world_size)
 
 
 def check_like_fp32() -> None:

@@ -92,4 +92,4 @@ def check_llama() -> None:
 @pytest.mark.slow  # each process imports transformers; plans with its names run in `test_tp.py`
 def test_a_model_of_transformers_is_split_by_its_own_plan() -> None:
     pytest.importorskip("transformers")
-    run_distributed(check_llama, 2, timeout=110.0)
+    run_distributed(check_llama, 2)
