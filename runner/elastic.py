@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel import env
-from runner.signals import STOP_SIGNALS, held_back, restore
+from runner.signals import STOP_SIGNALS, TORCHS_SIGNALS, held_back, restore
 
 MONITOR_SECONDS = 0.1
 # Time between "end now" and SIGKILL: to close the progress bar and to flush files.
@@ -112,8 +112,7 @@ class GroupAgent(LocalElasticAgent):
         # A signal that comes before a worker can handle it would kill it. So signals are held back
         # here and, by inheritance, in the workers, which release them when they are ready. Other
         # threads of this process may take one meanwhile: torch leaves the handlers alone.
-        torchs_own = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT"}
-        with held_back(HANDLED), env.patched(**torchs_own):
+        with held_back(HANDLED), env.patched(**{TORCHS_SIGNALS: "SIGHUP,SIGQUIT"}):
             pids = super()._start_workers(worker_group)
             context: Any = self._pcontext
             handlers = context.subprocess_handlers

@@ -39,6 +39,8 @@ KEPT_DECISIONS = 10_000
 STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
 )
+# Names the signals that torch's agent takes; for the process of the agent alone.
+TORCHS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class Processes(Protocol):

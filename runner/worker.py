@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from accel import env
 from accel.env import Environment
 from runner import console_logs, outcomes, threads, watch
 from runner.job import Job
 from runner.outcomes import DONE, INTERRUPTED, STOPPED, Outcome
 from runner.schema import Recipe
-from runner.signals import STOP_SIGNALS, StopFlag, release
+from runner.signals import STOP_SIGNALS, TORCHS_SIGNALS, StopFlag, release
 from runner.wording import of_the_recipe
 
 
@@ -30,6 +31,7 @@ def main(order: Mapping[str, Any]) -> None:
         order: run_dir, launch (id), target ("module:function"), parent (process id).
     """
     watch.die_with(order["parent"])
+    env.set_values({TORCHS_SIGNALS: None})
     run_dir, rank = Path(order["run_dir"]), Environment.read().rank or 0
     console_logs.close_input()
     console_logs.leave_terminal_to_rank_zero(run_dir, rank)
@@ -43,6 +45,8 @@ def main(order: Mapping[str, Any]) -> None:
                 leave(code)  # with Ctrl-C as it is: what ends the others may come any time
     except KeyboardInterrupt:  # the parent says: end now
         code = INTERRUPTED
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # there is nothing left to stop
     leave(code)
 
 

@@ -175,12 +175,12 @@ class _Pool:
             pipe.send((environment, function, args))
         try:
             results = self.collect(timeout)
-        except WorkerError:
+            for pipe in self.pipes:
+                pipe.send("leave")
+            self.collect(START_SECONDS)
+        except (WorkerError, ConnectionError):
             self.kill()
             raise
-        for pipe in self.pipes:
-            pipe.send("leave")
-        self.collect(START_SECONDS)
         return [result for _, result, _ in results]
 
     def kill(self) -> None:

@@ -69,10 +69,11 @@ class Communicator(ABC):
         """Wait until work that was only queued (lazy backends) is done. Nothing by default."""
 
     def before_exit(self, let_go: Callable[[], None]) -> None:  # noqa: B027 (nothing to let go of)
-        """Have `let_go` called if the process ends without `close`. Nothing by default.
+        """Have `let_go` called when the process ends. Nothing by default.
 
         Args:
-            let_go: a method, whose object is not kept alive; asks nothing of other processes.
+            let_go: drops what holds the group, asking nothing of other processes. A function, or a
+                method, whose object is not kept alive.
         """
 
     @abstractmethod

@@ -6,7 +6,9 @@ Source: https://docs.pytorch.org/docs/stable/distributed.html
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
+import inspect
 import sys
 import traceback
 import weakref
@@ -50,7 +52,8 @@ class _Meeting:
     address: tuple[str | None, int | None, int] | None = None
     count: int = 0
     group: dist.ProcessGroup | None = field(default=None, repr=False)
-    holders: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list, repr=False)
+    # References to what lets go of the group.
+    holders: list[Callable[[], Callable[[], None] | None]] = field(default_factory=list, repr=False)
 
 
 _MEETING = _Meeting()
@@ -103,38 +106,48 @@ def _build_group(plan: Plan) -> None:
 
 
 def _leave_at_exit() -> None:
-    """Leave a group that the script never closed.
+    """Let go of the group, whether the script left it or not.
 
     A thread of gloo lets go of the tensors it moved some time after the collective is over, and
     takes the interpreter for that. If the interpreter is ending by then, the process aborts, or
     waits for the thread for ever. So the threads end here, with the last reference to the group,
-    which must be ours: this one waits for them without holding the interpreter.
+    which should be ours: this one waits for them without holding the interpreter. What a script
+    holds of the group by itself (a group of its own, say) stays with it.
+    """
+    with contextlib.ExitStack() as stack:  # all of it, whatever fails
+        stack.callback(_leave_group)
+        for reference in _MEETING.holders:
+            let_go = reference()
+            if let_go is not None:
+                stack.callback(let_go)
+
+
+def _leave_group() -> None:
+    """Destroy the group, if it was built here and is still there.
 
     No barrier: the others may be gone. After a failure nccl is left alone, whose farewell could
     wait for ranks that still compute.
     """
-    if not dist.is_initialized() or dist.group.WORLD is not _MEETING.group:
-        return
     failure = getattr(sys, "last_value", None)
-    if dist.get_backend() == "gloo":
-        for holder in _MEETING.holders:
-            let_go = holder()
-            if let_go is not None:
-                let_go()
-        _forget_locals(failure)
-    elif failure is not None:
-        return
-    dist.destroy_process_group()
+    if dist.is_initialized() and dist.group.WORLD is _MEETING.group:
+        gloo = dist.get_backend() == "gloo"
+        if gloo and failure is not None:
+            _forget_locals(failure)
+        if gloo or failure is None:
+            dist.destroy_process_group()
     _MEETING.group = None
 
 
-def _forget_locals(failure: BaseException | None) -> None:
+def _forget_locals(failure: BaseException) -> None:
     """Clear the variables of the functions that `failure` left: some hold the group."""
-    seen: list[BaseException] = []
-    while failure is not None and not any(failure is known for known in seen):
-        traceback.clear_frames(failure.__traceback__)
-        seen.append(failure)
-        failure = failure.__cause__ or failure.__context__
+    found: dict[int, BaseException] = {}
+    waiting: list[BaseException | None] = [failure]
+    while waiting:
+        error = waiting.pop()
+        if error is not None and id(error) not in found:
+            found[id(error)] = error
+            traceback.clear_frames(error.__traceback__)
+            waiting += [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
 
 
 atexit.register(_leave_at_exit)
@@ -239,9 +252,12 @@ class TorchCommunicator(Communicator):
         return received
 
     def before_exit(self, let_go: Callable[[], None]) -> None:
-        """Have `let_go`, a method, called if the process ends without `close`."""
-        still_there = [holder for holder in _MEETING.holders if holder() is not None]
-        _MEETING.holders = [*still_there, weakref.WeakMethod(let_go)]
+        """Have `let_go` called when the process ends: under gloo, whose threads must end first."""
+        if self.backend != "gloo":
+            return
+        _MEETING.holders = [known for known in _MEETING.holders if known() not in (None, let_go)]
+        weak = inspect.ismethod(let_go)
+        _MEETING.holders.append(weakref.WeakMethod(let_go) if weak else lambda: let_go)
 
     def close(self) -> None:
         """Wait for the device and for every rank, then leave the group (if it was built here)."""

@@ -91,7 +91,6 @@ class Strategy(ABC):
         self.device = device
         self.precision = precision
         self.scaler = self.make_scaler()
-        comm.before_exit(self.let_go)
 
     # -- where data goes -------------------------------------------------------------------
 
@@ -348,9 +347,5 @@ class Strategy(ABC):
         yield
 
     def release(self) -> None:
-        """Let go of the process group, after what is under way is done. Called on every rank."""
+        """Drop references to wrapped objects, draining what is under way first."""
         self.comm.flush()
-        self.let_go()
-
-    def let_go(self) -> None:  # noqa: B027 (most hold nothing)
-        """Drop what the wrapped objects hold of the process group; other ranks may be gone."""

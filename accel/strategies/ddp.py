@@ -60,6 +60,8 @@ WRAPPERS: dict[Hook, Callable[..., Any]] = {
     Hook.BF16: lambda hook: _renamed(default_hooks.bf16_compress_wrapper(hook)),
 }
 POWER_SGD = (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD)
+# Those that hold the process group, whatever became of their strategy.
+_WRAPPED: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 
@@ -71,7 +73,8 @@ class DDPStrategy(Strategy):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._wrapped: list[weakref.ref[DistributedDataParallel]] = []
+        self._wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self.comm.before_exit(_detach_all)
 
     def validate(self, objects: Objects) -> None:
         """Raise `ConfigError` if the arguments of the communication hook do not fit it."""
@@ -92,7 +95,8 @@ class DDPStrategy(Strategy):
         arguments = {k: v for k, v in handler.to_kwargs().items() if k not in HOOK_FIELDS}
         wrapped = DistributedDataParallel(model, device_ids=self._device_ids(model), **arguments)
         register_hook(wrapped, handler)
-        self._wrapped.append(weakref.ref(wrapped))
+        self._wrapped.add(wrapped)
+        _WRAPPED.add(wrapped)
         return wrapped
 
     def _device_ids(self, model: torch.nn.Module) -> list[torch.device] | None:
@@ -146,12 +150,11 @@ class DDPStrategy(Strategy):
         ConfigError.raise_if(_join_problems(own))
         return Join(own, **kwargs)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Take the reducers from the models, so that no thread of theirs outlives the group."""
-        for reference in self._wrapped:
-            model = reference()
-            if model is not None:
-                _detach(model)
+        super().release()
+        for model in self._wrapped:
+            _detach(model)
         self._wrapped.clear()
 
 
@@ -164,6 +167,12 @@ def _detach(model: DistributedDataParallel) -> None:
     model._comm_hooks.clear()
     for name in ("reducer", "logger", "process_group"):
         delattr(model, name)
+    _WRAPPED.discard(model)
+
+
+def _detach_all() -> None:
+    for model in list(_WRAPPED):
+        _detach(model)
 
 
 def _join_problems(joinables: Sequence[Any]) -> list[Problem]:

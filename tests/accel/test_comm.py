@@ -185,17 +185,18 @@ def test_a_group_of_another_size_is_refused() -> None:
     assert messages[1].startswith("The process group has rank 1 of 2, the environment says 1 of 3")
 
 
-def options_of_the_group(path: str) -> tuple[float, list[int]]:
+def options_of_the_group(path: str) -> tuple[float, float, list[int]]:
     comm = connect(plan(timeout=77, init_method=f"file://{path}", backend="gloo"))
     options = dist.group.WORLD._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
     ranks = comm.all_gather_object(comm.rank)
     comm.close()
-    return options._timeout.total_seconds(), ranks
+    assert isinstance(comm, TorchCommunicator)
+    return options._timeout.total_seconds(), comm._timeout.total_seconds(), ranks
 
 
 def test_the_handler_reaches_the_group(tmp_path: Path) -> None:
     answers = run_distributed(options_of_the_group, 2, str(tmp_path / "meeting"))
-    assert answers == [(77.0, [0, 1])] * 2
+    assert answers == [(77.0, 77.0, [0, 1])] * 2
 
 
 def late_rank() -> str:

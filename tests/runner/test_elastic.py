@@ -12,6 +12,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from accel import env
 from runner.elastic import GroupAgent, handlers_kept
+from runner.signals import TORCHS_SIGNALS
 
 
 class Process:
@@ -44,7 +45,7 @@ def start(agent: GroupAgent, monkeypatch: pytest.MonkeyPatch, early: tuple[int, 
     processes = [Process(), Process()]
 
     def started(self: Any, worker_group: Any) -> dict[int, int]:
-        taken = env.copy()["TORCHELASTIC_SIGNALS_TO_HANDLE"].split(",")
+        taken = env.copy()[TORCHS_SIGNALS].split(",")
         assert not {"SIGTERM", "SIGUSR1", "SIGINT"} & set(taken)
         for number in early:
             self._forward(number, None)

@@ -71,6 +71,7 @@ class DeepSpeedStrategy(Strategy):
         for plugin in (self.plan.engines.deepspeed or {}).values():
             plugin.settle()
         self.package = package.load(self.device)
+        self.comm.before_exit(self._let_go)
         self._trained: weakref.ref[DeepSpeedOptimizer] | None = None
         self._lacks_loaders = False  # whether the engine was built before any loader
         self._holds = 0  # contexts of `no_sync` around the current code
@@ -470,9 +471,10 @@ class DeepSpeedStrategy(Strategy):
         self._trained = self._recognition = None
         _OWNERS.clear()  # the process group closes, for every Accelerator
         recognition.withdraw_all()
+        self._let_go()
         super().release()
 
-    def let_go(self) -> None:
+    def _let_go(self) -> None:
         """Drop what DeepSpeed keeps of the process group; engines that are still there hold it."""
         package.leave_group(self.package)
 

@@ -60,6 +60,7 @@ class DTensorStrategy(Strategy):
         # By id of a model that exchanges nothing now: what its units are resharded to otherwise.
         self._resharding: dict[int, list[tuple[Any, Any]]] = {}
         self._spread: list[weakref.ref[torch.nn.Module]] = []
+        self.comm.before_exit(self._let_go)
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -292,9 +293,9 @@ class DTensorStrategy(Strategy):
             synchronize(self.device)
             self.comm.barrier()
         super().release()
+        self._let_go()
 
-    def let_go(self) -> None:
-        """Let go of the mesh and of its groups."""
+    def _let_go(self) -> None:
         models = self._models()
         self._spread.clear()
         if self._mesh is not None:

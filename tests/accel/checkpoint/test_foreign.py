@@ -160,7 +160,7 @@ def test_states_of_devices() -> None:
     assert torch.equal(foreign.random_states(single)["accelerator"]["state"], torch.ones(2))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_it_is_loaded_on_other_numbers_of_processes(tmp_path: Path, world_size: int) -> None:
     run = build()
     run.train()
