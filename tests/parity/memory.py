@@ -33,16 +33,18 @@ class Walk:
     def count(self, step: int, moment: str) -> int | None:
         """Return the bytes of the storages and buckets that came to life, None at other steps.
 
-        The least of several counts: gloo's threads let go of a message a moment after it arrived.
+        Counted until two counts agree: a thread of gloo lets go of a message some time later.
         """
         if step != self.step:
             return None
         gc.collect()
-        counts = [self._num_bytes()]
-        for _ in range(4):
-            time.sleep(0.05)
-            counts.append(self._num_bytes())
-        return min(counts)
+        count = self._num_bytes()
+        for _ in range(20):
+            time.sleep(0.1)
+            before, count = count, self._num_bytes()
+            if count == before:
+                break
+        return count
 
     def _num_bytes(self) -> int:
         objects = gc.get_objects()
