@@ -18,11 +18,12 @@ IGNORED_VARIABLES = {
     *("PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "COLUMNS"),
     *("TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"),
 }
-# A busy machine stalls any example.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 # Threads that libraries keep on purpose, once per process.
 IGNORED_THREADS = ("pydevd", "QueueFeederThread", "tqdm", "ThreadPoolExecutor", "asyncio")
+
+# A busy machine stalls any example. All else stays as whoever started the tests has set it.
+settings.register_profile("untimed", settings.default, deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

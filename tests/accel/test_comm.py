@@ -270,7 +270,7 @@ def test_restarts_and_an_end_without_farewell_under_torchrun(tmp_path: Path) -> 
 
 @pytest.mark.gpu
 def test_nccl_moves_tensors_of_device_and_host() -> None:
-    arguments = Arguments(kwargs_handlers=[InitProcessGroupKwargs(timeout=300)])
+    arguments = Arguments(kwargs_handlers=[InitProcessGroupKwargs(timeout=60)])
     base = resolve(arguments, Environment(master_addr="127.0.0.1", master_port=0))
     comm = connect(dataclasses.replace(base, backend="nccl"))
     try:
