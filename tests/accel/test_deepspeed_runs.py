@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +28,7 @@ from tests.accel.test_deepspeed import (
     largest,
     plain,
 )
-from tests.helpers import run_distributed
+from tests.helpers import reset_accel, run_distributed
 
 
 def started(plugin: DeepSpeedPlugin | None, **options: Any) -> tuple[Any, ...]:
@@ -288,6 +289,27 @@ def built_in_parts() -> None:
 
 def test_a_model_is_sharded_while_it_is_built() -> None:
     run_distributed(built_in_parts, 2)
+
+
+def built_on_any_cpu() -> None:
+    """DeepSpeed asks what the CPU can compute; what a model is built in is the run's choice."""
+    kind = type(importlib.import_module("deepspeed.accelerator").get_accelerator())
+    for fp16_is_supported in (True, False):
+        for precision, dtype in (("no", torch.float32), ("bf16", torch.bfloat16)):
+            plugin = DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True)
+            accelerator = Accelerator(cpu=True, mixed_precision=precision, deepspeed_plugin=plugin)
+            answer = patch.object(
+                kind, "is_fp16_supported", lambda self, yes=fp16_is_supported: yes
+            )
+            with answer, accelerator.strategy.init_context():
+                model = torch.nn.Linear(2, 1)
+            assert {p.dtype for p in model.parameters()} == {dtype}
+            accelerator.end_training()
+            reset_accel()
+
+
+def test_the_format_of_sharded_parameters_does_not_depend_on_the_cpu() -> None:
+    run_distributed(built_on_any_cpu, 2)
 
 
 # -- accumulation, clipping and what is refused --------------------------------------------

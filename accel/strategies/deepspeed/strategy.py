@@ -288,9 +288,10 @@ class DeepSpeedStrategy(Strategy):
             return
         config = self._init_settings().finish()
         package.join_group(self.package, self.plan.local_world_size)
-        dtype = DTYPES.get(self.precision.name, torch.float32)
         with env.patched(LOCAL_RANK=self.plan.local_rank):  # a lone process has no launcher
-            context = self.package.zero.Init(config_dict_or_path=config, dtype=dtype)
+            # The format follows from the configuration. DeepSpeed takes a `dtype` of its own for
+            # bf16 wherever fp16 is not supported, fp32 included.
+            context = self.package.zero.Init(config_dict_or_path=config)
         with context, RefusesLostValues():
             yield
 
