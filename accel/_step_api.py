@@ -15,7 +15,7 @@ from accel.config.handlers import AutocastKwargs
 from accel.errors import ConfigError, Problem, StateError
 from accel.objects import Objects
 from accel.optimizer import unwrap_optimizer
-from accel.precision.amp import has_gradients
+from accel.precision.amp import has_gradients, parameters_of
 from accel.state import GradientState
 
 if TYPE_CHECKING:
@@ -279,10 +279,15 @@ class StepAPI:
                 "Gradients are clipped while they are accumulated, and what is added later is "
                 "still scaled. Clip inside `if accelerator.sync_gradients:`."
             )
-        ids = {id(tensor) for tensor in tensors}
+        tensors = self.strategy.stepped_parameters(tensors)
+        loose = {id(tensor): tensor for tensor in tensors}
+        given = set(loose)
         for optimizer in self._objects.optimizers:
-            if any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
+            held = {id(p) for p in parameters_of(optimizer)}
+            if not held.isdisjoint(given):
                 self.unscale_gradients(optimizer)
+                loose = {key: tensor for key, tensor in loose.items() if key not in held}
+        self.scaler.unscale_loose(loose.values())
         return tensors
 
 

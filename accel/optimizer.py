@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accel.errors import ConfigError, Problem
-from accel.precision.amp import step_unless_overflow
+from accel.precision.amp import StepScaler, step_unless_overflow
 from accel.state import GradientState
 
 
@@ -38,6 +38,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.device_placement = device_placement
         self.gradient_state = GradientState()
         self.step_was_skipped = False
+        if isinstance(scaler, StepScaler):
+            scaler.register(optimizer)
         if device_placement:
             self._place_state()
 
@@ -149,6 +151,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        if isinstance(self.scaler, StepScaler):
+            self.scaler.register(self.optimizer)
 
     def _call_if_there(self, name: str) -> None:
         method = getattr(self.optimizer, name, None)

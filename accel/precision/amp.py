@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.config.handlers import AutocastKwargs
 from accel.errors import StateError
@@ -23,6 +28,10 @@ class StepScaler(torch.amp.GradScaler):
     of them are unscaled. Here `update` only notes that one is due, and the next loss to be scaled
     carries it out; so does reading the scale or the state.
 
+    Gradients that are held meanwhile (of a window of accumulation, of another optimizer, of a step
+    without `zero_grad`) follow the scale: they are multiplied by what it changes by. Scales are
+    powers of two unless the factors say otherwise, so that nothing is rounded.
+
     Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html
     """
 
@@ -30,7 +39,25 @@ class StepScaler(torch.amp.GradScaler):
 
     def __init__(self, device: str, **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
-        self._unscaled: set[int] = set()
+        self._forget_optimizers()
+
+    def _forget_optimizers(self) -> None:
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._unscaled: set[int] = set()  # ids of optimizers, until the next loss is scaled
+        self._stepped: set[int] = set()
+        # Parameters of no optimizer that were clipped: whether they are unscaled.
+        self._loose: Any = WeakIdKeyDictionary()
+
+    def register(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the gradients of `optimizer` follow the scale; done by its first step at the latest.
+
+        Args:
+            optimizer: of torch, or anything with parameter groups.
+        """
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            self._unscaled.discard(id(optimizer))  # of one that is gone
+            self._stepped.discard(id(optimizer))
 
     def unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of `optimizer` by the scale, unless that was done for this step."""
@@ -39,8 +66,37 @@ class StepScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of `optimizer` by the scale; once a step."""
+        if not self._enabled:
+            return
+        self.register(optimizer)
+        if id(optimizer) not in self._unscaled and self._scale is not None:
+            own = {id(p) for p in parameters_of(optimizer)} if self._any_unscaled() else set()
+            common = [p for p in self._parameters(unscaled=True) if id(p) in own] if own else []
+            self._multiply(self._gradients(common), self._scale)
         super().unscale_(optimizer)
         self._unscaled.add(id(optimizer))
+
+    def unscale_loose(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Divide gradients of parameters that no optimizer holds by the scale, once a step.
+
+        Args:
+            parameters: with gradients or without.
+        """
+        chosen = [p for p in parameters if p.grad is not None and not self._loose.get(p)]
+        if self._scale is not None and chosen:
+            self._multiply(self._gradients(chosen), self._scale.double().reciprocal().float())
+            self._loose.update((p, True) for p in chosen)
+
+    def _any_unscaled(self) -> bool:
+        return bool(self._unscaled) or any(self._loose.values())
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step `optimizer` by unscaled gradients, unless they overflowed."""
+        result = super().step(optimizer, *args, **kwargs)
+        if self._enabled:
+            self._stepped.add(id(optimizer))
+            self._update_is_due = True
+        return result
 
     def step_unless_overflow(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step `optimizer` unless its gradients overflowed; return whether they did.
@@ -48,47 +104,109 @@ class StepScaler(torch.amp.GradScaler):
         Reads one flag from the device. An optimizer without gradients is stepped as it is.
 
         Raises:
-            StateError: if no loss was ever scaled, and yet there are gradients.
+            StateError: if there are gradients, and no loss was scaled since its last step, or ever.
         """
-        if self._scale is not None:
+        if self._scale is None or id(optimizer) in self._stepped:
+            if has_gradients(optimizer):
+                raise StateError(_unscaled_message(self._scale is None))
+        else:
             self.unscale_once(optimizer)
-        elif has_gradients(optimizer):
-            raise StateError(
-                "Gradients were computed with loss.backward(), so they are not scaled for fp16. "
-                "Call accelerator.backward(loss)."
-            )
         flags = self._found_inf_per_device(optimizer)
-        if not flags:
+        if not flags or id(optimizer) in self._stepped:
             self._forget(optimizer)
             optimizer.step()
             return False
         skipped = any(bool(flag.item()) for flag in flags.values())
         self.step(optimizer)
-        self.update()
         return skipped
 
     def _forget(self, optimizer: torch.optim.Optimizer) -> None:
-        self._unscaled.discard(id(optimizer))
-        self._per_optimizer_states.pop(id(optimizer), None)
+        if id(optimizer) not in self._stepped:  # else its flags count in the update that is due
+            self._unscaled.discard(id(optimizer))
+            self._per_optimizer_states.pop(id(optimizer), None)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adapt the scale before the next loss is scaled; a `new_scale` is set at once."""
         if new_scale is None:
             self._update_is_due = self._enabled
-        else:
-            super().update(new_scale)
+        elif self._enabled:
+            with self._held_gradients_follow():
+                super().update(new_scale)
 
     def flush(self) -> None:
         """Carry out an update that is due."""
-        if self._update_is_due:
-            self._update_is_due = False
+        if not self._update_is_due:
+            return
+        self._update_is_due = False
+        states = self._per_optimizer_states
+        stepped = {k: v for k, v in states.items() if v["stage"] is OptState.STEPPED}
+        waiting = {k: v for k, v in states.items() if stepped and k not in stepped}
+        for key in waiting:  # what they found counts when they step
+            del states[key]
+        with self._held_gradients_follow():
             super().update()
-            self._unscaled.clear()
+        self._per_optimizer_states.update(waiting)
+
+    @contextlib.contextmanager
+    def _held_gradients_follow(self) -> Iterator[None]:
+        """Multiply scaled gradients by what the scale changes by in the context."""
+        held = [] if self._scale is None else self._scaled_gradients()
+        if not held:
+            yield
+            return
+        before = self._scale_now().clone()
+        yield
+        self._multiply(held, self._scale_now() / before)
+
+    def _scale_now(self) -> torch.Tensor:
+        assert self._scale is not None
+        return self._scale
+
+    def _scaled_gradients(self) -> list[torch.Tensor]:
+        """Return the gradients that are there, and scaled."""
+        others = {id(p) for p in self._parameters(unscaled=True)} if self._any_unscaled() else ()
+        chosen = [p for p in self._parameters(unscaled=False) if id(p) not in others]
+        return self._gradients(chosen)
+
+    def _parameters(self, unscaled: bool) -> list[torch.Tensor]:
+        """Return the parameters of optimizers in this state, each once."""
+        own = [o for o in self._known if (id(o) in self._unscaled) == unscaled]
+        loose = [p for p, is_unscaled in self._loose.items() if is_unscaled == unscaled]
+        if len(own) == 1 and not loose:
+            return parameters_of(own[0])
+        held = [p for optimizer in own for p in parameters_of(optimizer)]
+        return list({id(p): p for p in (*held, *loose)}.values())
+
+    def _gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the gradients that are there, as tensors that can be multiplied in place."""
+        found = [p.grad for p in parameters if p.grad is not None]
+        return [g._values() if g.is_sparse else g.detach() for g in found]
+
+    @staticmethod
+    def _multiply(gradients: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+        kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for gradient in gradients:
+            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        with torch.no_grad():
+            for (device, _), same in kinds.items():
+                torch._foreach_mul_(same, factor.to(device))
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or an iterable of losses, by the scale."""
         self.flush()
+        if self._any_unscaled():
+            self._scale_again()
         return super().scale(outputs)
+
+    def _scale_again(self) -> None:
+        """Scale unscaled gradients: a backward pass adds scaled ones to them."""
+        if self._scale is not None:
+            self._multiply(self._gradients(self._parameters(unscaled=True)), self._scale)
+        for key in self._unscaled:
+            self._per_optimizer_states.pop(key, None)
+        self._unscaled.clear()
+        self._stepped.clear()
+        self._loose.update((parameter, False) for parameter in list(self._loose))
 
     def get_scale(self) -> float:
         """Return the scale (waits for the device)."""
@@ -102,9 +220,36 @@ class StepScaler(torch.amp.GradScaler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        self._update_is_due = False
-        self._unscaled.clear()
-        super().load_state_dict(state_dict)
+        self.flush()
+        with self._held_gradients_follow():
+            super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.flush()
+        left = ("_known", "_unscaled", "_stepped", "_loose")  # a copy has optimizers of its own
+        return {k: v for k, v in super().__getstate__().items() if k not in left}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget_optimizers()
+
+
+def _unscaled_message(never: bool) -> str:
+    if never:
+        return (
+            "Gradients were computed with loss.backward(), so they are not scaled for fp16. "
+            "Call accelerator.backward(loss)."
+        )
+    return (
+        "optimizer.step() under fp16 with gradients, but without accelerator.backward(loss) since "
+        "its last step: they were unscaled and stepped already, or come from loss.backward(). "
+        "Call accelerator.backward(loss) before each step, or optimizer.zero_grad() after it."
+    )
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups of `optimizer`."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -275,6 +275,10 @@ class Strategy(ABC):
         """Return a context in which ranks may see different numbers of batches."""
         return contextlib.nullcontext()
 
+    def stepped_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what optimizers hold for `parameters` of a prepared model."""
+        return list(parameters)
+
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:

@@ -84,3 +84,15 @@ def copies_and_shards(models: Models) -> Iterator[tuple[torch.nn.Parameter, torc
             for parameter in unit.fsdp_params:
                 if hasattr(parameter, "_unsharded_param"):  # from its first pass on
                     yield parameter._unsharded_param, parameter.sharded_param
+
+
+def unreduced_gradients(models: Models) -> Iterator[torch.Tensor]:
+    """Yield the gradients that passes without synchronization left for a later one to reduce."""
+    for model in models:
+        for unit in units_of(model):
+            if unit._partial_reduce_output is not None:
+                yield unit._partial_reduce_output
+            for parameter in unit.fsdp_params:
+                copy = getattr(parameter, "_unsharded_param", None)
+                held = (parameter.unsharded_accumulated_grad, getattr(copy, "grad", None))
+                yield from (gradient for gradient in held if gradient is not None)

@@ -5,6 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accel.precision.amp import StepScaler
+from accel.strategies.dtensor.gathered import unreduced_gradients
+from accel.strategies.footprint import local
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
@@ -28,12 +31,30 @@ class ShardedStepScaler(StepScaler):
     Args:
         device: kind of device.
         comm: how processes talk.
+        models: returns those that are sharded: they keep gradients of their own in a window.
         kwargs: fields of `GradScalerKwargs`.
     """
 
-    def __init__(self, device: str, comm: Communicator, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        device: str,
+        comm: Communicator,
+        models: Callable[[], Iterable[torch.nn.Module]],
+        **kwargs: Any,
+    ) -> None:
         super().__init__(device, **kwargs)
         self._comm = comm
+        self._models = models
+
+    def _gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return this process's parts of the gradients that are there."""
+        parts = [local(p.grad) for p in parameters if p.grad is not None]
+        return [part._values() if part.is_sparse else part.detach() for part in parts]
+
+    def _scaled_gradients(self) -> list[torch.Tensor]:
+        """Return the gradients that are there and scaled, also those that wait to be reduced."""
+        waiting = [local(g).detach() for g in unreduced_gradients(self._models())]
+        return [*super()._scaled_gradients(), *waiting]
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

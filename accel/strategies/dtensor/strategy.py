@@ -154,7 +154,8 @@ class DTensorStrategy(Strategy):
         """Return what scales losses under fp16; None in other formats."""
         if self.plan.mixed_precision != "fp16":
             return None
-        return ShardedStepScaler(self.plan.device_type, self.comm, **self.plan.scaler.to_dict())
+        options = self.plan.scaler.to_dict()
+        return ShardedStepScaler(self.plan.device_type, self.comm, self._models, **options)
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
@@ -213,13 +214,17 @@ class DTensorStrategy(Strategy):
             )
         )
 
+    def stepped_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the shards of `parameters`, which a forward pass may have left gathered."""
+        if any_gathered(self._models()):
+            self._successors.record_copies(copies_and_shards(self._models()))
+        return [self._successors.current(parameter) for parameter in parameters]
+
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
         """Scale gradients to a total norm of at most `max_norm`; return the norm before."""
-        if any_gathered(self._models()):
-            self._successors.record_copies(copies_and_shards(self._models()))
-        own = [self._successors.current(parameter) for parameter in parameters]
+        own = self.stepped_parameters(parameters)
         trained = [p for p in own if p.requires_grad or p.grad is not None]
         if not trained:
             return torch.zeros((), device=self.device)
