@@ -1,0 +1,1 @@
+"""Transformers models, built from their configurations, under every strategy."""

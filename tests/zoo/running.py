@@ -1,0 +1,44 @@
+"""Runs cells on warm workers, and turns whatever happens into verdicts."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from tests import helpers
+from tests.helpers import WorkerError, run_distributed
+from tests.parity.running import cause
+from tests.zoo import workers
+from tests.zoo.cells import Cell, reason_not_to_run
+from tests.zoo.gates import Verdict, judge
+
+SECONDS = 300.0
+
+
+def run(cell: Cell) -> Verdict:
+    """Return the verdict on `cell`, which a failure on any process turns red."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        own = replace(cell, folder=folder)
+        try:
+            answers = run_distributed(workers.train, cell.world_size, own, timeout=SECONDS)
+        except WorkerError as error:
+            return Verdict(cell, failures=[cause(str(error))], seconds=time.monotonic() - start)
+    return judge(cell, answers, time.monotonic() - start)
+
+
+def run_all(cells: Iterable[Cell]) -> Iterator[Verdict]:
+    """Yield a verdict for each of `cells` as it is known; workers of one world size live a time."""
+    size = 0
+    for cell in sorted(cells, key=lambda cell: cell.world_size):
+        reason = reason_not_to_run(cell)
+        if reason is not None:
+            yield Verdict(cell, reason)
+            continue
+        if cell.world_size != size:
+            helpers.close_pools()
+            size = cell.world_size
+        yield run(cell)
+    helpers.close_pools()
