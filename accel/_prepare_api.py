@@ -20,6 +20,7 @@ from accel.wrapping import extract_model_from_parallel
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
+    from accel.state import GradientState
     from accel.strategies.base import Strategy
 
 KINDS = ("models", "optimizers", "schedulers", "dataloaders")
@@ -34,6 +35,7 @@ class PrepareAPI:
     device: torch.device
     device_placement: bool
     step: int
+    gradient_state: GradientState
     _objects: Objects
 
     # -- taking in -----------------------------------------------------------------------------
@@ -285,7 +287,8 @@ class PrepareAPI:
     def free_memory(self, *objects: Any) -> list[None]:
         """Let go of everything that was prepared, set `step` to 0 and collect garbage.
 
-        Call it between trainings of different models.
+        Call it between trainings of different models. Objects registered for checkpointing, hooks
+        and trackers stay: they belong to the script, and are saved and restored as before.
 
         Args:
             objects: more to let go of.
@@ -293,8 +296,9 @@ class PrepareAPI:
         Returns:
             As many None as there are `objects`: ``a, b = accelerator.free_memory(a, b)``.
         """
-        self._objects.clear()
+        self._objects.clear_prepared()
         self.step = 0
+        self.gradient_state._start_over()
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,21 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
+@dataclass(frozen=True)
+class _LastBatch:
+    """The last batch of a pass, over all processes.
+
+    Attributes:
+        real: samples that are no repetitions, at least 1.
+        size: samples, repetitions included.
+        in_hand: whether the pass is under way, so that all that is gathered belongs to this batch.
+    """
+
+    real: int
+    size: int
+    in_hand: bool = True
+
+
 class ProcessAPI(ProcessControl):
     """Mixin of `Accelerator`: process control and collectives."""
 
@@ -25,6 +41,7 @@ class ProcessAPI(ProcessControl):
     gradient_state: GradientState
     strategy: Strategy
     _trigger: bool = False
+    _kept_repetitions: bool = False  # whether that was told
 
     # -- what they exchange --------------------------------------------------------------------
 
@@ -42,7 +59,8 @@ class ProcessAPI(ProcessControl):
         Of processes that compute the same samples (tensor parallelism), the first one's are kept.
         Samples are dropped while the last batch of a loader is in hand. After a pass that was left
         with it, as in ``batch = next(iter(loader))``, this holds for data of as many samples, until
-        the next pass over a loader begins.
+        the next pass over a loader begins. Data may have any number of rows per sample (flattened
+        predictions), the same for all samples; of other data everything is kept, with one warning.
 
         Args:
             input_data: nested tensors [n, ...], or any objects.
@@ -52,34 +70,62 @@ class ProcessAPI(ProcessControl):
         Returns:
             As `gather`; for objects, the lists of all processes in one.
         """
-        as_objects = use_gather_object or not _only_tensors(input_data)
-        data = ops.gather_object(input_data) if as_objects else ops.gather(input_data)
         copies = self.comm.world_size // self.strategy.data_rank[1]
+        last = self._last_batch()
+        if use_gather_object or not _only_tensors(input_data):
+            values = ops.gather_object([input_data])[::copies]
+            several = isinstance(input_data, (list, tuple))
+            data = [item for value in values for item in value] if several else values
+            counts = {len(value) for value in values} if several else {1}
+            # Where processes gave different numbers, rows do not belong to samples evenly.
+            return self._without_repetitions(data, last, even=len(counts) == 1)
+        data = ops.gather(input_data)
         if copies > 1:
-            data = _distinct(data, copies, self.comm.world_size, as_objects)
-        remainder, size = self._repetitions()
-        if remainder <= 0:
-            return data
-        if as_objects:
-            return _first(data, remainder, size)
-        return recursively_apply(_first, data, remainder, size)
+            data = recursively_apply(_distinct, data, copies, self.comm.world_size)
+        return recursively_apply(self._without_repetitions, data, last)
 
-    def _repetitions(self) -> tuple[int, int | None]:
-        """Return how many samples of the batch in hand are real, 0 if all, and how many there are.
-
-        The latter is None inside a pass, where everything that is gathered is of that batch.
-        """
+    def _last_batch(self) -> _LastBatch | None:
+        """Return the counts of the last batch if it is in hand and has repetitions, else None."""
         state = self.gradient_state
         if self.comm.world_size == 1:  # a short batch is not completed
-            return 0, None
+            return None
         if not state.in_dataloader:
-            return state.broken_off
-        if state.end_of_dataloader and state.remainder == -1:
-            logger.info(
+            real, size = state.broken_off
+            return _LastBatch(real, size, in_hand=False) if real > 0 else None
+        if not state.end_of_dataloader:
+            return None
+        if state.remainder == -1:
+            logger.warning_once(
                 "gather_for_metrics: the length of the data set is not known, so samples that "
                 "complete the last batch cannot be told apart and stay."
             )
-        return (state.remainder if state.end_of_dataloader else 0), None
+        loader = state.active_dataloader
+        size = 0 if loader is None else loader._last_size
+        return _LastBatch(state.remainder, size) if state.remainder > 0 and size else None
+
+    def _without_repetitions(self, rows: Any, last: _LastBatch | None, even: bool = True) -> Any:
+        """Return the rows [k * size, ...] of the real samples alone.
+
+        Args:
+            rows: a list or tensor.
+            last: the batch that they belong to; None: all samples are real.
+            even: whether each process gave as many rows.
+        """
+        if last is None:
+            return rows
+        if even and len(rows) % last.size == 0:
+            return rows[: len(rows) // last.size * last.real]
+        if last.in_hand and not self._kept_repetitions:
+            self._kept_repetitions = True
+            logger.warning(
+                "gather_for_metrics: %d rows for the %d samples of the last batch, of which %d are "
+                "real: each sample must have as many rows, so nothing was dropped and repeated "
+                "samples stay. Gather a fixed number of rows per sample.",
+                len(rows),
+                last.size,
+                last.real,
+            )
+        return rows
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return the elementwise reduction of nested tensors over processes, times `scale`.
@@ -130,17 +176,6 @@ def _only_tensors(data: Any) -> bool:
     return True
 
 
-def _distinct(data: Any, copies: int, world_size: int, as_objects: bool) -> Any:
-    """Return what the first of each `copies` neighbours gave, out of what all ranks did."""
-
-    def kept(entries: Any) -> Any:
-        size = len(entries) // world_size
-        own = [entries[r * size : (r + 1) * size] for r in range(0, world_size, copies)]
-        return [entry for part in own for entry in part] if as_objects else torch.cat(own)
-
-    return kept(data) if as_objects else recursively_apply(kept, data)
-
-
-def _first(data: Any, count: int, size: int | None) -> Any:
-    """Return the first `count` entries of a list or tensor, if it has `size` (None: any number)."""
-    return data[:count] if size in (None, len(data)) else data
+def _distinct(rows: torch.Tensor, copies: int, world_size: int) -> torch.Tensor:
+    """Return the rows of the first of each `copies` neighbours, out of those of all ranks."""
+    return torch.cat(rows.tensor_split(world_size)[::copies])

@@ -32,7 +32,7 @@ class Objects:
         self.dataloaders += other.dataloaders
         self.custom += other.custom
 
-    def clear(self) -> None:
-        """Forget everything."""
-        for kind in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.custom):
+    def clear_prepared(self) -> None:
+        """Forget what was prepared; objects registered for checkpointing stay."""
+        for kind in (self.models, self.optimizers, self.schedulers, self.dataloaders):
             kind.clear()

@@ -337,7 +337,7 @@ class GradientState:
             self._follow_dataloader()
             self._configure(GradientAccumulationPlugin())
         if gradient_accumulation_plugin is not None:
-            self.sync_gradients = True  # an earlier run may have ended within a window
+            self._start_over()
             self._configure(gradient_accumulation_plugin)
 
     def _configure(self, plugin: GradientAccumulationPlugin) -> None:
@@ -394,6 +394,11 @@ class GradientState:
     def __reduce__(self) -> tuple[type[GradientState], tuple[()]]:
         """Copies and unpickled ones share the state of their process."""
         return type(self), ()
+
+    def _start_over(self) -> None:
+        """Close the window of accumulation that an earlier training left open."""
+        self.sync_gradients = True
+        self.broken_off = 0, 0
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -152,3 +153,67 @@ def in_the_middle() -> list[int]:
 @SIZE
 def test_a_batch_in_the_middle_is_never_cut(size: int) -> None:
     assert run_distributed(in_the_middle, size) == [[3 * size, 3 * size, 1]] * size
+
+
+# -- several rows per sample -------------------------------------------------------------------
+
+ROWS = 3
+
+
+def flattened(samples: int, batch_size: int, dispatch: bool) -> dict[str, Any]:
+    """Gather three rows per sample, and a number of rows that belongs to no sample."""
+    accelerator = Accelerator(cpu=True, dispatch_batches=dispatch)
+    rank = accelerator.process_index
+    found: dict[str, Any] = {"tensors": [], "objects": [], "odd": 0, "ragged": 0, "given": 0}
+    for batch in accelerator.prepare(DataLoader(torch.arange(samples), batch_size)):
+        rows = batch.repeat_interleave(ROWS)
+        found["tensors"] += accelerator.gather_for_metrics({"rows": rows})["rows"].tolist()
+        found["objects"] += accelerator.gather_for_metrics([str(row) for row in rows.tolist()])
+    odd = torch.zeros(ROWS * len(batch) + 1)
+    for batch in accelerator.prepare(DataLoader(torch.arange(samples), batch_size)):
+        found["odd"] = len(accelerator.gather_for_metrics(odd))
+        # As many entries as three per sample over all processes, but not on each of them.
+        ragged = [None] * (ROWS * len(batch) + (-1) ** rank * (rank < 2))
+        found["ragged"] = len(accelerator.gather_for_metrics(ragged))
+        found["given"] = ROWS * len(batch) * accelerator.num_processes
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("samples", "batch_size"), [(9, 5), (13, 3), (1, 2)])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_each_row_of_a_sample_counts_once(
+    size: int, samples: int, batch_size: int, dispatch: bool
+) -> None:
+    every = [sample for sample in range(samples) for _ in range(ROWS)]
+    for found in run_distributed(flattened, size, samples, batch_size, dispatch):
+        assert found["tensors"] == every
+        assert found["objects"] == [str(sample) for sample in every]
+        # Rows that cannot be told apart are all kept; a lone sample has all rows of its process.
+        assert found["ragged"] == found["given"]
+        if found["given"] > ROWS * size:
+            assert found["odd"] == found["given"] + size
+
+
+def kept_with_a_warning() -> list[str]:
+    """Return the warnings of two metrics whose rows belong to no sample."""
+    accelerator = Accelerator(cpu=True)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel").addHandler(handler)
+    for _ in range(2):
+        for batch in accelerator.prepare(DataLoader(torch.arange(9), 5)):
+            for _ in range(2):
+                accelerator.gather_for_metrics(torch.zeros(len(batch) + 2))
+    logging.getLogger("accel").removeHandler(handler)
+    accelerator.end_training()
+    return messages
+
+
+def test_rows_that_belong_to_no_sample_are_told_of_once() -> None:
+    first, second = run_distributed(kept_with_a_warning, 2)
+    assert second == []
+    (message,) = first
+    assert "14 rows for the 10 samples of the last batch, of which 9 are real" in message

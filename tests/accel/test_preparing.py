@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -16,6 +18,7 @@ from accel.state import AcceleratorState
 from accel.strategies.base import Strategy, Traits
 from accel.strategies.single import SingleProcessStrategy
 from accel.strategies.table import STRATEGIES, find_strategy
+from tests.accel.checkpoint.test_session import Counter
 from tests.accel.test_accelerator import loader, parts
 
 # -- preparing ---------------------------------------------------------------------------------
@@ -219,6 +222,35 @@ def test_free_memory_lets_go_of_everything() -> None:
     accelerator.prepare(model)
     assert accelerator.clear() == []
     assert accelerator._models == []
+
+
+def test_free_memory_keeps_what_the_script_registered(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    counter, saved, loaded = Counter(3), [], []
+    accelerator.register_for_checkpointing(counter)
+    accelerator.register_save_state_pre_hook(lambda *arguments: saved.append(arguments))
+    accelerator.register_load_state_pre_hook(lambda *arguments: loaded.append(arguments))
+    for free in (accelerator.free_memory, accelerator.clear):
+        accelerator.prepare(*parts())
+        free()
+        accelerator.save_state(tmp_path)
+        counter.value = 9
+        accelerator.load_state(tmp_path)
+        assert counter.value == 3
+    assert (len(saved), len(loaded)) == (2, 2)
+
+
+def test_free_memory_closes_a_window_that_was_left_open() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, *_ = accelerator.prepare(*parts())
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    accelerator.free_memory()
+    model, optimizer, *_ = accelerator.prepare(*parts())
+    before = model.weight.detach().clone()
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
 
 
 # -- strategies --------------------------------------------------------------------------------
