@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing.queues
 import os
 import signal
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -60,12 +62,19 @@ class WorkerStart:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.handled)
         watch = threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True)
         watch.start()
+        multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_give_up)  # type: ignore[attr-defined]
         if self.then is not None:
             self.then(worker_id)
 
 
 def _outlive(number: int, frame: FrameType | None) -> None:
     """Do nothing: the training process decides when its workers end."""
+
+
+def _give_up(error: BaseException, batch: Any) -> None:
+    """End this worker, whose batch cannot be pickled: the training process would wait for ever."""
+    traceback.print_exception(error)
+    os._exit(1)
 
 
 def _end_with(parent: int) -> None:
