@@ -12,6 +12,8 @@ from typing import TextIO
 from runner.outcomes import log_folder
 
 TAIL_BYTES = 64 * 1024
+# Standard error as the launcher has given it, on ranks whose own goes to their log.
+_TERMINAL: list[TextIO] = []
 # Where the report of `faulthandler` begins.
 CRASH = "Fatal Python error"
 
@@ -31,6 +33,7 @@ def leave_terminal_to_rank_zero(run_dir: Path, rank: int) -> None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
+    _TERMINAL.append(os.fdopen(os.dup(sys.stderr.fileno()), "w"))
     file = os.open(log_file(run_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in _standard_streams():
         os.dup2(file, stream.fileno())
@@ -39,6 +42,11 @@ def leave_terminal_to_rank_zero(run_dir: Path, rank: int) -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
     print(f"--- rank {rank}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}")
+
+
+def terminal() -> TextIO:
+    """Return where any rank can tell a person what cannot wait."""
+    return _TERMINAL[-1] if _TERMINAL else sys.stderr
 
 
 def close_input() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from torch.utils.data import (
 )
 
 from accel.data.samplers import SeedableRandomSampler, cycle_to, mix_seeds
-from runner import schema
+from runner import reading, schema
 
 # NumPy's global generator takes seeds of 32 bits.
 _NUMPY_SEEDS = 1 << 32
@@ -108,6 +109,10 @@ class SeededDataset(Dataset[Any]):
 
     def __getitems__(self, keys: Sequence[int | tuple[int, int]]) -> list[Any]:
         """Return the samples of a batch."""
+        with reading.UserCode(f"the data set {type(self.dataset).__name__}"):
+            return self._read_all(keys)
+
+    def _read_all(self, keys: Sequence[int | tuple[int, int]]) -> list[Any]:
         pairs = [key if isinstance(key, tuple) else (0, key) for key in keys]
         if self.seed_samples:
             with training_draws_preserved():
@@ -161,8 +166,14 @@ class SeededStream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         epoch, skip = self.epoch, self.skip
-        samples = iter(self._seeded(epoch) if self.seed_samples else self.dataset)
-        for position, sample in enumerate(samples):
+        who, end = reading.UserCode(f"the stream {type(self.dataset).__name__}"), object()
+        with who:
+            samples = iter(self._seeded(epoch) if self.seed_samples else self.dataset)
+        for position in itertools.count():
+            with who:
+                sample = next(samples, end)
+            if sample is end:
+                return
             if position >= skip:
                 yield sample
 
@@ -298,7 +309,7 @@ def make_loader(
         pin_memory=pinned,
         prefetch_factor=config.prefetch_factor,
         persistent_workers=config.persistent_workers,
-        collate_fn=collate_fn,
+        collate_fn=None if collate_fn is None else reading.Collate(collate_fn),
         generator=torch.Generator(),
         **kwargs,
     )

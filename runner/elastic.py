@@ -23,7 +23,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -50,16 +51,32 @@ HANDLED = (*STOP_SIGNALS, signal.SIGINT)
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-def run_group(command: Sequence[str], num_processes: int) -> dict[int, int]:
+@dataclass(frozen=True)
+class Failure:
+    """The end of a worker that failed.
+
+    Attributes:
+        status: its exit status; negative: minus the number of the signal that ended it.
+        time: seconds since the epoch at which it was seen.
+    """
+
+    status: int
+    time: float
+
+
+def run_group(
+    command: Sequence[str], num_processes: int, finished: Callable[[int], bool] = lambda rank: True
+) -> dict[int, Failure]:
     """Run `command` in `num_processes` processes and wait for their end.
 
     Args:
         command: what each process executes.
         num_processes: how many.
+        finished: whether the rank that has exited with 0 had come to its end.
 
     Returns:
-        The exit status of each rank that failed, not of those that were ended because of it;
-        negative: minus the number of the signal that ended it. Empty: all have exited with 0.
+        How each rank ended that failed, not those that were ended because of it. Empty: all have
+        finished.
 
     Raises:
         KeyboardInterrupt: on Ctrl-C, when no process is left.
@@ -85,7 +102,7 @@ def run_group(command: Sequence[str], num_processes: int) -> dict[int, int]:
         monitor_interval=MONITOR_SECONDS,
         local_addr="localhost",
     )
-    agent = GroupAgent(spec, _InheritedStreams())
+    agent = GroupAgent(spec, _InheritedStreams(), finished)
     with quiet_agent(), handlers_kept():
         try:
             agent.take_signals()
@@ -101,12 +118,18 @@ def run_group(command: Sequence[str], num_processes: int) -> dict[int, int]:
 class GroupAgent(LocalElasticAgent):
     """The elastic agent, with the endings described above."""
 
-    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        finished: Callable[[int], bool] = lambda rank: True,
+    ) -> None:
         super().__init__(spec, logs_specs)
+        self._finished = finished
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._early: list[int] = []  # signals from before there was anybody to hand them on to
         self._ignores_interrupt = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        self.failed: dict[int, int] = {}
+        self.failed: dict[int, Failure] = {}
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # A signal that comes before a worker can handle it would kill it. So signals are held back
@@ -141,7 +164,9 @@ class GroupAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = {rank: process.poll() for rank, process in self._processes.items()}
-        self.failed = {rank: code for rank, code in codes.items() if code}
+        for rank, code in codes.items():
+            if code is not None and rank not in self.failed and (code or not self._finished(rank)):
+                self.failed[rank] = Failure(code, time.time())
         if self.failed:
             self._end_workers()
         elif None in codes.values():  # torch, looking a moment later, might see another end first

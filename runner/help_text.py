@@ -20,7 +20,14 @@ MAIN_KEYS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
         "trainer",
         Trainer,
         (
-            *("epochs", "max_steps", "max_time", "global_batch_size", "micro_batch_size"),
+            *(
+                "epochs",
+                "max_steps",
+                "max_time",
+                "hang_timeout",
+                "global_batch_size",
+                "micro_batch_size",
+            ),
             *("eval_every", "log_every", "clip_grad_norm", "limit_train_batches"),
         ),
     ),

@@ -9,10 +9,12 @@ Free of torch at import.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ from runner.processes import Adopted
 from runner.schema import Recipe
 
 if TYPE_CHECKING:
+    from runner.elastic import Failure
     from runner.job import Job
 
 TRAIN = "runner.worker:run"
@@ -97,13 +100,15 @@ def run_here(run_dir: Path, rank: int = 0) -> int:
     """
     from runner import worker
 
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
     try:
         return worker.run(run_dir)
     except KeyboardInterrupt:
         if rank == 0:
             outcomes.tell_interrupted(run_dir)
         return INTERRUPTED
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # also SystemExit: the run is not complete
         outcome = outcomes.of_error(error, rank)
         outcome.write(run_dir, _new_launch())
         outcomes.tell(outcome, run_dir)
@@ -134,36 +139,60 @@ def run_group(run_dir: Path, num_processes: int, cwd: Path, target: str = TRAIN)
     }
     command = elastic.worker_command(BOOTSTRAP, json.dumps(order))
     try:
-        failed = elastic.run_group(command, num_processes)
+        failed = elastic.run_group(
+            command, num_processes, lambda rank: _left_word(run_dir, launch_id, rank)
+        )
     except KeyboardInterrupt:
         outcomes.tell_interrupted(run_dir)
         return INTERRUPTED
     return _conclude(run_dir, launch_id, failed, num_processes)
 
 
-def _conclude(run_dir: Path, launch_id: str, failed: dict[int, int], num_processes: int) -> int:
+def _left_word(run_dir: Path, launch_id: str, rank: int) -> bool:
+    """Return whether a rank has written down how it ended."""
+    return any(outcome.rank == rank for outcome in outcomes.read_outcomes(run_dir, launch_id))
+
+
+def _conclude(
+    run_dir: Path, launch_id: str, failed: Mapping[int, Failure], num_processes: int
+) -> int:
     """Return the exit code of a group, and say what went wrong first."""
     left = outcomes.read_outcomes(run_dir, launch_id)
-    # A process that left no word died in native code or was killed; the others failed in its wake.
+    # A process that left no word died in native code or was killed.
     silent = failed.keys() - {outcome.rank for outcome in left}
     causes = [_without_word(run_dir, rank, failed[rank]) for rank in sorted(silent)]
     causes += [outcome for outcome in left if outcome.code not in CLEAN]
-    if causes:
-        outcomes.tell(causes[0], run_dir, num_processes)
-        return causes[0].code
-    return STOPPED if left else DONE
+    for outcome in left:
+        if outcome.code == DONE:
+            outcome.remove(run_dir, launch_id)
+    hang = outcomes.read_hang(run_dir, launch_id)
+    if hang is not None and causes:
+        causes.append(hang)
+    if not causes:
+        return STOPPED if any(outcome.code == STOPPED for outcome in left) else DONE
+    cause = outcomes.order(causes)[0]
+    if cause.code == INTERRUPTED:
+        outcomes.tell_interrupted(run_dir)
+    else:
+        outcomes.tell(cause, run_dir, num_processes)
+    return cause.code
 
 
-def _without_word(run_dir: Path, rank: int, status: int) -> Outcome:
+def _without_word(run_dir: Path, rank: int, failure: Failure) -> Outcome:
     """Describe the end of a process by its exit status and the last lines of its log."""
+    status = failure.status
+    if status == INTERRUPTED:  # SIGINT was sent to this process alone
+        return Outcome(rank, failure.time, INTERRUPTED, "it was interrupted")
     how = f"exited with {status}" if status >= 0 else f"was ended by {signal.Signals(-status).name}"
     if status == -signal.SIGKILL:
         how += " (out of memory?)"
+    if status == DONE:
+        how += " before the run was complete"
     log = console_logs.log_file(run_dir, rank)
     printed = console_logs.tail(log)
     return Outcome(
         rank=rank,
-        time=0.0,
+        time=failure.time,
         code=FAILED,
         message=f"its process {how}",
         traceback="\n".join([f"The end of {log}:", *printed]) if printed else "",

@@ -150,7 +150,8 @@ class Loop:
             self._call("on_start")
             self.display.start(self.state.step, self.plan.total_steps, self.recipe.trainer.epochs)
             self._train()
-            return self._finish()
+            with self.stop_flag.progress.slowly("the end of the run"):
+                return self._finish()
         finally:
             self.display.close()
             self.recorder.close()
@@ -409,7 +410,7 @@ class Loop:
             return agreed and self.stop_flag.reason != TIME_IS_UP
 
         try:
-            with self.watch.paused():
+            with self.watch.paused(), self.stop_flag.progress.slowly(f"evaluation ({split})"):
                 return evaluate(self.accelerator, self.step, batches, on_batch, batches.num_samples)
         except Interrupted:
             self.stopped = Stop("signal", f"{self.stop_flag.reason} received in evaluation")
@@ -438,7 +439,7 @@ class Loop:
         self._drain()
         state = self.state
         state.seconds = self.seconds
-        with self.watch.paused():
+        with self.watch.paused(), self.stop_flag.progress.slowly("saving"):
             path = self.saver.save(
                 {
                     "run": self.run_dir.name,
@@ -455,7 +456,8 @@ class Loop:
             if self._improved and state.best is not None:
                 self.saver.point(self.monitor, state.best)
             self._improved = False
-        self._call("on_checkpoint", path)
+        with self.stop_flag.progress.slowly("on_checkpoint"):
+            self._call("on_checkpoint", path)
 
     # -- the end ---------------------------------------------------------------------------
 

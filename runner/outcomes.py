@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,8 +29,12 @@ STOPPED = 75
 INTERRUPTED = 130
 # What a parent reads from an exit status: a worker that stopped with its state saved did not fail.
 CLEAN = (DONE, STOPPED)
+# What gloo and NCCL say when another process is gone; both raise plain RuntimeErrors.
+COMMUNICATION = re.compile(
+    r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|ProcessGroup|\bTCPStore\b"
+)
 # Files of ours whose frames, first in a traceback, tell a person nothing.
-MACHINERY = ("launch.py", "worker.py")
+MACHINERY = ("launch.py", "worker.py", "endings.py")
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Outcome:
         code: exit code of the command: 1 failed, 2 refused, 75 stopped with state saved.
         message: one line on what happened.
         traceback: where it happened; empty where that is of no use to a person.
+        is_consequence: whether it is an error of communication, as the end of another rank causes.
     """
 
     rank: int
@@ -48,6 +55,7 @@ class Outcome:
     code: int
     message: str
     traceback: str = ""
+    is_consequence: bool = False
 
     def write(self, run_dir: Path, launch: str) -> None:
         """Write this to ``<run_dir>/logs/<launch>_rank_<rank>.json``."""
@@ -56,12 +64,33 @@ class Outcome:
         partial.write_text(json.dumps(asdict(self)))
         os.replace(partial, path)
 
+    def remove(self, run_dir: Path, launch: str) -> None:
+        """Remove what `write` has written, if it is there."""
+        (log_folder(run_dir) / f"{launch}_rank_{self.rank}.json").unlink(missing_ok=True)
+
 
 def log_folder(run_dir: Path) -> Path:
     """Return the run's folder for logs; make it where it is not there."""
     folder = run_dir / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def note_hang(run_dir: Path, launch: str, hang: Outcome | None) -> None:
+    """Write down which rank hangs, for the parent; None: none does any more."""
+    path = log_folder(run_dir) / f"{launch}_hang.json"
+    if hang is None:
+        path.unlink(missing_ok=True)
+    else:
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(hang)))
+        os.replace(partial, path)
+
+
+def read_hang(run_dir: Path, launch: str) -> Outcome | None:
+    """Return which rank of a launch hung at its end; None: none did."""
+    path = log_folder(run_dir) / f"{launch}_hang.json"
+    return Outcome(**json.loads(path.read_text())) if path.exists() else None
 
 
 def read_outcomes(run_dir: Path, launch: str) -> list[Outcome]:
@@ -77,12 +106,45 @@ def of_error(error: BaseException, rank: int) -> Outcome:
     """
     if isinstance(error, (ConfigError, MissingPackageError)):
         return Outcome(rank, time.time(), REFUSED, str(error))
-    return Outcome(rank, time.time(), FAILED, one_line(error), "".join(user_traceback(error)))
+    told = one_line(error), "".join(user_traceback(error))
+    return Outcome(rank, time.time(), FAILED, *told, is_consequence=_of_communication(error))
+
+
+def order(causes: Iterable[Outcome]) -> list[Outcome]:
+    """Return how processes ended, the first cause first.
+
+    The end of one rank causes errors of communication on the others, which may be told before that
+    end is seen. So these come last.
+    """
+    return sorted(causes, key=lambda outcome: (outcome.is_consequence, outcome.time))
+
+
+def _of_communication(error: BaseException) -> bool:
+    """Return whether `error`, or what it was raised from, is of a process group or a store."""
+    found: BaseException | None = error
+    seen: set[int] = set()
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        if isinstance(found, RuntimeError) and (
+            any(kind.__name__ == "_DistError" for kind in type(found).__mro__)
+            or COMMUNICATION.search(_text(found))
+        ):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
+
+
+def _text(error: BaseException) -> str:
+    """Return the message of an exception, also of one whose `__str__` raises."""
+    try:
+        return str(error).strip()
+    except Exception as failure:
+        return f"(its message cannot be told: __str__ raised {type(failure).__name__})"
 
 
 def one_line(error: BaseException) -> str:
     """Return the type of an exception and the first line of its message."""
-    text = str(error).strip()
+    text = _text(error)
     name = type(error).__name__
     if isinstance(error, AccelError):
         return text

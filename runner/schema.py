@@ -163,6 +163,11 @@ class Trainer:
             the two limits.
         stop_after: end this invocation at that step (with a checkpoint); the schedule is unchanged.
         max_time: seconds, or "HH:MM:SS", after which the run stops with a checkpoint.
+        hang_timeout: seconds, or "HH:MM:SS", without progress of any of several processes after
+            which the run is ended and the rank that hangs is named; at most 0.9 of the process
+            group's time-out. Start-up with the first step, compilation, evaluation and saving may
+            take longer: there the rank is named, and the run is ended only if every rank waits for
+            another. None: no watchdog.
         global_batch_size: samples per optimizer step.
         micro_batch_size: samples per process and forward pass; None: as large as possible.
         eval_batch_size: samples per process in evaluation; None: twice the micro-batch.
@@ -185,6 +190,7 @@ class Trainer:
     max_steps: int | None = None
     stop_after: int | None = None
     max_time: Any = None
+    hang_timeout: Any = "00:20:00"
     global_batch_size: int = 64
     micro_batch_size: int | None = None
     eval_batch_size: int | None = None
@@ -231,10 +237,11 @@ class Trainer:
                     )
                 )
         check_each(self, "rng_types", RNGType.list(), problems)
-        try:
-            parse_duration(self.max_time, "Trainer.max_time")
-        except ConfigError as error:
-            problems += error.problems
+        for name in ("max_time", "hang_timeout"):
+            try:
+                parse_duration(getattr(self, name), f"Trainer.{name}")
+            except ConfigError as error:
+                problems += error.problems
         if self.epochs is None and self.max_steps is None:
             problems.append(
                 Problem(

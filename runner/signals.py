@@ -27,6 +27,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from runner.progress import Progress
+
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
@@ -54,12 +56,22 @@ class Processes(Protocol):
 
 
 class StopFlag:
-    """Whether this run has been asked to stop."""
+    """Whether this run has been asked to stop.
 
-    def __init__(self) -> None:
+    Args:
+        launch: id of the launch that this process is a worker of; empty: it is on its own.
+
+    Attributes:
+        progress: boundaries are counted there.
+    """
+
+    def __init__(self, launch: str = "") -> None:
+        self.launch = launch
+        self.progress = Progress()
         self._requested = ""
         self._decided = ""
         self._interrupted = False
+        self._hears_interrupts = False
         self._clocks: dict[str, _Clock] = {}
         self._store: Store | None = None
 
@@ -67,6 +79,11 @@ class StopFlag:
     def reason(self) -> str:
         """What asked for the stop that all processes agreed on, e.g. "SIGTERM"; empty: none yet."""
         return self._decided
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C was pressed; also where a handler of someone else's would know."""
+        return self._interrupted or not self._hears_interrupts
 
     def request(self, reason: str) -> None:
         """Ask for a stop at the next boundary. The first reason stays."""
@@ -87,6 +104,10 @@ class StopFlag:
             KeyboardInterrupt: if Ctrl-C raised it before, where it was lost: what is raised while
                 an object is destroyed (a loader that ends its processes, say) reaches nobody.
         """
+        if phase == "train":
+            self.progress.step()
+        else:
+            self.progress.batch()
         if self._interrupted:
             raise KeyboardInterrupt
         if self._decided:
@@ -145,9 +166,11 @@ class StopFlag:
             signal.signal(number, handle)
         if before[signal.SIGINT] is signal.default_int_handler:  # not ignored, no debugger's own
             signal.signal(signal.SIGINT, interrupt)
+            self._hears_interrupts = True
         try:
             yield self
         finally:
+            self._hears_interrupts = False
             restore(before)
 
 

@@ -18,7 +18,7 @@ WAIT = timedelta(minutes=10)
 
 def publish(run_dir: Path) -> None:
     """Tell the other ranks where the frozen job lies (rank 0)."""
-    _store().set(KEY, str(run_dir))
+    connect().set(KEY, str(run_dir))
 
 
 def receive() -> Path:
@@ -28,15 +28,20 @@ def receive() -> Path:
         StateError: if rank 0 does not answer.
     """
     try:
-        return Path(_store().get(KEY).decode())
+        return Path(connect().get(KEY).decode())
     except _DistError as error:
         raise StateError(
             f"Rank 0 named no run directory within {WAIT}. Its own output tells why."
         ) from error
 
 
-def _store() -> Store:
-    """Return the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it where the agent does not."""
+def connect(prefix: str = "job", timeout: timedelta = WAIT) -> Store:
+    """Return the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it where the agent does not.
+
+    Args:
+        prefix: of all keys.
+        timeout: of each operation.
+    """
     here = Environment.read()
     if here.master_addr is None or here.master_port is None:
         raise StateError("A launcher sets MASTER_ADDR and MASTER_PORT beside WORLD_SIZE.")
@@ -44,12 +49,12 @@ def _store() -> Store:
         here.master_addr,
         here.master_port,
         is_master=here.rank == 0 and not here.agent_store,
-        timeout=WAIT,
+        timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
     )
     _KEPT.append(store)
-    return PrefixStore(f"runner/{here.restart_count}", store)
+    return PrefixStore(f"runner/{here.restart_count}/{prefix}", store)
 
 
 # The host of a store serves for as long as it is referenced.

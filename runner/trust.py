@@ -78,6 +78,10 @@ def import_packages() -> None:
     for name, place in trusted().items():
         try:
             importlib.import_module(name)
+        except SystemExit as error:  # with 0 an untrained run would look complete
+            rule = f"importing it ended in SystemExit({error.code!r})"
+            remedy = "Call sys.exit under `if __name__ == '__main__'` alone."
+            problems.append(Problem(f"{name!r}, named by {place}", rule, remedy))
         except ModuleNotFoundError as error:
             own = error.name is not None and (
                 name == error.name or name.startswith(f"{error.name}.")

@@ -52,7 +52,9 @@ def wait_for_end(parent: int) -> None:
     try:
         # The number may have been given to another process before it was opened.
         if os.getppid() == parent:
-            select.select([file], [], [])
+            waiter = select.poll()  # `select.select` takes no file above number 1023
+            waiter.register(file, select.POLLIN)
+            waiter.poll()
     finally:
         os.close(file)
 

@@ -5,18 +5,20 @@ Free of torch at import: the number of threads is set before torch is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from accel import env
 from accel.env import Environment
-from runner import console_logs, outcomes, threads, watch
+from runner import console_logs, endings, outcomes, threads, watch
 from runner.job import Job
 from runner.outcomes import DONE, INTERRUPTED, STOPPED, Outcome
 from runner.schema import Recipe
@@ -37,7 +39,7 @@ def main(order: Mapping[str, Any]) -> None:
     console_logs.leave_terminal_to_rank_zero(run_dir, rank)
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    stop = StopFlag()
+    stop = StopFlag(order["launch"])
     try:
         with stop.installed():
             code = _attempt(order, run_dir, rank, stop)
@@ -54,19 +56,22 @@ def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag)
     """Run the target and return the exit status of this process."""
     release((*STOP_SIGNALS, signal.SIGINT))
     try:
-        code = resolve(order["target"])(run_dir, stop)
-    except (Exception, SystemExit) as error:
+        with endings.told(stop):
+            code = resolve(order["target"])(run_dir, stop)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also SystemExit: the run is not complete
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends anyway
         # Written before anything is torn down: other ranks fail as soon as this one is gone.
         outcome = outcomes.of_error(error, rank)
-        outcome.write(run_dir, order["launch"])
-        if rank > 0:
-            print(outcome.traceback or outcome.message, file=sys.stderr)
+        try:
+            outcome.write(run_dir, order["launch"])
+        finally:
+            if rank > 0:
+                print(outcome.traceback or outcome.message, file=sys.stderr)
         return outcome.code
-    if code == DONE:
-        return DONE
-    outcome = Outcome(rank, 0.0, code, stop.reason)
-    outcome.write(run_dir, order["launch"])
+    # Without it the parent takes an exit with 0 for the end of a rank that was not complete.
+    Outcome(rank, time.time(), code, stop.reason).write(run_dir, order["launch"])
     # The agent takes any other status for a failure and would end the other ranks.
     return DONE if code == STOPPED else code
 
@@ -77,8 +82,9 @@ def leave(code: int) -> None:
     After a failure nothing is destroyed on the way out: process groups whose peers are gone would
     wait for them, or abort and cover the cause.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the code of the run may have closed it
+            stream.flush()
     if code == DONE:
         sys.exit(DONE)
     os._exit(code)
@@ -107,19 +113,24 @@ def run(run_dir: Path, stop: StopFlag | None = None) -> int:
         numerics.apply()
         if stop is not None:
             return _train(job, recipe, stop)
-        with StopFlag().installed() as own:
+        with StopFlag().installed() as own, endings.told(own):
             return _train(job, recipe, own)
 
 
 def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     from accel.rng import set_seed
-    from runner import build, engine, processes, weights
+    from runner import build, engine, processes, watchdog, weights
     from runner.batch_plan import plan_batches
     from runner.loop import Loop
 
-    num_replicas = processes.replicas(recipe, Environment.read().world_size)
+    here = Environment.read()
+    num_replicas = processes.replicas(recipe, here.world_size)
     plan = plan_batches(recipe.trainer, num_replicas, None)
-    with of_the_recipe(), engine.running(recipe, job.run_dir, plan) as accelerator:
+    with (
+        of_the_recipe(),
+        watchdog.watching(recipe, job.run_dir, stop, here.rank or 0, here.world_size),
+        engine.running(recipe, job.run_dir, plan) as accelerator,
+    ):
         # The same on all ranks: each builds the same weights.
         set_seed(recipe.seed, deterministic=recipe.deterministic)
         once = weights.drawn_once(recipe, accelerator)

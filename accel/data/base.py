@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from accel.data import workers
 from accel.data.samplers import SkipBatchSampler, sampler_epoch, samplers, set_sampler_epoch
 from accel.rng import preserved, synchronize_rng_states
 from accel.state import GradientState, PartialState
@@ -133,12 +135,11 @@ class PreparedLoader(DataLoader[Any]):
         return loader
 
     def _get_iterator(self) -> Any:
-        if not self._goes_on:
-            return super()._get_iterator()
         # torch draws the workers' seed. The pass that is gone on with did so when it began, so that
         # a second draw would make the rest of a resumed epoch differ from one that was not cut.
-        with preserved():
-            return super()._get_iterator()
+        draws = preserved() if self._goes_on else contextlib.nullcontext()
+        with draws, workers.starting(self):
+            return workers.supervised(super()._get_iterator())
 
     _entries_per_batch = 1
 

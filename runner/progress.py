@@ -1,0 +1,44 @@
+"""How far this process has come, as its watchdog sees it. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Progress:
+    """Counts what the main thread has completed; read by another thread.
+
+    Attributes:
+        count: boundaries passed: optimizer steps, evaluated batches, phases entered and left.
+        phase: what the main thread does.
+        is_slow: whether the phase may take as long as it takes: start-up with the first step,
+            evaluation, saving, the end.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.phase = "start-up"
+        self.is_slow = True
+
+    def step(self) -> None:
+        """Say that an optimizer step is complete; from the first one on, steps are timed."""
+        self.count += 1
+        self.phase = "training"
+        self.is_slow = False
+
+    def batch(self) -> None:
+        """Say that a batch was evaluated."""
+        self.count += 1
+
+    @contextmanager
+    def slowly(self, phase: str) -> Iterator[None]:
+        """Be in a phase that takes as long as it takes."""
+        before = self.phase, self.is_slow
+        self.count += 1
+        self.phase, self.is_slow = phase, True
+        try:
+            yield
+        finally:
+            self.count += 1
+            self.phase, self.is_slow = before
