@@ -220,7 +220,7 @@ def _session(request: Request) -> Iterator[Session]:
 
 def _overridden(request: Request) -> Recipe:
     with hydra_setup.session():
-        recipe = compose.require(compose.resumed(request.run_dir, request.overrides))
+        recipe = compose.require(compose.resumed(request.run_dir, request.overrides, trains=False))
     from runner import build
 
     ConfigError.raise_if(build.check_factories(recipe))
