@@ -189,7 +189,7 @@ def test_other_data_are_taken_from_the_end_of_an_epoch_on(tmp_path: Path) -> Non
 
 
 def test_the_best_of_another_measure_is_not_compared(tmp_path: Path) -> None:
-    changes = {"checkpoint__monitor": "count", "checkpoint__mode": "max"}
+    changes = {"checkpoint__monitor": "count", "checkpoint__mode": "min"}
     loop = resumed(tmp_path, {}, {}, changes)
     assert loop.state.best == loops.NUM_VALIDATION
     assert loop.state.best_step is not None
