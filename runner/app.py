@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel import env
@@ -22,7 +23,7 @@ from accel.errors import (
 )
 from runner import flags as command_line
 from runner import outcomes, paths, threads, trust
-from runner.outcomes import DONE, FAILED, INTERRUPTED, REFUSED, STOPPED
+from runner.outcomes import DONE, FAILED, INTERRUPTED, REFUSED
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -139,18 +140,18 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
     if place is not None and multirun:
         rule = "a sweep starts the processes of each job itself"
         raise ConfigError(Problem("--multirun under torchrun", rule, "Start it without torchrun."))
-    from runner import hydra_setup
+    from runner import hydra_setup, sweeps
 
-    missing = _import_packages()
+    missing = import_packages()
+    if multirun:
+        return _train_all(overrides, config_name, missing)
     with hydra_setup.session():
-        jobs = _sweep(overrides, config_name) if multirun else [_examine(overrides, config_name)]
-    _require(jobs, missing)
-    if not multirun:
-        return _train_one(*jobs[0], overrides)
-    return _train_all(jobs, overrides)
+        examined, goes_on = _examine(overrides, config_name)
+    require([examined], [*missing, *sweeps.misplaced(overrides)])
+    return _train_one(examined, goes_on, overrides)
 
 
-def _import_packages() -> list[Problem]:
+def import_packages() -> list[Problem]:
     """Import the user's packages, and return what is wrong with them."""
     try:
         trust.import_packages()
@@ -164,16 +165,6 @@ def _follow(place: Adopted) -> int:
     from runner import launch
 
     return launch.follow(place)
-
-
-def _sweep(overrides: Sequence[str], config_name: str) -> list[tuple[Examined, bool]]:
-    from runner import compose, hydra_setup
-
-    if any(hydra_setup.key_of(override) == "resume" for override in overrides):
-        rule = "a sweep starts new runs"
-        raise ConfigError(Problem("resume with --multirun", rule, "Resume each run by itself."))
-    lists = hydra_setup.expand(overrides)
-    return [(compose.anew(job, config_name, number), False) for number, job in enumerate(lists)]
 
 
 def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool]:
@@ -199,12 +190,12 @@ def _resumed(examined: Examined, run_dir: str) -> Examined:
     return replace(examined, recipe=replace(examined.recipe, resume=run_dir))
 
 
-def _require(jobs: Sequence[tuple[Examined, bool]], missing: Sequence[Problem]) -> None:
+def require(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None:
     """Raise everything that is wrong with any of the jobs, each thing once."""
     from runner import build
 
     problems = dict.fromkeys(missing)
-    for examined, _ in jobs:
+    for examined in jobs:
         problems.update(dict.fromkeys(examined.problems))
         if examined.composed:
             problems.update(dict.fromkeys(build.check_factories(examined.recipe)))
@@ -225,31 +216,36 @@ def _train_one(examined: Examined, goes_on: bool, overrides: Sequence[str]) -> i
     return _hydra(line, task) or codes[0]
 
 
-def _train_all(jobs: Sequence[tuple[Examined, bool]], overrides: Sequence[str]) -> int:
-    """Train the jobs of a sweep one after the other, each in fresh processes."""
-    codes: list[int] = []
+def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Problem]) -> int:
+    """Train the jobs of a sweep, each in fresh processes, where Hydra's launcher puts them."""
+    from runner import hydra_setup, sweeps
 
-    def task(_: DictConfig) -> None:
-        examined = jobs[len(codes)][0]
-        print(f"job {len(codes) + 1} of {len(jobs)}: {' '.join(examined.overrides)}", flush=True)
-        code = start(examined.recipe, examined.overrides, examined.config_name, fresh=True)
-        if code in (STOPPED, INTERRUPTED):
-            raise SystemExit(code)
-        codes.append(code)
-
-    with tempfile.TemporaryDirectory() as folder:
-        line = ["--config-name", jobs[0][0].config_name, "--multirun"]
-        where = [f"hydra.sweep.dir='{folder}'", "hydra.sweep.subdir=."]
-        ended = _hydra([*line, *_for_hydra(overrides), *where], task)
-    failed = [number for number, code in enumerate(codes, start=1) if code != DONE]
-    if failed:
-        numbers = ", ".join(map(str, failed))
-        print(f"{len(failed)} of {len(jobs)} jobs failed: {numbers}", file=sys.stderr)
-    return ended or max(codes, default=DONE)
+    with hydra_setup.session():
+        plan = sweeps.plan(overrides, config_name)
+    require(plan.known, missing)
+    folder = Path(tempfile.mkdtemp(prefix="sweep-"))
+    task = sweeps.Task(
+        config_name, str(folder), os.getpid(), tuple(sys.orig_argv), total=plan.total
+    )
+    line = ["--config-name", config_name, "--multirun"]
+    where = [f"hydra.sweep.dir='{folder}'", "hydra.sweep.subdir=."]
+    try:
+        with sweeps.stops_handed_on(folder, plan.launcher):
+            ended = _hydra([*line, *_for_hydra(overrides), *where], task)
+        return ended or sweeps.conclude(folder, plan.total)
+    except sweeps.JobFailed:  # the sweeper gave up
+        return sweeps.conclude(folder, plan.total) or FAILED
+    finally:
+        sweeps.forget(folder)
 
 
 def start(
-    recipe: Recipe, overrides: Sequence[str], config_name: str, *, fresh: bool = False
+    recipe: Recipe,
+    overrides: Sequence[str],
+    config_name: str,
+    *,
+    fresh: bool = False,
+    on_claimed: Callable[[Path], object] = lambda run_dir: None,
 ) -> int:
     """Claim or find the run directory, freeze the job there and launch it.
 
@@ -258,6 +254,7 @@ def start(
         overrides: what the command line changed.
         config_name: the primary file.
         fresh: whether the job gets processes of its own in any case.
+        on_claimed: called with the run directory.
 
     Returns:
         The exit code.
@@ -281,6 +278,7 @@ def start(
         cwd=os.getcwd(),
         config_name=config_name,
     )
+    on_claimed(run_dir)
     job.save(frozen)
     rundir.write_environment(run_dir)
     return launch.launch(job, frozen, fresh=fresh)
@@ -297,21 +295,25 @@ def _for_hydra(overrides: Sequence[str]) -> list[str]:
         return [*hydra_setup.opened(overrides), *hydra_setup.FIXED]
 
 
-def _hydra(line: Sequence[str], task: Callable[[DictConfig], None]) -> int:
+def _hydra(line: Sequence[str], task: Callable[[DictConfig], float | None]) -> int:
     """Run Hydra's own main with a command line.
+
+    Args:
+        line: the command line.
+        task: what it calls with a job; a sweep's is called wherever its launcher likes.
 
     Returns:
         0, or the code with which the task has ended the process.
     """
     import hydra
 
-    from runner import diagnose, hydra_setup
+    from runner import diagnose, hydra_setup, sweeps
 
     raised: list[Exception] = []
 
-    def guarded(config: DictConfig) -> None:
+    def guarded(config: DictConfig) -> float | None:
         try:
-            task(config)
+            return task(config)
         except Exception as error:  # Hydra would wrap it in its own words; it is raised below
             raised.append(error)
             raise SystemExit(FAILED) from error
@@ -321,7 +323,7 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], None]) -> int:
         version_base=hydra_setup.VERSION_BASE,
         config_path=str(paths.conf_folder()),
         config_name=hydra_setup.PRIMARY,
-    )(guarded)
+    )(task if isinstance(task, sweeps.Task) else guarded)
     before, sys.argv = sys.argv, ["runner", *line]
     try:
         # With this variable Hydra raises what has happened instead of printing it and exiting.

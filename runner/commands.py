@@ -37,7 +37,8 @@ class Request:
     Attributes:
         run_dir: the run.
         overrides: what changes in its recipe.
-        splits: which data sets; empty: those that a run measures, as far as it has them.
+        splits: which data sets; empty: those that a run measures, as far as it has them; to
+            predict, the last of these.
         checkpoint: "best", "last", a name or a path; None: the best, else the last.
         output: where predictions go.
     """
@@ -162,10 +163,9 @@ def _predictions(session: Session) -> Iterator[dict[str, Any]]:
     from runner.evaluation import evaluation_mode
 
     with evaluation_mode(session.step), torch.no_grad():
-        for batches in session.batches.values():
-            for batch in batches:
-                predicted = session.step.predict(batch)
-                yield from _rows(session.accelerator.gather_for_metrics(predicted))
+        for batch in next(reversed(session.batches.values()), ()):
+            predicted = session.step.predict(batch)
+            yield from _rows(session.accelerator.gather_for_metrics(predicted))
 
 
 def _rows(predicted: Any) -> Iterator[dict[str, Any]]:
@@ -220,7 +220,7 @@ def _session(request: Request) -> Iterator[Session]:
 
 def _overridden(request: Request) -> Recipe:
     with hydra_setup.session():
-        recipe = compose.require(compose.resumed(request.run_dir, request.overrides))
+        recipe = compose.require(compose.resumed(request.run_dir, request.overrides, trains=False))
     from runner import build
 
     ConfigError.raise_if(build.check_factories(recipe))
@@ -311,11 +311,14 @@ def _parse_evaluate(arguments: Sequence[str]) -> Request:
 
 def _parse_predict(arguments: Sequence[str]) -> Request:
     parser = _parser("predict", "Write a trained run's predictions as JSON lines.")
-    parser.add_argument("--split", choices=SPLITS, default="test", help="data set (default: test)")
+    parser.add_argument(
+        "--split",
+        choices=SPLITS,
+        help="data set (default: test, or validation where there is none)",
+    )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="the .jsonl file to write"
     )
     found = parser.parse_intermixed_args(list(arguments))
-    return Request(
-        found.run_dir, tuple(found.overrides), (found.split,), found.checkpoint, found.output
-    )
+    splits = (found.split,) if found.split else ()
+    return Request(found.run_dir, tuple(found.overrides), splits, found.checkpoint, found.output)

@@ -63,7 +63,7 @@ def unresolved(error: OmegaConfBaseException) -> Problem:
     return Problem(key, rule, "Give it a value.")
 
 
-def resumed(run_dir: str | Path, overrides: Sequence[str] = ()) -> Examined:
+def resumed(run_dir: str | Path, overrides: Sequence[str] = (), *, trains: bool = True) -> Examined:
     """Return the recipe with which a run goes on: its own frozen one, and what is new.
 
     What its files in `conf/` say by now does not matter: only what the new overrides change is
@@ -72,6 +72,7 @@ def resumed(run_dir: str | Path, overrides: Sequence[str] = ()) -> Examined:
     Args:
         run_dir: the run.
         overrides: what the new command line changes, without `resume`.
+        trains: whether it is to be trained further, which some keys must not change for.
 
     Raises:
         ConfigError: if the directory is no run.
@@ -92,26 +93,12 @@ def resumed(run_dir: str | Path, overrides: Sequence[str] = ()) -> Examined:
         problems.append(unresolved(error))
         return Examined(Recipe(), problems, tuple(merged), job.config_name, composed=False)
     found, wrong = recipe.examine(changed)
-    return Examined(
-        found, [*problems, *wrong, *_moved(frozen, found)], tuple(merged), job.config_name
-    )
+    kept = resume.refusals(frozen, recipe.to_plain(found)) if trains and not wrong else []
+    return Examined(found, [*problems, *wrong, *kept], tuple(merged), job.config_name)
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
     return hydra_setup.plain(config) if len(config) else {}
-
-
-def _moved(frozen: dict[str, Any], found: Recipe) -> list[Problem]:
-    """Return the problem that a run which goes on has a place already."""
-    return [
-        Problem(
-            f"{name}={getattr(found, name)} with resume",
-            f"the run goes on where it is ({name}={frozen[name]})",
-            f"Leave {name} out.",
-        )
-        for name in ("name", "output_dir")
-        if getattr(found, name) != frozen[name]
-    ]
 
 
 def to_yaml(found: Recipe) -> str:

@@ -29,6 +29,7 @@ from accel.errors import ConfigError, Problem
 from runner import keys, paths
 from runner.recipe import to_plain
 from runner.schema import Recipe
+from runner.text_values import quoted
 
 VERSION_BASE = "1.3"
 SCHEMA = "recipe_schema"
@@ -194,7 +195,7 @@ def opened(overrides: Sequence[str]) -> list[str]:
 
     Open mappings take new keys without a ``+``, and a group is switched off by ``group=null``.
     """
-    return [_opened(override) for override in overrides]
+    return [_opened(override) for override in quoted(overrides)]
 
 
 def _opened(override: str) -> str:
@@ -204,6 +205,60 @@ def _opened(override: str) -> str:
     mapping = value.startswith("{") and "." in key and keys.node_of(key) is None
     known = key[:1] not in ("+", "~")
     return f"++{override}" if known and (keys.is_free(key) or mapping) else override
+
+
+def closed(overrides: Sequence[str]) -> list[str]:
+    """Return overrides that `opened` made as a person writes them."""
+    return [_closed(override) for override in overrides]
+
+
+def _closed(override: str) -> str:
+    if override.startswith("~"):
+        return f"{key_of(override)}=null"
+    if override == "callbacks=[]":
+        return "callbacks=null"
+    return override.removeprefix("++")
+
+
+def hydra_choices(overrides: Sequence[str], config_name: str) -> dict[str, str]:
+    """Return the files of `hydra/launcher` and `hydra/sweeper` that a command line chooses.
+
+    Where the recipe does not compose, those of the command line alone: what is wrong with the rest
+    is told when its jobs are composed.
+    """
+    single = [o for o in overrides if "," not in o]
+    of_hydra = [o for o in overrides if re.match(r"hydra[./]", key_of(o))]
+    for some in (single, of_hydra):
+        with contextlib.suppress(Exception):
+            choices = _compose(some, config_name).hydra.runtime.choices
+            return {kind: str(choices[f"hydra/{kind}"]) for kind in ("launcher", "sweeper")}
+    return {"launcher": "basic", "sweeper": "basic"}
+
+
+def probes(overrides: Sequence[str]) -> list[list[str]]:
+    """Return jobs to check before a sweeper that chooses its own samples begins.
+
+    Each value that the command line lists stands in one of them, beside the first value of every
+    other key; of a range or an interval that is its beginning.
+    """
+    values: list[list[str]] = []
+    for override in parse(quoted(overrides)):
+        if not override.is_sweep_override():
+            values.append([str(override.input_line)])
+        elif override.is_discrete_sweep():
+            key = override.get_key_element()
+            values.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
+            start: Any = getattr(override.value(), "start", None)
+            whole = isinstance(start, float) and start.is_integer()
+            values.append([f"{override.get_key_element()}={int(start) if whole else start}"])
+    first = [found[0] for found in values]
+    others = [
+        [*first[:index], value, *first[index + 1 :]]
+        for index, found in enumerate(values)
+        for value in found[1:]
+    ]
+    return [first, *others]
 
 
 def groups() -> list[str]:
@@ -220,7 +275,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     """
     choices: list[list[str]] = []
     problems = []
-    for override in parse(overrides):
+    for override in parse(quoted(overrides)):
         line, key = str(override.input_line), override.get_key_element()
         if not override.is_sweep_override():
             choices.append([line])
@@ -259,9 +314,15 @@ def hydra_problems(overrides: Sequence[str]) -> list[Problem]:
 def _tampered(hydra: DictConfig) -> Iterator[Problem]:
     """Yield what files have set in Hydra's node that would run code or change the process."""
     node: Any = OmegaConf.to_container(hydra, resolve=False)
+    params = (node.get("sweeper") or {}).get("params")
+    if params:
+        yield Problem(
+            f"hydra.sweeper.params={params}",
+            "the values of a sweep stand on its command line",
+            "Take it out of the file, and start with -m key=a,b.",
+        )
     found = {
         "hydra.callbacks": node.get("callbacks"),
-        "hydra.sweeper.params": (node.get("sweeper") or {}).get("params"),
         "hydra.job.env_set": node["job"].get("env_set"),
         "hydra.job.env_copy": node["job"].get("env_copy"),
         **{f"hydra.{name}": _log_settings(node[name]) for name in ("job_logging", "hydra_logging")},

@@ -24,10 +24,11 @@ from runner.batches import EvalBatches, TrainBatches
 from runner.callbacks.base import Callback
 from runner.display import Display
 from runner.evaluation import Interrupted, evaluate
+from runner.hyperparameters import Hyperparameters
 from runner.meters import StepMeter, Stopwatch
 from runner.recording import Recorder, learning_rates
 from runner.rundir import write_summary
-from runner.saving import RunState, Saver, Stateful
+from runner.saving import OWN, RunState, Saver, Stateful
 from runner.share import share_of
 from runner.signals import StopFlag
 from runner.state import Stop, TrainState, parse_duration
@@ -63,6 +64,7 @@ class Loop:
         state: where the run stands.
         stopped: why training ended, None before.
         metrics: the last evaluation of each split.
+        schedulers: by the name of their optimizer.
         results: what callbacks add to summary.json.
         rows: what callbacks add to the final table.
     """
@@ -94,6 +96,7 @@ class Loop:
         self.state = TrainState()
         self.stopped: Stop | None = None
         self.metrics: dict[str, dict[str, float]] = {}
+        self.schedulers: dict[str, Any] = {}
         self.results: dict[str, Any] = {}
         self.rows: list[tuple[str, str]] = []
         self.meter = StepMeter(accelerator.comm)
@@ -242,7 +245,11 @@ class Loop:
             for split, dataset in (("validation", self.data.validation), ("test", self.data.test))
             if dataset is not None
         }
+        self._hyper = Hyperparameters(
+            self.recipe, step, self.data, self.plan.total_steps, (self.monitor, self.mode)
+        )
         schedulers = self._make_schedulers()
+        self._hyper.scheduled(step, schedulers)
         pairs: list[tuple[Any, Any]] = [
             (scheduler, step.optimizers[name]) for name, scheduler in schedulers.items()
         ]
@@ -253,6 +260,7 @@ class Loop:
             for callback in self.callbacks.values()
             if type(callback).on_step is not Callback.on_step
         ]
+        self.schedulers = schedulers
         accelerator.register_for_checkpointing(self._run_state(schedulers))
 
     def _make_schedulers(self) -> dict[str, Any]:
@@ -270,7 +278,7 @@ class Loop:
         return schedulers
 
     def _run_state(self, schedulers: Mapping[str, Any]) -> RunState:
-        parts: dict[str, Stateful] = {"train": self.state, "meter": self.meter}
+        parts: dict[str, Stateful] = {"train": self.state, "meter": self.meter, OWN: self._hyper}
         parts |= {f"scheduler.{name}": scheduler for name, scheduler in schedulers.items()}
         for name, callback in self.callbacks.items():
             if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
@@ -286,6 +294,7 @@ class Loop:
             return
         state = self.state
         self.accelerator.load_state(self.resume_from)
+        self._hyper.resume(self)
         state.move_to(self.plan.global_batch)
         self._seconds_before = state.seconds
         self._samples_before = self._samples_at_log = state.samples

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from accel.errors import ConfigError, Problem
+
 
 class Objective:
     """Base of objectives. All values are per sample, so padded samples can be left out exactly.
@@ -46,5 +48,38 @@ class Objective:
         return {"loss": float(losses.sum() / weights.sum())}
 
     def predict(self, model: torch.nn.Module, batch: Any) -> Any:
-        """Return predictions as nested tensors, each [B, ...]. By default the model's output."""
-        return model(batch)
+        """Return predictions as nested tensors, each [B, ...].
+
+        By default the model's output for what `losses` gives it of the batch.
+
+        Raises:
+            ConfigError: if `losses` calls the model more than once: which output is meant?
+        """
+        if type(self).losses is Objective.losses:
+            return model(batch)
+        outputs: list[Any] = []
+        hook = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+        try:
+            self.losses(model, batch)
+        finally:
+            hook.remove()
+        if len(outputs) != 1:
+            raise ConfigError(
+                Problem(
+                    f"{type(self).__name__}.losses called the model {len(outputs)} times",
+                    "by default its one output is the prediction",
+                    f"Define {type(self).__name__}.predict(model, batch).",
+                )
+            )
+        return _per_sample(outputs[0])
+
+
+def _per_sample(output: Any) -> Any:
+    """Return an output without its entries that are one value for the whole batch, such as loss."""
+    if not isinstance(output, Mapping):
+        return output
+    return {
+        name: value
+        for name, value in output.items()
+        if not (isinstance(value, torch.Tensor) and value.dim() == 0)
+    }

@@ -2,11 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from accel.errors import Problem
 
 # These say when one invocation stops; a resumed run does not inherit them.
 PER_INVOCATION = (("resume",), ("trainer", "stop_after"), ("trainer", "max_time"))
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a key of the recipe cannot change when a run is resumed.
+
+    Attributes:
+        rule: why, with the value that the run has for ``{before}``.
+        remedy: what to do instead.
+    """
+
+    rule: str
+    remedy: str
+
+
+TAKES_EFFECT = "takes effect"
+NEW_RUN = "Leave it out, or start a new run."
+_PLACE = Refused("the run stays where it is ({key}={before})", "Leave {key} out.")
+_ORDER = Refused(
+    "the order of the data and every random draw of a run follow from it ({key}={before})", NEW_RUN
+)
+_STATE = Refused("the checkpoint holds the state of {before}, which fits nothing else", NEW_RUN)
+# Every key of the schema: what an override of it does to a resumed run. The longest entry that a
+# key lies under holds. What takes effect holds from the next optimizer step on.
+OVERRIDES: dict[str, str | Refused] = {
+    "name": _PLACE,
+    "output_dir": _PLACE,
+    "seed": _ORDER,
+    "deterministic": TAKES_EFFECT,
+    "resume": TAKES_EFFECT,
+    "tags": TAKES_EFFECT,
+    "distributed": TAKES_EFFECT,
+    "precision": TAKES_EFFECT,
+    "precision.scaler.init_scale": Refused(
+        "the gradient scale goes on from the checkpoint",
+        "Leave it out; growth_factor, backoff_factor and growth_interval may change.",
+    ),
+    "dataloader": TAKES_EFFECT,
+    "dataloader.use_seedable_sampler": _ORDER,
+    "dataloader.data_seed": _ORDER,
+    "fsdp": TAKES_EFFECT,
+    "deepspeed": TAKES_EFFECT,
+    "tensor_parallel": TAKES_EFFECT,
+    "step": TAKES_EFFECT,
+    "step.name": _STATE,
+    "step._target_": _STATE,
+    "model": TAKES_EFFECT,  # as far as the weights fit: loading them says so
+    "data": TAKES_EFFECT,  # another size, from the end of an epoch on: loading says so
+    "objective": TAKES_EFFECT,
+    "optimizer": TAKES_EFFECT,  # runner/hyperparameters.py
+    "optimizer.name": _STATE,
+    "optimizer._target_": _STATE,
+    "scheduler": TAKES_EFFECT,  # the new schedule as if it had held from the first step on
+    "trainer": TAKES_EFFECT,
+    "checkpoint": TAKES_EFFECT,
+    "checkpoint.project.project_dir": Refused(
+        "the run's checkpoints lie where they are ({before})", "Leave it out."
+    ),
+    "tracker": TAKES_EFFECT,
+    "callbacks": TAKES_EFFECT,
+    "compile": TAKES_EFFECT,
+    "profile": TAKES_EFFECT,
+}
+
+
+def verdict(key: str) -> str | Refused:
+    """Return what an override of a dotted key does to a resumed run.
+
+    Raises:
+        KeyError: if the table does not know the key.
+    """
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        found = OVERRIDES.get(".".join(parts[:length]))
+        if found is not None:
+            return found
+    raise KeyError(key)
+
+
+def refusals(frozen: Mapping[str, Any], changed: Mapping[str, Any]) -> list[Problem]:
+    """Return the problems of what a resumed run changes in its recipe and cannot.
+
+    Args:
+        frozen: the run's recipe as plain containers.
+        changed: the recipe that it is to be resumed with.
+    """
+    problems = []
+    for key, before, after in _differences(frozen, changed):
+        found = verdict(key)
+        # A scaler that the run has not had begins as the recipe says.
+        new_scaler = key.startswith("precision.scaler.") and _mode(frozen) != _mode(changed)
+        if isinstance(found, Refused) and not new_scaler:
+            rule, remedy = (
+                text.format(key=key, before=before) for text in (found.rule, found.remedy)
+            )
+            problems.append(Problem(f"{key}={after} with resume", rule, remedy))
+    return problems
+
+
+def _mode(recipe: Mapping[str, Any]) -> Any:
+    return recipe["precision"]["mode"]
+
+
+def _differences(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted key, before, after) of each value that differs."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for name in dict.fromkeys([*before, *after]):
+            inner = f"{key}.{name}" if key else str(name)
+            yield from _differences(before.get(name), after.get(name), inner)
+    elif before != after:
+        yield key, before, after
 
 
 def carry_over(frozen: Any, before: Any, after: Any) -> Any:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from runner.state import TrainState
 
 POINTER = "best.json"
+OWN = "recipe"  # the runner's own part, which checkpoints of earlier versions lack
 
 
 class Stateful(Protocol):
@@ -49,7 +50,7 @@ class RunState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore each part that has a state; `added` and `dropped` then name the others."""
-        self.added = sorted(self.parts.keys() - state.keys())
+        self.added = sorted(self.parts.keys() - state.keys() - {OWN})
         self.dropped = sorted(state.keys() - self.parts.keys())
         for name in self.parts.keys() & state.keys():
             self.parts[name].load_state_dict(state[name])

@@ -112,7 +112,9 @@ class Step(ABC):
 
     def predict(self, batch: Any) -> Any:
         """Return predictions as nested tensors, each [B, ...]."""
-        raise NotImplementedError(f"{type(self).__name__} defines no `predict(batch)`.")
+        name = type(self).__name__
+        remedy = f"Define {name}.predict(batch), which returns tensors [B, ...]."
+        raise ConfigError(Problem(f"step {name}", "it defines no predict", remedy))
 
 
 class SupervisedStep(Step):

@@ -193,6 +193,7 @@ def summary_of(loop: Loop) -> dict[str, Any]:
         "samples_per_second": loop.samples_here / seconds if seconds > 0 else 0.0,
         "num_processes": loop.accelerator.num_processes,
         "num_parameters": loop.num_parameters[0],
+        "monitor": loop.monitor,
         "best": best,
         "metrics": loop.metrics,
         "checkpoint": loop.saver.last,

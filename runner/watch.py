@@ -37,6 +37,44 @@ def die_with(parent: int) -> threading.Thread:
     return thread
 
 
+def die_with_ancestor(ancestor: int) -> threading.Thread:
+    """Kill this process's group as soon as `ancestor`, which need not be its parent, is gone.
+
+    Args:
+        ancestor: process id.
+
+    Returns:
+        The thread that waits.
+    """
+    lead_own_group()
+    thread = threading.Thread(target=_poll_and_kill, args=(ancestor,), name="ancestor", daemon=True)
+    thread.start()
+    return thread
+
+
+def _poll_and_kill(ancestor: int) -> None:
+    try:
+        file = os.pidfd_open(ancestor)
+    except AttributeError:  # not Linux
+        while _exists(ancestor):
+            time.sleep(POLL_SECONDS)
+    except OSError:  # it is gone, or a sandbox
+        while _exists(ancestor):
+            time.sleep(POLL_SECONDS)
+    else:
+        select.select([file], [], [])
+        os.close(file)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def _wait_and_kill(parent: int) -> None:
     wait_for_end(parent)
     os.killpg(0, signal.SIGKILL)

@@ -159,6 +159,10 @@ def recipe_of(**changes: Any) -> Recipe:
     )
 
 
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
 def scheduler(optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
     return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=num_steps)
 
@@ -176,6 +180,7 @@ def build(
     objective: Objective | None = None,
     make_scheduler: Any = scheduler,
     model: nn.Module | None = None,
+    make_optimizer: Any = optimizer,
     **kwargs: Any,
 ) -> Loop:
     """Return a loop as a worker builds it."""
@@ -191,7 +196,7 @@ def build(
     step = SupervisedStep(
         model or nn.Sequential(*layers),
         objective or Fit(),
-        lambda model: torch.optim.AdamW(model.parameters(), lr=0.02),
+        make_optimizer,
         make_scheduler,
     )
     kwargs.setdefault("display", Display(enabled=False))

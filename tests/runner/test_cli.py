@@ -45,7 +45,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
     """Record jobs in place of starting them."""
     jobs: list[Started] = []
 
-    def record(recipe: Recipe, overrides: Sequence[str], name: str, *, fresh: bool = False) -> int:
+    def record(
+        recipe: Recipe, overrides: Sequence[str], name: str, *, fresh: bool = False, **_: Any
+    ) -> int:
         jobs.append(Started(recipe, tuple(overrides), name, fresh))
         return CODES.get(len(jobs), 0)
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from runner.resume import carry_over, without_limits
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner import compose, hydra_setup, keys, recipe, resume
+from runner.resume import OVERRIDES, Refused, carry_over, without_limits
+from runner.schema import Recipe
+from tests.runner.runs import make_run
 
 
 def test_without_new_overrides_the_frozen_recipe_stays() -> None:
@@ -31,3 +39,67 @@ def test_limits_of_one_invocation_are_not_inherited() -> None:
     kept = without_limits(frozen)
     assert kept == {"resume": None, "trainer": {"stop_after": None, "max_time": None, "epochs": 2}}
     assert frozen["trainer"]["stop_after"] == 5
+
+
+# -- what each override does ---------------------------------------------------------------
+
+
+def leaves() -> list[str]:
+    return [key for key in keys.typed_keys() if keys.node_of(key) is None]
+
+
+def test_the_table_knows_every_key_of_the_schema_and_no_other() -> None:
+    for key in leaves():
+        found = resume.verdict(key)
+        assert found == resume.TAKES_EFFECT or isinstance(found, Refused), key
+    known = set(keys.typed_keys())
+    for key in OVERRIDES:
+        assert key in known or key.partition(".")[0] in keys.FACTORY_NODES, key
+    with pytest.raises(KeyError):
+        resume.verdict("trainr.epochs")
+
+
+def refused_keys() -> list[str]:
+    return [key for key in OVERRIDES if isinstance(OVERRIDES[key], Refused)]
+
+
+@pytest.mark.parametrize("key", refused_keys())
+def test_what_cannot_change_is_refused_with_the_reason(key: str) -> None:
+    before = recipe.to_plain(Recipe())
+    before["optimizer"] = {"name": "adamw", "_target_": None}
+    before["step"] = {"name": "supervised", "_target_": None}
+    after = recipe.to_plain(before)
+    node: Any = after
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        node = node[parent]
+    node[leaf] = "other" if node[leaf] != "other" else "another"
+    (problem,) = resume.refusals(before, after)
+    assert problem.value == f"{key}=other with resume"
+    assert "{" not in problem.rule + problem.remedy
+
+
+def test_the_scale_may_be_chosen_where_there_was_no_scaler() -> None:
+    before = recipe.to_plain(Recipe())
+    after = recipe.to_plain(Recipe())
+    after["precision"]["mode"], after["precision"]["scaler"]["init_scale"] = "fp16", 16.0
+    assert resume.refusals(before, after) == []
+    before["precision"]["mode"] = "fp16"
+    assert [p.value for p in resume.refusals(before, after)] == [
+        "precision.scaler.init_scale=16.0 with resume"
+    ]
+
+
+def test_a_resumed_run_is_refused_what_an_evaluation_is_not(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    before = (run_dir / "config.yaml").read_bytes()
+    with hydra_setup.session():
+        line = ["seed=7", "optimizer=sgd", "optimizer.lr=0.5", "name=x"]
+        problems = compose.resumed(run_dir, line).problems
+        told = "\n".join(map(str, problems))
+        assert "seed=7 with resume: the order of the data" in told
+        assert "optimizer._target_=torch.optim.SGD with resume" in told
+        assert "name=x with resume: the run stays where it is (name=digits)" in told
+        assert not compose.resumed(run_dir, ["optimizer.lr=0.5"]).problems
+        assert not compose.resumed(run_dir, ["seed=7"], trains=False).problems
+    assert (run_dir / "config.yaml").read_bytes() == before

@@ -36,12 +36,45 @@ def last(run_dir: Path, split: str) -> dict[str, Any]:
     return [entry for entry in lines if entry["split"] == split][-1]
 
 
+# In a process of its own: a project's package registers its factories there.
+USED = """
+import sys
+import runner
+from runner import app
+run_dir, output = sys.argv[1:]
+assert app.run(["eval", run_dir]) == 0
+assert app.run(["predict", run_dir, "--output", output]) == 0
+model, recipe = runner.load(run_dir)
+print("loaded", recipe.name, *([type(model).__name__] if not isinstance(model, dict) else model))
+"""
+
+
+def used(run_dir: Path, cwd: Path) -> tuple[str, list[dict[str, Any]]]:
+    """Evaluate, predict with and load a run; return what was printed, and the predictions."""
+    output = cwd / "predictions.jsonl"
+    answer = subprocess.run(
+        python("-c", USED, str(run_dir), str(output)),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout, [json.loads(line) for line in output.read_text().splitlines()]
+
+
 def test_the_example_trains_from_its_own_directory(tmp_path: Path) -> None:
     project = tmp_path / "anywhere"
     shutil.copytree(ROOT / "examples" / "wine", project, ignore=shutil.ignore_patterns("runs"))
     _, run_dir = run(project, "experiment=wine", "tracker.log_with=[]")
     assert last(run_dir, "test")["accuracy"] >= 0.9
     assert last(run_dir, "validation")["worst_recall"] >= 0.8
+    printed, rows = used(run_dir, project)
+    assert f"accuracy      {last(run_dir, 'test')['accuracy']:.4f}" in printed
+    assert "loaded wine Sequential" in printed
+    assert len(rows) == 36
+    assert all(len(row["prediction"]) == 3 for row in rows)  # the logits
 
 
 def test_the_text_recipe_shows_baselines_and_a_sample(tmp_path: Path) -> None:
@@ -59,6 +92,10 @@ def test_the_text_recipe_shows_baselines_and_a_sample(tmp_path: Path) -> None:
     assert last(run_dir, "validation")["bits_per_byte"] < 8.0
     for word in ("bigram", "gzip", "text by the model"):
         assert word in printed
+    printed, rows = used(run_dir, tmp_path)
+    assert "bits_per_byte" in printed
+    assert "loaded bytes_gpt ByteGPT" in printed
+    assert len(rows[0]["next_byte"]) == 128  # of the validation data: there is no test text
 
 
 @pytest.mark.slow  # `test_gan.py` trains it in this process
@@ -73,6 +110,10 @@ def test_the_gan_draws_nearer_to_the_digits(tmp_path: Path) -> None:
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     distances = [entry["frechet"] for entry in lines if entry["split"] == "validation"]
     assert distances[-1] < 0.8 * distances[0]
+    printed, rows = used(run_dir, tmp_path)
+    assert "frechet" in printed
+    assert "loaded gan generator discriminator" in printed
+    assert len(rows) == 360
 
 
 @pytest.mark.slow
@@ -83,4 +124,8 @@ def test_the_default_recipe_reaches_its_accuracy(tmp_path: Path) -> None:
         folder.mkdir()
         _, run_dir = run(folder, f"seed={seed}", "tracker.log_with=[]")
         accuracies.append(last(run_dir, "test")["accuracy"])
+    printed, rows = used(run_dir, folder)
+    assert f"{accuracies[-1]:.4f}" in printed
+    assert "loaded digits CNN" in printed
+    assert set(rows[0]) == {"index", "label", "probabilities"}
     assert sorted(accuracies)[1] >= 0.98

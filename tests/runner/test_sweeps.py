@@ -1,0 +1,252 @@
+"""Sweeps under other launchers and sweepers: the job that runs is the one that Hydra composed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner import cli, hydra_setup, sweeps
+from tests.helpers import python
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = ("trainer.max_steps=2", "tracker.log_with=[]", "checkpoint=none", "data.augment=false")
+# Samples three learning rates of its own, in two batches, and writes down what each was worth.
+SWEEPER = """
+import json, os, pathlib
+from dataclasses import dataclass
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+
+@dataclass
+class Conf:
+    _target_: str = "hydra_plugins.three.Three"
+    second: str = "0.02"
+
+ConfigStore.instance().store(group="hydra/sweeper", name="three", node=Conf, provider="three")
+
+class Three(Sweeper):
+    def __init__(self, second):
+        self.second = second
+
+    def setup(self, *, hydra_context, task_function, config):
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config)
+
+    def sweep(self, arguments):
+        fixed = [a for a in arguments if "interval" not in a]
+        (free,) = [a.partition("=")[0] for a in arguments if "interval" in a]
+        worth = {}
+        for start, batch in ((0, ["0.01", self.second]), (2, ["0.03"])):
+            jobs = [[*fixed, f"{free}={value}"] for value in batch]
+            for value, ended in zip(batch, self.launcher.launch(jobs, start)):
+                worth[value] = ended.return_value
+        pathlib.Path(os.environ["WORTH"]).write_text(json.dumps(worth))
+"""
+
+
+def runner(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), *([variables.pop("PATHS")] if "PATHS" in variables else [])])
+    return subprocess.run(
+        python("-m", "runner", *arguments),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables},
+    )
+
+
+def recipes(folder: Path) -> list[dict[str, Any]]:
+    from omegaconf import OmegaConf
+
+    found = [OmegaConf.load(path) for path in folder.glob("runs/*/*/config.yaml")]
+    return [OmegaConf.to_container(recipe) for recipe in found]  # type: ignore[misc]
+
+
+@pytest.mark.slow  # processes that import torch, one after the other
+def test_each_job_of_another_launcher_trains_its_own_recipe(tmp_path: Path) -> None:
+    ended = runner(
+        *("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=1,2", *SHORT),
+        *("name=1_2_1", "scheduler=null", "optimizer.lr=1e-3,1e30"),
+        "trainer.log_every=1",
+        cwd=tmp_path,
+    )
+    found = sorted((recipe["seed"], recipe["optimizer"]["lr"]) for recipe in recipes(tmp_path))
+    assert found == [(1, 1e-3), (1, 1e30), (2, 1e-3), (2, 1e30)], ended.stdout + ended.stderr
+    assert {recipe["name"] for recipe in recipes(tmp_path)} == {"1_2_1"}
+    environments = [json.loads(p.read_text()) for p in tmp_path.glob("runs/*/*/environment.json")]
+    assert all("hydra/launcher=joblib" in found["command"] for found in environments)
+    # A failed job is a failed exit of the whole.
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "2 of 4 jobs failed: 2, 4" in ended.stderr
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    """A folder with a plugin of the user's, as `hydra_plugins` is found on the path."""
+    package = tmp_path / "plugins" / "hydra_plugins"
+    package.mkdir(parents=True)
+    (package / "three.py").write_text(SWEEPER)
+    return tmp_path / "plugins"
+
+
+@pytest.mark.slow
+def test_another_sweeper_gets_the_metric_of_its_samples(three: Path, tmp_path: Path) -> None:
+    worth = tmp_path / "worth.json"
+    ended = runner(
+        *("-m", "hydra/launcher=joblib", "hydra/sweeper=three", *SHORT),
+        *("optimizer.lr=interval(0.01,0.1)", "checkpoint.monitor=accuracy", "checkpoint.mode=max"),
+        cwd=tmp_path,
+        PATHS=str(three),
+        WORTH=str(worth),
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    measured = {}
+    for summary in tmp_path.glob("runs/*/*/summary.json"):
+        rate = _recipe_of(summary)["optimizer"]["lr"]
+        measured[str(rate)] = json.loads(summary.read_text())["metrics"]["validation"]["accuracy"]
+    assert json.loads(worth.read_text()) == measured
+    assert sorted(measured) == ["0.01", "0.02", "0.03"]
+
+
+def _recipe_of(file: Path) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.load(file.parent / "config.yaml")
+
+
+@pytest.mark.slow
+def test_a_sample_that_is_no_recipe_is_refused_where_it_runs(three: Path, tmp_path: Path) -> None:
+    ended = runner(
+        *("-m", "hydra/sweeper=three", "hydra.sweeper.second=-1", *SHORT),
+        "model.dropout=0",
+        "trainer.clip_grad_norm=interval(0.01,0.1)",
+        cwd=tmp_path,
+        PATHS=str(three),
+        WORTH=str(tmp_path / "worth.json"),
+    )
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "trainer.clip_grad_norm=-1" in ended.stderr
+    assert not (tmp_path / "worth.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_ends_the_jobs_of_another_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    command = python(
+        *("-m", "runner", "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
+        *("seed=1,2,3", "trainer.epochs=100000", "tracker.log_with=[]"),
+    )
+    sweep = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=_heard,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 300
+    while len(list(tmp_path.glob("runs/*/*/checkpoints/checkpoint_*"))) < 2:
+        assert sweep.poll() is None, sweep.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    children = _descendants(sweep.pid)
+    os.kill(sweep.pid, number)
+    output, _ = sweep.communicate(timeout=200)
+    assert sweep.returncode == (75 if number == signal.SIGTERM else 130), output
+    assert len(list(tmp_path.glob("runs/*/*/config.yaml"))) == 2  # the third never began
+    if number == signal.SIGTERM:
+        stopped = [json.loads(p.read_text()) for p in tmp_path.glob("runs/*/*/summary.json")]
+        assert [summary["stopped"] for summary in stopped] == ["signal", "signal"]
+    deadline = time.monotonic() + 30
+    while left := [pid for pid in children if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def _heard() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever pytest was started with
+
+
+def _descendants(root: int) -> list[int]:
+    found = []
+    for child in Path(f"/proc/{root}/task/{root}/children").read_text().split():
+        found += [int(child), *_descendants(int(child))]
+    return found
+
+
+# -- refusals ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (["-m", "hydra/launcher=ray", "seed=1,2"], "basic and joblib"),
+        (["-m", "hydra/launcher=submitit_slurm", "seed=1,2"], "basic and joblib"),
+        (["-m", "hydra/launcher=jobblib", "seed=1,2"], "basic and joblib"),
+        (["-m", "hydra/sweeper=optuna", "seed=1,2"], "pip install hydra-optuna-sweeper"),
+        (["hydra/launcher=joblib", "seed=1"], "Add -m"),
+        (["hydra.launcher.n_jobs=2"], "Add -m"),
+        (["-m", "resume=auto", "seed=1,2"], "a sweep starts new runs"),
+    ],
+)
+def test_what_does_not_work_is_refused_by_name(
+    line: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(line) == 2
+    assert expected in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_a_sweeper_will_sample_is_checked_as_far_as_it_is_known() -> None:
+    with hydra_setup.session():
+        found = hydra_setup.probes(
+            ["seed=1,2", "trainer.epochs=interval(1,5)", "model.width=range(8,10)", "name=a"]
+        )
+    first = ["seed=1", "trainer.epochs=1", "model.width=8", "name=a"]
+    assert found[0] == first
+    assert found[1:] == [
+        ["seed=2", *first[1:]],
+        [*first[:2], "model.width=9", "name=a"],
+    ]
+
+
+def test_overrides_come_back_as_a_person_writes_them() -> None:
+    lines = ["scheduler=null", "callbacks=null", "model.width=3", "seed=1"]
+    with hydra_setup.session():
+        opened = hydra_setup.opened(lines)
+    assert opened == ["~scheduler", "callbacks=[]", "++model.width=3", "seed=1"]
+    assert hydra_setup.closed([*opened, "~scheduler=null"]) == [*lines, "scheduler=null"]
+
+
+def test_jobs_that_left_no_word_have_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "0.json").write_text("0")
+    assert sweeps.conclude(tmp_path, 2) == 1
+    assert "1 of 2 jobs failed: 2" in capsys.readouterr().err
+    assert sweeps.conclude(tmp_path, None) == 0
+    (tmp_path / sweeps.STOP_FILE).touch()
+    assert sweeps.conclude(tmp_path, 2) == 75
+
+
+def test_the_task_is_a_plain_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pickle
+
+    task = sweeps.Task("config", "/tmp", 1, ("runner",), total=3)
+    assert pickle.loads(pickle.dumps(task)) == task
