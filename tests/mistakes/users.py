@@ -124,9 +124,9 @@ CLASSES = (
     _mistake(
         '@register.data("bad")\ndef bad():\n    class Rows(IterableDataset):\n        pass\n'
         "    return Data(train=Rows())\n",
-        "data.name=bad",
-        "train",
+        "abstract method",
         "__iter__",
+        ends=FAILED,
     ),
     _mistake(
         '@register.callback("bad")\nclass Bad(Callback):\n'
