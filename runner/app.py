@@ -198,7 +198,9 @@ def require(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None:
     for examined in jobs:
         problems.update(dict.fromkeys(examined.problems))
         if examined.composed:
-            problems.update(dict.fromkeys(build.check_factories(examined.recipe)))
+            factories = build.check_factories(examined.recipe)
+            factories = factories or build.try_factories(examined.recipe)
+            problems.update(dict.fromkeys(factories))
         if not examined.problems:
             problems.update(dict.fromkeys(build.check_machine(examined.recipe)))
     ConfigError.raise_if(list(problems))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from accel.env import Environment
 from accel.errors import ConfigError, Problem
+from runner import blame, signatures, trust, variables
 from runner import recipe as recipes
-from runner import signatures, trust, variables
 from runner.keys import FACTORY_NODES
 from runner.registry import Registry, register
 from runner.schema import ENGINES, Recipe
@@ -61,12 +61,31 @@ class Factory:
         wrong = signatures.check(signature, self.arguments, self.key, self.label)
         return [*wrong, *_distrusted(self.arguments, self.key)]
 
+    @property
+    def place(self) -> str:
+        """How the recipe names the factory."""
+        return f"{self.key}.name={self.label}" if self.by_name else f"{self.key}: {self.label}"
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether there are `_target_`s in the arguments."""
+        return next(_targets(self.arguments, self.key), None) is not None
+
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """Call the factory: with what the runner gives first, then the arguments of the recipe."""
-        return self.function(*given, **named, **self._instantiated())
+        """Call the factory: with what the runner gives first, then the arguments of the recipe.
+
+        Raises:
+            ConfigError: if a value is refused, or the factory returns what the node is not for.
+        """
+        from runner import produced
+
+        with blame.of_factory(self.key, self.place, self.arguments):
+            made = self.function(*given, **named, **self._instantiated())
+        produced.check(self.key, self.place, made)
+        return made
 
     def _instantiated(self) -> dict[str, Any]:
-        if next(_targets(self.arguments, self.key), None) is None:
+        if not self.has_targets:
             return dict(self.arguments)
         from hydra.utils import instantiate
 
@@ -225,6 +244,20 @@ def check_factories(recipe: Recipe) -> list[Problem]:
     return problems
 
 
+def try_factories(recipe: Recipe) -> list[Problem]:
+    """Return what the shipped factories have to say against the values that they are given.
+
+    For a recipe whose names and arguments `check_factories` has found right.
+    """
+    from runner import trial
+
+    return [
+        problem
+        for key, node, registry in _nodes(recipe, [])
+        for problem in trial.problems(_factory(key, node, registry))
+    ]
+
+
 def _step_problems(recipe: Recipe, step: Factory) -> Iterator[Problem]:
     """Yield parts that the step needs and lacks, and those that it would not use."""
     signature = signatures.read(step.function)
@@ -292,6 +325,8 @@ def build_step(recipe: Recipe, around_model: AbstractContextManager[Any] | None 
 
 def _step_part(recipe: Recipe, key: str) -> Any:
     """Return what the parameter `key` of a step's constructor receives."""
+    from runner import produced
+
     if getattr(recipe, key) is None:
         return None
     factory = _part(recipe, key)
@@ -299,7 +334,17 @@ def _step_part(recipe: Recipe, key: str) -> Any:
         return factory if factory.by_name else partial(_of_parameters, factory)
     if key == "scheduler":
         return factory if factory.by_name else partial(_without_steps, factory)
-    return factory()
+    made = factory()
+    if key == "model" and _is_supervised(recipe):
+        produced.check_trainable(factory.place, made)
+    return made
+
+
+def _is_supervised(recipe: Recipe) -> bool:
+    from runner.step import SupervisedStep
+
+    function = _part(recipe, "step").function
+    return isinstance(function, type) and issubclass(function, SupervisedStep)
 
 
 def _of_parameters(factory: Factory, model: Any) -> Any:

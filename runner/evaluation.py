@@ -11,6 +11,7 @@ import torch
 from accel.errors import ConfigError, Problem
 from accel.ops import broadcast_object_list
 from accel.rng import preserved
+from runner import returned
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -48,7 +49,7 @@ def evaluate(
     with preserved(), evaluation_mode(step), torch.no_grad():
         values = _measure(accelerator, step, batches, on_batch)
         _check_counts(step, values, num_samples)
-        metrics = {name: float(value) for name, value in step.summarize(values).items()}
+        metrics = returned.metrics(_measuring(step), step.summarize(values))
     # Sums of floats on several devices may differ in the last bit; decisions must not.
     shared = [metrics]
     if accelerator.num_processes > 1:
@@ -65,12 +66,18 @@ def _measure(
     """Return each value of all samples: [N, ...]."""
     parts: dict[str, list[torch.Tensor]] = {}
     for index, batch in enumerate(batches, start=1):
-        measured = accelerator.gather_for_metrics(dict(step.evaluate(batch)))
+        values = returned.tensors(_measuring(step), "evaluate", step.evaluate(batch))
+        measured = accelerator.gather_for_metrics(values)
         for name, value in measured.items():
             parts.setdefault(name, []).append(value)
         if on_batch(index):
             raise Interrupted
     return {name: torch.cat(tensors) for name, tensors in parts.items()}
+
+
+def _measuring(step: Step) -> object:
+    """Return what a person has written to measure: the step's objective, or the step itself."""
+    return getattr(step, "objective", step)
 
 
 def _check_counts(step: Step, values: Mapping[str, torch.Tensor], num_samples: int | None) -> None:
@@ -84,7 +91,8 @@ def _check_counts(step: Step, values: Mapping[str, torch.Tensor], num_samples: i
         remedy = "Return one row per sample of the batch, [B, ...], from `evaluate`."
     else:
         return
-    raise ConfigError(Problem(f"{type(step).__name__}.evaluate measured {counts}", rule, remedy))
+    name = type(_measuring(step)).__name__
+    raise ConfigError(Problem(f"{name}.evaluate measured {counts}", rule, remedy))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accel.errors import ConfigError, Problem, nearest
 from accel.rng import preserved, set_seed
+from runner import mishaps, returned
 from runner.batch_plan import plan_batches
 from runner.batches import EvalBatches, TrainBatches
 from runner.callbacks.base import Callback
@@ -163,7 +164,8 @@ class Loop:
         self._check_limits(resumed=True)
         self._evaluate_if_due()  # the run was cut off between a step and its evaluation
         anomalies = torch.autograd.set_detect_anomaly(self.recipe.trainer.detect_anomaly)
-        with anomalies, self._profiler() as profiler:
+        translated = mishaps.translated(self.step.models, lambda: self.state.step)
+        with anomalies, translated, self._profiler() as profiler:
             while self.stopped is None:
                 self._train_epoch(profiler)
 
@@ -195,7 +197,8 @@ class Loop:
             self._at_boundary()
 
     def _train_step(self, window: Window) -> None:
-        values = dict(self.step.train(self.accelerator, window, self.recipe.trainer))
+        given = self.step.train(self.accelerator, window, self.recipe.trainer)
+        values = returned.tensors(self.step, "train", given)
         if self.accelerator.optimizer_step_was_skipped:
             self._skipped_steps += 1
             values.pop("grad_norm", None)  # infinite or not a number, and nothing is wrong

@@ -15,12 +15,12 @@ import re
 import shlex
 import sys
 import time
-import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accel.errors import AccelError, ConfigError, MissingPackageError
+from runner import frames
 
 DONE = 0
 FAILED = 1
@@ -33,8 +33,6 @@ CLEAN = (DONE, STOPPED)
 COMMUNICATION = re.compile(
     r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|ProcessGroup|\bTCPStore\b"
 )
-# Files of ours whose frames, first in a traceback, tell a person nothing.
-MACHINERY = ("launch.py", "worker.py", "endings.py")
 
 
 @dataclass(frozen=True)
@@ -152,11 +150,8 @@ def one_line(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> list[str]:
-    """Return the formatted traceback and its causes, without the first frames of ours."""
-    whole = traceback.TracebackException.from_exception(error)
-    while len(whole.stack) > 1 and os.path.basename(whole.stack[0].filename) in MACHINERY:
-        del whole.stack[0]
-    return list(whole.format())
+    """Return the formatted traceback and its causes: the user's own frames, where it has any."""
+    return frames.formatted(error)
 
 
 def tell(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> None:

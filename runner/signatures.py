@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from accel.errors import Problem, nearest
 
 SCALARS = (bool, int, float, str)
+SEQUENCES = (list, tuple, Sequence)
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ def fits(value: Any, hint: Any) -> bool:
         return any(fits(value, part) for part in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:
         return value in typing.get_args(hint)
+    if typing.get_origin(hint) in SEQUENCES:
+        return _fits_sequence(value, hint)
     if hint is type(None):
         return value is None
     if hint not in SCALARS or isinstance(value, Mapping):
@@ -119,3 +122,15 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value) is hint
+
+
+def _fits_sequence(value: Any, hint: Any) -> bool:
+    """Return whether a value of YAML may be of a type such as ``Sequence[float]``."""
+    if isinstance(value, Mapping):  # nodes with a `_target_` become anything
+        return True
+    if not isinstance(value, (list, tuple)):
+        return False
+    kinds = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple and Ellipsis not in kinds:
+        return len(value) == len(kinds) and all(map(fits, value, kinds))
+    return all(fits(element, kinds[0]) for element in value)

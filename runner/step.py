@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.errors import ConfigError, Problem
 from accel.loss import global_weight, normalize_loss
+from runner import returned
 from runner.share import share_of
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class SupervisedStep(Step):
         """Return the weight of the window over all processes, never zero."""
         sums: list[torch.Tensor | int] = []
         for micro_batch in window.micro_batches:
-            weights = self.objective.weights(micro_batch.batch)
+            weights = returned.weights(self.objective, self.objective.weights(micro_batch.batch))
             if weights is None:
                 return window.num_samples
             sums.append(keep_valid(weights, micro_batch.valid).sum())
@@ -208,15 +208,7 @@ class SupervisedStep(Step):
 
     def _total_loss(self, model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         """Return the summed loss of the real samples: []."""
-        losses = self.objective.losses(model, micro_batch.batch)
-        if losses.dim() != 1:
-            raise ConfigError(
-                Problem(
-                    f"{type(self.objective).__name__}.losses returned shape {list(losses.shape)}",
-                    "it returns one value per sample, [B], so that padded samples can be left out",
-                    'Use reduction="none" and sum over everything but the first dim.',
-                )
-            )
+        losses = returned.losses(self.objective, self.objective.losses(model, micro_batch.batch))
         return keep_valid(losses, micro_batch.valid).sum()
 
 

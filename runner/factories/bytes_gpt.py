@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 
 from accel.errors import ConfigError, Problem, StateError
 from runner.data import Data
+from runner.factories import limits
 from runner.objective import Objective
 
 NUM_BYTES = 256
@@ -288,8 +289,10 @@ def byte_gpt(
         expansion: hidden size of the MLP over `dim`.
 
     Raises:
-        ConfigError: if `dim` is no even multiple of `num_heads`.
+        ConfigError: if `dim` is no even multiple of `num_heads`, or a size is less than 1.
     """
+    sizes = {"dim": dim, "num_layers": num_layers, "num_heads": num_heads, "expansion": expansion}
+    limits.check("model", **{name: (size, 1, math.inf) for name, size in sizes.items()})
     if dim % (2 * num_heads):
         raise ConfigError(
             Problem(

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from accel.errors import ConfigError, Problem
 from runner.data import Data
+from runner.factories import limits
 from runner.objective import Objective
 
 NUM_CLASSES = 10
@@ -172,7 +173,16 @@ def cnn(width: int = 32, dropout: float = 0.1, num_classes: int = NUM_CLASSES) -
         width: channels of the first two convolutions; the third has twice as many.
         dropout: probability that a feature is dropped before the last layer.
         num_classes: how many classes are told apart.
+
+    Raises:
+        ConfigError: naming every argument that is out of its range.
     """
+    limits.check(
+        "model",
+        width=(width, 1, math.inf),
+        dropout=(dropout, 0, 1),
+        num_classes=(num_classes, 1, math.inf),
+    )
     return CNN(width, dropout, num_classes)
 
 
@@ -185,12 +195,16 @@ class Classification(Objective):
     Args:
         label_smoothing: share of the target spread evenly over all classes, in training and
             evaluation alike.
+
+    Raises:
+        ConfigError: if `label_smoothing` is not from 0 to 1.
     """
 
     monitor = "loss"
     mode = "min"
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
+        limits.check("objective", label_smoothing=(label_smoothing, 0, 1))
         self.label_smoothing = label_smoothing
 
     def losses(self, model: nn.Module, batch: Any) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from accel.errors import ConfigError, Problem
+from runner.factories import limits
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
@@ -37,8 +38,14 @@ def adamw(
         eps: added to the root of the second moment.
         fused: whether one kernel updates all parameters; None: where the device has it.
 
+    Raises:
+        ConfigError: naming the values that are out of their range.
+
     Source: I. Loshchilov and F. Hutter, Decoupled Weight Decay Regularization, arXiv:1711.05101.
     """
+    numbers = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
+    limits.check("optimizer", **{name: (value, 0, math.inf) for name, value in numbers.items()})
+    _check_betas(betas)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(
         decay_groups(trainable, weight_decay),
@@ -47,6 +54,13 @@ def adamw(
         eps=eps,
         fused=supports_fused(trainable) if fused is None else fused,
     )
+
+
+def _check_betas(betas: Sequence[float]) -> None:
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        rule = "two decay rates from 0 to below 1 are required"
+        given = Problem(f"optimizer.betas={list(betas)}", rule, "Set optimizer.betas=[0.9,0.999].")
+        raise ConfigError(given)
 
 
 def decay_groups(

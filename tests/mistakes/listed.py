@@ -1,0 +1,232 @@
+"""Mistakes that people have made, each with what the message must say."""
+
+from __future__ import annotations
+
+from tests.mistakes.cases import FAILED, Mistake
+
+
+def _one(line: str, *names: str | tuple[str, ...], **more: object) -> Mistake:
+    return Mistake("listed", tuple(line.split()), names, **more)  # type: ignore[arg-type]
+
+
+def _files(arguments: str, *names: str | tuple[str, ...], **files: str | bytes) -> Mistake:
+    """A mistake in files; their names have __ for / and no ending."""
+    here = {f"{name.replace('__', '/')}.yaml": text for name, text in files.items()}
+    return Mistake("file", tuple(arguments.split()), names, here)
+
+
+OVERLAY = "# @package _global_\n"
+
+COMMAND_LINES = (
+    _one("+experiment=bytes_gpt", "experiment=bytes_gpt", "Leave out the +"),
+    _one("+experiment=x", "+experiment=x", "bytes_gpt, gan"),
+    _one("+model=cnn", "model=cnn", "Leave out the +"),
+    _one("++model=cnn", "model=cnn", "Leave out the +"),
+    _one("precision=fp32", "precision=fp32", "'no'"),
+    _one("precision=float32", "precision=float32", "'no'"),
+    _one("precision=32", "precision=32", "'no'"),
+    _one("precision=16-mixed", "precision=16-mixed", "fp16"),
+    _one("precision.mode=fp32", "precision.mode", "'no'"),
+    _one("--lr 0.1", "--lr", "optimizer.lr=0.1"),
+    _one("--lr=0.1", "--lr", "optimizer.lr=0.1"),
+    _one("--epochs 3", "--epochs", "trainer.epochs=3"),
+    _one("--seed 3", "--seed", "seed=3"),
+    _one("--optimizer.lr 0.1", "--optimizer.lr", "optimizer.lr=0.1"),
+    _one("--batch-size 8", "--batch-size", "trainer.global_batch_size=8"),
+    _one("seed 3", "seed=3"),
+    _one("optimizer.lr 0.1", "optimizer.lr=0.1"),
+    _one("model cnn", "model=cnn"),
+    _one("optimizer.lr = 0.1", "optimizer.lr=0.1"),
+    _one("seed= 3", "seed=3"),
+    _one("seed: 3", "seed=3"),
+    _one("trainer.accelerator=gpu", "trainer.accelerator=gpu", "distributed"),
+    _one("trainer.devices=2", "trainer.devices=2", "distributed.num_processes"),
+    _one("trainer.max_epochs=2", "trainer.max_epochs=2", "'trainer.epochs'"),
+    _one("trainer.precision=16", "trainer.precision=16", "precision"),
+    _one("trainer.batch_size=2", "trainer.batch_size=2", "trainer.global_batch_size"),
+    _one("batch_size=2", "batch_size=2", "trainer.global_batch_size"),
+    _one("lr=0.1", "lr=0.1", "'optimizer.lr'"),
+    _one("--config-path conf", "--config-path", "--config-dir"),
+    _one("-cp conf", "-cp", "--config-dir"),
+    _one("hydra/launcher=submitit_local -m seed=1,2", "submitit_local", "hydra-submitit-launcher"),
+    _one("hydra/launcher=ray -m seed=1,2", "ray", "hydra-ray-launcher"),
+    _one("hydra/sweeper=ax -m seed=1,2", "hydra/sweeper=ax", ("hydra-ax-sweeper", "basic")),
+    _one("hydra/launcher=nowhere -m seed=1,2", "hydra/launcher=nowhere"),
+    _one("name=${name", "name=${name", "}"),
+    _one("optimizer.lr=${trainer.epochs", "optimizer.lr=${trainer.epochs", "}"),
+    _one("name=${nme}", "name", "nme"),
+    _one("optimizer.lr=${oc.env:LR}", "optimizer.lr", "oc.decode", environment={"LR": "0.1"}),
+    _one(
+        "--cfg job optimizer.lr=${oc.env:LR}", "optimizer.lr", "oc.decode", environment={"LR": "1"}
+    ),
+    _one("optimizer.lr=${oc.env:NOT_SET_AT_ALL}", "NOT_SET_AT_ALL"),
+    _one("--cfg job model.name=cnm", "model.name='cnm'", "'cnn'"),
+    _one("--cfg job model.widht=3", "model.widht=3", "'width'"),
+    _one("--cfg job -p trainr", "trainr", "'trainer'"),
+    _one("--cfg job -p trainer.epoch", "trainer.epoch", "'trainer.epochs'"),
+    _one("--cfg jbo", "--cfg", "job"),
+    _one("-m seed=1,", "seed=1,"),
+    _one("-m seed=", "seed="),
+    _one("-m seed=,1", "seed=,1"),
+    _one("trainer.clip_grad_norm=0", "trainer.clip_grad_norm=0"),
+    _one("trainer.clip_grad_value=0", "trainer.clip_grad_value=0"),
+    _one("optimizer.weight_decay=-1", "optimizer.weight_decay=-1"),
+    _one("optimizer.lr=-1", "optimizer.lr=-1"),
+    _one("optimizer=sgd optimizer.lr=-1", "optimizer.lr=-1"),
+    _one("optimizer=sgd optimizer.momentum=-2", "optimizer.momentum=-2"),
+    _one("optimizer=sgd optimizer.nesterov=true optimizer.momentum=0", "optimizer", "esterov"),
+    _one("optimizer.betas=[1.5,0.9]", "optimizer.betas=[1.5, 0.9]"),
+    _one("optimizer.betas=[0.9]", "optimizer.betas=[0.9]"),
+    _one("optimizer.betas=0.9", "optimizer.betas=0.9"),
+    _one("optimizer.betas=[a,b]", "optimizer.betas"),
+    _one("optimizer.eps=-1", "optimizer.eps=-1"),
+    _one("optimizer.lr=nan", "optimizer.lr"),
+    _one("optimizer.lr=inf", "optimizer.lr"),
+    _one("model.dropout=1.5", "model.dropout=1.5"),
+    _one("model.width=-3", "model.width=-3"),
+    _one("model.width=0", "model.width=0"),
+    _one("experiment=bytes_gpt model.num_heads=7", "model.num_heads=7"),
+    _one("experiment=bytes_gpt model.dim=-4", "model.dim=-4"),
+    _one("scheduler.warmup=-1", "scheduler.warmup=-1"),
+    _one("data.num_variants=0", "data.num_variants=0"),
+    _one("eval", ("RUN_DIR", "run_dir")),
+    _one("eval nowhere", "nowhere", "no such"),
+    _one("eval nowhere seed", "nowhere"),
+    _one("predict nowhere", "--output"),
+    _one("predict nowhere --output x.jsonl", "nowhere"),
+    _one("eval nowhere --split tset", "tset"),
+    _one("resume=auto resume=nowhere", "nowhere"),
+    _one("checkpoint.monitor=accuracyy", "checkpoint.monitor", "accuracy", late=True),
+    _one("checkpoint.mode=maximum", "checkpoint.mode", "max"),
+    _one("tracker.log_with=[tensorbord]", "tensorbord", "tensorboard"),
+    _one("callbacks.early_stopping.monitor=nope", "monitor", late=True),
+    _one("output_dir=/proc/nowhere", "output_dir", "/proc/nowhere"),
+    _one("output_dir=/dev/null", "output_dir", "/dev/null"),
+    _one("tags=x", "tags"),
+    _one("trainer={epochs: 3", "trainer"),
+    _one("model.width=3,4", "-m"),
+    _one("=3", "=3"),
+    _one("+", "+"),
+    _one("seed==3", "seed"),
+    _one("seed=1e3", "seed"),
+    _one("seed=0x", "seed"),
+)
+
+FILES = (
+    _files(
+        "experiment=own",
+        "conf/experiment/own.yaml",
+        "own",
+        conf__experiment__own=f"{OVERLAY}defaults:\n  - own\n",
+    ),
+    _files(
+        "experiment=one",
+        ("one", "two"),
+        conf__experiment__one=f"{OVERLAY}defaults:\n  - two\n",
+        conf__experiment__two=f"{OVERLAY}defaults:\n  - one\n",
+    ),
+    _files(
+        "experiment=own",
+        "conf/experiment/own.yaml",
+        "# @package _global_",
+        conf__experiment__own="name: own\ntrainer:\n  epochs: 3\n",
+    ),
+    _files(
+        "experiment=own",
+        "conf/experiment/own.yaml",
+        "trainer.epoch",
+        "optimizer.lrr",
+        "sead",
+        conf__experiment__own=f"{OVERLAY}sead: 1\ntrainer:\n  epoch: 3\noptimizer:\n  lrr: 1\n",
+    ),
+    _files(
+        "experiment=own",
+        "conf/experiment/own.yaml",
+        "trainer.epochs",
+        conf__experiment__own=f"{OVERLAY}trainer:\n  epochs: many\n",
+    ),
+    _files(
+        "experiment=own",
+        "conf/experiment/own.yaml",
+        "UTF-8",
+        conf__experiment__own="# @package _global_\nname: caf\xe9\n".encode("latin-1"),
+    ),
+    _files(
+        "experiment=own",
+        "conf/experiment/own.yaml",
+        "nme",
+        conf__experiment__own=f"{OVERLAY}name: ${{nme}}\n",
+    ),
+    _files(
+        "experiment=own",
+        "conf/experiment/own.yaml",
+        conf__experiment__own=f"{OVERLAY}name: ${{name\n",
+    ),
+    _files(
+        "experiment=own",
+        "conf/experiment/own.yaml",
+        conf__experiment__own=f"{OVERLAY}trainer:\n  epochs: 3\n epochs: 4\n",
+    ),
+    _files(
+        "experiment=own",
+        "conf/experiment/own.yaml",
+        "tab",
+        conf__experiment__own=f"{OVERLAY}trainer:\n\tepochs: 3\n",
+    ),
+    _files(
+        "experiment=own",
+        "conf/experiment/own.yaml",
+        conf__experiment__own=f"{OVERLAY}- a\n- b\n",
+    ),
+    _files(
+        "experiment=own",
+        "conf/experiment/own.yaml",
+        "epochs",
+        conf__experiment__own=f"{OVERLAY}trainer:\n  epochs: 3\n  epochs: 4\n",
+    ),
+    _files(
+        "experiment=own",
+        "cnm",
+        "'cnn'",
+        conf__experiment__own=f"{OVERLAY}defaults:\n  - override /model: cnm\n",
+    ),
+    _files(
+        "experiment=own",
+        "modl",
+        conf__experiment__own=f"{OVERLAY}defaults:\n  - override /modl: cnn\n",
+    ),
+    _files(
+        "experiment=own",
+        "conf/experiment/own.yaml",
+        "override",
+        conf__experiment__own=f"{OVERLAY}defaults:\n  - /model: byte_gpt\n",
+    ),
+    _files("model=own", "widht", "'width'", conf__model__own="name: cnn\nwidht: 3\n"),
+    _files("model=own", "cnm", "'cnn'", conf__model__own="name: cnm\n"),
+    _files("optimizer=own", "optimizer.lr", conf__optimizer__own="name: adamw\nlr: 1e-3x\n"),
+    _files("precision=nope", "precision=nope", "fast", conf__precision__fast="mode: bf16\n"),
+    Mistake("file", (), ("pyproject.toml",), {"pyproject.toml": "[tool.runner\nimports = 3\n"}),
+    Mistake("file", (), ("imports",), {"pyproject.toml": "[tool.runner]\nimports = 3\n"}),
+    Mistake("file", (), ("import",), {"pyproject.toml": '[tool.runner]\nimport = ["x"]\n'}),
+    Mistake("file", (), ("nowhere_x",), {"pyproject.toml": '[tool.runner]\nimports=["nowhere_x"]'}),
+    Mistake("file", (), ("pyproject.toml",), {"pyproject.toml": "[tool.runner]\nimports = [\n"}),
+    Mistake(
+        "file",
+        ("--config-name", "own"),
+        ("own",),
+        {"conf/own.yaml": "defaults:\n  - own\n  - _self_\n"},
+    ),
+)
+
+# Mistakes that show in training: the user's recipe asks for a loss that is not finite.
+TRAINING = (
+    Mistake(
+        "training",
+        ("optimizer=sgd", "optimizer.lr=1e30", "trainer.max_steps=4", "trainer.log_every=1"),
+        ("loss=", "at step", "Lower the learning rate"),
+        code=FAILED,
+        late=True,
+    ),
+)
+
+ALL = (*COMMAND_LINES, *FILES, *TRAINING)

@@ -1,0 +1,299 @@
+"""Mistakes in a user's own code: a small package, with one thing wrong in it."""
+
+from __future__ import annotations
+
+from tests.mistakes.cases import FAILED, REFUSED, Mistake
+
+PROJECT = '[tool.runner]\nimports = ["mine"]\n'
+# Imports torch inside of functions, where the mistakes do.
+BASE = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from runner import Callback, Data, Objective, Step, register
+
+X = torch.linspace(-1, 1, 128).reshape(32, 4)
+ROWS = TensorDataset(X, X.sum(1, keepdim=True))
+
+@register.model("net")
+def net():
+    return nn.Linear(4, 1)
+
+@register.data("table")
+def table():
+    return Data(train=ROWS, validation=ROWS)
+
+@register.objective("square")
+class Square(Objective):
+    def losses(self, model, batch):
+        return (model(batch[0]) - batch[1]).pow(2).sum(1)
+"""
+ARGUMENTS = (
+    *("model.name=net", "data.name=table", "objective.name=square", "tracker.log_with=[]"),
+    *("checkpoint=none", "trainer.epochs=1", "trainer.global_batch_size=8", "trainer.log_every=1"),
+)
+NODES = ("model", "data", "objective", "optimizer", "scheduler", "step")
+
+
+def _mistake(
+    code: str,
+    *names: str | tuple[str, ...],
+    ends: int = REFUSED,
+    late: bool = False,
+    arguments: tuple[str, ...] = (),
+) -> Mistake:
+    """One piece of code that registers `bad`, and the command line that uses it."""
+    node = code.partition("@register.")[2].partition("(")[0]
+    chosen = {
+        "": (),
+        "callback": ("callbacks.bad.name=bad",),
+        "step": (
+            "step.name=bad",
+            "model=null",
+            "objective=null",
+            "optimizer=null",
+            "scheduler=null",
+        ),
+    }.get(node, (f"{node}.name=bad",))
+    own = [key for key in ("model", "objective") if node == "step"] + [node]
+    base = [a for a in ARGUMENTS if a.partition(".")[0] not in own]
+    files = {"pyproject.toml": PROJECT, "mine.py": BASE + code}
+    return Mistake("user's code", (*base, *chosen, *arguments), names, files, {}, ends, late)
+
+
+def _returned(node: str, value: str, *names: str) -> Mistake:
+    """A factory that returns `value`."""
+    code = f'\n@register.{node}("bad")\ndef bad(*given):\n    return {value}\n'
+    return _mistake(code, "bad", "returned", *names)
+
+
+RETURNED = (
+    _returned("model", "None", "model", "None", "torch.nn.Module"),
+    _returned("model", "{'net': net()}", "model", "dict", "torch.nn.Module"),
+    _returned("model", "[net()]", "model", "list", "torch.nn.Module"),
+    _returned("model", "nn.Linear", "model", "class Linear", "torch.nn.Module"),
+    _returned("model", "nn.ReLU()", "model", "ReLU", "no trainable parameters"),
+    _returned("model", "net().requires_grad_(False)", "model", "no trainable parameters"),
+    _returned("data", "None", "data", "None", "runner.Data"),
+    _returned("data", "[1, 2, 3]", "data", "list", "runner.Data"),
+    _returned("data", "ROWS", "data", "TensorDataset", "runner.Data"),
+    _returned("data", "DataLoader(ROWS)", "data", "DataLoader", "runner.Data"),
+    _returned("data", "{'train': ROWS}", "data", "dict", "runner.Data"),
+    _returned("data", "(ROWS, ROWS)", "data", "tuple", "runner.Data"),
+    _returned("data", "Data(train=None)", "data", "train", "None"),
+    _returned("data", "Data(train=DataLoader(ROWS))", "data", "train", "DataLoader"),
+    _returned("data", "Data(ROWS, DataLoader(ROWS))", "data", "validation", "DataLoader"),
+    _returned("data", "Data(train=3)", "data", "train", "int"),
+    _returned("data", "Data(train=[])", "data", "train", "empty"),
+    _returned("data", "Data(ROWS, validation=[])", "data", "validation", "empty"),
+    _returned("data", "Data(ROWS, collate_fn=3)", "data", "collate_fn", "int"),
+    _returned("objective", "None", "objective", "None", "runner.Objective"),
+    _returned("objective", "0.5", "objective", "float", "runner.Objective"),
+    _returned("objective", "Square", "objective", "class Square", "runner.Objective"),
+    _returned("objective", "nn.CrossEntropyLoss()", "objective", "CrossEntropyLoss"),
+    _returned("objective", "Objective()", "objective", "losses"),
+    _returned("optimizer", "None", "optimizer", "None", "torch.optim.Optimizer"),
+    _returned("optimizer", "torch.optim.SGD", "optimizer", "class SGD"),
+    _returned("optimizer", "3", "optimizer", "int", "torch.optim.Optimizer"),
+    _returned("scheduler", "None", "scheduler", "None"),
+    _returned("scheduler", "[1]", "scheduler", "list"),
+    _returned("callback", "None", "callbacks.bad", "None", "runner.Callback"),
+    _returned("callback", "print", "callbacks.bad", "runner.Callback"),
+    _returned("callback", "Callback", "callbacks.bad", "class Callback"),
+    _returned("step", "None", "step", "None", "runner.Step"),
+    _returned("step", "net()", "step", "Linear", "runner.Step"),
+)
+
+CLASSES = (
+    _mistake(
+        '@register.data("bad")\ndef bad():\n    class Rows(Dataset):\n'
+        "        def __getitem__(self, index):\n            return ROWS[index]\n"
+        "    return Data(train=Rows())\n",
+        "data.name=bad",
+        "train",
+        "__len__",
+    ),
+    _mistake(
+        '@register.data("bad")\ndef bad():\n    class Rows(Dataset):\n'
+        "        def __len__(self):\n            return 8\n"
+        "    return Data(train=Rows())\n",
+        "data.name=bad",
+        "train",
+        "__getitem__",
+    ),
+    _mistake(
+        '@register.data("bad")\ndef bad():\n    class Rows(IterableDataset):\n        pass\n'
+        "    return Data(train=Rows())\n",
+        "abstract method",
+        "__iter__",
+        ends=FAILED,
+    ),
+    _mistake(
+        '@register.callback("bad")\nclass Bad(Callback):\n'
+        "    def on_epoch_end(self, loop):\n        pass\n",
+        "callbacks.bad",
+        "on_epoch_end",
+        "on_evaluate",
+    ),
+    _mistake(
+        '@register.callback("bad")\nclass Bad(Callback):\n'
+        "    def on_steps(self, loop):\n        pass\n",
+        "callbacks.bad",
+        "on_steps",
+        "'on_step'",
+    ),
+    _mistake(
+        '@register.callback("bad")\nclass Bad:\n    def on_step(self, loop):\n        pass\n',
+        "callbacks.bad",
+        "runner.Callback",
+    ),
+    _mistake(
+        '@register.callback("bad")\nclass Bad(Callback):\n    def on_step(self):\n        pass\n',
+        "callbacks.bad",
+        "on_step",
+        "loop",
+    ),
+    _mistake(
+        '@register.objective("bad")\nclass Bad(Square):\n'
+        "    def summarise(self, values):\n        return {'loss': 0.0}\n",
+        "objective.name=bad",
+        "summarise",
+        "'summarize'",
+    ),
+    _mistake(
+        '@register.objective("bad")\nclass Bad(Objective):\n'
+        "    def loss(self, model, batch):\n        return model(batch[0])\n",
+        "objective.name=bad",
+        "losses",
+    ),
+    _mistake(
+        '@register.step("bad")\nclass Bad(Step):\n    def train(self, a, w, t):\n        pass\n',
+        "step.name=bad",
+        "evaluate",
+        "summarize",
+    ),
+    _mistake(
+        '@register.step("bad")\nclass Bad(Step):\n    def train(self, a, w, t):\n        pass\n'
+        "    def evaluate(self, batch):\n        pass\n"
+        "    def summarize(self, values):\n        pass\n",
+        "step.name=bad",
+        "models",
+    ),
+    _mistake(
+        '@register.model("bad")\ndef bad(width):\n    return nn.Linear(4, width)\n',
+        "model.width",
+        "bad",
+    ),
+    _mistake(
+        '@register.model("net")\ndef other():\n    return nn.Linear(4, 1)\n', "net", "another name"
+    ),
+    _mistake("import not_there_at_all\n", "not_there_at_all", "Install"),
+)
+
+METHODS = (
+    *(
+        _mistake(
+            f'@register.objective("bad")\nclass Bad(Square):\n    def {method}:\n'
+            f"        return {value}\n",
+            "Bad",
+            name,
+            "returned",
+            late=True,
+        )
+        for method, value, name in (
+            ("summarize(self, values)", "None", "summarize"),
+            ("summarize(self, values)", "'good'", "summarize"),
+            ("summarize(self, values)", "0.5", "summarize"),
+            ("summarize(self, values)", "{'loss': 'small'}", "summarize"),
+            ("summarize(self, values)", "{'loss': values['loss']}", "summarize"),
+            ("evaluate(self, model, batch)", "None", "evaluate"),
+            ("evaluate(self, model, batch)", "0.5", "evaluate"),
+            ("evaluate(self, model, batch)", "{'loss': 0.5}", "evaluate"),
+            ("losses(self, model, batch)", "None", "losses"),
+            ("losses(self, model, batch)", "0.5", "losses"),
+            ("losses(self, model, batch)", "model(batch[0]).mean()", "losses"),
+            ("losses(self, model, batch)", "model(batch[0]).detach()[:, 0]", "losses"),
+            ("weights(self, batch)", "3", "weights"),
+        )
+    ),
+)
+
+RAISED = (
+    *(
+        _mistake(
+            f'\n@register.{node}("bad")\ndef bad(*given):\n    raise ValueError("no good")\n',
+            "ValueError: no good",
+            "mine.py",
+            "bad",
+            ends=FAILED,
+        )
+        for node in ("model", "data", "objective", "optimizer", "scheduler", "callback", "step")
+    ),
+    _mistake("\n1 / 0\n", "ZeroDivisionError", "mine.py", ends=FAILED),
+    _mistake("\ndef broken(:\n", "SyntaxError", "mine.py", ends=FAILED),
+    _mistake("\nfrom torch import nothing_there\n", "ImportError", "mine.py", ends=FAILED),
+    _mistake(
+        '@register.model("bad")\nclass Bad(nn.Module):\n'
+        "    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(4, 1)\n"
+        "    def forward(self, x):\n        return self.a(x[:, :3])\n",
+        "RuntimeError: mat1 and mat2",
+        "mine.py",
+        ends=FAILED,
+        late=True,
+    ),
+    *(
+        _mistake(
+            '@register.data("bad")\ndef bad():\n    class Rows(Dataset):\n'
+            "        def __len__(self):\n            return 8\n"
+            "        def __getitem__(self, index):\n            raise KeyError(index)\n"
+            "    return Data(train=Rows())\n",
+            "KeyError",
+            "mine.py",
+            ends=FAILED,
+            late=True,
+            arguments=arguments,
+        )
+        for arguments in ((), ("dataloader.num_workers=1",))
+    ),
+    *(
+        _mistake(
+            f'@register.callback("bad")\nclass Bad(Callback):\n    def {hook}:\n'
+            '        raise ValueError("no good")\n',
+            "ValueError: no good",
+            "mine.py",
+            ends=FAILED,
+            late=True,
+        )
+        for hook in ("on_start(self, loop)", "on_step(self, loop)", "on_log(self, loop, values)")
+    ),
+    _mistake(
+        '@register.objective("bad")\nclass Bad(Square):\n    def summarize(self, values):\n'
+        '        return {"x": values["nothing"]}\n',
+        "KeyError: 'nothing'",
+        "mine.py",
+        ends=FAILED,
+        late=True,
+    ),
+    _mistake(
+        '@register.objective("bad")\nclass Bad(Square):\n    def losses(self, model, batch):\n'
+        "        return super().losses(model, batch) * float('nan')\n",
+        "loss=nan at step 1",
+        "trainer.stop_on_nan",
+        ends=FAILED,
+        late=True,
+    ),
+    *(
+        _mistake(
+            '@register.objective("bad")\nclass Bad(Square):\n    def losses(self, model, batch):\n'
+            "        return (0 * super().losses(model, batch)).sqrt() * 0\n",
+            "at step 1",
+            "SqrtBackward0",
+            ends=FAILED,
+            late=True,
+            arguments=arguments,
+        )
+        for arguments in (("trainer.detect_anomaly=true",), ("debug=default",))
+    ),
+)
+
+ALL = (*RETURNED, *CLASSES, *METHODS, *RAISED)
