@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from accel import env
 from accel.errors import (
     AccelError,
-    CheckpointError,
     ConfigError,
     MissingPackageError,
     Problem,
@@ -178,21 +177,22 @@ def _sweep(overrides: Sequence[str], config_name: str) -> list[tuple[Examined, b
 
 def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool]:
     """Compose one job; also whether it goes on with a run (`resume` is then set in the recipe)."""
-    from runner import compose, hydra_setup, rundir
+    from runner import compose, hydra_setup, resumable, rundir
 
     new = [override for override in overrides if hydra_setup.key_of(override) != "resume"]
     asked = next((o for o in overrides if hydra_setup.key_of(o) == "resume"), "")
     value = asked.partition("=")[2].strip("'\"")
-    if asked and value not in (rundir.AUTO, "null", ""):
+    if asked and value not in (resumable.AUTO, "null", ""):
         run_dir = rundir.existing(value, "resume=")
         return _resumed(compose.resumed(run_dir, new), str(run_dir)), True
     examined = compose.anew(overrides, config_name)
     if examined.problems or examined.recipe.resume is None:
         return examined, False
-    found, _ = rundir.resolve_resume(examined.recipe)
+    found = resumable.newest(examined.recipe)
     if found is None:
         return replace(examined, recipe=replace(examined.recipe, resume=None)), False
-    return _resumed(compose.resumed(found, new), str(found)), True
+    examined = replace(examined, overrides=tuple(new), origin=rundir.fingerprint(found))
+    return _resumed(examined, str(found)), True
 
 
 def _resumed(examined: Examined, run_dir: str) -> Examined:
@@ -215,7 +215,8 @@ def _require(jobs: Sequence[tuple[Examined, bool]], missing: Sequence[Problem]) 
 
 def _train_one(examined: Examined, goes_on: bool, overrides: Sequence[str]) -> int:
     if goes_on:  # its recipe is the frozen one: there is nothing for Hydra to compose
-        return start(examined.recipe, examined.overrides, examined.config_name)
+        origin = examined.origin
+        return start(examined.recipe, examined.overrides, examined.config_name, origin=origin)
     codes: list[int] = []
 
     def task(_: DictConfig) -> None:  # what Hydra composes is what has been examined
@@ -249,7 +250,12 @@ def _train_all(jobs: Sequence[tuple[Examined, bool]], overrides: Sequence[str]) 
 
 
 def start(
-    recipe: Recipe, overrides: Sequence[str], config_name: str, *, fresh: bool = False
+    recipe: Recipe,
+    overrides: Sequence[str],
+    config_name: str,
+    *,
+    fresh: bool = False,
+    origin: bytes | None = None,
 ) -> int:
     """Claim or find the run directory, freeze the job there and launch it.
 
@@ -258,32 +264,14 @@ def start(
         overrides: what the command line changed.
         config_name: the primary file.
         fresh: whether the job gets processes of its own in any case.
+        origin: of a run to resume, what its files held when the recipe was composed from them.
 
     Returns:
         The exit code.
     """
-    from runner import launch, rundir
-    from runner.job import Job
+    from runner import starting
 
-    try:
-        run_dir, checkpoint = rundir.resolve_resume(recipe)
-    except CheckpointError as error:
-        print(error, file=sys.stderr)
-        return REFUSED
-    frozen = replace(recipe, resume=None)
-    if run_dir is None:
-        run_dir = rundir.claim(recipe.output_dir, recipe.name)
-    job = Job(
-        run_dir=run_dir,
-        overrides=tuple(overrides),
-        resume_from=None if checkpoint is None else str(checkpoint),
-        imports=tuple(trust.trusted()),
-        cwd=os.getcwd(),
-        config_name=config_name,
-    )
-    job.save(frozen)
-    rundir.write_environment(run_dir)
-    return launch.launch(job, frozen, fresh=fresh)
+    return starting.start(recipe, overrides, config_name, fresh=fresh, origin=origin)
 
 
 def _nothing(config: DictConfig) -> None:
