@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from accel import env
 from accel.errors import (
     AccelError,
-    CheckpointError,
     ConfigError,
     MissingPackageError,
     Problem,
@@ -169,21 +168,22 @@ def _follow(place: Adopted) -> int:
 
 def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool]:
     """Compose one job; also whether it goes on with a run (`resume` is then set in the recipe)."""
-    from runner import compose, hydra_setup, rundir
+    from runner import compose, hydra_setup, resumable, rundir
 
     new = [override for override in overrides if hydra_setup.key_of(override) != "resume"]
     asked = next((o for o in overrides if hydra_setup.key_of(o) == "resume"), "")
     value = asked.partition("=")[2].strip("'\"")
-    if asked and value not in (rundir.AUTO, "null", ""):
+    if asked and value not in (resumable.AUTO, "null", ""):
         run_dir = rundir.existing(value, "resume=")
         return _resumed(compose.resumed(run_dir, new), str(run_dir)), True
     examined = compose.anew(overrides, config_name)
     if examined.problems or examined.recipe.resume is None:
         return examined, False
-    found, _ = rundir.resolve_resume(examined.recipe)
+    found = resumable.newest(examined.recipe)
     if found is None:
         return replace(examined, recipe=replace(examined.recipe, resume=None)), False
-    return _resumed(compose.resumed(found, new), str(found)), True
+    examined = replace(examined, overrides=tuple(new), origin=rundir.fingerprint(found))
+    return _resumed(examined, str(found)), True
 
 
 def _resumed(examined: Examined, run_dir: str) -> Examined:
@@ -208,7 +208,8 @@ def require(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None:
 
 def _train_one(examined: Examined, goes_on: bool, overrides: Sequence[str]) -> int:
     if goes_on:  # its recipe is the frozen one: there is nothing for Hydra to compose
-        return start(examined.recipe, examined.overrides, examined.config_name)
+        origin = examined.origin
+        return start(examined.recipe, examined.overrides, examined.config_name, origin=origin)
     codes: list[int] = []
 
     def task(_: DictConfig) -> None:  # what Hydra composes is what has been examined
@@ -247,6 +248,7 @@ def start(
     config_name: str,
     *,
     fresh: bool = False,
+    origin: bytes | None = None,
     on_claimed: Callable[[Path], object] = lambda run_dir: None,
 ) -> int:
     """Claim or find the run directory, freeze the job there and launch it.
@@ -256,34 +258,17 @@ def start(
         overrides: what the command line changed.
         config_name: the primary file.
         fresh: whether the job gets processes of its own in any case.
+        origin: of a run to resume, what its files held when the recipe was composed from them.
         on_claimed: called with the run directory.
 
     Returns:
         The exit code.
     """
-    from runner import launch, rundir
-    from runner.job import Job
+    from runner import starting
 
-    try:
-        run_dir, checkpoint = rundir.resolve_resume(recipe)
-    except CheckpointError as error:
-        print(error, file=sys.stderr)
-        return REFUSED
-    frozen = replace(recipe, resume=None)
-    if run_dir is None:
-        run_dir = rundir.claim(recipe.output_dir, recipe.name)
-    job = Job(
-        run_dir=run_dir,
-        overrides=tuple(overrides),
-        resume_from=None if checkpoint is None else str(checkpoint),
-        imports=tuple(trust.trusted()),
-        cwd=os.getcwd(),
-        config_name=config_name,
+    return starting.start(
+        recipe, overrides, config_name, fresh=fresh, origin=origin, on_claimed=on_claimed
     )
-    on_claimed(run_dir)
-    job.save(frozen)
-    rundir.write_environment(run_dir)
-    return launch.launch(job, frozen, fresh=fresh)
 
 
 def _nothing(config: DictConfig) -> None:

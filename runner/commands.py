@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from accel.errors import ConfigError, Problem
 from runner import compose, hydra_setup, rundir
 from runner.job import Job
-from runner.restore import find_checkpoint, restored_step
+from runner.restore import described, find_checkpoint, restored_step
 from runner.schema import Distributed, Recipe
 from runner.threads import Numerics
 
@@ -209,7 +209,8 @@ def _session(request: Request) -> Iterator[Session]:
         numerics.apply()
         with _engine(recipe, job.run_dir) as accelerator:
             checkpoint = find_checkpoint(job.run_dir, request.checkpoint)
-            step = restored_step(job.run_dir, recipe, checkpoint)
+            step = restored_step(checkpoint, recipe)
+            print(f"weights: {described(checkpoint)}")
             step.models = {
                 name: accelerator.prepare_model(model, evaluation_mode=True)
                 for name, model in step.models.items()

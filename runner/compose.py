@@ -6,7 +6,7 @@ Free of torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from accel.errors import ConfigError, Problem
-from runner import diagnose, hydra_setup, recipe, resume
-from runner.job import CONFIG, Job
+from runner import diagnose, hydra_setup, recipe, resume, rundir
+from runner.job import Job
 from runner.schema import Recipe
 
 
@@ -29,6 +29,7 @@ class Examined:
         overrides: what the command line changed.
         config_name: the primary file.
         composed: whether there is anything to check further; False where composing failed.
+        origin: of a run to resume, what its files held; None for a new one.
     """
 
     recipe: Recipe
@@ -36,6 +37,7 @@ class Examined:
     overrides: tuple[str, ...]
     config_name: str
     composed: bool = True
+    origin: bytes | None = None
 
 
 def anew(overrides: Sequence[str], config_name: str, number: int = 0) -> Examined:
@@ -77,8 +79,13 @@ def resumed(run_dir: str | Path, overrides: Sequence[str] = (), *, trains: bool 
     Raises:
         ConfigError: if the directory is no run.
     """
-    job, _ = Job.read(run_dir)
-    frozen = resume.without_limits(recipe.read_yaml(job.run_dir / CONFIG))
+    origin = rundir.fingerprint(Path(run_dir))
+    return replace(_resumed(run_dir, overrides, trains), origin=origin)
+
+
+def _resumed(run_dir: str | Path, overrides: Sequence[str], trains: bool) -> Examined:
+    job, plain = Job.read(run_dir)
+    frozen = resume.without_limits(plain)
     if not overrides:
         found, problems = recipe.examine(frozen)
         return Examined(found, problems, job.overrides, job.config_name)

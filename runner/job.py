@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
+from accel.checkpoint import files
 from accel.errors import ConfigError, Problem
-from runner import paths, recipe, trust
+from runner import attempt, paths, recipe, trust
+from runner.attempt import CONFIG
 from runner.schema import Recipe
 
-CONFIG = "config.yaml"
+logger = logging.getLogger(__name__)
+
 OVERRIDES = "overrides.yaml"
 JOB = "job.json"
+ENVIRONMENT = "environment.json"
+# Under this name job.json holds the text of config.yaml, so that either can be restored.
+RECIPE = "recipe"
 
 
 @dataclass(frozen=True)
@@ -26,6 +35,7 @@ class Job:
         imports: the user's packages that it needs.
         cwd: where it was started; code there can be imported.
         config_name: the primary file of `conf/`.
+        folder: where its files are until they are committed; None: in the run directory.
     """
 
     run_dir: Path
@@ -34,21 +44,42 @@ class Job:
     imports: tuple[str, ...] = ()
     cwd: str = "."
     config_name: str = "config"
+    folder: Path | None = field(default=None, compare=False)
+
+    @property
+    def place(self) -> Path:
+        """The folder that holds this job's files."""
+        return self.folder or self.run_dir
 
     def save(self, frozen: Recipe) -> None:
-        """Write the recipe and this job into the run directory.
+        """Make the recipe and this job those of the run directory, all at once.
 
-        The recipe of an invocation that is resumed is kept as config.<n>.yaml. What DeepSpeed's own
-        file says goes into the recipe: the file may change, and the run may go on from elsewhere.
+        The recipe before is kept as config.<n>.yaml.
         """
-        _keep_previous(self.run_dir / CONFIG)
-        plain = recipe.to_plain(frozen)
-        if frozen.deepspeed is not None and frozen.deepspeed.hf_ds_config is not None:
-            plain["deepspeed"]["hf_ds_config"] = frozen.deepspeed.given_config()
-        recipe.write_yaml(self.run_dir / CONFIG, plain)
-        recipe.write_yaml(self.run_dir / OVERRIDES, list(self.overrides))
-        content = {**asdict(self), "run_dir": str(self.run_dir)}
-        (self.run_dir / JOB).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        attempt.commit(self.stage(frozen).place)
+
+    def stage(self, frozen: Recipe) -> Job:
+        """Write the recipe and this job beside those of the run directory.
+
+        Returns:
+            The job as it lies there, for `attempt.commit` or `attempt.discard`.
+        """
+        staged = replace(self, folder=attempt.stage(self.run_dir))
+        try:
+            staged._write(frozen)
+        except BaseException:
+            attempt.discard(staged.place)
+            raise
+        return staged
+
+    def _write(self, frozen: Recipe) -> None:
+        text = recipe.yaml_text(recipe.frozen_plain(frozen))
+        content = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "folder"}
+        content |= {"run_dir": str(self.run_dir), RECIPE: text}
+        (self.place / CONFIG).write_text(text, encoding="utf-8")
+        overrides = recipe.yaml_text(list(self.overrides))
+        (self.place / OVERRIDES).write_text(overrides, encoding="utf-8")
+        (self.place / JOB).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, run_dir: str | Path) -> tuple[Job, Recipe]:
@@ -71,31 +102,118 @@ class Job:
     def read(cls, run_dir: str | Path) -> tuple[Job, dict[str, object]]:
         """Read a run directory: the job, and the recipe as plain containers; nothing is imported.
 
+        Where one of config.yaml and job.json is missing, empty or cut off, it is taken from the
+        other, with a warning.
+
+        Args:
+            run_dir: the run directory, or an attempt in it.
+
         Raises:
             ConfigError: if it is no run directory.
         """
         folder = Path(run_dir).resolve()
-        try:
-            content = json.loads((folder / JOB).read_text(encoding="utf-8"))
-            content["run_dir"] = folder  # it may have been moved
-            for name in ("overrides", "imports"):
-                content[name] = tuple(content[name])
-            job = cls(**content)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(
-                Problem(
-                    str(run_dir),
-                    f"it is no run directory: {_reason(error, folder)}",
-                    "Name a folder such as runs/<name>/<time>-<id>.",
-                )
-            ) from error
-        return job, recipe.read_yaml(folder / CONFIG)
+        content, text = _described(folder)
+        plain = recipe.parse_yaml(text, folder / CONFIG)
+        content["run_dir"] = attempt.run_dir_of(folder)  # it may have been moved
+        content["folder"] = folder if folder != content["run_dir"] else None
+        return cls(**content), plain
 
 
-def _reason(error: Exception, folder: Path) -> str:
-    if not folder.is_dir():
-        return "there is no such folder"
-    return f"{JOB} is missing" if isinstance(error, OSError) else f"{JOB} is damaged ({error})"
+def mend(run_dir: Path) -> None:
+    """Write anew what of config.yaml and job.json is damaged. Hold the run's lock."""
+    content, text = _described(run_dir)
+    if _decoded(attempt.read(run_dir, CONFIG)) != text:
+        files.write_atomically(run_dir / CONFIG, text.encode())
+    if _job_content(run_dir)[0] is None:
+        job = {"resume_from": None, "imports": (), "config_name": "config", RECIPE: text}
+        body = json.dumps({"run_dir": str(run_dir), **job, **content}, indent=2)
+        files.write_atomically(run_dir / JOB, f"{body}\n".encode())
+
+
+def _described(folder: Path) -> tuple[dict[str, Any], str]:
+    """Return the arguments of a run's `Job`, and the text of its recipe.
+
+    Raises:
+        ConfigError: if it is no run directory.
+    """
+    content, wrong = _job_content(folder)
+    text = _decoded(attempt.read(folder, CONFIG))
+    kept = None if content is None else content.pop(RECIPE, None)
+    if text is None or (kept is not None and text != kept and kept.startswith(text)):
+        if kept is None:
+            raise ConfigError(_no_run(folder, wrong or f"{CONFIG} is missing or empty"))
+        logger.warning("%s is missing, empty or cut off: %s has it.", folder / CONFIG, JOB)
+        text = kept
+    if content is None:
+        logger.warning("%s: %s. It is put together from other files.", folder, wrong)
+        content = _put_together(folder)
+    return content, text
+
+
+def _job_content(folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """Return the arguments of a `Job`, with the text of the recipe; None, and why there is none."""
+    found = attempt.read(folder, JOB)
+    if found is None:
+        return None, f"{JOB} is missing" if folder.is_dir() else "there is no such folder"
+    try:
+        content = json.loads(found)
+        return _checked(content), ""
+    except (ValueError, TypeError, KeyError) as error:
+        return None, f"{JOB} is damaged ({error})"
+
+
+def _checked(content: Any) -> dict[str, Any]:
+    """Return what job.json holds with the types of a `Job`.
+
+    Raises:
+        KeyError: if something is missing.
+        TypeError: if something is of another type, or unknown.
+    """
+    if not isinstance(content, Mapping):
+        raise TypeError("it is no mapping")
+    checked = dict(content)
+    for name in ("overrides", "imports"):
+        values = checked[name]
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise TypeError(f"{name} is no list of words")
+        checked[name] = tuple(values)
+    for name in ("run_dir", "cwd", "config_name"):
+        if not isinstance(checked[name], str):
+            raise TypeError(f"{name} is no text")
+    for name in ("resume_from", RECIPE):
+        if not isinstance(checked.get(name), (str, type(None))):
+            raise TypeError(f"{name} is no text")
+    Job(**{name: value for name, value in checked.items() if name != RECIPE})
+    return checked
+
+
+def _put_together(folder: Path) -> dict[str, Any]:
+    """Return what overrides.yaml and environment.json know of a job."""
+    overrides: Any = []
+    found = _decoded(attempt.read(folder, OVERRIDES))
+    if found is not None:
+        overrides = recipe.parse_list(found, folder / OVERRIDES)
+    try:
+        where = json.loads(attempt.read(folder, ENVIRONMENT) or b"{}").get("cwd", ".")
+    except (ValueError, AttributeError) as error:
+        logger.warning("%s is damaged (%s).", folder / ENVIRONMENT, error)
+        where = "."
+    return {"overrides": tuple(overrides), "cwd": str(where)}
+
+
+def _decoded(found: bytes | None) -> str | None:
+    """Return a file's text; None for one that is missing or empty, or was never flushed."""
+    text = None if found is None else found.decode("utf-8", errors="replace")
+    return text if text is not None and text.strip("\0 \t\r\n") and "\0" not in text else None
+
+
+def _no_run(folder: Path, wrong: str) -> Problem:
+    rule = f"it is no run directory: {wrong}"
+    remedy = "Name a folder such as runs/<name>/<time>-<id>."
+    earlier = attempt.kept_recipes(folder) if folder.is_dir() else []
+    if earlier:
+        remedy = f"An earlier recipe is {earlier[-1].name}: copy it to {CONFIG} to use that."
+    return Problem(str(folder), rule, remedy)
 
 
 def _untrusted(name: str, run_dir: Path) -> Problem:
@@ -104,9 +222,3 @@ def _untrusted(name: str, run_dir: Path) -> Problem:
         f"the run needs the package {name!r}, which is not trusted here",
         f"Start from its project's folder, or give --import {name}.",
     )
-
-
-def _keep_previous(path: Path) -> None:
-    if path.exists():
-        number = len(list(path.parent.glob("config.*.yaml"))) + 1
-        path.rename(path.with_name(f"config.{number}.yaml"))

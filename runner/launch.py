@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner import console_logs, outcomes, processes, threads
+from runner import console_logs, leftovers, outcomes, processes, threads
+from runner.attempt import run_dir_of
 from runner.outcomes import CLEAN, DONE, FAILED, INTERRUPTED, STOPPED, Outcome
 from runner.processes import Adopted
 from runner.schema import Recipe
@@ -41,7 +42,7 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
     """Run a job and return the exit code of the command.
 
     Args:
-        job: the claimed run directory and where it was started from; saved already.
+        job: the claimed run directory and where it was started from; saved or staged already.
         recipe: the frozen recipe.
         fresh: whether a run of one process gets a process of its own, too (a sweep: no state of one
             job reaches the next). Else it runs in this process, where a debugger can reach it.
@@ -54,15 +55,16 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
     """
     number = processes.count(recipe.distributed)
     place = processes.adopted()
-    threads.settle(job.run_dir, recipe, place.local_world_size if place else number)
+    local = place.local_world_size if place else number
+    threads.settle(job.run_dir, recipe, local, job.place)
     if place is not None:
         from runner import torchrun
 
-        torchrun.publish(job.run_dir)
-        return run_adopted(job.run_dir, place)
+        torchrun.publish(job.place)
+        return run_adopted(job.place, place)
     if number == 1 and not fresh:
-        return run_here(job.run_dir)
-    return run_group(job.run_dir, number, Path(job.cwd))
+        return run_here(job.place)
+    return run_group(job.place, number, Path(job.cwd))
 
 
 def follow(place: Adopted) -> int:
@@ -73,26 +75,38 @@ def follow(place: Adopted) -> int:
     """
     from runner import torchrun
 
-    run_dir = torchrun.receive()
-    console_logs.leave_terminal_to_rank_zero(run_dir, place.rank)
-    return run_adopted(run_dir, place)
+    folder = torchrun.receive()
+    if folder is None:
+        return DONE
+    console_logs.leave_terminal_to_rank_zero(run_dir_of(folder), place.rank)
+    return run_adopted(folder, place)
 
 
-def run_adopted(run_dir: Path, place: Adopted) -> int:
+def release_followers() -> None:
+    """Tell the other ranks of a launcher, if there are any, that nothing is left to do."""
+    if processes.adopted() is not None:
+        from runner import torchrun
+
+        torchrun.publish(None)
+
+
+def run_adopted(folder: Path, place: Adopted) -> int:
     """Run a job in this process, one of several that a launcher has started."""
     from runner import worker
 
-    code = run_here(run_dir, place.rank)
+    code = run_here(folder, place.rank)
     if code not in CLEAN:
+        if place.rank == 0:
+            leftovers.remove(run_dir_of(folder), code)
         worker.leave(code)
     return code
 
 
-def run_here(run_dir: Path, rank: int = 0) -> int:
+def run_here(folder: Path, rank: int = 0) -> int:
     """Run a job in this process.
 
     Args:
-        run_dir: the run directory with the frozen job.
+        folder: the run directory with the frozen job, or an attempt in it.
         rank: this process among those of a launcher.
 
     Returns:
@@ -102,8 +116,9 @@ def run_here(run_dir: Path, rank: int = 0) -> int:
 
     if not faulthandler.is_enabled():
         faulthandler.enable()
+    run_dir = run_dir_of(folder)
     try:
-        return worker.run(run_dir)
+        return worker.run(folder)
     except KeyboardInterrupt:
         if rank == 0:
             outcomes.tell_interrupted(run_dir)
@@ -115,23 +130,24 @@ def run_here(run_dir: Path, rank: int = 0) -> int:
         return outcome.code
 
 
-def run_group(run_dir: Path, num_processes: int, cwd: Path, target: str = TRAIN) -> int:
+def run_group(folder: Path, num_processes: int, cwd: Path, target: str = TRAIN) -> int:
     """Run a job in fresh worker processes.
 
     Args:
-        run_dir: the run directory with the frozen job.
+        folder: the run directory with the frozen job, or an attempt in it.
         num_processes: number of workers.
         cwd: the user's directory; code there can be imported.
-        target: ``module:function`` that each worker calls with the run directory and its stop flag.
+        target: ``module:function`` that each worker calls with that folder and its stop flag.
 
     Returns:
         The exit code, after the cause of a failure has been printed.
     """
     from runner import elastic
 
-    launch_id = _new_launch()
+    launch_id, run_dir = _new_launch(), run_dir_of(folder)
     order = {
         "run_dir": str(run_dir),
+        "job": str(folder),
         "launch": launch_id,
         "target": target,
         "parent": os.getpid(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +60,8 @@ class Loop:
         resume_from: a checkpoint of this run; None: from the beginning.
         stop_flag: hears of requests to stop; None: nothing asks.
         display: what a person sees; None: standard output of rank 0.
+        on_begin: called on every process once the state is loaded and the first step is made, or
+            none is to be made; before that, nothing of the run directory changes.
 
     Attributes:
         state: where the run stands.
@@ -83,6 +85,7 @@ class Loop:
         resume_from: str | Path | None = None,
         stop_flag: StopFlag | None = None,
         display: Display | None = None,
+        on_begin: Callable[[], None] | None = None,
     ) -> None:
         self.recipe = recipe
         self.run_dir = Path(run_dir)
@@ -94,6 +97,8 @@ class Loop:
         self.resume_from = None if resume_from is None else str(resume_from)
         self.stop_flag = stop_flag or StopFlag()
         self.display = display or Display(enabled=accelerator.is_main_process)
+        self._on_begin = on_begin
+        self._begun = False
         self.state = TrainState()
         self.stopped: Stop | None = None
         self.metrics: dict[str, dict[str, float]] = {}
@@ -199,6 +204,8 @@ class Loop:
     def _train_step(self, window: Window) -> None:
         given = self.step.train(self.accelerator, window, self.recipe.trainer)
         values = returned.tensors(self.step, "train", given)
+        if not self._begun:
+            self._begin()
         if self.accelerator.optimizer_step_was_skipped:
             self._skipped_steps += 1
             values.pop("grad_norm", None)  # infinite or not a number, and nothing is wrong
@@ -299,6 +306,7 @@ class Loop:
         self.accelerator.load_state(self.resume_from)
         self._hyper.resume(self)
         state.move_to(self.plan.global_batch)
+        self.metrics |= self.saver.measured(self.resume_from)
         self._seconds_before = state.seconds
         self._samples_before = self._samples_at_log = state.samples
         if not self.saver.resumed(self.resume_from):
@@ -315,6 +323,13 @@ class Loop:
         """Open what the run writes to, and show the header."""
         self.recorder.open(resumed=self.resume_from is not None)
         self.display.header(self.recipe.name, header_rows(self))
+
+    def _begin(self) -> None:
+        """Take the run directory over: from here on it is this invocation that changes it."""
+        self._begun = True
+        if self._on_begin is not None:
+            self._on_begin()
+        self.recorder.begin()
 
     def _profiler(self) -> AbstractContextManager[Any]:
         """Return the profiler's context; its traces go below the run directory."""
@@ -475,6 +490,8 @@ class Loop:
 
     def _finish(self) -> dict[str, Any]:
         """Do what is still due, test the best state, and sum up."""
+        if not self._begun:  # there was no step to make
+            self._begin()
         if self.complete:  # a callback may have ended it after the boundary's own evaluation
             if not self.meter.empty:
                 self._log()

@@ -56,7 +56,12 @@ class Outcome:
     is_consequence: bool = False
 
     def write(self, run_dir: Path, launch: str) -> None:
-        """Write this to ``<run_dir>/logs/<launch>_rank_<rank>.json``."""
+        """Write this to ``<run_dir>/logs/<launch>_rank_<rank>.json``.
+
+        Where the run directory is gone, nothing was started, and rank 0 has told why.
+        """
+        if not run_dir.is_dir():
+            return
         path = log_folder(run_dir) / f"{launch}_rank_{self.rank}.json"
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(self)))
@@ -156,11 +161,15 @@ def user_traceback(error: BaseException) -> list[str]:
 
 def tell(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> None:
     """Say on standard error how a run ended, once."""
+    from runner import leftovers
+
     if outcome.code == REFUSED:
         lines = [outcome.message]
     else:
         who = f"rank {outcome.rank} failed first" if num_processes > 1 else "the run failed"
-        lines = [outcome.traceback.rstrip(), f"{who}: {outcome.message}", f"run: {run_dir}"]
+        lines = [outcome.traceback.rstrip(), f"{who}: {outcome.message}"]
+        if leftovers.worth_keeping(run_dir, outcome.code):
+            lines.append(f"run: {run_dir}")
     print(*(line for line in lines if line), sep="\n", file=sys.stderr, flush=True)
 
 

@@ -123,11 +123,23 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def write_yaml(path: Path, plain: Any) -> None:
-    """Write plain containers as YAML that reads back as the same."""
+def frozen_plain(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe as it is frozen with a run.
+
+    What DeepSpeed's own file says goes into it: the file may change, and the run may be resumed
+    from elsewhere.
+    """
+    plain: dict[str, Any] = to_plain(recipe)
+    if recipe.deepspeed is not None and recipe.deepspeed.hf_ds_config is not None:
+        plain["deepspeed"]["hf_ds_config"] = to_plain(recipe.deepspeed.given_config())
+    return plain
+
+
+def yaml_text(plain: Any) -> str:
+    """Return plain containers as YAML that reads back as the same."""
     from omegaconf import OmegaConf
 
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")
+    return str(OmegaConf.to_yaml(OmegaConf.create(plain)))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -136,16 +148,51 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: if the file is no recipe.
     """
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"), path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(_no_recipe(path, error)) from error
+
+
+def parse_yaml(text: str, path: Path) -> dict[str, Any]:
+    """Return a frozen recipe as plain containers, checked against the types of the schema.
+
+    Args:
+        text: what the file holds.
+        path: the file, for messages.
+
+    Raises:
+        ConfigError: if it is no recipe.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]
 
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.load(path))
-        plain = to_plain(OmegaConf.to_container(merged, resolve=True))
-    except (OmegaConfBaseException, YAMLError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            Problem(str(path), f"it is not the recipe of a run: {reason}", "Name another run.")
-        ) from error
-    return dict(plain)
+        merged = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(text))
+        return dict(to_plain(OmegaConf.to_container(merged, resolve=True)))
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
+        raise ConfigError(_no_recipe(path, error)) from error
+
+
+def parse_list(text: str, path: Path) -> list[str]:
+    """Return a list of words that a file holds.
+
+    Raises:
+        ConfigError: if it holds anything else.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        found = OmegaConf.to_container(OmegaConf.create(text))
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
+        raise ConfigError(_no_recipe(path, error)) from error
+    return [str(item) for item in found] if isinstance(found, list) else []
+
+
+def _no_recipe(path: Path, error: Exception) -> Problem:
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    remedy = "Correct the file, or name another run."
+    return Problem(str(path), f"it is not the recipe of a run: {reason}", remedy)

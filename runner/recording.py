@@ -38,19 +38,28 @@ class Recorder:
         self._run_dir = run_dir
         self._state = state
         self._file: MetricsFile | None = None
+        self._early: list[dict[str, Any]] | None = []
+        self._resumed_at: int | None = None
 
     def open(self, resumed: bool) -> None:
-        """Open the file and the trackers.
+        """Open the trackers.
 
         Args:
             resumed: whether the run goes on from `state`: what was written after it goes.
         """
         recipe = self._recipe
-        if self._accelerator.is_main_process:
-            self._file = MetricsFile(self._run_dir, self._state.step if resumed else None)
+        self._resumed_at = self._state.step if resumed else None
         project = recipe.tracker.project_name or recipe.name
         arguments = self._tracker_arguments(resumed)
         self._accelerator.init_trackers(project, asdict(recipe), arguments)
+
+    def begin(self) -> None:
+        """Open the file, once the first step is made: until then it stays as it was."""
+        early, self._early = self._early or [], None
+        if self._accelerator.is_main_process:
+            self._file = MetricsFile(self._run_dir, self._resumed_at)
+            for record in early:
+                self._file.write(record)
 
     def write(self, split: str, values: Mapping[str, float], seconds: float) -> None:
         """Write the values of a log point or of an evaluation.
@@ -61,9 +70,12 @@ class Recorder:
             seconds: time spent on the run so far.
         """
         state = self._state
-        if self._file is not None:
-            where = {"step": state.step, "epoch": state.epoch_number, "samples": state.samples}
-            self._file.write({**where, "split": split, **values, "time": round(seconds, 3)})
+        where = {"step": state.step, "epoch": state.epoch_number, "samples": state.samples}
+        record = {**where, "split": split, **values, "time": round(seconds, 3)}
+        if self._early is not None:
+            self._early.append(record)
+        elif self._file is not None:
+            self._file.write(record)
         named = {
             name if name.startswith(COMMON) else f"{split}/{name}": value
             for name, value in values.items()

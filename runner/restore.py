@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,8 @@ from runner.schema import Recipe
 
 if TYPE_CHECKING:
     from runner.step import Step
+
+logger = logging.getLogger(__name__)
 
 BEST = "best"
 LAST = "last"
@@ -27,7 +31,9 @@ def load(
     Args:
         run_dir: the run directory.
         checkpoint: "best", "last", or the name or path of a checkpoint. None: the best, or the last
-            of a run that keeps no best.
+            of a run that keeps no best, or whose best is damaged.
+
+    Which weights they are is said on standard error.
 
     Returns:
         The model, in eval mode on the CPU (of a step with several models: a dict of them by name),
@@ -41,27 +47,29 @@ def load(
         >>> model, cfg = runner.load("runs/digits/20260101-120000-1a2b")
     """
     job, recipe = Job.load(rundir.existing(run_dir))
-    step = restored_step(job.run_dir, recipe, checkpoint)
+    path = find_checkpoint(job.run_dir, checkpoint)
+    step = restored_step(path, recipe)
+    print(f"runner.load: the weights of {described(path)}", file=sys.stderr)
     models = dict(step.models)
     return (next(iter(models.values())) if len(models) == 1 else models), recipe
 
 
-def restored_step(
-    run_dir: Path, recipe: Recipe, checkpoint: str | os.PathLike[str] | None = None
-) -> Step:
+def restored_step(path: Path, recipe: Recipe) -> Step:
     """Return the step of a recipe, its models in eval mode and with the weights of a checkpoint.
 
     The random generators are afterwards as they were.
 
+    Args:
+        path: what `find_checkpoint` returned.
+        recipe: the recipe.
+
     Raises:
-        CheckpointError: if there is no such checkpoint, it is not whole, or it does not fit.
+        CheckpointError: if the checkpoint does not fit.
     """
     from accel.checkpoint.common import read_model
     from accel.rng import preserved
     from runner import build
 
-    path = find_checkpoint(run_dir, checkpoint)
-    files.verify(path)
     with preserved():
         step = build.build_step(recipe)
     for index, (name, model) in enumerate(step.models.items()):
@@ -76,32 +84,58 @@ def restored_step(
 
 
 def find_checkpoint(run_dir: Path, which: str | os.PathLike[str] | None = None) -> Path:
-    """Return the checkpoint of a run that "best", "last", a name or a path means.
+    """Return the checkpoint of a run that "best", "last", a name or a path means; it is whole.
 
     Args:
         run_dir: the run directory.
-        which: None: the best, or the last of a run that keeps no best.
+        which: None: the best, or the last of a run that keeps no best, or whose best is damaged;
+            the latter with a warning.
 
     Raises:
-        CheckpointError: if there is none.
+        CheckpointError: if there is none, or it is not whole.
     """
     folder = rundir.checkpoint_folder(run_dir)
-    if which == BEST or which is None:
-        best = _best(folder)
-        if best is not None or which == BEST:
-            return _existing(best, run_dir, BEST)
+    if which in (BEST, None):
+        try:
+            best = _best(folder)
+            if best is not None or which == BEST:
+                return _whole(best, run_dir, BEST)
+        except CheckpointError as error:
+            if which == BEST or files.newest_complete(folder) is None:
+                raise
+            logger.warning("The best state is passed over for the last. %s", error)
     if which in (LAST, None):
         return _existing(files.newest_complete(folder), run_dir, LAST)
-    path = Path(which)
+    path = Path(which or LAST)
     inside = folder / path
-    return _existing(inside if inside.is_dir() else path.absolute(), run_dir, os.fspath(path))
+    return _whole(inside if inside.is_dir() else path.absolute(), run_dir, os.fspath(path))
 
 
-def _best(folder: Path) -> Path | None:
+def described(path: Path) -> str:
+    """Return e.g. "runs/digits/…/checkpoints/checkpoint_3 (step 60, the best)"."""
+    step = files.read_manifest(path).metadata.get("step")
+    words = [] if step is None else [f"step {step}"]
+    if path == _best(path.parent, tolerant=True):
+        words.append("the best")
+    return f"{path} ({', '.join(words)})" if words else str(path)
+
+
+def _best(folder: Path, tolerant: bool = False) -> Path | None:
     from runner.saving import read_best
 
-    best = read_best(folder)
+    try:
+        best = read_best(folder)
+    except CheckpointError:
+        if tolerant:
+            return None
+        raise
     return None if best is None else folder / best.checkpoint
+
+
+def _whole(path: Path | None, run_dir: Path, which: str) -> Path:
+    found = _existing(path, run_dir, which)
+    files.verify(found)
+    return found
 
 
 def _existing(path: Path | None, run_dir: Path, which: str) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,15 @@ from accel.errors import Problem
 
 # These say when one invocation stops; a resumed run does not inherit them.
 PER_INVOCATION = (("resume",), ("trainer", "stop_after"), ("trainer", "max_time"))
+# How far a run goes. They may change from one invocation to the next, also of a finished run.
+LIMITS = (*PER_INVOCATION, ("trainer", "epochs"), ("trainer", "max_steps"))
+# What makes no other run of it for `resume=auto`: how far it goes, where it is computed and told.
+SAME_RUN = (
+    *LIMITS,
+    *(("name",), ("output_dir",), ("tags",), ("distributed",), ("tracker",), ("profile",)),
+    *(("dataloader", "num_workers"), ("dataloader", "pin_memory")),
+    *(("dataloader", "prefetch_factor"), ("dataloader", "persistent_workers")),
+)
 
 
 @dataclass(frozen=True)
@@ -159,3 +168,24 @@ def without_limits(recipe: dict[str, Any]) -> dict[str, Any]:
             node = node[parent]
         node[key] = None
     return result
+
+
+def differences(
+    there: Any, here: Any, but_for: Sequence[tuple[str, ...]] = (), key: tuple[str, ...] = ()
+) -> list[tuple[str, Any, Any]]:
+    """Return (dotted key, value there, value here) of what two recipes do not have in common.
+
+    Args:
+        there: a recipe as plain containers, or a part of one.
+        here: another.
+        but_for: keys that do not count, with everything below them.
+        key: where the part lies in the recipe.
+    """
+    if there == here or key in but_for:
+        return []
+    if not (isinstance(there, Mapping) and isinstance(here, Mapping)):
+        return [(".".join(key), there, here)]
+    found = []
+    for name in [*there, *(name for name in here if name not in there)]:
+        found += differences(there.get(name), here.get(name), but_for, (*key, str(name)))
+    return found

@@ -15,23 +15,20 @@ from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel.checkpoint import files
 from accel.env import read
-from accel.errors import CheckpointError, ConfigError, Problem
-from runner.job import CONFIG, Job
-
-if TYPE_CHECKING:
-    from runner.schema import Recipe
+from accel.errors import ConfigError, Problem
+from runner import attempt
+from runner.attempt import CONFIG
+from runner.job import ENVIRONMENT, JOB, Job
 
 logger = logging.getLogger(__name__)
 
-ENVIRONMENT = "environment.json"
 DIFF = "git.diff"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
-AUTO = "auto"
 
 PACKAGES = (
     *("accel-runner", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard"),
@@ -83,21 +80,32 @@ def _created(path: Path) -> bool:
     return True
 
 
-def runs(output_dir: str | os.PathLike[str], name: str) -> list[Path]:
-    """Return the directories of the runs called `name` that have a config, oldest first."""
+def claimed(output_dir: str | os.PathLike[str], name: str) -> list[Path]:
+    """Return all directories of runs called `name`, oldest first."""
     folder = Path(output_dir).expanduser().absolute() / name
-    return sorted((path.parent for path in folder.glob(f"*/{CONFIG}")), key=_age)
+    found = folder.iterdir() if folder.is_dir() else iter(())
+    return sorted((path for path in found if path.is_dir() and path.name[0] != "."), key=_age)
 
 
 def _age(run_dir: Path) -> tuple[str, int]:
     # Runs claimed within one second differ in the time at which their config was written.
-    stamp = run_dir.name.rpartition("-")[0]
-    return stamp, (run_dir / CONFIG).stat().st_mtime_ns
+    stamp, config = run_dir.name.rpartition("-")[0], run_dir / CONFIG
+    return stamp, config.stat().st_mtime_ns if config.exists() else 0
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a directory holds the recipe of a run."""
+    return any(attempt.read(path, name) is not None for name in (CONFIG, JOB))
+
+
+def fingerprint(run_dir: Path) -> bytes:
+    """Return what the files hold that a resume composes its recipe from."""
+    return b"\0".join(attempt.read(run_dir, name) or b"" for name in (CONFIG, JOB))
 
 
 def find_newest(output_dir: str | os.PathLike[str], name: str) -> Path | None:
     """Return the directory of the newest run called `name`; None if there is none."""
-    return next(reversed(runs(output_dir, name)), None)
+    return next(filter(is_run, reversed(claimed(output_dir, name))), None)
 
 
 def checkpoint_folder(run_dir: str | os.PathLike[str]) -> Path:
@@ -119,45 +127,6 @@ def newest_checkpoint(run_dir: str | os.PathLike[str]) -> Path | None:
     return files.newest_complete(checkpoint_folder(run_dir))
 
 
-def resolve_resume(recipe: Recipe) -> tuple[Path | None, Path | None]:
-    """Return the run directory and the checkpoint that a recipe goes on from.
-
-    ``resume=<run dir>`` goes on in that directory. ``resume=auto`` takes the newest run of the
-    recipe's name that has a complete checkpoint, and starts a new run where there is none.
-
-    Returns:
-        (run directory, checkpoint); (None, None) for a run that starts anew.
-
-    Raises:
-        ConfigError: if the named directory is no run.
-        CheckpointError: if it has no complete checkpoint.
-    """
-    if recipe.resume is None:
-        return None, None
-    if recipe.resume == AUTO:
-        return _newest_resumable(recipe)
-    run_dir = existing(recipe.resume, "resume=")
-    checkpoint = newest_checkpoint(run_dir)
-    if checkpoint is None:
-        rule = f"no complete checkpoint lies in {checkpoint_folder(run_dir)}"
-        remedy = "Start a new run, or name another run directory."
-        raise CheckpointError(str(Problem(f"resume={str(run_dir)!r}", rule, remedy)))
-    return run_dir, checkpoint
-
-
-def _newest_resumable(recipe: Recipe) -> tuple[Path | None, Path | None]:
-    for run_dir in reversed(runs(recipe.output_dir, recipe.name)):
-        reason = "it has no complete checkpoint"
-        try:
-            checkpoint = newest_checkpoint(run_dir)
-        except ConfigError as error:
-            checkpoint, reason = None, str(error)
-        if checkpoint is not None:
-            return run_dir, checkpoint
-        logger.warning("resume=auto passes over %s: %s.", run_dir, reason)
-    return None, None
-
-
 def existing(run_dir: str | os.PathLike[str], asked_by: str = "") -> Path:
     """Return the absolute path of a run directory that exists.
 
@@ -169,7 +138,7 @@ def existing(run_dir: str | os.PathLike[str], asked_by: str = "") -> Path:
         ConfigError: if it is no run directory.
     """
     path = Path(os.path.abspath(os.path.expanduser(run_dir)))
-    if not (path / CONFIG).is_file():
+    if not is_run(path):
         rule = (
             f"a run directory holds a {CONFIG}" if path.is_dir() else "there is no such directory"
         )
@@ -183,6 +152,9 @@ def existing(run_dir: str | os.PathLike[str], asked_by: str = "") -> Path:
 
 def write_environment(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """Write `environment.json` (versions, machine, device, git) and, if there is one, `git.diff`.
+
+    Args:
+        run_dir: the run directory, or an attempt in it.
 
     Returns:
         What was written.

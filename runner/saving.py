@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +12,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from accel.checkpoint import files
 from accel.checkpoint.common import read_model
-from accel.errors import CheckpointError
+from accel.errors import CheckpointError, Problem
 from accel.ops import broadcast_object_list
 
 if TYPE_CHECKING:
     from accel import Accelerator
     from runner.schema import Checkpoint
     from runner.state import TrainState
+
+logger = logging.getLogger(__name__)
 
 POINTER = "best.json"
 OWN = "recipe"  # the runner's own part, which checkpoints of earlier versions lack
@@ -81,19 +85,60 @@ class Best:
 def read_best(folder: Path) -> Best | None:
     """Return the best checkpoint that `folder` names; None if it names none that is there.
 
+    Where its pointer is missing or damaged, what the newest checkpoint knows of the best counts.
+
     Raises:
-        CheckpointError: if the pointer cannot be read.
+        CheckpointError: if the pointer is damaged, and no checkpoint knows of a best.
     """
-    pointer = folder / POINTER
-    if not pointer.is_file():
-        return None
+    pointer, known = folder / POINTER, _known(folder)
     try:
-        best = Best(**json.loads(pointer.read_text()))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{pointer}: it does not name a checkpoint ({error}). Remove it to go on without."
-        ) from error
-    return best if (folder / best.checkpoint).is_dir() else None
+        best = _pointed(json.loads(pointer.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return known
+    except (OSError, ValueError, TypeError) as error:
+        wrong = f"it does not name a checkpoint ({error})"
+        if known is None:
+            remedy = 'Remove it, or name a checkpoint: --checkpoint last, runner.load(…, "last").'
+            raise CheckpointError(str(Problem(str(pointer), wrong, remedy))) from error
+        logger.warning("%s: %s. By the newest state it is %s.", pointer, wrong, known.checkpoint)
+        return known
+    if known is not None and known.step > best.step:
+        return known  # cut off between a save and its pointer
+    return best if (folder / best.checkpoint).is_dir() else known
+
+
+def _pointed(content: Any) -> Best:
+    """Return what a pointer file says.
+
+    Raises:
+        TypeError: if something is missing, unknown or of another type.
+        ValueError: if it names no folder beside it.
+    """
+    if not isinstance(content, Mapping):
+        raise TypeError("it is no mapping")
+    best = Best(**content)
+    numbers = isinstance(best.step, int) and isinstance(best.value, int | float)
+    words = isinstance(best.checkpoint, str) and isinstance(best.metric, str)
+    if not numbers or not words or isinstance(best.step, bool):
+        raise TypeError(f"{dict(content)}")
+    if best.checkpoint in ("", ".", "..") or Path(best.checkpoint).name != best.checkpoint:
+        raise ValueError(f"checkpoint={best.checkpoint!r} is no folder beside it")
+    return best
+
+
+def _known(folder: Path) -> Best | None:
+    """Return the best state that the newest checkpoint knows of, if a checkpoint holds it."""
+    manifests = {}
+    for path in reversed(files.checkpoints(folder)):
+        with contextlib.suppress(CheckpointError):
+            manifests[path.name] = files.read_manifest(path).metadata
+    known = next(iter(manifests.values()), {}).get("best")
+    if not isinstance(known, Mapping):
+        return None
+    holders = [name for name, other in manifests.items() if other.get("step") == known["step"]]
+    if not holders:
+        return None
+    return Best(holders[0], known["step"], known["metric"], known["value"])
 
 
 class Saver:
@@ -137,11 +182,18 @@ class Saver:
         own = str(self.folder / f"checkpoint_{self._state.step}")
         self.last = self._accelerator.save_state(
             None if automatic else own,
-            metadata=dict(metadata),
+            metadata={**metadata, "best": self._known_best(metadata.get("monitor", "loss"))},
             protected=[] if self.best is None else [self.best_path],
         )
         self.saved_step = self._state.step
         return self.last
+
+    def _known_best(self, metric: str) -> dict[str, Any] | None:
+        """Return what a checkpoint tells of the best state so far; None: the run keeps none."""
+        step, value = self._state.best_step, self._state.best
+        if step is None or not self._settings.save_best:
+            return None
+        return {"step": step, "metric": metric, "value": value}
 
     @property
     def best_path(self) -> Path:
@@ -153,15 +205,36 @@ class Saver:
     def load_best(self) -> int:
         """Give the models the weights of the best state, and return its step.
 
-        Without a best state they keep the last weights.
+        Without a best state they keep the last weights, and also, with a warning, where its
+        checkpoint is damaged. Every process must call this together.
         """
         if self.best is None or self.best.step == self._state.step:
             return self._state.step
         path, strategy = self.best_path, self._accelerator.strategy
-        files.verify(path)
+        if not self._is_whole(path):
+            self.best = None
+            return self._state.step
         for index, model in enumerate(self._accelerator._models):
             strategy.load_model_state(model, read_model(path, index))
         return self.best.step
+
+    def _is_whole(self, path: Path) -> bool:
+        """Return whether every process finds a checkpoint whole; warn where one does not."""
+        wrong = ""
+        try:
+            files.verify(path)
+        except CheckpointError as error:
+            wrong = str(error)
+        every = self._accelerator.comm.all_gather_object(wrong)
+        first = next((one for one in every if one), None)
+        if first is not None and self._accelerator.is_main_process:
+            logger.warning("The best checkpoint is passed over: the last weights stay. %s", first)
+        return first is None
+
+    def measured(self, checkpoint: str) -> dict[str, dict[str, float]]:
+        """Return what the run had measured by a checkpoint: the last metrics of each split."""
+        found = files.read_manifest(checkpoint).metadata.get("metrics")
+        return {"validation": dict(found)} if found else {}
 
     def point(self, metric: str, value: float) -> None:
         """Make the checkpoint that was written last the best one."""
@@ -191,14 +264,26 @@ class Saver:
 
     def _find_best(self) -> Best | None:
         """Return the checkpoint of the best step that the resumed state knows."""
-        pointed = read_best(self.folder)
         step, value = self._state.best_step, self._state.best
-        if pointed is not None and pointed.step == step:
-            return pointed
-        # Cut off between a save and its pointer, or resumed from before the pointer's step.
-        for path in reversed(files.checkpoints(self.folder)):
-            if files.is_complete(path):
+        for path in dict.fromkeys([*self._pointed(), *reversed(files.checkpoints(self.folder))]):
+            try:
                 metadata = files.read_manifest(path).metadata
-                if metadata.get("step") == step and value is not None and step is not None:
-                    return Best(path.name, step, metadata.get("monitor", "loss"), value)
+                if metadata.get("step") != step:
+                    continue
+                files.verify(path)
+            except CheckpointError as error:
+                logger.warning("Passing over a broken checkpoint. %s", error)
+                continue
+            # Cut off between a save and its pointer, or resumed from before the pointer's step.
+            if value is not None and step is not None:
+                return Best(path.name, step, metadata.get("monitor", "loss"), value)
         return None
+
+    def _pointed(self) -> list[Path]:
+        """Return the checkpoint that the pointer names, if that can be read."""
+        try:
+            best = read_best(self.folder)
+        except CheckpointError as error:
+            logger.warning("%s It is written anew.", error)
+            return []
+        return [] if best is None else [self.folder / best.checkpoint]

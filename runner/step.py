@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel.errors import ConfigError, Problem
 from accel.loss import global_weight, normalize_loss
 from runner import returned
 from runner.share import share_of

@@ -7,13 +7,19 @@ chosen once per run and written down; a run with ``deterministic=true`` keeps it
 from __future__ import annotations
 
 import json
+import logging
 import os
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from accel import env
+from accel.checkpoint import files
+from runner import attempt
 from runner.schema import Recipe
+
+logger = logging.getLogger(__name__)
 
 FILE = "threads.json"
 # cuBLAS gives the same bits only with a workspace of fixed size.
@@ -85,7 +91,7 @@ def choose(recipe: Recipe, local_processes: int) -> int | None:
     return None
 
 
-def settle(run_dir: Path, recipe: Recipe, local_processes: int) -> None:
+def settle(run_dir: Path, recipe: Recipe, local_processes: int, folder: Path | None = None) -> None:
     """Choose the number of threads and write it down for all processes of the run.
 
     A deterministic run that is resumed keeps the number it started with, on whatever machine.
@@ -94,15 +100,48 @@ def settle(run_dir: Path, recipe: Recipe, local_processes: int) -> None:
         run_dir: the run directory.
         recipe: the recipe.
         local_processes: processes of the run on this machine.
+        folder: where it is written; None: in the run directory.
     """
     kept = read(run_dir).num_threads
     if not recipe.deterministic or kept is None or recipe.distributed.num_threads is not None:
         kept = choose(recipe, local_processes)
     content = asdict(Numerics(kept, recipe.deterministic))
-    (run_dir / FILE).write_text(json.dumps(content) + "\n")
+    files.write_atomically((folder or run_dir) / FILE, f"{json.dumps(content)}\n".encode())
 
 
 def read(run_dir: Path) -> Numerics:
-    """Return what the run has settled on."""
-    path = run_dir / FILE
-    return Numerics(**json.loads(path.read_text())) if path.exists() else Numerics()
+    """Return what the run has settled on.
+
+    A file that is damaged counts as none, with a warning: the number is chosen anew.
+
+    Args:
+        run_dir: the run directory, or an attempt in it.
+    """
+    found = attempt.read(run_dir, FILE)
+    if found is None:
+        return Numerics()
+    try:
+        return _checked(json.loads(found))
+    except (ValueError, TypeError) as error:
+        logger.warning(
+            "%s is damaged (%s): threads are chosen anew, and sums may differ in their last bits.",
+            run_dir / FILE,
+            error,
+        )
+        return Numerics()
+
+
+def _checked(content: Any) -> Numerics:
+    """Return what the file says.
+
+    Raises:
+        TypeError: if something is missing, unknown or of another type.
+    """
+    if not isinstance(content, dict):
+        raise TypeError("it is no mapping")
+    found = Numerics(**content)
+    number = found.num_threads
+    whole = isinstance(number, int) and not isinstance(number, bool) and number >= 1
+    if not (number is None or whole) or not isinstance(found.deterministic, bool):
+        raise TypeError(f"num_threads={number!r}, deterministic={found.deterministic!r}")
+    return found

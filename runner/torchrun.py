@@ -16,19 +16,20 @@ KEY = "run_dir"
 WAIT = timedelta(minutes=10)
 
 
-def publish(run_dir: Path) -> None:
-    """Tell the other ranks where the frozen job lies (rank 0)."""
-    connect().set(KEY, str(run_dir))
+def publish(folder: Path | None) -> None:
+    """Tell the other ranks where the frozen job lies (rank 0); None: nothing is left to do."""
+    connect().set(KEY, "" if folder is None else str(folder))
 
 
-def receive() -> Path:
-    """Wait for rank 0 and return the run directory (other ranks).
+def receive() -> Path | None:
+    """Wait for rank 0 and return the folder of the job (other ranks); None: nothing is to be done.
 
     Raises:
         StateError: if rank 0 does not answer.
     """
     try:
-        return Path(connect().get(KEY).decode())
+        folder = connect().get(KEY).decode()
+        return Path(folder) if folder else None
     except _DistError as error:
         raise StateError(
             f"Rank 0 named no run directory within {WAIT}. Its own output tells why."

@@ -14,23 +14,28 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel import env
 from accel.env import Environment
-from runner import console_logs, endings, outcomes, threads, watch
+from runner import attempt, console_logs, endings, lock, outcomes, threads, watch
+from runner.attempt import run_dir_of
 from runner.job import Job
 from runner.outcomes import DONE, INTERRUPTED, STOPPED, Outcome
 from runner.schema import Recipe
 from runner.signals import STOP_SIGNALS, TORCHS_SIGNALS, StopFlag, release
 from runner.wording import of_the_recipe
 
+if TYPE_CHECKING:
+    from accel import Accelerator
+
 
 def main(order: Mapping[str, Any]) -> None:
     """Be one of several workers, and exit.
 
     Args:
-        order: run_dir, launch (id), target ("module:function"), parent (process id).
+        order: run_dir, job (the folder with the frozen job), launch (id), target
+            ("module:function"), parent (process id).
     """
     watch.die_with(order["parent"])
     env.set_values({TORCHS_SIGNALS: None})
@@ -57,7 +62,7 @@ def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag)
     release((*STOP_SIGNALS, signal.SIGINT))
     try:
         with endings.told(stop):
-            code = resolve(order["target"])(run_dir, stop)
+            code = resolve(order["target"])(Path(order["job"]), stop)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also SystemExit: the run is not complete
@@ -97,19 +102,20 @@ def resolve(target: str) -> Callable[[Path, StopFlag], int]:
     return function
 
 
-def run(run_dir: Path, stop: StopFlag | None = None) -> int:
-    """Train the job that is frozen in `run_dir`, as one of its processes.
+def run(folder: Path, stop: StopFlag | None = None) -> int:
+    """Train a frozen job, as one of its processes.
 
     Args:
-        run_dir: the run directory.
+        folder: the run directory with the job, or an attempt in it.
         stop: where requests to stop arrive; None: listen to the stop signals here.
 
     Returns:
         0 where the run is complete or has reached a limit of its own, 75 where a signal stopped it.
     """
-    numerics = threads.read(run_dir)
+    lock.share(run_dir_of(folder))
+    numerics = threads.read(folder)
     with numerics.exported():  # before anything loads a numeric library
-        job, recipe = Job.load(run_dir)
+        job, recipe = Job.load(folder)
         numerics.apply()
         if stop is not None:
             return _train(job, recipe, stop)
@@ -146,6 +152,16 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
             parts.callbacks,
             resume_from=job.resume_from,
             stop_flag=stop,
+            on_begin=lambda: _commit(job, accelerator),
         )
         summary = loop.run()
     return STOPPED if summary["stopped"] == "signal" else DONE
+
+
+def _commit(job: Job, accelerator: Accelerator) -> None:
+    """Make the job that the first step was made with the run's own; all ranks call it."""
+    if job.folder is None:
+        return
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        attempt.commit(job.folder)

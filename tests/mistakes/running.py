@@ -22,10 +22,9 @@ SECONDS = 240.0
 
 def prepare() -> None:
     """Import what commands import, and nothing that starts a thread."""
-    import sklearn.datasets
     import torch
     import torch._dynamo
-    import torch.utils.tensorboard  # noqa: F401
+    import torch.utils.tensorboard
 
     import runner.app
     import runner.build

@@ -326,12 +326,13 @@ def test_auto_takes_the_newest_run_of_that_name(
     started: list[Started], resumable: None, tmp_path: Path
 ) -> None:
     run_dir = stopped(tmp_path, "model.width=4", name="mine")
+    assert cli.main(["resume=auto", "name=mine", "model.width=4", "trainer.epochs=30"]) == 0
     assert cli.main(["resume=auto", "name=mine"]) == 0
     assert cli.main(["resume=auto", "name=none_yet"]) == 0
-    first, second = started
+    first, another_recipe, second = started
     assert (first.recipe.resume, first.recipe.model["width"]) == (str(run_dir), 4)
-    assert second.recipe.resume is None
-    assert second.recipe.model["width"] != 4
+    assert (first.recipe.trainer.epochs, first.overrides[-1]) == (30, "trainer.epochs=30")
+    assert another_recipe.recipe.resume is second.recipe.resume is None
 
 
 def test_a_run_without_a_checkpoint_is_refused(

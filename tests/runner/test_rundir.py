@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import subprocess
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from accel.checkpoint import files
-from accel.errors import CheckpointError, ConfigError
+from accel.errors import ConfigError
 from runner import rundir
 from runner.job import Job
 from runner.schema import Recipe
@@ -36,10 +35,6 @@ def add_checkpoint(folder: Path, number: int) -> Path:
     files.seal(staged, {}, {"step": number})
     files.publish(staged, path)
     return path
-
-
-def resume(value: str, folder: Path) -> tuple[Path | None, Path | None]:
-    return rundir.resolve_resume(Recipe(name="digits", output_dir=str(folder), resume=value))
 
 
 # -- claim ---------------------------------------------------------------------------------
@@ -103,45 +98,6 @@ def test_checkpoints_lie_where_the_recipe_says(tmp_path: Path) -> None:
     elsewhere.checkpoint.project.set_directories("states")
     other = new_run(tmp_path, name="other", checkpoint=elsewhere.checkpoint)
     assert rundir.checkpoint_folder(other) == tmp_path / "states" / "checkpoints"
-
-
-def test_resume_of_a_directory(tmp_path: Path) -> None:
-    run_dir = new_run(tmp_path)
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        resume(str(run_dir), tmp_path)
-    checkpoint = add_checkpoint(run_dir / "checkpoints", 3)
-    broken = add_checkpoint(run_dir / "checkpoints", 4)
-    (broken / "model.safetensors").write_bytes(b"WEIGHTS")
-    assert resume(str(run_dir), tmp_path) == (run_dir, checkpoint)
-    assert resume(os.path.relpath(run_dir), tmp_path) == (run_dir, checkpoint)
-
-
-@pytest.mark.parametrize("existing", [True, False])
-def test_resume_of_what_is_no_run_is_refused(tmp_path: Path, existing: bool) -> None:
-    path = tmp_path / "nothing"
-    if existing:
-        path.mkdir()
-    with pytest.raises(ConfigError, match="resume="):
-        resume(str(path), tmp_path)
-
-
-def test_auto_takes_the_newest_run_that_has_a_state(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert resume("auto", tmp_path) == (None, None)
-    with_state = new_run(tmp_path, stamp="20260101-000001-0000")
-    checkpoint = add_checkpoint(with_state / "checkpoints", 7)
-    without = new_run(tmp_path, stamp="20260101-000002-0000")
-    damaged = new_run(tmp_path, stamp="20260101-000003-0000")
-    (damaged / "job.json").unlink()
-    with caplog.at_level(logging.WARNING):
-        assert resume("auto", tmp_path) == (with_state, checkpoint)
-    assert without.name in caplog.text
-    assert damaged.name in caplog.text
-
-
-def test_nothing_to_resume() -> None:
-    assert rundir.resolve_resume(Recipe()) == (None, None)
 
 
 # -- environment ---------------------------------------------------------------------------

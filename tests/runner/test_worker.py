@@ -49,6 +49,7 @@ def test_an_error_shows_its_own_frames_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(worker, "run", raising(ValueError("wrong shape\nsecond line")))
+    (tmp_path / "metrics.jsonl").touch()  # a step was made
     assert launch.run_here(tmp_path) == 1
     printed = capsys.readouterr().err
     assert printed.startswith("Traceback")

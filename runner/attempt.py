@@ -1,0 +1,128 @@
+"""The files that describe a run, changed all together or not at all. Free of torch.
+
+They are `config.yaml`, `overrides.yaml`, `job.json`, `threads.json`, `environment.json` and
+`git.diff`: what a resume reads, and what it replaces.
+
+- A command writes its own into ``<run_dir>/.attempt-<token>/``. Workers read their job there, and
+  the run stays what it was: a command that fails to load the state leaves nothing but its log.
+- `commit` (called once the state is loaded and the first step is made) flushes them, keeps the
+  earlier recipe as ``config.<n>.yaml``, and renames the folder to ``.committed``. From that moment
+  on they describe the run: every reader looks there first. Then they move into their places.
+- Cut off in between, the next command that holds the run's lock finishes the move (`settle`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from accel.checkpoint import files
+
+CONFIG = "config.yaml"
+PREFIX = ".attempt-"
+COMMITTED = ".committed"
+_KEPT = re.compile(r"config\.(\d+)\.yaml")
+
+
+def run_dir_of(folder: Path) -> Path:
+    """Return the run directory of a folder with a job: itself, or the one an attempt lies in."""
+    return folder.parent if folder.name.startswith(PREFIX) else folder
+
+
+def read(run_dir: Path, name: str) -> bytes | None:
+    """Return the content of one of the files that describe a run; None where there is none.
+
+    Args:
+        run_dir: the run directory, or an attempt in it.
+        name: the file.
+    """
+    for place in (run_dir / COMMITTED / name, run_dir / name):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return place.read_bytes()
+    return None
+
+
+def stage(run_dir: Path) -> Path:
+    """Create and return the folder for the files of one command."""
+    folder = run_dir / f"{PREFIX}{secrets.token_hex(4)}"
+    folder.mkdir()
+    return folder
+
+
+def commit(folder: Path) -> None:
+    """Make the files of an attempt those of the run.
+
+    Args:
+        folder: what `stage` returned, filled.
+    """
+    run_dir = folder.parent
+    for file in folder.iterdir():
+        files.flush_file(file)
+    files.flush_directory(folder)
+    _finish(run_dir)
+    _keep_recipe(run_dir, folder / CONFIG)
+    os.rename(folder, run_dir / COMMITTED)
+    files.flush_directory(run_dir)
+    _finish(run_dir)
+
+
+def discard(folder: Path) -> None:
+    """Remove an attempt that has not been committed; of one that has, nothing is left to remove."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def settle(run_dir: Path) -> None:
+    """Finish or remove what commands that were cut off have left. Hold the run's lock."""
+    _finish(run_dir)
+    for folder in run_dir.glob(f"{PREFIX}*"):
+        shutil.rmtree(folder)
+    for partial in _partials(run_dir):
+        partial.unlink(missing_ok=True)
+
+
+def kept_recipes(run_dir: Path) -> list[Path]:
+    """Return the earlier recipes of a run, ``config.<n>.yaml``, oldest first."""
+    found = [(int(match[1]), path) for path in run_dir.iterdir() if (match := _kept(path))]
+    return [path for _, path in sorted(found)]
+
+
+def _kept(path: Path) -> re.Match[str] | None:
+    return _KEPT.fullmatch(path.name)
+
+
+def _finish(run_dir: Path) -> None:
+    """Move what has been committed into its place."""
+    committed = run_dir / COMMITTED
+    if not committed.is_dir():
+        return
+    for file in sorted(committed.iterdir()):
+        os.replace(file, run_dir / file.name)
+    files.flush_directory(run_dir)
+    committed.rmdir()
+
+
+def _keep_recipe(run_dir: Path, new: Path) -> None:
+    """Give the run's recipe a second name, unless the new one is the same."""
+    current = run_dir / CONFIG
+    if not current.exists() or current.read_bytes() == new.read_bytes():
+        return
+    earlier = kept_recipes(run_dir)
+    if earlier and earlier[-1].read_bytes() == current.read_bytes():
+        return  # a commit was cut off behind this line
+    number = 1 + max((int(match[1]) for path in earlier if (match := _kept(path))), default=0)
+    target = run_dir / f"config.{number:04}.yaml"
+    try:
+        os.link(current, target)
+    except OSError:  # a file system without hard links
+        files.write_atomically(target, current.read_bytes())
+
+
+def _partials(run_dir: Path) -> Iterator[Path]:
+    """Yield what `files.write_atomically` leaves of a file when it is cut off."""
+    for folder in (run_dir, run_dir / files.FOLDER):
+        yield from (path for path in folder.glob(".*.partial-*") if path.is_file())

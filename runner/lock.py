@@ -1,0 +1,208 @@
+"""One command at a time trains in a run directory. Free of torch.
+
+A command locks ``<run_dir>/.lock`` before it changes anything and holds it to its end: the parent
+of the workers, or rank 0 of those that torchrun has started. Whoever comes second is refused and
+told the holder's process, host and command. Reading a run (`eval`, `predict`, `runner.load`) needs
+no lock.
+
+What is promised: these are POSIX record locks. The kernel drops them when the holder ends, however
+it ends (SIGKILL, out of memory, a crash), and children that it has forked do not inherit them: a
+lock never outlives its holder, and is never to be removed by hand. Workers lock a second byte of
+the file (shared): where only the parent was killed, the next command waits until they are gone.
+Over NFS and other network file systems the locks hold between nodes as far as the mount offers
+them (NFSv4, NFSv3 with lockd, Lustre with ``flock``, GPFS, CephFS); a node that loses power keeps
+its lock until the server's lease ends, about a minute and a half for NFSv4. Where a mount keeps
+locks local (``nolock``, ``local_lock=all``, Lustre's ``localflock``), two commands on one node
+exclude each other and two on different nodes do not. Where it offers none, that is said once, and
+the run starts unprotected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import platform
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from accel.errors import ConfigError, Problem
+
+logger = logging.getLogger(__name__)
+
+FILE = ".lock"
+COMMAND, WORKERS = 0, 1  # bytes of the file
+TAKEN = (errno.EAGAIN, errno.EACCES)
+NOT_OFFERED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+# How long a lock may be taken by somebody who only looks whether it is.
+LOOK_SECONDS = 0.2
+# How long the workers of a parent that was killed may take to end.
+WORKER_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who trains in a run directory.
+
+    Attributes:
+        pid: process id on its host; 0: it left no word.
+        host: name of its host.
+        command: its command line.
+        since: when it began.
+    """
+
+    pid: int = 0
+    host: str = "?"
+    command: str = "?"
+    since: str = "?"
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}: {self.command}"
+
+
+# Files that this process has locked, and as whom; the process id tells a forked child apart. Record
+# locks do not exclude threads of one process, and closing any file descriptor of the file drops
+# them: so a locked file is opened here alone, and once.
+_HELD: dict[str, tuple[int, Holder]] = {}
+_GUARD = threading.Lock()
+
+
+@contextlib.contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Hold the lock of a run directory in the context.
+
+    Raises:
+        ConfigError: if another command holds it, or the directory cannot be written.
+    """
+    path = os.path.realpath(run_dir / FILE)
+    me = _me()
+    with _GUARD:
+        if (other := _own(path)) is not None:
+            raise _refusal(run_dir, other)
+        _HELD[path] = os.getpid(), me
+    try:
+        descriptor = _open(path, run_dir)
+        try:
+            _take(descriptor, run_dir)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{json.dumps(asdict(me))}\n".encode(errors="replace"), 0)
+            yield
+        finally:
+            os.close(descriptor)
+    finally:
+        with _GUARD:
+            _HELD.pop(path, None)
+
+
+def holder(run_dir: Path) -> Holder | None:
+    """Return who holds the lock of a run directory; None: nobody. Nothing is written."""
+    path = os.path.realpath(run_dir / FILE)
+    with _GUARD:
+        if (own := _own(path)) is not None:
+            return own
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # never locked, or not ours to write: not ours to train in, either
+            return None
+        try:
+            return None if _tried(descriptor, COMMAND, fcntl.LOCK_SH, 0.0) else _read(descriptor)
+        except OSError as error:
+            logger.debug("%s: %s", path, error)  # locks are not offered: nobody holds one
+            return None
+        finally:
+            os.close(descriptor)
+
+
+def share(run_dir: Path) -> None:
+    """Keep other commands out until this process ends: called by each worker.
+
+    The process that holds the lock itself needs no more.
+    """
+    path = os.path.realpath(run_dir / FILE)
+    with _GUARD:
+        if _own(path) is not None:
+            return
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if _tried(descriptor, WORKERS, fcntl.LOCK_SH, WORKER_SECONDS):
+                _HELD[path] = os.getpid(), _me()  # open for as long as the process lives
+                return
+            os.close(descriptor)
+        except OSError as error:
+            logger.warning("%s could not be locked by a worker: %s", path, error)
+
+
+def _open(path: str, run_dir: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        rule = f"a run is written in its directory, and that failed ({error})"
+        remedy = "Make it writable, or start a new run elsewhere."
+        raise ConfigError(Problem(str(run_dir), rule, remedy)) from error
+
+
+def _own(path: str) -> Holder | None:
+    """Return as whom this process has locked a file."""
+    pid, me = _HELD.get(path, (0, None))
+    return me if pid == os.getpid() else None
+
+
+def _take(descriptor: int, run_dir: Path) -> None:
+    try:
+        if not _tried(descriptor, COMMAND, fcntl.LOCK_EX, LOOK_SECONDS):
+            raise _refusal(run_dir, _read(descriptor))
+        if not _tried(descriptor, WORKERS, fcntl.LOCK_EX, WORKER_SECONDS):
+            rule = f"workers of an earlier command have not ended ({_read(descriptor)})"
+            raise ConfigError(Problem(str(run_dir), rule, "Wait for them, or end them."))
+        fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, WORKERS)  # for the workers of this command
+    except OSError as error:
+        if error.errno not in NOT_OFFERED:
+            raise
+        logger.warning(
+            "%s: its file system offers no locks (%s). Nothing keeps a second command from "
+            "training in it at the same time.",
+            run_dir,
+            error,
+        )
+
+
+def _tried(descriptor: int, byte: int, kind: int, seconds: float) -> bool:
+    """Return whether a lock could be taken within some seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.lockf(descriptor, kind | fcntl.LOCK_NB, 1, byte)
+            return True
+        except OSError as error:
+            if error.errno not in TAKEN:
+                raise
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+
+
+def _me() -> Holder:
+    command = shlex.join(["runner", *sys.argv[1:]])
+    return Holder(os.getpid(), platform.node(), command, f"{datetime.now():%Y-%m-%d %H:%M:%S}")
+
+
+def _read(descriptor: int) -> Holder:
+    """Return what the holder has left; it may be about to write it."""
+    try:
+        return Holder(**json.loads(os.pread(descriptor, 1 << 16, 0)))
+    except (ValueError, TypeError):
+        return Holder()
+
+
+def _refusal(run_dir: Path, other: Holder) -> ConfigError:
+    rule = f"another command trains in it ({other})"
+    return ConfigError(Problem(str(run_dir), rule, "Wait for its end, or stop it first."))

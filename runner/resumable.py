@@ -1,0 +1,145 @@
+"""Which run `resume` means, and whether anything is left to do in it. Free of torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accel.checkpoint import files
+from accel.errors import ConfigError, Problem
+from runner import lock, recipe, resume, rundir
+from runner.job import Job
+from runner.schema import Recipe
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+# How many of the runs that `resume=auto` passes over are named, and differences of each.
+MOST_NAMED, MOST_KEYS = 5, 3
+
+
+def newest(wanted: Recipe) -> Path | None:
+    """Return the newest run that `resume=auto` resumes; None: it starts a new one.
+
+    It is the newest run of that name whose recipe is the same but for `resume.SAME_RUN` and which
+    has a complete checkpoint, or is finished. The runs passed over are named, with the reason.
+
+    Args:
+        wanted: the recipe that the command line asks for.
+
+    Raises:
+        ConfigError: if another command trains in that run, or the recipe of a run that has
+            checkpoints is lost, so that it cannot be told which it is.
+    """
+    passed: list[str] = []
+    found = None
+    for run_dir in reversed(rundir.claimed(wanted.output_dir, wanted.name)):
+        reason = _unfit(run_dir, wanted)
+        if reason is None:
+            found = run_dir
+            break
+        passed.append(f"{run_dir}: {reason}")
+    for line in passed[:MOST_NAMED]:
+        logger.warning("resume=auto passes over %s.", line)
+    if len(passed) > MOST_NAMED:
+        logger.warning("resume=auto passes over %d older runs, too.", len(passed) - MOST_NAMED)
+    if passed and found is None:
+        logger.warning("resume=auto finds no run to resume: it starts a new one.")
+    return found
+
+
+def _unfit(run_dir: Path, wanted: Recipe) -> str | None:
+    """Return why `resume=auto` does not resume a run; None if it does."""
+    if not rundir.is_run(run_dir) and not _has_checkpoints(run_dir):
+        return "it was cut off before its recipe was written"
+    try:
+        _, plain = Job.read(run_dir)
+    except ConfigError as error:
+        if not _has_checkpoints(run_dir):
+            return str(error)
+        rule = f"a run with checkpoints has lost its recipe ({error})"
+        remedy = "Restore the file, move the directory away, or start without resume."
+        raise ConfigError(Problem("resume=auto", rule, remedy)) from error
+    different = resume.differences(plain, recipe.frozen_plain(wanted), resume.SAME_RUN)
+    if different:
+        more = f" and {len(different) - MOST_KEYS} more" if len(different) > MOST_KEYS else ""
+        keys = [f"{key} is {there} there, {here} here" for key, there, here in different]
+        return f"its recipe is another ({'; '.join(keys[:MOST_KEYS])}{more})"
+    other = lock.holder(run_dir)
+    if other is not None:
+        rule = f"another command trains in {run_dir} ({other})"
+        raise ConfigError(Problem("resume=auto", rule, "Wait for its end, or stop it first."))
+    if is_finished(run_dir, wanted) is None and rundir.newest_checkpoint(run_dir) is None:
+        return "it has no complete checkpoint"
+    return None
+
+
+def _has_checkpoints(run_dir: Path) -> bool:
+    found = files.checkpoints(run_dir / files.FOLDER)
+    return any((path / files.MANIFEST).exists() for path in found)
+
+
+def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
+    """Return why nothing is left to do in a run; None if something is.
+
+    Args:
+        run_dir: the run.
+        wanted: the recipe that it would be resumed with.
+    """
+    summary = _summary(run_dir)
+    if summary.get("complete") is not True:
+        return None  # what is to be done after the last step has not been done, either
+    trainer, step, epoch = wanted.trainer, summary.get("step"), summary.get("epoch")
+    if trainer.max_steps is not None and isinstance(step, int) and step >= trainer.max_steps:
+        return f"trainer.max_steps={trainer.max_steps} reached at step {step}"
+    if trainer.epochs is not None and isinstance(epoch, int) and epoch >= trainer.epochs:
+        return f"trainer.epochs={trainer.epochs} completed at step {step}"
+    if summary.get("stopped") == "callback" and not _changed(run_dir, wanted):
+        return f"{summary.get('reason')} (step {step})"
+    return None
+
+
+def require_effect(run_dir: Path, wanted: Recipe, reason: str) -> None:
+    """Refuse what a command line changes in a finished run, where it changes nothing any more.
+
+    Args:
+        run_dir: the run.
+        wanted: the recipe that it would be resumed with.
+        reason: why nothing is left to do.
+
+    Raises:
+        ConfigError: naming every key but those of limits, which have been looked at.
+    """
+    _, plain = Job.read(run_dir)
+    idle = (*resume.LIMITS, ("distributed",))
+    ConfigError.raise_if(
+        [
+            Problem(
+                f"{key}={here} with resume={str(run_dir)!r}",
+                f"the run is finished ({reason}), so it changes nothing any more ({key}={there})",
+                f"Leave {key} out, raise trainer.epochs or max_steps, or start a new run.",
+            )
+            for key, there, here in resume.differences(plain, recipe.frozen_plain(wanted), idle)
+        ]
+    )
+
+
+def _changed(run_dir: Path, wanted: Recipe) -> bool:
+    """Return whether a run would be resumed with another recipe than it has."""
+    _, plain = Job.read(run_dir)
+    return bool(resume.differences(plain, recipe.frozen_plain(wanted), resume.PER_INVOCATION))
+
+
+def _summary(run_dir: Path) -> Mapping[str, Any]:
+    path = run_dir / rundir.SUMMARY
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("%s is damaged (%s): it is written anew.", path, error)
+        return {}
+    return found if isinstance(found, Mapping) else {}

@@ -1,0 +1,129 @@
+"""Which run `resume` means, and whether anything is left to do in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel.errors import ConfigError
+from runner import lock, resumable
+from runner.schema import Recipe, Trainer
+from tests.runner.test_rundir import add_checkpoint, new_run
+
+FIRST, SECOND, THIRD = (f"20260101-00000{second}-0000" for second in (1, 2, 3))
+
+
+def auto(folder: Path, **fields: Any) -> Path | None:
+    return resumable.newest(Recipe(name="digits", output_dir=str(folder), **fields))
+
+
+def finished(run_dir: Path, **summary: Any) -> Path:
+    content = {"complete": True, "stopped": "epochs", "step": 20, "epoch": 2, **summary}
+    (run_dir / "summary.json").write_text(json.dumps(content))
+    return run_dir
+
+
+# -- resume=auto ---------------------------------------------------------------------------
+
+
+def test_auto_takes_the_newest_run_that_has_a_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert auto(tmp_path) is None
+    with_state = new_run(tmp_path, stamp=FIRST)
+    add_checkpoint(with_state / "checkpoints", 7)
+    without = new_run(tmp_path, stamp=SECOND)
+    empty = tmp_path / "digits" / THIRD
+    empty.mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert auto(tmp_path) == with_state
+    assert f"{without}: it has no complete checkpoint" in caplog.text
+    assert f"{empty}: it was cut off before its recipe was written" in caplog.text
+
+
+def test_auto_never_takes_a_run_of_another_recipe(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = new_run(tmp_path, stamp=FIRST)
+    add_checkpoint(other / "checkpoints", 7)
+    killed = new_run(tmp_path, stamp=SECOND, seed=1)
+    with caplog.at_level(logging.WARNING):
+        assert auto(tmp_path, seed=1) is None
+    assert f"{killed}: it has no complete checkpoint" in caplog.text
+    assert f"{other}: its recipe is another (seed is 0 there, 1 here)" in caplog.text
+    assert "it starts a new one" in caplog.text
+
+
+def test_limits_make_no_other_run_of_it(tmp_path: Path) -> None:
+    run_dir = new_run(tmp_path, stamp=FIRST)
+    add_checkpoint(run_dir / "checkpoints", 7)
+    for limits in ({"epochs": 9}, {"max_steps": 7}, {"max_time": 60}, {"stop_after": 3}):
+        assert auto(tmp_path, trainer=Trainer(**limits)) == run_dir  # type: ignore[arg-type]
+    assert auto(tmp_path, trainer=Trainer(global_batch_size=8)) is None
+
+
+def test_auto_does_not_train_anew_what_has_lost_its_recipe(tmp_path: Path) -> None:
+    run_dir = new_run(tmp_path, stamp=FIRST)
+    add_checkpoint(run_dir / "checkpoints", 7)
+    for name in ("config.yaml", "job.json"):
+        (run_dir / name).unlink()
+    with pytest.raises(ConfigError, match=r"has lost its recipe.*Restore the file"):
+        auto(tmp_path)
+
+
+def test_auto_does_not_train_what_another_command_trains(tmp_path: Path) -> None:
+    run_dir = new_run(tmp_path, stamp=FIRST)
+    with lock.held(run_dir), pytest.raises(ConfigError, match="another command trains in"):
+        auto(tmp_path)
+
+
+# -- what is left --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("trainer", "summary", "left"),
+    [
+        ({"epochs": 2}, {}, False),
+        ({"epochs": 1}, {}, False),
+        ({"epochs": 3}, {}, True),
+        ({"epochs": 3, "max_steps": 20}, {}, False),
+        ({"epochs": 2}, {"complete": False, "stopped": "signal"}, True),
+        ({"epochs": 2, "max_time": 60}, {}, False),
+        ({"epochs": 9}, {"stopped": "max_time"}, True),
+    ],
+)
+def test_a_run_is_finished_where_its_limits_are_reached(
+    trainer: dict[str, Any], summary: dict[str, Any], left: bool, tmp_path: Path
+) -> None:
+    run_dir = finished(new_run(tmp_path), **summary)
+    wanted = Recipe(name="digits", trainer=Trainer(**trainer))
+    assert (resumable.is_finished(run_dir, wanted) is None) == left
+
+
+def test_a_run_that_a_callback_ended_is_finished_until_its_recipe_changes(tmp_path: Path) -> None:
+    early = {"stopped": "callback", "reason": "no better for 3 epochs"}
+    run_dir = finished(new_run(tmp_path, trainer=Trainer(epochs=9)), **early)
+    same = Recipe(name="digits", trainer=Trainer(epochs=9))
+    assert resumable.is_finished(run_dir, same) == "no better for 3 epochs (step 20)"
+    more = replace(same, trainer=Trainer(epochs=12))
+    assert resumable.is_finished(run_dir, more) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"complete": 1}', '{"complete": true}'])
+def test_a_damaged_summary_ends_nothing(tmp_path: Path, content: str) -> None:
+    run_dir = new_run(tmp_path)
+    (run_dir / "summary.json").write_text(content)
+    assert resumable.is_finished(run_dir, Recipe(name="digits")) is None
+
+
+def test_what_changes_nothing_any_more_is_refused(tmp_path: Path) -> None:
+    run_dir = finished(new_run(tmp_path, trainer=Trainer(epochs=2)))
+    wanted = Recipe(name="digits", trainer=Trainer(epochs=1))
+    resumable.require_effect(run_dir, wanted, "done")  # limits have been looked at
+    with pytest.raises(ConfigError, match=r"seed=7 with resume=.*changes nothing any more"):
+        resumable.require_effect(run_dir, replace(wanted, seed=7), "done")
