@@ -29,7 +29,7 @@ from accel.objects import Objects
 from accel.plan import Plan, resolve
 from accel.precision.build import build_precision
 from accel.state import AcceleratorState, GradientState, current_environment, settled_arguments
-from accel.strategies.table import build_strategy, find_strategy
+from accel.strategies.table import build_strategy
 from accel.trackers.base import GeneralTracker
 from accel.trackers.table import Wanted, filter_trackers
 
@@ -160,8 +160,7 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
         self.device = self.state.device
         self.gradient_state = GradientState(self.plan.accumulation)
         self._windows = Windows(self.gradient_state)
-        traits = find_strategy(self.plan.strategy).traits
-        self.precision = build_precision(self.plan, owned=traits.owns_precision)
+        self.precision = build_precision(self.plan)
         self.strategy = build_strategy(self.plan, self.comm, self.device, self.precision)
         self.scaler = self.strategy.scaler
         self.device_placement = self.plan.device_placement

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin, from_variables
-from accel.config.handlers import AutocastKwargs, DistributedDataParallelKwargs, KwargsHandler
+from accel.config.handlers import DistributedDataParallelKwargs, KwargsHandler
 from accel.config.parallel import TorchTensorParallelPlugin
 from accel.enums import DistributedType
 from accel.env import Environment
@@ -28,8 +28,6 @@ REPORTED = {
     "tp": DistributedType.TP,
     "deepspeed": DistributedType.DEEPSPEED,
 }
-# Engines that cast by themselves, without autocast.
-CASTING = ("fsdp", "deepspeed")
 # Fields of the FSDP plugin that say one thing together.
 TOGETHER_IN_PLUGIN = (
     ("sharding_strategy", "reshard_after_forward", "dp_replicate_size"),
@@ -169,7 +167,6 @@ def check_precision(
 def check_handlers(
     engines: Engines,
     handlers: Iterable[KwargsHandler],
-    mixed_precision: str,
     found: Findings,
 ) -> None:
     """Note handlers of what the engine does in ways of its own.
@@ -177,7 +174,6 @@ def check_handlers(
     Args:
         engines: at most one of them is on.
         handlers: as given.
-        mixed_precision: of the run.
         found: takes what is wrong.
     """
     name = engines.strategy
@@ -187,11 +183,7 @@ def check_handlers(
             continue
         if isinstance(handler, DistributedDataParallelKwargs):
             rule = f"{name} spreads the model, and nothing is wrapped in DistributedDataParallel"
-        elif isinstance(handler, AutocastKwargs) and name in CASTING and mixed_precision != "no":
-            rule = f"{name} casts by itself, without autocast"
-        else:
-            continue
-        found.add(f"{type(handler).__name__}({told}) with {name}", rule, "Leave it out.")
+            found.add(f"{type(handler).__name__}({told}) with {name}", rule, "Leave it out.")
 
 
 def check_shards(engines: Engines, environment: Environment, found: Findings) -> None:

@@ -127,7 +127,7 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
     device = _device(arguments, environment, found)
     mixed_precision = _mixed_precision(arguments, environment, handlers, engines, found)
     engine_choice.check_precision(engines, mixed_precision, device.type, found)
-    engine_choice.check_handlers(engines, handlers.values(), mixed_precision, found)
+    engine_choice.check_handlers(engines, handlers.values(), found)
     engine_choice.check_shards(engines, environment, found)
     dataloader = _dataloader(arguments, found)
     accumulation = _accumulation(arguments, environment, engines, found)

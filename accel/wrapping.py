@@ -25,7 +25,7 @@ def register_wrapper(kind: type[torch.nn.Module]) -> None:
 
 
 class WrappedForward:
-    """A module's `forward` inside a context, its floating outputs converted to fp32.
+    """A module's `forward` inside a context, its floating outputs converted to fp32 if wanted.
 
     An object and not a closure: a deep copy of the module (an average of its weights, say) then
     calls the copy's own `forward`, not the original's.
@@ -33,23 +33,38 @@ class WrappedForward:
     Args:
         forward: the bound method of the module.
         make_context: gives a fresh context for each call.
+        outputs_in_fp32: whether outputs are converted.
     """
 
-    def __init__(self, forward: Callable[..., Any], make_context: MakeContext) -> None:
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        make_context: MakeContext,
+        outputs_in_fp32: bool = True,
+    ) -> None:
         functools.update_wrapper(self, forward)
         self.forward = forward
         self.make_context = make_context
+        self.outputs_in_fp32 = outputs_in_fp32
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.make_context():
             outputs = self.forward(*args, **kwargs)
-        return convert_to_fp32(outputs)
+        return convert_to_fp32(outputs) if self.outputs_in_fp32 else outputs
 
 
-def wrap_forward(model: torch.nn.Module, make_context: MakeContext) -> None:
-    """Run `model.forward` in a context and return fp32; done once at most."""
+def wrap_forward(
+    model: torch.nn.Module, make_context: MakeContext, outputs_in_fp32: bool = True
+) -> None:
+    """Run `model.forward` in a context and return fp32; done once at most.
+
+    Args:
+        model: any module.
+        make_context: gives a fresh context for each call.
+        outputs_in_fp32: whether outputs are converted, or stay what was computed.
+    """
     if not isinstance(model.__dict__.get("forward"), WrappedForward):
-        model.forward = WrappedForward(model.forward, make_context)
+        model.forward = WrappedForward(model.forward, make_context, outputs_in_fp32)
 
 
 def unwrap_forward(model: torch.nn.Module) -> None:

@@ -298,9 +298,9 @@ class AmpPrecision(Precision):
             cache_enabled=chosen.cache_enabled,
         )
 
-    def wrap_forward(self, model: torch.nn.Module) -> None:
-        """Make `model.forward` compute under autocast and return fp32."""
-        wrap_forward(model, self.autocast)
+    def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
+        """Make `model.forward` compute under autocast and return fp32, or what it computed."""
+        wrap_forward(model, self.autocast, outputs_in_fp32)
 
     def unwrap_forward(self, model: torch.nn.Module) -> None:
         """Give `model` its own `forward` back."""

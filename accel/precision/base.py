@@ -27,19 +27,13 @@ class Precision:
         """Return the context of a forward pass; `handler` takes the place of the run's own."""
         return contextlib.nullcontext()
 
-    def wrap_forward(self, model: torch.nn.Module) -> None:
-        """Make `model.forward` compute under autocast and return fp32, if the format wants it."""
+    def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
+        """Make `model.forward` compute under autocast, if the format wants it.
+
+        Args:
+            model: any module.
+            outputs_in_fp32: whether its outputs are converted.
+        """
 
     def unwrap_forward(self, model: torch.nn.Module) -> None:
         """Give `model` its own `forward` back."""
-
-
-class OwnedPrecision(Precision):
-    """A format that the backend casts to by itself: no autocast.
-
-    Args:
-        name: "bf16" or "fp16".
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name

@@ -5,23 +5,20 @@ from __future__ import annotations
 from accel.errors import ConfigError, unknown_choice
 from accel.plan import Plan
 from accel.precision.amp import DTYPES, AmpPrecision
-from accel.precision.base import OwnedPrecision, Precision
+from accel.precision.base import Precision
 
 
-def build_precision(plan: Plan, owned: bool = False) -> Precision:
+def build_precision(plan: Plan) -> Precision:
     """Return the number format that `plan` names.
 
     Args:
         plan: the resolved configuration.
-        owned: whether the backend casts by itself.
 
     Raises:
         ConfigError: if this version does not compute in it.
     """
     if plan.mixed_precision == "no":
         return Precision()
-    if owned and plan.mixed_precision in DTYPES:
-        return OwnedPrecision(plan.mixed_precision)
     if plan.mixed_precision in DTYPES:
         return AmpPrecision(plan.mixed_precision, plan.device_type, plan.autocast)
     raise ConfigError(unknown_choice("mixed_precision", plan.mixed_precision, ("no", *DTYPES)))

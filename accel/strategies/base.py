@@ -44,7 +44,8 @@ class Traits:
             (MULTI_CPU, MULTI_GPU, …).
         places_models: whether the backend moves models to the device itself.
         places_batches: whether the backend moves batches to the device itself.
-        owns_precision: whether the backend casts by itself (no autocast).
+        owns_precision: whether the backend casts weights by itself, below autocast, and scales
+            losses where that is wanted.
         owns_accumulation: whether the backend counts micro-batches itself.
         owns_parameters: whether optimizers hold tensors of the backend after `prepare`, and not
             the models' own parameters.

@@ -86,7 +86,7 @@ def test_what_fsdp_cannot_do_is_told_at_once() -> None:
     plugin = FullyShardedDataParallelPlugin(mixed_precision_policy="fp16", dp_replicate_size=3)
     handlers = [
         DistributedDataParallelKwargs(find_unused_parameters=True),
-        AutocastKwargs(enabled=False),
+        AutocastKwargs(enabled=False),  # nothing is wrong with this one
     ]
     arguments = Arguments(
         cpu=True, fsdp_plugin=plugin, mixed_precision="bf16", kwargs_handlers=handlers
@@ -97,8 +97,7 @@ def test_what_fsdp_cannot_do_is_told_at_once() -> None:
     assert "mixed_precision='bf16' with mixed_precision_policy='fp16'" in text
     assert "dp_replicate_size=3 with 4 processes for data" in text
     assert "DistributedDataParallelKwargs(find_unused_parameters=True) with fsdp" in text
-    assert "AutocastKwargs(enabled=False) with fsdp" in text
-    assert len(caught.value.problems) == 4
+    assert len(caught.value.problems) == 3
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from tests.zoo.workers import NUM_NEW_TOKENS
 # fp32, as in the parity matrix: noise floors, and the most; a floor is never below a unit of 1.
 FLOORS, MOST, UNIT = 5, 1e-5, 2**-23
 # bf16: of the distance between the plain loop under autocast and the one in fp32, which is what the
-# format costs; but no less than a quarter of its unit roundoff, which the sum over the few tokens of
-# a step may hit or miss. Where weights are held in bf16, activations between layers are, too.
+# format costs; but no less than a quarter of its unit roundoff, which the sum over the few tokens
+# of a step may hit or miss. Where weights are held in bf16, activations between layers are, too.
 AUTOCAST, HELD, QUARTER = 2.0, 4.0, 2**-11
 # How far below the largest logit one may be that was chosen, or from that of the plain model with
 # the same weights: logits are about 1, matrix products of bf16 are good to a hundredth of that.
@@ -31,8 +31,8 @@ class Difference:
 
     Args:
         loss: largest relative difference of a step's loss.
-        weight: the norm of the difference of all final weights, relative to how far training moved
-            them.
+        weight: the norm of the difference of final weights, relative to how far training moved
+            them; of those that it moved.
     """
 
     loss: float
@@ -74,17 +74,22 @@ def _start(name: str) -> dict[str, torch.Tensor]:
     return MODELS[name].build().state_dict()
 
 
+@cache
+def _trained(name: str) -> set[str]:
+    """Return the names of the weights that training moved."""
+    wanted, start = plain(name).weights, _start(name)
+    return {key for key, value in wanted.items() if not torch.equal(value, start[key])}
+
+
 def compare(name: str, found: Run, wanted: Run) -> Difference:
     """Return how far `found` is from `wanted`, two runs of the model `name`."""
     losses, expected = (torch.tensor(run.losses, dtype=torch.float64) for run in (found, wanted))
-    start, names = _start(name), wanted.weights.keys() & found.weights.keys()
+    start, names = _start(name), _trained(name)
     apart, moved = (
         torch.stack([(found.weights[n] - base[n]).double().norm() for n in names]).norm()
         for base in (wanted.weights, start)
     )
-    return Difference(
-        ((losses - expected).abs() / expected).max().item(), (apart / moved).item()
-    )
+    return Difference(((losses - expected).abs() / expected).max().item(), (apart / moved).item())
 
 
 def gate_of(cell: Cell) -> Difference:
@@ -116,6 +121,10 @@ def judge(cell: Cell, answers: Sequence[dict[str, Any]], seconds: float) -> Verd
         value, most = getattr(verdict.difference, name), getattr(verdict.gate, name)
         if not value <= most:  # NaN is no parity either
             verdict.failures.append(f"{name} {value:.1e} > {most:.1e}")
+    start = _start(cell.model)
+    for key in start.keys() - _trained(cell.model):  # ZeRO holds frozen weights in bf16, too
+        if not torch.allclose(first["weights"][key], start[key], rtol=2**-8, atol=0.0):
+            verdict.failures.append(f"frozen {key} moved")
     every = torch.tensor([answer["losses"] for answer in answers])
     if cell.precision == "bf16" and torch.equal(every, every.bfloat16().float()):  # on each process
         verdict.failures.append("losses are rounded to bf16")

@@ -30,6 +30,7 @@ class Entry:
         prompt: returns what `generate` is given; None: the model generates nothing.
         load: returns the model from a directory that `save_pretrained` wrote.
         has_tp_plan: whether the model says itself how its matrices are split.
+        exported: part of the names of the weights that `save_pretrained` writes.
         unfreezes: whether frozen layers are unfrozen before step `UNFROZEN_AT`.
     """
 
@@ -39,6 +40,7 @@ class Entry:
     prompt: Callable[[], Batch] | None
     load: Callable[[str], torch.nn.Module]
     has_tp_plan: bool = False
+    exported: str = ""
     unfreezes: bool = False
 
 
@@ -250,7 +252,7 @@ MODELS: dict[str, Entry] = {
         _load("MixtralForCausalLM"),
         has_tp_plan=True,
     ),
-    "lora": Entry("Llama, LoRA", _adapted, _causal_batch, _tokens, _load_adapted),
+    "lora": Entry("Llama, LoRA", _adapted, _causal_batch, _tokens, _load_adapted, exported="lora"),
     "unfrozen": Entry(
         "Llama, unfrozen later",
         _frozen,

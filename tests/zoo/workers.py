@@ -61,20 +61,20 @@ def train(cell: Cell) -> dict[str, Any]:
         _step(accelerator, model, optimizer, batch, entry.unfreezes and step == UNFROZEN_AT)
         for step, batch in enumerate(loader)
     ]
-    state = accelerator.get_state_dict(model)
-    answer = _caught(lambda: _answer(accelerator, model, entry))
-    saved = _caught(lambda: _save(accelerator, model, cell))
+    found: dict[str, Any] = {"losses": losses}
+    state = accelerator.get_state_dict(model) or {}
+    found["weights"] = {name: w.detach().float().cpu().clone() for name, w in state.items()}
+    found["answer"] = _caught(_answer, accelerator, model, entry)
+    found["loaded"] = _caught(_save, accelerator, model, cell)
     main = accelerator.is_main_process
-    weights = {k: v.detach().float().cpu().clone() for k, v in (state or {}).items()}
-    found: dict[str, Any] = {"losses": losses, "answer": answer, "loaded": saved}
     accelerator.end_training()
     accelerator.free_memory()
     del model, optimizer, loader, accelerator, state
     gc.collect()
-    if main:
-        found["weights"] = weights
-        if saved is None:
-            found["loaded"] = _caught(lambda: _difference_of_loaded(entry, cell, weights))
+    if not main:
+        del found["weights"]
+    elif found["loaded"] is None:
+        found["loaded"] = _caught(_difference_of_loaded, entry, cell, found["weights"])
     return found
 
 
@@ -103,13 +103,13 @@ def _step(
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss)
+    return float(loss.detach())
 
 
-def _caught(function: Callable[[], Any]) -> Any:
+def _caught(function: Callable[..., Any], *args: Any) -> Any:
     """Return what `function` returns, or the error as text: the other trials still run."""
     try:
-        return function()
+        return function(*args)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
 
@@ -151,4 +151,5 @@ def _difference_of_loaded(entry: Entry, cell: Cell, weights: dict[str, torch.Ten
     return max(
         (weights[name].to(value.dtype).float() - value.float()).abs().max().item()
         for name, value in loaded.items()
+        if entry.exported in name
     )

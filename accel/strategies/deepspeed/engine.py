@@ -5,7 +5,6 @@ Source: https://deepspeed.readthedocs.io/en/latest/initialize.html
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -17,7 +16,7 @@ from accel.plan import Plan
 from accel.strategies.deepspeed import package
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from accel.strategies.deepspeed.settings import Settings
-from accel.wrapping import wrap_forward
+from accel.wrapping import MakeContext, wrap_forward
 
 
 def start(
@@ -57,8 +56,15 @@ def start(
     return started
 
 
-def cast_forward(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Give `module` floating inputs as `dtype`, and return its outputs in fp32."""
+def cast_forward(module: torch.nn.Module, dtype: torch.dtype, make_context: MakeContext) -> None:
+    """Give `module` floating inputs as `dtype`, and return its outputs in fp32.
+
+    Args:
+        module: its weights are `dtype`.
+        dtype: bf16 or fp16.
+        make_context: gives a fresh context for each forward pass: autocast to `dtype`, which lets
+            losses, norms and softmax inside be computed in fp32.
+    """
 
     def cast(_: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         inputs = tree.recursively_apply(
@@ -69,4 +75,4 @@ def cast_forward(module: torch.nn.Module, dtype: torch.dtype) -> None:
         return inputs[0], inputs[1]
 
     module.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
-    wrap_forward(module, contextlib.nullcontext)
+    wrap_forward(module, make_context)

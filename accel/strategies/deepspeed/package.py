@@ -53,6 +53,10 @@ def load(device: torch.device) -> ModuleType:
     # that is killed meanwhile leaves a lock which all later ones wait for. gloo does as well.
     package.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     register_wrapper(package.DeepSpeedEngine)
+    # Its engines switch autocast off that is on around them, and warn of that; the one that lies
+    # around the model inside of them is on all the same.
+    nested = importlib.import_module(f"{package.__name__}.runtime.torch_autocast")
+    nested._WARNED_NESTED_AUTOCAST = True
     warnings.filterwarnings(
         "ignore",
         message=r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated",

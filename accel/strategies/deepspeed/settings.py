@@ -6,6 +6,7 @@ Source: https://www.deepspeed.ai/docs/config-json/
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,11 @@ from accel.config.deepspeed_claims import Claims, is_equal
 from accel.config.deepspeed_json import AUTO, set_at, value_at
 from accel.errors import ConfigError
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accel.wrapping import MakeContext
 
 if TYPE_CHECKING:
     from accel.plan import Plan
+    from accel.precision.base import Precision
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 BATCH = "train_batch_size"
@@ -104,6 +107,13 @@ class Settings(Claims):
         chosen = self.plan.mixed_precision
         source = f"Accelerator(mixed_precision={chosen!r})"
         autocast = value_at(self.config, "torch_autocast.enabled") is True
+        handler = ", ".join(f"{k}={v!r}" for k, v in self.plan.autocast.to_kwargs().items())
+        if autocast and chosen in AUTOCAST and handler:
+            self.note(
+                f"AutocastKwargs({handler}) with {self.plugin.place}: torch_autocast.enabled=true",
+                "one of them decides on autocast",
+                "Leave one of them out.",
+            )
         if autocast and chosen in AUTOCAST:
             self.claim("torch_autocast.dtype", AUTOCAST[chosen], source)
         elif autocast:
@@ -112,6 +122,15 @@ class Settings(Claims):
             key, on = f"{name}.enabled", chosen == name
             if (on and not autocast) or value_at(self.config, key) is not None:
                 self.claim(key, on, source)
+
+    def autocast(self, precision: Precision) -> MakeContext:
+        """Return what makes the context of a forward pass over weights in half precision.
+
+        Args:
+            precision: of the run; its autocast is off where the configuration switches its own off.
+        """
+        off = value_at(self.config, "torch_autocast.enabled") is False
+        return contextlib.nullcontext if off else precision.autocast
 
     def _follow_batches(self, sizes: list[int], steps: int) -> None:
         source = "the prepared loaders"

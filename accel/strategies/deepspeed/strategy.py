@@ -171,7 +171,7 @@ class DeepSpeedStrategy(Strategy):
         optimizer = next(iter(objects.optimizers), None)
         settings = self._settings(objects, [*prepared.dataloaders, *loaders])
         if optimizer is None and settings.stage < 3:
-            return self._evaluated(model, place, evaluation, done)
+            return self._evaluated(model, place, evaluation, settings, done)
         self._check_second(optimizer, prepared)
         checks.check_devices(settings, self.package)
         if optimizer is not None:
@@ -211,7 +211,12 @@ class DeepSpeedStrategy(Strategy):
         self._lacks_loaders = False
 
     def _evaluated(
-        self, model: torch.nn.Module, place: bool, evaluation: bool, done: Objects
+        self,
+        model: torch.nn.Module,
+        place: bool,
+        evaluation: bool,
+        settings: Settings,
+        done: Objects,
     ) -> Objects:
         """Put a model that is only evaluated on the device as it is."""
         if not evaluation:
@@ -226,7 +231,7 @@ class DeepSpeedStrategy(Strategy):
         model = model.to(self.device) if place else model
         if self.precision.name in DTYPES:
             dtype = DTYPES[self.precision.name]
-            cast_forward(model.to(dtype), dtype)
+            cast_forward(model.to(dtype), dtype, settings.autocast(self.precision))
         done.models = [self.compile_model(model)]
         return done
 
@@ -257,7 +262,8 @@ class DeepSpeedStrategy(Strategy):
         engine.accel_plugin = self.plugin
         _OWNERS[engine] = weakref.ref(self)
         if self.precision.name in DTYPES and not engine.torch_autocast_enabled():
-            cast_forward(engine.module, DTYPES[self.precision.name])
+            dtype = DTYPES[self.precision.name]
+            cast_forward(engine.module, dtype, settings.autocast(self.precision))
         self.compile_model(engine.module)
         done.models = [engine]
         if optimizer is None:

@@ -39,22 +39,27 @@ def reshard_after_evaluation(model: torch.nn.Module) -> None:
 
 
 def train_after_inference(model: torch.nn.Module) -> None:
-    """Let `model` be trained though its first forward pass is one in `torch.inference_mode`.
-
-    FSDP2 makes the tensors that it gathers into in the first pass, and keeps them; those of
-    inference mode can never be trained with. So they are made outside of it, a unit at a time.
-    """
+    """Let `model` be trained though its first forward pass is one in `torch.inference_mode`."""
 
     def before(module: torch.nn.Module, *_: Any) -> None:
-        if not torch.is_inference_mode_enabled() or any(True for _ in copies_and_shards([module])):
-            return
-        with torch.inference_mode(False):
-            for unit in module.modules():
-                if isinstance(unit, FSDPModule):
-                    unit.unshard()
-                    unit.reshard()
+        gather_outside_inference(module)
 
     model.register_forward_pre_hook(before, prepend=True)
+
+
+def gather_outside_inference(model: torch.nn.Module) -> None:
+    """Make the tensors that units are gathered into, if that comes first in inference mode.
+
+    FSDP2 makes them in the first pass, and keeps them; those of inference mode can never be trained
+    with. So they are made outside of it, a unit at a time.
+    """
+    if not torch.is_inference_mode_enabled() or any(True for _ in copies_and_shards([model])):
+        return
+    with torch.inference_mode(False):
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.unshard()
+                unit.reshard()
 
 
 def reshard_before_steps(optimizer: torch.optim.Optimizer, models: Callable[[], Models]) -> None:

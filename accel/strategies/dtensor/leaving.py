@@ -85,6 +85,22 @@ def units_of(model: torch.nn.Module) -> Iterator[Any]:
         yield from (unit for unit in found if unit is not None)
 
 
+def initialize(model: Any) -> None:
+    """Let `model` be the outermost of its units, as its forward pass does (no public name, too).
+
+    A unit inside that is called before would be outermost itself.
+    """
+    model._get_fsdp_state()._lazy_init()
+
+
+def reduce_after(model: Any, outputs: Any) -> Any:
+    """Return `outputs` of a module in `model`; their backward pass ends by reducing gradients.
+
+    It is what FSDP2 does with the outputs of `model` itself (no public name, too).
+    """
+    return model._get_fsdp_state()._register_pre_backward_hook(outputs)
+
+
 def _mesh_infos(model: torch.nn.Module) -> Iterator[Any]:
     """Yield what FSDP2 notes of the meshes of each of its units."""
     for unit in units_of(model):

@@ -36,6 +36,7 @@ from accel.strategies.dtensor.gathered import (
     train_after_inference,
 )
 from accel.strategies.dtensor.gradients import gradient_norm
+from accel.strategies.dtensor.inner_calls import InnerCalls
 from accel.strategies.dtensor.leaving import leave, units_of
 from accel.strategies.dtensor.mesh import SHARD, TENSOR
 from accel.strategies.dtensor.scaler import ShardedStepScaler
@@ -112,6 +113,7 @@ class DTensorStrategy(Strategy):
         if isinstance(model, FSDPModule):
             reshard_after_evaluation(model)
             train_after_inference(model)
+            InnerCalls(model)
         return self.compile_model(model)
 
     @abstractmethod

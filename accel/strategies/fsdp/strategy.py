@@ -95,6 +95,8 @@ class FSDPStrategy(DTensorStrategy):
         self._checkpoint_activations(units)
         if self._split is not None and self._split.tp_size > 1:
             self._split_first(model, weights)
+        # The policy decides on outputs, in a hook around the forward pass.
+        self.precision.wrap_forward(model, outputs_in_fp32=False)
         self._shard(model, units, weights, ignored)
         if ignored:
             for module in ignored:  # also where parameters rest in the host's memory
