@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel.data.base import PreparedLoader, data_rank, index_sampler
 from accel.data.iterable import IterableDatasetShard
+from accel.data.layout import SampleLayout, cut_samples, num_samples
 from accel.data.samplers import (
     CompletedBatchSampler,
     added_indices,
@@ -20,18 +21,7 @@ from accel.data.samplers import (
     samplers,
     total_batch_size,
 )
-from accel.data.transfer import (
-    Round,
-    SliceFunction,
-    batch_length,
-    complete,
-    has_samples,
-    join_batches,
-    receive_round,
-    send_round,
-    slice_batch,
-    with_next,
-)
+from accel.data.transfer import Round, SliceFunction, receive_round, send_round, with_next
 from accel.imports import require
 from accel.ops import send_to_device
 from accel.state import PartialState
@@ -152,8 +142,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
             return last_batch_remainder(index_sampler(self))
         if isinstance(self.dataset, IterableDatasetShard):
             return self.dataset.remainder_read_by(self.num_workers)
-        found = next((len(part) for part in iterate(batch, has_samples)), 0)
-        return found % self.batch_size if self.batch_size else 0
+        return num_samples(batch, self.batch_size) % self.batch_size if self.batch_size else 0
 
     @property
     def total_batch_size(self) -> int:
@@ -182,7 +171,8 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         _drop_last: whether a last round that is too small is left out; else it is completed with
             samples from the beginning, so that each process gets as many.
         _non_blocking: whether copies to the device overlap with computation.
-        slice_fn: cuts a batch, as ``slice_fn(batch, slice, process_index=…, num_processes=…)``.
+        slice_fn: cuts a batch, as ``slice_fn(batch, slice, process_index=…, num_processes=…)``;
+            None: tensors and lists with one entry per sample are cut, the rest stays whole.
         torch_device_mesh: ranks along its axes "tp", "cp", "sp" and "pp" get the same slice.
         device: where slices are put; None leaves them on the CPU.
         rng_types: generators that ranks synchronise at the start of each pass.
@@ -226,7 +216,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         )
         count, index = data_rank(PartialState(), torch_device_mesh)
         self.split_batches = split_batches
-        self.slice_fn = slice_batch if slice_fn is None else slice_fn
+        self.slice_fn = slice_fn
         self.even_batches = even_batches
         self.num_processes = count if num_processes is None else num_processes
         self.process_index = index if process_index is None else process_index
@@ -294,7 +284,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
                 if following is None or self._slice(following).start >= following:
                     self._end(found.real if found.real < self._round_size(found) else 0, found.size)
                 if mine.start < found.size:
-                    yield self._cut(found.batch, mine)
+                    yield self._cut(found, mine)
             self._complete(epoch)
         finally:
             self._leave(outer)
@@ -312,8 +302,11 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
             return send_round(state.comm, rounds, state.device)
         return receive_round(state.comm, state.device)
 
-    def _cut(self, batch: Any, mine: slice) -> Any:
-        if self.num_processes > 1:
+    def _cut(self, found: Round, mine: slice) -> Any:
+        batch = found.batch
+        if self.num_processes > 1 and self.slice_fn is None:
+            batch = cut_samples(batch, found.paths, mine)
+        elif self.num_processes > 1 and self.slice_fn is not None:
             batch = self.slice_fn(
                 batch, mine, process_index=self.process_index, num_processes=self.num_processes
             )
@@ -322,34 +315,38 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
 
     def _rounds(self) -> Iterator[Round]:
         """Read the rounds (on the main process)."""
-        for (batch, size, real), following in with_next(self._followed(self._completed())):
+        layout = SampleLayout(self._reader_batch_size, _name_of(self.collate_fn))
+        batches = self._followed(self._completed(layout))
+        for (batch, size, real), following in with_next(batches):
             if following is None:
-                yield Round(batch, size, real - added_indices(index_sampler(self)), None)
-            else:
-                yield Round(batch, size, real, following[1])
+                real -= added_indices(index_sampler(self))
+            ahead = None if following is None else following[1]
+            yield Round(batch, size, real, ahead, layout.paths)
 
-    def _completed(self) -> Iterator[tuple[Any, int, int]]:
+    def _completed(self, layout: SampleLayout) -> Iterator[tuple[Any, int, int]]:
         """Yield the batch of each round, its size, and how many of its samples are real."""
         head: Any = None
-        for number, batch in enumerate(self._joined(super().__iter__())):
-            size = real = batch_length(batch)
+        for number, batch in enumerate(self._joined(super().__iter__(), layout)):
+            size = real = layout.size_of(batch)
             if head is None and self.num_processes > 1 and self.even_batches:
-                first = slice_batch(batch, slice(0, self.num_processes))
+                first = layout.cut(batch, slice(0, self.num_processes))
                 head = recursively_apply(torch.clone, first)
             if number < self.skip_batches:
                 continue
             if head is not None:
-                batch, size = complete(batch, size, head, self.num_processes)
+                batch, size = layout.complete(batch, size, head, self.num_processes)
             yield batch, size, real
 
-    def _joined(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _joined(self, batches: Iterator[Any], layout: SampleLayout) -> Iterator[Any]:
         """Join the batches of each round; a short one in between (a worker's last) is filled."""
         per_round = self._entries_per_batch
         full: int | None = None
         rest: list[Any] = []
         while group := list(itertools.islice(batches, per_round)):
-            batch = join_batches([*rest, *group])
-            size, rest = batch_length(batch), []
+            for single in group:
+                layout.read(single)
+            batch = layout.join([*rest, *group])
+            size, rest = layout.size_of(batch), []
             if full is None:
                 full = size if size == self.total_batch_size else 0
             if full in (0, size):
@@ -357,10 +354,16 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
                     yield batch
                 continue
             starts = range(0, size - size % full, full)
-            yield from (slice_batch(batch, slice(start, start + full)) for start in starts)
-            rest = [slice_batch(batch, slice(len(starts) * full, size))] if size % full else []
+            yield from (layout.cut(batch, slice(start, start + full)) for start in starts)
+            rest = [layout.cut(batch, slice(len(starts) * full, size))] if size % full else []
         if rest and not self._drop_last:
             yield rest[0]
+
+
+def _name_of(function: Any) -> str:
+    """Return the name of a collator as a message tells it."""
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return f"collate_fn ({name})"
 
 
 class SkipDataLoader(_MaybeStateful):

@@ -1,0 +1,312 @@
+"""Where a batch has one entry per sample: what is cut and joined, and what stays whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from accel.errors import ConfigError, Problem
+from accel.tree import honor_type, is_namedtuple, like_mapping
+
+# Keys and indices that lead to a part of nested data; () is the whole.
+Path = tuple[Any, ...]
+
+
+class SampleLayout:
+    """Knows which parts of a loader's batches have one entry per sample.
+
+    A tensor [B, ...] or a list of B entries is per sample if it has the length B of its batch in
+    every batch of a pass. Everything else stays whole, and must be the same in batches that are
+    joined.
+
+    Args:
+        batch_size: samples of a full batch; None: not known.
+        collator: name of the function that makes the batches, for messages.
+
+    Attributes:
+        paths: the parts with one entry per sample; () before the first batch.
+    """
+
+    def __init__(self, batch_size: int | None = None, collator: str = "collate_fn") -> None:
+        self.paths: tuple[Path, ...] = ()
+        self._batch_size = batch_size
+        self._collator = collator
+        self._last_size = 0
+        self._used = False  # whether batches were joined or cut
+
+    def read(self, batch: Any) -> int:
+        """Take in the next batch of the pass and return its number of samples.
+
+        Raises:
+            ConfigError: if that cannot be told.
+        """
+        if self.paths:
+            size = self._known_size(batch)
+            self._keep_paths(batch, size)
+        else:
+            size = self._first_size(batch)
+            self.paths = tuple(_sample_paths(batch, size)) if size else ()
+        self._last_size = size
+        if not self.paths:
+            raise self._refused(
+                f"a batch of type {type(batch).__name__}",
+                "it holds a tensor or a list with one entry per sample",
+                f"Return such from {self._collator}, or set dispatch_batches=False.",
+            )
+        return size
+
+    def size_of(self, batch: Any) -> int:
+        """Return the number of samples of what `join` or `cut` returned."""
+        return next(n for n in (_length_at(batch, path) for path in self.paths) if n is not None)
+
+    def _keep_paths(self, batch: Any, size: int) -> None:
+        """Keep the paths that have one entry per sample in `batch`, too."""
+        kept = tuple(path for path in self.paths if _length_at(batch, path) == size)
+        if self._used and kept != self.paths:
+            path = next(path for path in self.paths if path not in kept)
+            raise self._refused(
+                f"a batch of {size} samples and {_length_at(batch, path)} {_named(path)}",
+                "batches before had one entry per sample there, and were cut so",
+                f"Let {self._collator} return one entry per sample (for a constant: a list of as "
+                "many), or set dispatch_batches=False.",
+            )
+        self.paths = kept
+
+    def _known_size(self, batch: Any) -> int:
+        lengths = {n for n in (_length_at(batch, path) for path in self.paths) if n is not None}
+        if len(lengths) > 1:  # what has kept its length was no list of samples
+            lengths -= {self._last_size}
+        if len(lengths) == 1:
+            return lengths.pop()
+        raise self._ambiguous(lengths)
+
+    def _first_size(self, batch: Any) -> int:
+        expected = self._batch_size
+        lengths = list(_lengths(batch))
+        if expected is not None and expected in lengths:
+            return expected
+        if expected is not None and expected in _list_lengths(batch):
+            if len(set(lengths)) == 1 and lengths[0] < expected:  # or so many fields of a batch
+                raise self._ambiguous({lengths[0], expected})
+            return expected
+        tensors = [n for n in _lengths(batch, lists=False) if expected is None or n < expected]
+        found = tensors[:1] or sorted(set(lengths))
+        if len(found) > 1:
+            raise self._ambiguous(set(found))
+        return found[0] if found else 0
+
+    def _ambiguous(self, lengths: set[int]) -> ConfigError:
+        return self._refused(
+            f"a batch with lengths {sorted(lengths)}",
+            "the number of its samples is the length of its tensors",
+            f"Return tensors [samples, ...] from {self._collator}, or set dispatch_batches=False.",
+        )
+
+    def _refused(self, what: str, rule: str, remedy: str) -> ConfigError:
+        return ConfigError(Problem(f"dispatch_batches=True with {what}", rule, remedy))
+
+    # -- joining -------------------------------------------------------------------------------
+
+    def join(self, batches: Sequence[Any]) -> Any:
+        """Return nested data with the samples of all `batches`, in order.
+
+        Raises:
+            ConfigError: if they cannot be joined, or differ in what has no entry per sample.
+        """
+        self._used = True
+        return batches[0] if len(batches) == 1 else self._joined(batches, ())
+
+    def _joined(self, values: Sequence[Any], path: Path) -> Any:
+        first = values[0]
+        if path in self.paths:
+            if isinstance(first, torch.Tensor):
+                self._check_shapes(values, path)
+                return torch.cat(list(values))
+            return type(first)(itertools.chain.from_iterable(values))
+        parts = _parts(first)
+        if parts is None:
+            if not all(_same(first, other) for other in values[1:]):
+                raise self._different(first, path)
+            return first
+        keys = [key for key, _ in parts]
+        others = [_parts(other) or [] for other in values[1:]]
+        if any([key for key, _ in other] != keys for other in others):
+            raise self._different(first, path)
+        columns = [[value[key] for value in values] for key in keys]
+        pairs = zip(keys, columns, strict=True)
+        return _rebuilt(first, [self._joined(column, (*path, key)) for key, column in pairs])
+
+    def _check_shapes(self, tensors: Sequence[torch.Tensor], path: Path) -> None:
+        shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
+        if len(shapes) > 1:
+            found = " and ".join(str([*tensor.shape]) for tensor in tensors[:2])
+            raise self._refused(
+                f"batches whose {_named(path)} have the shapes {found}",
+                "batches that are read together for all processes become one, so samples have one "
+                "shape",
+                f"Let {self._collator} pad to a fixed length, or set split_batches=True (each "
+                "batch is cut; drop_last=True or even_batches=False leave the last as it is) or "
+                "dispatch_batches=False.",
+            )
+
+    def _different(self, value: Any, path: Path) -> ConfigError:
+        return self._refused(
+            f"batches whose {_named(path)} ({type(value).__name__}) differ",
+            "what does not have one entry per sample is the same in batches that are read together",
+            f"Let {self._collator} return one entry per sample, or set split_batches=True or "
+            "dispatch_batches=False.",
+        )
+
+    # -- cutting -------------------------------------------------------------------------------
+
+    def cut(self, batch: Any, samples: slice) -> Any:
+        """Return the chosen samples of nested data."""
+        return cut_samples(batch, self.paths, samples)
+
+    def complete(self, batch: Any, size: int, first: Any, multiple: int) -> tuple[Any, int]:
+        """Complete a batch of `size` samples with those of `first` to a multiple of `multiple`.
+
+        Returns:
+            The batch and its new size.
+        """
+        missing = -size % multiple
+        if missing == 0:
+            return batch, size
+        repeats = -(-missing // self.size_of(first))
+        filler = self.cut(self.join([first] * repeats), slice(0, missing))
+        return self.join([batch, filler]), size + missing
+
+
+def cut_samples(batch: Any, paths: Sequence[Path], samples: slice) -> Any:
+    """Return nested data with the chosen samples of the parts at `paths`; the rest stays whole.
+
+    Args:
+        batch: nested lists, tuples and mappings.
+        paths: what has one entry per sample.
+        samples: which.
+    """
+    chosen = set(paths)
+
+    def walk(value: Any, path: Path) -> Any:
+        if path in chosen:
+            return value[samples]
+        parts = _parts(value)
+        if parts is None:
+            return value
+        return _rebuilt(value, [walk(part, (*path, key)) for key, part in parts])
+
+    return walk(batch, ())
+
+
+def num_samples(batch: Any, batch_size: int | None = None) -> int:
+    """Return the number of samples of a batch, 0 if that cannot be told.
+
+    Args:
+        batch: nested data.
+        batch_size: samples of a full batch; None: not known.
+    """
+    try:
+        return SampleLayout(batch_size).read(batch)
+    except ConfigError:
+        return 0
+
+
+# -- nested data -------------------------------------------------------------------------------
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether `value` lists plain objects (strings, numbers)."""
+    return (
+        isinstance(value, (list, tuple))
+        and not is_namedtuple(value)
+        and not any(isinstance(item, (torch.Tensor, Mapping, list, tuple)) for item in value)
+    )
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return the entries of a container with their keys, None for a leaf."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (list, tuple)) and not _is_plain(value):
+        return list(enumerate(value))
+    return None
+
+
+def _rebuilt(value: Any, entries: list[Any]) -> Any:
+    """Return a container like `value` that holds `entries`."""
+    if isinstance(value, Mapping):
+        return like_mapping(value, dict(zip(value, entries, strict=True)))
+    return honor_type(value, entries)
+
+
+def _lengths(value: Any, lists: bool = True) -> Iterator[int]:
+    """Yield the lengths of the tensors (and lists of plain objects) in nested data."""
+    if isinstance(value, torch.Tensor):
+        if value.ndim:
+            yield len(value)
+    elif _is_plain(value):
+        if lists and len(value):
+            yield len(value)
+    else:
+        for _, part in _parts(value) or ():
+            yield from _lengths(part, lists)
+
+
+def _list_lengths(value: Any) -> Iterator[int]:
+    """Yield the lengths of the lists of containers and tensors in nested data."""
+    parts = _parts(value) or []
+    if parts and not isinstance(value, Mapping) and not is_namedtuple(value):
+        yield len(parts)
+    for _, part in parts:
+        yield from _list_lengths(part)
+
+
+def _sample_paths(value: Any, size: int, path: Path = ()) -> Iterator[Path]:
+    """Yield the paths of the parts with `size` entries, one per sample."""
+    if isinstance(value, torch.Tensor) or _is_plain(value):
+        if getattr(value, "ndim", 1) and len(value) == size:
+            yield path
+        return
+    is_list = isinstance(value, (list, tuple)) and not is_namedtuple(value)
+    if is_list and len(value) == size:
+        lengths = list(_lengths(value))
+        if not lengths or any(length != size for length in lengths):  # no list of batched fields
+            yield path
+            return
+    for key, part in _parts(value) or ():
+        yield from _sample_paths(part, size, (*path, key))
+
+
+def _length_at(value: Any, path: Path) -> int | None:
+    """Return the length of the part at `path`, None if there is none."""
+    for key in path:
+        if isinstance(value, Mapping):
+            if key not in value:
+                return None
+        elif not isinstance(value, (list, tuple)) or key >= len(value):
+            return None
+        value = value[key]
+    if isinstance(value, torch.Tensor):
+        return len(value) if value.ndim else None
+    return len(value) if isinstance(value, (list, tuple)) else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two leaves are equal."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return bool(np.array_equal(one, other))
+    if isinstance(one, (list, tuple)):
+        same_kind = type(one) is type(other) and len(one) == len(other)
+        return same_kind and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def _named(path: Path) -> str:
+    return f"entries {'.'.join(map(str, path))!r}" if path else "tensors"
