@@ -57,7 +57,7 @@ class Failure:
 
     Attributes:
         status: its exit status; negative: minus the number of the signal that ended it.
-        time: seconds since the epoch at which it was seen.
+        time: seconds since the epoch at which it was last seen alive.
     """
 
     status: int
@@ -129,6 +129,7 @@ class GroupAgent(LocalElasticAgent):
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._early: list[int] = []  # signals from before there was anybody to hand them on to
         self._ignores_interrupt = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        self._seen: dict[int, float] = {}  # when each rank was last seen alive
         self.failed: dict[int, Failure] = {}
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -164,9 +165,12 @@ class GroupAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = {rank: process.poll() for rank, process in self._processes.items()}
+        now = time.time()
         for rank, code in codes.items():
-            if code is not None and rank not in self.failed and (code or not self._finished(rank)):
-                self.failed[rank] = Failure(code, time.time())
+            if code is None:
+                self._seen[rank] = now
+            elif rank not in self.failed and (code or not self._finished(rank)):
+                self.failed[rank] = Failure(code, self._seen.get(rank, 0.0))
         if self.failed:
             self._end_workers()
         elif None in codes.values():  # torch, looking a moment later, might see another end first

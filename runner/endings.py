@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from runner.outcomes import FAILED
+from runner.outcomes import FAILED, how
 from runner.signals import StopFlag
 
 _REPLACING = ("execv", "execve")
@@ -22,12 +22,19 @@ class EndedByOwnCodeError(RuntimeError):
     """The run's own code asked for the end of the process before the run was complete."""
 
 
+class LoaderWorkerError(RuntimeError):
+    """A loader worker died; the message tells how."""
+
+
 @contextlib.contextmanager
 def told(stop: StopFlag) -> Iterator[None]:
-    """Raise an `EndedByOwnCodeError` where code in the context would end this process silently.
+    """Say why a process ends where Python or torch would not.
+
+    Raises an `EndedByOwnCodeError` where code in the context would end this process silently.
 
     That is `os._exit(0)`, with which an untrained run would look complete, `os.exec*`, and a
-    KeyboardInterrupt that no Ctrl-C has raised. Child processes are left alone.
+    KeyboardInterrupt that no Ctrl-C has raised. Child processes are left alone. Raises a
+    `LoaderWorkerError` where torch only tells that a loader worker has exited.
 
     Args:
         stop: knows whether Ctrl-C was pressed.
@@ -58,6 +65,15 @@ def told(stop: StopFlag) -> Iterator[None]:
         for name in _REPLACING:
             setattr(os, name, replacing(before[name]))
         yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        from accel.data.workers import failed
+
+        ended = [f"{pid} {how(status)}" for pid, status in failed().items()]
+        if not ended:
+            raise
+        raise LoaderWorkerError(f"a loader worker died: process {', '.join(ended)}") from error
     except KeyboardInterrupt as error:
         if stop.interrupted:
             raise

@@ -60,22 +60,29 @@ class Verdict:
     ends: bool
 
 
-def judge(reports: Mapping[int, Report], silent: Mapping[int, str], limit: float) -> Verdict | None:
+def judge(
+    reports: Mapping[int, Report],
+    silent: Mapping[int, str],
+    limit: float,
+    before: Mapping[int, Report] | None = None,
+) -> Verdict | None:
     """Return which rank hangs; None: the run makes progress.
 
     A run is ended in the middle of training, where each step takes a time that is known. Start-up
     with the first step, compilation, evaluation and saving take as long as they take: the rank is
-    named, and the run is ended only if every rank waits for another.
+    named, and the run is ended only if every rank waits for another, twice in the same place.
 
     Args:
         reports: of the ranks that have answered, by rank.
         silent: of the others, why they have not.
         limit: seconds without progress.
+        before: the reports of the time before, if ranks were asked before.
     """
     if any(report.seconds < limit / 2 for report in reports.values()):
         return None
     kinds = {report.stack.kind for report in reports.values()}
     deadlocked = not silent and kinds == {WAITING}
+    unchanged = all(_same(report, (before or {}).get(rank)) for rank, report in reports.items())
     slow = any(report.is_slow or report.stack.compiles for report in reports.values())
     first = _first(reports, silent, deadlocked)
     others = [reports[rank] for rank in sorted(reports) if rank != first]
@@ -89,7 +96,16 @@ def judge(reports: Mapping[int, Report], silent: Mapping[int, str], limit: float
     rest = f", and {len(others) - 3} more" if len(others) > 3 else ""
     cause = "every rank waits for another, in different places: " if deadlocked else ""
     message = f"{cause}{what}. Meanwhile {waits}{rest}" if others else f"{cause}{what}"
-    return Verdict(first, message, stack, ends=deadlocked or not slow)
+    return Verdict(first, message, stack, ends=not slow or (deadlocked and unchanged))
+
+
+def _same(now: Report, before: Report | None) -> bool:
+    """Return whether a rank has not moved."""
+    return before is not None and (now.count, now.collectives, now.stack) == (
+        before.count,
+        before.collectives,
+        before.stack,
+    )
 
 
 def _first(reports: Mapping[int, Report], silent: Mapping[int, str], deadlocked: bool) -> int:

@@ -199,9 +199,7 @@ def _without_word(run_dir: Path, rank: int, failure: Failure) -> Outcome:
     status = failure.status
     if status == INTERRUPTED:  # SIGINT was sent to this process alone
         return Outcome(rank, failure.time, INTERRUPTED, "it was interrupted")
-    how = f"exited with {status}" if status >= 0 else f"was ended by {signal.Signals(-status).name}"
-    if status == -signal.SIGKILL:
-        how += " (out of memory?)"
+    how = outcomes.how(status)
     if status == DONE:
         how += " before the run was complete"
     log = console_logs.log_file(run_dir, rank)
@@ -212,6 +210,8 @@ def _without_word(run_dir: Path, rank: int, failure: Failure) -> Outcome:
         code=FAILED,
         message=f"its process {how}",
         traceback="\n".join([f"The end of {log}:", *printed]) if printed else "",
+        # Native code of a process group aborts where another rank is gone.
+        is_consequence=status == -signal.SIGABRT,
     )
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -31,8 +32,11 @@ INTERRUPTED = 130
 CLEAN = (DONE, STOPPED)
 # What gloo and NCCL say when another process is gone; both raise plain RuntimeErrors.
 COMMUNICATION = re.compile(
-    r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|ProcessGroup|\bTCPStore\b"
+    r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|ProcessGroup|\bTCPStore\b",
+    re.IGNORECASE,
 )
+# How torch begins an error that it brings from a loader worker.
+IN_LOADER_WORKER = re.compile(r"Caught \w+ in DataLoader (worker process \d+)\.")
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,14 @@ class Outcome:
     def remove(self, run_dir: Path, launch: str) -> None:
         """Remove what `write` has written, if it is there."""
         (log_folder(run_dir) / f"{launch}_rank_{self.rank}.json").unlink(missing_ok=True)
+
+
+def how(status: int) -> str:
+    """Return in words how a process ended, by its exit status."""
+    if status >= 0:
+        return f"exited with {status}"
+    likely = " (out of memory?)" if status == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-status).name}{likely}"
 
 
 def log_folder(run_dir: Path) -> Path:
@@ -149,6 +161,9 @@ def one_line(error: BaseException) -> str:
     """Return the type of an exception and the first line of its message."""
     text = _text(error)
     name = type(error).__name__
+    worker = IN_LOADER_WORKER.match(text)
+    if worker is not None:  # what happened there stands at the end of the traceback that follows
+        return f"{text.splitlines()[-1]} ({worker[1]})"
     if isinstance(error, AccelError):
         return text
     return f"{name}: {text.splitlines()[0]}" if text else name

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
+from runner.outcomes import one_line
+
 
 class DataError(RuntimeError):
     """The user's data raised what a loader does not hand on."""
@@ -42,7 +44,7 @@ class UserCode:
             return
         in_worker = get_worker_info() is not None
         if isinstance(error, StopIteration) or (in_worker and not _can_travel(error)):
-            raise DataError(f"{self._what} raised {type(error).__name__}") from error
+            raise DataError(f"{self._what} raised {one_line(error)}") from error
 
 
 def _can_travel(error: BaseException) -> bool:

@@ -20,6 +20,7 @@ _PACKAGES = (
 )
 # Innermost files of a thread that waits for other ranks.
 _COLLECTIVES = ("/torch/distributed/", "/deepspeed/", "/accel/comm/")
+_THROUGH = ("/torch/_ops.py", "/torch/utils/_contextlib.py")  # calls of others pass through here
 _BACKWARD = "_engine_run_backward"  # waits in native code for the gradients of other ranks
 _COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/")
 
@@ -82,19 +83,13 @@ class Stack:
     @property
     def kind(self) -> str:
         """What the thread does: "waiting" for other ranks, something "in torch", or else "busy"."""
-        inner = []
-        for place in reversed(self.places):
-            if not any(part in place.file for part in ("/torch/", "/deepspeed/", "/accel/comm/")):
-                break
-            inner.append(place)
-        if not inner or "/torch/utils/data/" in inner[-1].file:
-            return BUSY
-        if any(
-            place.function == _BACKWARD or any(part in place.file for part in _COLLECTIVES)
-            for place in inner
-        ):
+        if any(place.file.startswith("<frozen importlib") for place in self.places):
+            return BUSY  # it imports, perhaps a module of torch's
+        inner = next(p for p in reversed(self.places) if not p.file.endswith(_THROUGH))
+        if inner.function == _BACKWARD or any(part in inner.file for part in _COLLECTIVES):
             return WAITING
-        return IN_TORCH
+        in_torch = "/torch/" in inner.file and "/torch/utils/data/" not in inner.file
+        return IN_TORCH if in_torch else BUSY
 
     @property
     def compiles(self) -> bool:

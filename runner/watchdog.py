@@ -181,12 +181,9 @@ class Watchdog:
         while not self._store.check(list(keys.values())) and time.monotonic() < deadline:
             if self._closing.wait(min(self._poll, 0.2)):
                 return
-        answered = {rank for rank, key in keys.items() if self._store.check([key])}
-        reports = {
-            rank: Report.from_plain(json.loads(self._store.get(keys[rank]))) for rank in answered
-        }
-        silent = {rank: self._why_silent(rank) for rank in keys.keys() - answered}
-        verdict = hangs.judge(reports, silent, self._limit)
+        reports = self._reports(self._round)
+        silent = {rank: self._why_silent(rank) for rank in keys.keys() - reports.keys()}
+        verdict = hangs.judge(reports, silent, self._limit, self._reports(self._round - 1))
         if verdict is not None:
             self._write(f"rank {verdict.rank}: {verdict.message}")
             self._tell(verdict)
@@ -194,6 +191,15 @@ class Watchdog:
         ends = verdict is not None and verdict.ends
         self._store.set(f"{self._round}/verdict", json.dumps(ends))
         self._obey(ends)
+
+    def _reports(self, number: int) -> dict[int, Report]:
+        """Return what ranks have reported in a round."""
+        keys = {rank: f"{number}/{rank}" for rank in range(self._world_size)}
+        return {
+            rank: Report.from_plain(json.loads(self._store.get(key)))
+            for rank, key in keys.items()
+            if self._store.check([key])
+        }
 
     def _why_silent(self, rank: int) -> str:
         """Return why a rank does not answer, as far as can be seen from here."""

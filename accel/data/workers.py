@@ -122,6 +122,15 @@ def supervised(iterator: Any) -> Any:
     return iterator
 
 
+def failed() -> dict[int, int]:
+    """Return the exit status of each worker of a live iterator that failed, by process id.
+
+    A negative status is minus the number of the signal that ended it.
+    """
+    processes = [process for iterator in list(_RUNNING) for process in iterator._workers]
+    return {process.pid: process.exitcode for process in processes if process.exitcode}
+
+
 _RUNNING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

@@ -156,7 +156,8 @@ def test_fields_of_the_loader_reach_it() -> None:
     config = DataLoader(num_workers=2, prefetch_factor=5, persistent_workers=True, pin_memory=True)
     loader = make_loader(range(4), config, "cpu", tuple, batch_size=2)
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 5, True)
-    assert (loader.pin_memory, loader.collate_fn, loader.batch_size) == (True, tuple, 2)
+    assert (loader.pin_memory, loader.batch_size) == (True, 2)
+    assert loader.collate_fn([1, 2]) == (1, 2)
     assert make_loader(range(4), DataLoader(), "cuda").pin_memory
     assert not make_loader(range(4), DataLoader(), "cpu").pin_memory
     assert not make_loader(range(4), DataLoader(pin_memory=False), "cuda").pin_memory

@@ -61,6 +61,11 @@ def start(agent: GroupAgent, monkeypatch: pytest.MonkeyPatch, early: tuple[int, 
     return processes
 
 
+def statuses(agent: GroupAgent) -> dict[int, int]:
+    """Return the exit status of each rank that failed."""
+    return {rank: failure.status for rank, failure in agent.failed.items()}
+
+
 def test_a_signal_from_before_the_workers_reaches_them(
     agent: GroupAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +87,7 @@ def test_torch_is_asked_only_once_an_end_is_seen(
     second.code = -signal.SIGKILL
     watch(None)
     assert len(asked) == 1
-    assert agent.failed == {1: -signal.SIGKILL}
+    assert statuses(agent) == {1: -signal.SIGKILL}
 
 
 def test_workers_that_are_left_are_interrupted(
@@ -93,4 +98,19 @@ def test_workers_that_are_left_are_interrupted(
     second.code = 1
     agent._monitor_workers(None)  # type: ignore[arg-type]
     assert first.signals[-1] == signal.SIGINT
-    assert agent.failed == {1: 1}
+    assert statuses(agent) == {1: 1}
+
+
+def test_an_exit_with_0_of_a_rank_that_is_not_finished_is_a_failure(
+    agent: GroupAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = start(agent, monkeypatch, ())
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *args: None)
+    agent._finished = lambda rank: rank == 0
+    watch: Any = agent._monitor_workers
+    first.code = 0
+    watch(None)
+    assert statuses(agent) == {}
+    second.code = 0
+    watch(None)
+    assert statuses(agent) == {1: 0}

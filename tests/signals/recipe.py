@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from accel.env import Environment
 from runner import Callback, Data, Objective, register
@@ -35,7 +35,9 @@ def wait_in(folder: str, phase: str) -> None:
     place = Path(folder)
     if (place / "go").exists():
         return
-    (place / f"{phase}_{rank()}").touch()
+    partial = place / f".{phase}_{rank()}"
+    partial.write_text(str(os.getpid()))
+    partial.rename(place / f"{phase}_{rank()}")
     deadline = time.monotonic() + LIMIT_SECONDS
     while not (place / "go").exists():
         if time.monotonic() > deadline:
@@ -199,8 +201,3 @@ class Waiting(Callback):
         """Leave the others alone."""
         if rank() == self.stops and loop.state.step == 2:
             loop.stop("rank alone")
-
-
-def in_worker() -> bool:
-    """Return whether this is a loader worker."""
-    return get_worker_info() is not None
