@@ -25,6 +25,7 @@ from runner.batches import EvalBatches, TrainBatches
 from runner.callbacks.base import Callback
 from runner.display import Display
 from runner.evaluation import Interrupted, evaluate
+from runner.gradient_check import check as check_gradients
 from runner.hyperparameters import Hyperparameters
 from runner.meters import StepMeter, Stopwatch
 from runner.recording import Recorder, learning_rates
@@ -156,6 +157,7 @@ class Loop:
             self._prepare()
             self._resume()
             self._open()
+            check_gradients(self)
             self._call("on_start")
             self.display.start(self.state.step, self.plan.total_steps, self.recipe.trainer.epochs)
             self._train()

@@ -184,6 +184,8 @@ class Trainer:
         rng_types: generators that ranks synchronise at the start of an epoch.
         device_placement: whether the engine moves objects to the device.
         detect_anomaly: whether autograd names the operation that made a NaN (slow).
+        check_gradients: whether the first samples are also computed as two micro-batches, whose
+            gradients must be those of one (on one process).
     """
 
     epochs: int | None = 1
@@ -207,6 +209,7 @@ class Trainer:
     rng_types: list[str] | None = None
     device_placement: bool = True
     detect_anomaly: bool = False
+    check_gradients: bool = False
 
     def __post_init__(self) -> None:
         problems: list[Problem] = []

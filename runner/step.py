@@ -75,6 +75,15 @@ class Step(ABC):
     not name must be null. `optimizer` is a function ``optimizer(model) -> torch.optim.Optimizer``
     and `scheduler` ``scheduler(optimizer, num_steps) -> LRScheduler``.
 
+    The contract of `train`: the update is that of the gradient of the loss over *all* samples of
+    the window, on all processes: summed loss over summed weight (samples or tokens), however they
+    are cut into micro-batches and processes. `Accelerator.backward` divides by the micro-batches of
+    the window, and DDP averages over processes. So a loss that is normalised by the weight of the
+    whole window comes out too small by both; give `backward` what
+    `accel.loss.normalize_loss(total, weight, num_processes=…, num_steps=…)` returns. A mean over
+    each micro-batch is right only where all are of one size and nothing is padded or masked
+    (`MicroBatch.valid`). ``runner debug=fdr`` compares one micro-batch with two.
+
     Attributes:
         models: by name; the runner replaces them by the prepared ones before the first step.
         optimizers: likewise.
