@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from accel.errors import (
     Problem,
 )
 from runner import flags as command_line
-from runner import outcomes, paths, threads, trust
+from runner import outcomes, paths, startup, threads, trust
 from runner.outcomes import DONE, FAILED, INTERRUPTED, REFUSED
 
 if TYPE_CHECKING:
@@ -78,18 +77,36 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return _help()
     if flags.version:
         return _version()
+    if flags.shell_completion and overrides[:1] and overrides[0].startswith("query="):
+        return _complete(overrides[0].partition("=")[2])
     if flags.shell_completion or flags.hydra_help or flags.info:
-        # Completion reads the line from the environment, with a flag that Hydra does not know.
-        line = re.sub(r"\s--import[\s=]+\S*", "", env.read("COMP_LINE") or "")
-        with env.patched(COMP_LINE=line or None):
-            return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _nothing)
+        return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _nothing)
     if flags.cfg and flags.multirun:
         raise ConfigError(Problem("--cfg with --multirun", "a sweep has many recipes", "Drop one."))
+    overrides = _last_of_each(overrides)
     if flags.cfg in ("hydra", "all"):
         return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _nothing)
     if flags.cfg:
         return _show(overrides, flags.config_name, flags.package)
     return _train(overrides, flags.config_name, flags.multirun)
+
+
+def _last_of_each(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides without those that a later one overrides, and say so of each."""
+    from runner import diagnose
+
+    for line in diagnose.overridden(overrides):
+        print(line, file=sys.stderr)
+    return diagnose.unique(overrides)
+
+
+def _complete(shell: str) -> int:
+    """Print what the line in COMP_LINE may be completed to: in one line, for fish one a line."""
+    from runner import completion
+
+    found = completion.candidates(env.read("COMP_LINE") or "")
+    print(("\n" if shell == "fish" else " ").join(found))
+    return DONE
 
 
 def _help() -> int:
@@ -117,13 +134,19 @@ def _show(overrides: Sequence[str], config_name: str, package: str | None) -> in
     """Print the recipe that would run."""
     from omegaconf import OmegaConf
 
-    from runner import compose, hydra_setup
+    from runner import compose, hydra_setup, keys
 
     with hydra_setup.session():
         examined, _ = _examine(overrides, config_name)
-        recipe = compose.require(examined)
+    _require_names([examined], _import_packages_named(examined.recipe))
+    recipe = compose.require(examined)
     shown: Any = OmegaConf.create(compose.to_yaml(recipe))
     if package is not None:
+        content: Any = OmegaConf.to_container(shown)
+        known = keys.known_keys(content)
+        if package not in known:
+            value, rule = f"--package {package}", "the recipe has no such node"
+            raise ConfigError(Problem(value, rule, keys.meant(package, known)))
         shown = OmegaConf.select(shown, package)
     print(OmegaConf.to_yaml(shown).rstrip() if OmegaConf.is_config(shown) else shown)
     return DONE
@@ -146,7 +169,10 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
         return _train_all(overrides, config_name, missing)
     with hydra_setup.session():
         examined, goes_on = _examine(overrides, config_name)
-    require([examined], [*missing, *sweeps.misplaced(overrides)])
+    missing = [*missing, *sweeps.misplaced(overrides)]
+    _require_names([examined], missing)
+    startup.announce(examined.recipe.name)
+    require([examined], missing)
     return _train_one(examined, goes_on, overrides)
 
 
@@ -190,6 +216,25 @@ def _resumed(examined: Examined, run_dir: str) -> Examined:
     return replace(examined, recipe=replace(examined.recipe, resume=run_dir))
 
 
+def _import_packages_named(recipe: Recipe) -> list[Problem]:
+    """Import the user's packages where a recipe names factories that are not built in."""
+    from runner import offline
+
+    return import_packages() if offline.unknown(recipe) else []
+
+
+def _require_names(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None:
+    """Raise what is wrong with any of the jobs as far as it shows without loading torch."""
+    from runner import offline
+
+    problems = dict.fromkeys(missing)
+    for examined in jobs:
+        problems.update(dict.fromkeys(examined.problems))
+        if examined.composed:
+            problems.update(dict.fromkeys(offline.problems(examined.recipe)))
+    ConfigError.raise_if(list(problems))
+
+
 def require(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None:
     """Raise everything that is wrong with any of the jobs, each thing once."""
     from runner import build
@@ -225,6 +270,8 @@ def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Pro
 
     with hydra_setup.session():
         plan = sweeps.plan(overrides, config_name)
+    _require_names(plan.known, missing)
+    startup.announce(plan.known[0].recipe.name if plan.known else "")
     require(plan.known, missing)
     folder = Path(tempfile.mkdtemp(prefix="sweep-"))
     task = sweeps.Task(
@@ -317,7 +364,7 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], float | None]) -> i
         with env.patched(HYDRA_FULL_ERROR="1"):
             main()
     except diagnose.MISTAKES as error:
-        raise ConfigError(diagnose.translate(error, hydra_setup.PRIMARY)) from error
+        raise ConfigError(*diagnose.translate(error, hydra_setup.PRIMARY)) from error
     except SystemExit as end:
         if raised:
             raise raised[0] from None

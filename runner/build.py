@@ -52,8 +52,7 @@ class Factory:
     @property
     def num_given(self) -> int:
         """How many first arguments the runner gives."""
-        by_name, by_target = NUM_GIVEN.get(self.key, (0, 0))
-        return by_name if self.by_name else by_target
+        return num_given(self.key, self.by_name)
 
     def problems(self, given: tuple[str, ...] = ()) -> list[Problem]:
         """Return what is wrong with the arguments."""
@@ -226,7 +225,7 @@ def check_factories(recipe: Recipe) -> list[Problem]:
     """Return what is wrong with the nodes that name factories."""
     problems: list[Problem] = []
     found: dict[str, Factory] = {}
-    for key, node, registry in _nodes(recipe, problems):
+    for key, node, registry in nodes_of(recipe, problems):
         try:
             found[key] = _factory(key, node, registry)
         except ConfigError as error:
@@ -253,7 +252,7 @@ def try_factories(recipe: Recipe) -> list[Problem]:
 
     return [
         problem
-        for key, node, registry in _nodes(recipe, [])
+        for key, node, registry in nodes_of(recipe, [])
         for problem in trial.problems(_factory(key, node, registry))
     ]
 
@@ -293,7 +292,7 @@ def build_parts(recipe: Recipe, around_model: AbstractContextManager[Any] | None
     ConfigError.raise_if(check_factories(recipe))
     callbacks = {
         key.removeprefix("callbacks."): _factory(key, node, registry)()
-        for key, node, registry in _nodes(recipe, [])
+        for key, node, registry in nodes_of(recipe, [])
         if registry is register.callback
     }
     step = build_step(recipe, around_model)
@@ -359,7 +358,7 @@ def _part(recipe: Recipe, key: str) -> Factory:
     return _factory(key, getattr(recipe, key), getattr(register, key))
 
 
-def _nodes(recipe: Recipe, problems: list[Problem]) -> Iterator[tuple[str, Any, Registry]]:
+def nodes_of(recipe: Recipe, problems: list[Problem]) -> Iterator[tuple[str, Any, Registry]]:
     """Yield (key, node, registry) of each node that names a factory and is not null."""
     for key in FACTORY_NODES:
         if getattr(recipe, key) is not None:
@@ -390,6 +389,22 @@ def _factory(key: str, node: Any, registry: Registry) -> Factory:
     Raises:
         ConfigError: if there is none, or it is not trusted.
     """
+    name, target, arguments = named(key, node, registry)
+    if target is not None:
+        label = str(target).rpartition(".")[2]
+        return Factory(key, label, False, trust.resolve(str(target), f"{key}._target_"), arguments)
+    try:
+        return Factory(key, str(name), True, registry.get(str(name)), arguments)
+    except ConfigError as error:
+        raise under(error, registry.kind, key) from error
+
+
+def named(key: str, node: Any, registry: Registry) -> tuple[Any, str | None, dict[str, Any]]:
+    """Return the name or the `_target_` of a node, one of them None, and its arguments.
+
+    Raises:
+        ConfigError: if it has neither, or both.
+    """
     if not isinstance(node, Mapping):
         raise ConfigError(
             Problem(
@@ -408,16 +423,16 @@ def _factory(key: str, node: Any, registry: Registry) -> Factory:
         raise ConfigError(
             Problem(f"{key}={dict(node)}", rule, f"Set {key}.name to one of: {known}.")
         )
-    if target is not None:
-        label = str(target).rpartition(".")[2]
-        return Factory(key, label, False, trust.resolve(str(target), f"{key}._target_"), arguments)
-    try:
-        return Factory(key, str(name), True, registry.get(str(name)), arguments)
-    except ConfigError as error:
-        raise _under(error, registry.kind, key) from error
+    return name, None if target is None else str(target), arguments
 
 
-def _under(error: ConfigError, kind: str, key: str) -> ConfigError:
+def num_given(key: str, by_name: bool) -> int:
+    """Return how many first arguments the runner gives to the factory of a node."""
+    from_registry, by_target = NUM_GIVEN.get(key, (0, 0))
+    return from_registry if by_name else by_target
+
+
+def under(error: ConfigError, kind: str, key: str) -> ConfigError:
     """Return the error with the node's own key in place of the kind of factory."""
     return ConfigError(
         *(

@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import ConfigError, Problem
-from runner import compose, hydra_setup, rundir
+from runner import compose, diagnose, hydra_setup, rundir, startup
 from runner.job import Job
 from runner.restore import described, find_checkpoint, restored_step
 from runner.schema import Distributed, Recipe
@@ -200,7 +201,9 @@ def _lists(columns: Mapping[Any, Any]) -> dict[str, list[Any]]:
 @contextlib.contextmanager
 def _session(request: Request) -> Iterator[Session]:
     """Have a run's models, data and engine in the context."""
-    job, recipe = Job.load(rundir.existing(request.run_dir))
+    run_dir = rundir.existing(request.run_dir)
+    startup.announce(run_dir.name)
+    job, recipe = Job.load(run_dir)
     if request.overrides:
         recipe = _overridden(request)
     recipe = _in_one_process(recipe, request.overrides)
@@ -220,6 +223,8 @@ def _session(request: Request) -> Iterator[Session]:
 
 
 def _overridden(request: Request) -> Recipe:
+    for line in diagnose.overridden(request.overrides):
+        print(line, file=sys.stderr)
     with hydra_setup.session():
         recipe = compose.require(compose.resumed(request.run_dir, request.overrides, trains=False))
     from runner import build

@@ -5,6 +5,7 @@ Free of torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from accel.errors import ConfigError, Problem
-from runner import diagnose, hydra_setup, recipe, resume, rundir
+from runner import conf_files, diagnose, hydra_setup, recipe, resume, rundir
 from runner.job import Job
 from runner.schema import Recipe
 
@@ -62,7 +63,10 @@ def unresolved(error: OmegaConfBaseException) -> Problem:
     """Return the problem with an interpolation that leads nowhere, or a value that is missing."""
     key = str(getattr(error, "full_key", None) or "the recipe")
     rule = str(getattr(error, "msg", None) or error).splitlines()[0]
-    return Problem(key, rule, "Give it a value.")
+    named = re.search(r"'([^']+)'", rule)
+    # Which file the interpolation stands in, where the command line has none of it.
+    where = conf_files.containing(rf"\$\{{[^}}]*{re.escape(named.group(1))}") if named else ""
+    return Problem(f"{where}{key}", rule, "Give it a value.")
 
 
 def resumed(run_dir: str | Path, overrides: Sequence[str] = (), *, trains: bool = True) -> Examined:

@@ -7,7 +7,6 @@ overrides are therefore looked at one by one, and what is left is composed and c
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,12 +19,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from accel.errors import ConfigError, Problem, nearest
-from runner import hydra_setup, keys
+from runner import conf_files, habits, hydra_setup, keys, paths
 
 # What composing raises for a mistake of the user's; OmegaConf stumbles over null nodes.
 MISTAKES = (
     *(HydraException, OmegaConfBaseException, YAMLError),
-    *(AssertionError, AttributeError, ValueError, OSError),
+    *(AssertionError, AttributeError, ValueError, OSError, RecursionError),
 )
 COMMANDS = ("eval", "predict")
 
@@ -49,12 +48,15 @@ def examine(
     Returns:
         The configuration of all that is right, and the problems.
     """
-    problems = [*repeated(overrides), *hydra_setup.hydra_problems(overrides)]
+    overrides, problems = habits.pairs(overrides)
+    problems += [*hydra_setup.hydra_problems(overrides), *_switches(overrides)]
     accepted = [o for o in unique(overrides) if not hydra_setup.hydra_problems([o])]
     try:
         return hydra_setup.compose(accepted, config_name, number), problems
     except ConfigError as error:
         return OmegaConf.create(), [*problems, *error.problems]
+    except RecursionError as error:
+        return OmegaConf.create(), [*problems, *translate(error, config_name)]
     except MISTAKES as error:
         config, found = explain(accepted, config_name, error)
         return config, [*problems, *found]
@@ -65,18 +67,25 @@ def unique(overrides: Sequence[str]) -> list[str]:
     return list({hydra_setup.key_of(override): override for override in overrides}.values())
 
 
-def repeated(overrides: Sequence[str]) -> list[Problem]:
-    """Return a problem for each key that is set twice."""
-    counts = Counter(hydra_setup.key_of(override) for override in overrides)
+def overridden(overrides: Sequence[str]) -> list[str]:
+    """Return a line for each override that a later one of the same key overrides."""
+    last = {hydra_setup.key_of(override): override for override in overrides}
     return [
-        Problem(
-            " and ".join(o for o in overrides if hydra_setup.key_of(o) == key),
-            "one place sets a value",
-            f"Keep one {key}=…",
-        )
-        for key, count in counts.items()
-        if count > 1
+        f"{override} is overridden by {last[key]}: the last one of a key is taken"
+        for override in overrides
+        if last[key := hydra_setup.key_of(override)] is not override
     ]
+
+
+def unreadable(overrides: Sequence[str]) -> list[Problem]:
+    """Return a problem for each override of a sweep that Hydra's grammar does not read."""
+    overrides, problems = habits.pairs(overrides)
+    for override in overrides:
+        try:
+            hydra_setup.parse([override])
+        except HydraException as failure:
+            problems.append(_unreadable(override, failure))
+    return problems
 
 
 def explain(
@@ -111,10 +120,10 @@ def explain(
     except ConfigError as failure:
         return OmegaConf.create(), [*problems, *failure.problems]
     except MISTAKES as failure:
-        return OmegaConf.create(), [*problems, translate(failure, config_name)]
+        return OmegaConf.create(), [*problems, *translate(failure, config_name)]
     for parsed in values:
         problems += _apply(parsed, config)
-    return config, problems or [translate(error, config_name)]
+    return config, problems or translate(error, config_name)
 
 
 def options_of(group: str) -> list[str]:
@@ -126,6 +135,9 @@ def options_of(group: str) -> list[str]:
 def _unreadable(override: str, failure: HydraException) -> Problem:
     if "=" not in override:
         known = [*COMMANDS, *(f"{group}=" for group in hydra_setup.groups())]
+        key = habits.key_for(override)
+        if key is not None:
+            return Problem(override, "a value is given as key=value", f"Write {key}=…")
         return Problem(override, "it is neither a command nor key=value", nearest(override, known))
     return Problem(
         override,
@@ -141,6 +153,10 @@ def _choice_problem(parsed: Override, override: str) -> Problem | None:
         return Problem(override, f"{group} has one place in a recipe", f"Write {group}=…")
     value = None if parsed.is_delete() else parsed.value()
     for option in value if isinstance(value, list) else [] if value is None else [value]:
+        meant = habits.option(group, option)
+        if meant is not None and option not in known:
+            rule = f"{group} is one of {', '.join(known)}"
+            return Problem(f"{group}={option}", rule, f"Did you mean {meant!r}?")
         if not isinstance(option, str):
             rule = f"{group}= takes the name of a file of conf/{group}"
             remedy = f"Choose one of {', '.join(known)}; set single values with {group}.key=…"
@@ -148,7 +164,25 @@ def _choice_problem(parsed: Override, override: str) -> Problem | None:
         if option not in known:
             rule = f"{group} is one of {', '.join(known)}"
             return Problem(f"{group}={option}", rule, nearest(option, known))
+    if (parsed.is_add() or parsed.is_force_add()) and _has_place(group):
+        rule = f"{group} has a place in every recipe"
+        return Problem(override, rule, f"Leave out the +: {override.lstrip('+')}")
     return None
+
+
+def _has_place(group: str) -> bool:
+    """Return whether the primary file chooses a file of a group, if only none."""
+    return (paths.conf_folder() / group).is_dir()
+
+
+def _switches(overrides: Sequence[str]) -> list[Problem]:
+    """Return the problems of numbers that were given for true or false."""
+    values: dict[str, object] = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if value.lstrip("-").isdigit():
+            values[key.lstrip("+")] = int(value)
+    return list(habits.switches(values))
 
 
 def _sweep_problem(parsed: Override, override: str) -> Problem | None:
@@ -215,31 +249,50 @@ def _value(line: str) -> str:
     return line.partition("=")[2]
 
 
-def translate(error: Exception, config_name: str) -> Problem:
+def translate(error: Exception, config_name: str) -> list[Problem]:
     """Return what a file of `conf/` has wrong, from what composing it raised."""
     text = str(error).strip()
     place, rest = _place(text)
     missing = re.search(r"Could not find '([^']+)'", text)
+    if isinstance(error, RecursionError):
+        return [conf_files.cycle() or Problem("conf", "files name each other", "End the ring.")]
+    if isinstance(error, UnicodeDecodeError):
+        return conf_files.undecodable() or [Problem("conf", text, "Save the file as UTF-8.")]
     if missing:
         group, _, option = missing.group(1).rpartition("/")
-        return Problem(
-            f"{place}{group}: {option}", "there is no such file", nearest(option, options_of(group))
+        known = options_of(group)
+        found = Problem(
+            f"{place}{group}: {option}", "there is no such file", nearest(option, known)
         )
+        return [habits.plugin(group, option) or found]
     if "primary config" in text:
-        return Problem(
-            f"--config-name {config_name}",
-            "there is no such file in any conf folder",
-            nearest(config_name, options_of("")),
-        )
+        return [
+            Problem(
+                f"--config-name {config_name}",
+                "there is no such file in any conf folder",
+                nearest(config_name, options_of("")),
+            )
+        ]
+    twice = re.search(r"Multiple values for (\S+)\. To override .* use 'override (.*)'", text)
+    if twice:
+        group, choice = twice.group(1), twice.group(2)
+        where = conf_files.containing(rf"(?m)^\s*-\s*/{re.escape(group)}\s*:")
+        rule = f"{group} has a place in every recipe"
+        remedy = f"Write `- override /{choice.lstrip('/')}` in its defaults list."
+        return [Problem(f"{where}/{choice.lstrip('/')}", rule, remedy)]
     key = re.search(r"full_key: (\S+)", text)
     if key and re.search(r"Key '.*' (not in|is not in)", text):
+        name = place.removeprefix("conf/").removesuffix(".yaml: ")
         problem = keys.unknown_key(key.group(1), list(keys.typed_keys()))
-        return Problem(f"{place}{problem.value}", problem.rule, problem.remedy)
+        first = Problem(f"{place}{problem.value}", problem.rule, problem.remedy)
+        return (conf_files.wrong_keys(name) if name else []) or [first]
     if key:
-        return Problem(f"{place}{key.group(1)}", _in_plain_words(rest), "Correct the file.")
+        return [Problem(f"{place}{key.group(1)}", _in_plain_words(rest), "Correct the file.")]
     if isinstance(error, YAMLError):
-        return Problem("conf", f"a file is no YAML: {' '.join(text.split())}", "Correct the file.")
-    return Problem(place.rstrip(": ") or "conf", " ".join(rest.split()), "Correct the file.")
+        rule = f"a file is no YAML: {' '.join(text.split())}"
+        remedy = "Indent with spaces, not tabs." if "'\\t'" in text else "Correct the file."
+        return [Problem("conf", rule, remedy)]
+    return [Problem(place.rstrip(": ") or "conf", " ".join(rest.split()), "Correct the file.")]
 
 
 def _place(text: str) -> tuple[str, str]:

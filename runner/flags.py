@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from accel.errors import ConfigError, Problem, nearest
+from runner import habits
 
 COMMANDS = ("eval", "predict")
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -38,19 +39,28 @@ def _parser() -> _Parser:
     return parser
 
 
+def long_flags() -> list[str]:
+    """Return the flags, in their long spelling."""
+    names = (name for action in _parser()._actions for name in action.option_strings)
+    return sorted([*(name for name in names if name.startswith("--")), "--import"])
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return flags and overrides.
 
     Raises:
         ConfigError: for a flag that is not known; the message names the nearest.
     """
+    refused = [flag for flag in arguments if flag.partition("=")[0] in ("-cp", "--config-path")]
+    if refused:
+        rule = "the shipped files stay where they are"
+        remedy = "Add a folder of your own with --config-dir DIR; ./conf is read anyway."
+        raise ConfigError(Problem(refused[0], rule, remedy))
     parser = _parser()
     known, unknown = parser.parse_known_intermixed_args(_with_info(arguments))
     flags = [name for action in parser._actions for name in action.option_strings]
     problems = [
-        Problem(flag, "there is no such flag", nearest(flag, flags))
-        for flag in unknown
-        if flag.startswith("-")
+        _unknown(flag, arguments, [*flags, "--import"]) for flag in unknown if flag.startswith("-")
     ]
     problems += [
         Problem(f"--config-dir {folder}", "there is no such folder", "Correct it.")
@@ -59,6 +69,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     ]
     ConfigError.raise_if(problems)
     return known
+
+
+def _unknown(flag: str, arguments: Sequence[str], flags: Sequence[str]) -> Problem:
+    """Return the problem with a flag that is not known."""
+    name, given, value = flag.partition("=")
+    rule = "there is no such flag"
+    key = habits.key_for(name)
+    if key is None:
+        return Problem(flag, rule, nearest(name, flags))
+    following = list(arguments[arguments.index(flag) + 1 :])[:1] if flag in arguments else []
+    if not given and following and "=" not in following[0] and not following[0].startswith("--"):
+        value = following[0]
+    return Problem(flag, rule, f"Keys have no dashes: write {key}={value or '…'}")
 
 
 def _with_info(arguments: Sequence[str]) -> list[str]:

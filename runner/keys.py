@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from accel.errors import Problem
+from runner import habits
 from runner.schema import Recipe
 
 _NODES: dict[type[Any], dict[str, type | None]] = {}  # what `nodes` has found
@@ -90,6 +91,9 @@ def unknown_key(key: str, known: Sequence[str], value: str = "") -> Problem:
 
 def meant(key: str, known: Sequence[str]) -> str:
     """Return the sentence that names the likeliest of the dotted keys `known`."""
+    habit = habits.remedy(key, known)
+    if habit is not None:
+        return habit
     parent, _, leaf = key.rpartition(".")
     same_leaf = [k for k in known if k.rpartition(".")[2] == leaf]
     longer = [k for k in known if k.startswith(parent) and k.endswith(f"_{leaf}")]

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 PRIMARY = "config.yaml"
-TABLE = "[tool.runner]"
+TABLE = "tool.runner"  # a table that is not closed, too, so that it is refused
 
 
 def settle() -> None:

@@ -64,10 +64,23 @@ class Registry:
         Raises:
             ConfigError: if there is none; the message names the nearest.
         """
-        if name not in self._factories and name in self._builtin:
+        self.require(name)
+        if name not in self._factories:
             module, _, attribute = self._builtin[name].partition(":")
             self._factories[name] = getattr(importlib.import_module(module), attribute)
-        if name not in self._factories:
+        return self._factories[name]
+
+    def built_in(self, name: str) -> str | None:
+        """Return ``"module:attribute"`` of a built-in factory, or None."""
+        return self._builtin.get(name)
+
+    def require(self, name: str) -> None:
+        """Raise if there is no factory called `name`; nothing is imported.
+
+        Raises:
+            ConfigError: naming the nearest.
+        """
+        if name not in self.names():
             raise ConfigError(
                 Problem(
                     f"{self.kind}.name={name!r}",
@@ -76,7 +89,6 @@ class Registry:
                     f"@register.{self.kind}({name!r}) in a package named by [tool.runner] imports.",
                 )
             )
-        return self._factories[name]
 
 
 class _Register:

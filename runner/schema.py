@@ -32,6 +32,7 @@ from accel.config.training import (
 )
 from accel.enums import LoggerType, PrecisionType, RNGType
 from accel.errors import ConfigError, Problem, nearest
+from runner import habits
 from runner.state import parse_duration
 
 DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu")
@@ -110,7 +111,14 @@ class Precision:
             self.mode = "no"
         problems: list[Problem] = []
         check_given(self, ("mode",), problems)
-        check_choice(self, "mode", PrecisionType.list(), problems)
+        meant = habits.option("precision", self.mode)
+        if meant is not None:
+            rule = f"it is one of {', '.join(PrecisionType.list())}"
+            problems.append(
+                Problem(f"Precision.mode={self.mode!r}", rule, f"Did you mean {meant!r}?")
+            )
+        else:
+            check_choice(self, "mode", PrecisionType.list(), problems)
         ConfigError.raise_if(problems)
 
 
@@ -226,7 +234,11 @@ class Trainer:
         ):
             check_minimum(self, name, 1, problems)
         for name in ("clip_grad_norm", "clip_grad_value"):
-            check_minimum(self, name, 0, problems)
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                rule = "it is greater than 0: a limit of 0 would stop training"
+                remedy = f"Set trainer.{name}=null for no clipping."
+                problems.append(Problem(f"Trainer.{name}={value}", rule, remedy))
         for name in ("limit_train_batches", "limit_eval_batches"):
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1

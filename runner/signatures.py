@@ -100,11 +100,28 @@ def _mistyped(signature: Signature, arguments: Mapping[str, Any], key: str) -> I
         hint = signature.hints.get(name)
         if name in signature.parameters and hint is not None and not fits(value, hint):
             wanted = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
+            remedy = f"Correct {key}.{name}."
+            if isinstance(value, str) and fits(_as_yaml(value), hint):
+                remedy = (
+                    "Write it without quotes; from the environment it comes as a number by "
+                    "${oc.decode:${oc.env:NAME}}."
+                )
             yield Problem(
                 f"{key}.{name}={value!r}",
                 f"it is of type {wanted}, not {type(value).__name__}",
-                f"Correct {key}.{name}.",
+                remedy,
             )
+
+
+def _as_yaml(text: str) -> Any:
+    """Return what a text is as a value of YAML."""
+    from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
+
+    try:
+        found = safe_load(text)
+        return float(text) if isinstance(found, str) else found  # YAML 1.1 takes 1e-3 for a text
+    except (YAMLError, ValueError):
+        return text
 
 
 def fits(value: Any, hint: Any) -> bool:

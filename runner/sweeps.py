@@ -81,11 +81,12 @@ def plan(overrides: Sequence[str], config_name: str) -> Plan:
     Raises:
         ConfigError: if the launcher or the sweeper cannot be used, or the sweep resumes a run.
     """
-    from runner import compose, hydra_setup
+    from runner import compose, diagnose, hydra_setup
 
     if any(hydra_setup.key_of(override) == "resume" for override in overrides):
         rule = "a sweep starts new runs"
         raise ConfigError(Problem("resume with --multirun", rule, "Resume each run by itself."))
+    ConfigError.raise_if(diagnose.unreadable(overrides))
     ConfigError.raise_if(_not_installed(overrides))
     chosen = hydra_setup.hydra_choices(overrides, config_name)
     ConfigError.raise_if(_unverified(chosen["launcher"]))

@@ -113,7 +113,7 @@ def test_all_mistakes_are_told_together(capsys: pytest.CaptureFixture[str]) -> N
     for expected in (
         *("optimzer.lr=1", "precision=bf61", "trainer.epochs=-1", "precision.foo=1"),
         *("trainer.log_every=x", "model.widht=3", "data.name='digts'", "fsdp is off"),
-        "seed=0 and seed=1: one place sets a value",
+        "seed=0 is overridden by seed=1",
     ):
         assert expected in text
 

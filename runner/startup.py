@@ -1,0 +1,19 @@
+"""A sign of life while PyTorch is loaded, which takes seconds. Free of torch."""
+
+from __future__ import annotations
+
+import sys
+
+
+def announce(name: str) -> None:
+    """Say on standard error what is about to start, where torch is still to be loaded.
+
+    On a terminal the line is replaced by what follows.
+
+    Args:
+        name: of the run.
+    """
+    if "torch" in sys.modules:
+        return
+    end = "\r" if sys.stderr.isatty() else "\n"
+    print(f"{name}: loading PyTorch …", end=end, file=sys.stderr, flush=True)
