@@ -33,7 +33,7 @@ def states(folder: Path, every: int, offset: int, sizes: int) -> Iterator[list[C
         ("failed in load", "stopped", ("model.width=4",)),
         ("finished, failed in load", "finished", ("model.width=4", "trainer.epochs=3")),
         ("failed in build", "stopped", ("model.width=-3",)),
-        ("failed in the first step", "stopped", ("data.name=bytes_gpt",)),
+        ("failed in the first step", "stopped", ("data=stdlib_bytes",)),
     ):
         copy = templates.copy(kind, state.replace(" ", "-").replace(",", ""))
         wrong = ends.failed_resume(copy, *overrides)
@@ -81,6 +81,7 @@ def _killed(folder: Path, templates: object, every: int, offset: int) -> Iterato
         ("resume", ends.trace_resume(templates.copy("stopped", "traced-resume"))),
     ):
         print(f"a {kind} changes files by {len(calls)} system calls", flush=True)
+        killed = [0, 0]
         for number, call in list(enumerate(calls))[offset::every]:
             if kind == "start":
                 place = folder / f"killed-start-{number}"
@@ -90,10 +91,12 @@ def _killed(folder: Path, templates: object, every: int, offset: int) -> Iterato
                 place = templates.copy("stopped", f"killed-resume-{number}")
                 line = ends.resume_line(place)
             answer = warm.killed_at(call, line, place)
+            killed[answer.code == -9] += 1
             wrong = "" if answer.code in (-9, 0) else f"code {answer.code}: {answer.output[-200:]}"
             state = f"killed in a {kind} at {number}: {call.name} {call.number}"
             yield [Cell(state, "itself", wrong), *cells(state, place)]
             shutil.rmtree(place)
+        print(f"{killed[True]} of {sum(killed)} commands were killed there", flush=True)
 
 
 def main() -> int:
