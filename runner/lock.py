@@ -191,7 +191,7 @@ def _tried(descriptor: int, byte: int, kind: int, seconds: float) -> bool:
 
 
 def _me() -> Holder:
-    command = shlex.join(["runner", *sys.argv[1:]])
+    command = shlex.join(sys.orig_argv)  # Hydra is given another line
     return Holder(os.getpid(), platform.node(), command, f"{datetime.now():%Y-%m-%d %H:%M:%S}")
 
 

@@ -169,7 +169,6 @@ def counted(count: int, singular: str, plural: str | None = None) -> str:
 def summary_of(loop: Loop) -> dict[str, Any]:
     """Return what `summary.json` holds."""
     state, stopped = loop.state, loop.stopped
-    seconds = loop.watch.training
     best = None
     if state.best is not None:
         checkpoint = loop.saver.best.checkpoint if loop.saver.best else None
@@ -190,7 +189,7 @@ def summary_of(loop: Loop) -> dict[str, Any]:
         "epoch": state.epoch,
         "samples": state.samples,
         "seconds": round(loop.seconds, 3),
-        "samples_per_second": loop.samples_here / seconds if seconds > 0 else 0.0,
+        "samples_per_second": throughput(loop),
         "num_processes": loop.accelerator.num_processes,
         "num_parameters": loop.num_parameters[0],
         "monitor": loop.monitor,
@@ -199,6 +198,14 @@ def summary_of(loop: Loop) -> dict[str, Any]:
         "checkpoint": loop.saver.last,
         **loop.results,
     }
+
+
+def throughput(loop: Loop) -> float:
+    """Return samples per second of this invocation; of the run where it has trained none."""
+    here, seconds = loop.samples_here, loop.watch.training
+    if here == 0:
+        here, seconds = loop.state.samples, loop.state.seconds
+    return here / seconds if seconds > 0 else 0.0
 
 
 def final_rows(loop: Loop, summary: Mapping[str, Any]) -> list[Row]:
