@@ -176,6 +176,7 @@ class DeepSpeedStrategy(Strategy):
         checks.check_devices(settings, self.package)
         if optimizer is not None:
             checks.check_optimizer(settings, model, optimizer)
+            checks.check_kind(settings, optimizer)
         checks.check_leaves(settings, model, self.package)
         self._build(model, optimizer, objects.schedulers, settings, done)
         return done
@@ -257,7 +258,6 @@ class DeepSpeedStrategy(Strategy):
     ) -> None:
         """Start the engine, and put what it makes of the objects into `done`."""
         groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
-        groups = [group for group in groups if group]  # the engine drops empty ones
         engine = start(self.package, model, optimizer, schedulers, settings, self.plan)
         engine.accel_plugin = self.plugin
         _OWNERS[engine] = weakref.ref(self)

@@ -44,6 +44,7 @@ from accel.strategies.dtensor.steps import step_by_mesh
 from accel.strategies.dtensor.successors import Successors, by_name
 from accel.strategies.dtensor.tensors import all_whole, fitted_weight, parts_of, whole
 from accel.strategies.footprint import local
+from accel.strategies.optimizers import fails_on_shards
 
 
 class DTensorStrategy(Strategy):
@@ -130,11 +131,25 @@ class DTensorStrategy(Strategy):
         """Return `optimizer` over the parts that this rank holds."""
         self._successors.record_copies(copies_and_shards(self._models()))
         self._successors.follow(optimizer)
+        self._check_kind(unwrap_optimizer(optimizer))
         reshard_before_steps(unwrap_optimizer(optimizer), self._models)
         if self._mesh is not None:
             check_first_step(unwrap_optimizer(optimizer), self._mesh, self.comm, self._names)
         step_by_mesh(unwrap_optimizer(optimizer))
         return super().wrap_optimizer(optimizer, place)
+
+    def _check_kind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer whose first step fails on DTensors."""
+        kind = fails_on_shards(optimizer)
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        if kind is not None and any(isinstance(parameter, DTensor) for parameter in held):
+            raise ConfigError(
+                Problem(
+                    f"prepare: {kind} with {self.traits.name}",
+                    "torch cannot compute its update on sharded weights (DTensor)",
+                    "Use AdamW or SGD, or train without sharding (DDP).",
+                )
+            )
 
     def _names(self) -> dict[int, str]:
         """Return the names of the parameters of all models, by their id."""
