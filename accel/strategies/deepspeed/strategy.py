@@ -24,6 +24,7 @@ from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem, StateError
 from accel.objects import Objects
 from accel.strategies.base import Strategy, Traits
+from accel.strategies.copies import WHOLE_AVERAGE, refuse_copies
 from accel.strategies.deepspeed import (
     checks,
     options,
@@ -265,6 +266,8 @@ class DeepSpeedStrategy(Strategy):
             dtype = DTYPES[self.precision.name]
             cast_forward(engine.module, dtype, settings.autocast(self.precision))
         self.compile_model(engine.module)
+        if settings.stage == 3:
+            refuse_copies(engine.modules(), "ZeRO-3", WHOLE_AVERAGE)
         done.models = [engine]
         if optimizer is None:
             return

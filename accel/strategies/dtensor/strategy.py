@@ -26,6 +26,7 @@ from accel.errors import ConfigError, Problem
 from accel.objects import Objects
 from accel.optimizer import unwrap_optimizer
 from accel.strategies.base import Strategy
+from accel.strategies.copies import WHOLE_AVERAGE, refuse_copies
 from accel.strategies.dtensor.agreement import check_first_step
 from accel.strategies.dtensor.gathered import (
     any_gathered,
@@ -45,6 +46,11 @@ from accel.strategies.dtensor.successors import Successors, by_name
 from accel.strategies.dtensor.tensors import all_whole, fitted_weight, parts_of, whole
 from accel.strategies.footprint import local
 from accel.strategies.optimizers import fails_on_shards
+
+SHARDED_AVERAGE = (
+    f"{WHOLE_AVERAGE} Or keep it in shards: prepare the copy beside the model, prepare(model, copy,"
+    " optimizer), and update its parameters from the model's, one by one."
+)
 
 
 class DTensorStrategy(Strategy):
@@ -115,6 +121,8 @@ class DTensorStrategy(Strategy):
             reshard_after_evaluation(model)
             train_after_inference(model)
             InnerCalls(model)
+            units = (module for module in model.modules() if isinstance(module, FSDPModule))
+            refuse_copies(units, self.traits.name, SHARDED_AVERAGE)
         return self.compile_model(model)
 
     @abstractmethod
