@@ -12,9 +12,14 @@ import torch
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.deepspeed_json import value_at
 from accel.errors import Problem
+from accel.logging import get_logger
+from accel.strategies.deepspeed.dummies import DummyOptim
 from accel.strategies.deepspeed.package import can_build
 from accel.strategies.deepspeed.settings import ZERO, Settings
 from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer
+from accel.strategies.optimizers import WHOLE_TENSOR, is_elementwise, whole_tensor_kind
+
+logger = get_logger(__name__)
 
 
 def two_models(value: str) -> Problem:
@@ -74,6 +79,37 @@ def check_optimizer(
                 f"ZeRO {settings.stage} finds nothing there to step",
                 "Leave them out of the optimizer: [p for p in … if p.requires_grad].",
             )
+
+
+def check_kind(settings: Settings, optimizer: torch.optim.Optimizer) -> None:
+    """Note an optimizer that ZeRO would turn into another algorithm; warn of one that it might.
+
+    The engine steps flat tensors, in which parts of many weights follow one another. A
+    configuration that says ``zero_allow_untested_optimizer`` itself decides.
+    """
+    flat = settings.stage > 0 or any(
+        value_at(settings.config, f"{name}.enabled") is True for name in ("bf16", "fp16")
+    )
+    if not flat or settings.allows_untested is not None:
+        return
+    kind = whole_tensor_kind(optimizer)
+    if isinstance(optimizer, DummyOptim):  # DeepSpeed's own Muon knows which weights are matrices
+        kind = str(value_at(settings.config, "optimizer.type"))
+        kind = next((k for k in WHOLE_TENSOR - {"Muon"} if k.lower() == kind.lower()), None)
+    remedy = "zero_allow_untested_optimizer in the configuration (hf_ds_config) takes it as it is."
+    if kind is not None:
+        settings.note(
+            f"prepare: {kind} under ZeRO {settings.stage}",
+            "its update depends on whole weights, and ZeRO steps flat tensors of parts of them: "
+            "that is another algorithm",
+            f"Use an elementwise optimizer (AdamW, SGD, Lion, …), or no DeepSpeed; {remedy}",
+        )
+    elif not is_elementwise(optimizer):
+        logger.warning_once(
+            f"{type(optimizer).__name__} under ZeRO {settings.stage}: accel does not know whether "
+            "it steps each element by its own gradient alone. If not, it is another algorithm here,"
+            f" as ZeRO steps flat tensors of parts of weights. If so, {remedy}"
+        )
 
 
 def check_leaves(settings: Settings, model: torch.nn.Module, package: ModuleType) -> None:

@@ -28,6 +28,7 @@ MICRO_BATCH = "train_micro_batch_size_per_gpu"
 BATCH = "train_batch_size"
 ACCUMULATION = "gradient_accumulation_steps"
 ZERO = "zero_optimization"
+UNTESTED = "zero_allow_untested_optimizer"
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}  # `torch_autocast.dtype` by precision
 # What each schedule of DeepSpeed takes from the run.
 SCHEDULES = {
@@ -47,12 +48,15 @@ class Settings(Claims):
 
     Attributes:
         batch_sizes: what `follow_run` was told.
+        allows_untested: what the configuration says of untested optimizers; None: nothing.
     """
 
     def __init__(self, plugin: DeepSpeedPlugin, plan: Plan, num_replicas: int) -> None:
         super().__init__(plugin)
         self.plan, self.num_replicas = plan, num_replicas
         self.batch_sizes: list[int] = []
+        told = value_at(self.config, UNTESTED)
+        self.allows_untested: bool | None = None if told == AUTO else told
         self.default(KEYS["zero_stage"], 2)
 
     @property
@@ -81,7 +85,7 @@ class Settings(Claims):
         self._follow_precision()
         self.default("gradient_clipping", 0.0)
         self._follow_batches(batch_sizes, steps)
-        self.default("zero_allow_untested_optimizer", True)
+        self.default(UNTESTED, True)  # `checks.check_kind` knows more of them
         self.default("zero_force_ds_cpu_optimizer", False)
         gathered = KEYS["zero3_save_16bit_model"]
         if value_at(self.config, gathered) == AUTO:

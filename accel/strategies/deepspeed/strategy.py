@@ -24,6 +24,7 @@ from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem, StateError
 from accel.objects import Objects
 from accel.strategies.base import Strategy, Traits
+from accel.strategies.copies import WHOLE_AVERAGE, refuse_copies
 from accel.strategies.deepspeed import (
     checks,
     options,
@@ -176,6 +177,7 @@ class DeepSpeedStrategy(Strategy):
         checks.check_devices(settings, self.package)
         if optimizer is not None:
             checks.check_optimizer(settings, model, optimizer)
+            checks.check_kind(settings, optimizer)
         checks.check_leaves(settings, model, self.package)
         self._build(model, optimizer, objects.schedulers, settings, done)
         return done
@@ -257,7 +259,6 @@ class DeepSpeedStrategy(Strategy):
     ) -> None:
         """Start the engine, and put what it makes of the objects into `done`."""
         groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
-        groups = [group for group in groups if group]  # the engine drops empty ones
         engine = start(self.package, model, optimizer, schedulers, settings, self.plan)
         engine.accel_plugin = self.plugin
         _OWNERS[engine] = weakref.ref(self)
@@ -265,6 +266,8 @@ class DeepSpeedStrategy(Strategy):
             dtype = DTYPES[self.precision.name]
             cast_forward(engine.module, dtype, settings.autocast(self.precision))
         self.compile_model(engine.module)
+        if settings.stage == 3:
+            refuse_copies(engine.modules(), "ZeRO-3", WHOLE_AVERAGE)
         done.models = [engine]
         if optimizer is None:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,12 @@ from accel.errors import ConfigError, Problem
 from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler
 from accel.strategies.deepspeed.dummies import DummyOptim
+
+# Attributes of torch's schedulers that hold a value for each group of the optimizer.
+BY_GROUP = (
+    *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs"),
+    *("base_momentums", "max_momentums"),
+)
 
 
 @final
@@ -26,7 +33,7 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
 
     Attributes:
         engine: its `DeepSpeedEngine`.
-        groups: the same as above.
+        groups: the same as above, but for empty ones.
         step_was_skipped: whether the last step was left out because gradients overflowed.
         window_ended: whether the gradients of a whole window wait for the step.
     """
@@ -38,7 +45,8 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
         given: torch.optim.Optimizer,
     ) -> None:
         self.engine = engine
-        self.groups = groups
+        self._kept = [bool(group) for group in groups]
+        self.groups = [group for group in groups if group]  # the engine drops empty ones
         self.window_ended = False
         self._clipping = float(engine.gradient_clipping())
         inner = getattr(engine.optimizer, "optimizer", engine.basic_optimizer)
@@ -95,7 +103,11 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
         """
         given = self._given()
         built_on = getattr(scheduler, "optimizer", None)
-        if given is None or given is self.optimizer or built_on is not given:
+        if given is None or built_on is not given:
+            return
+        for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+            self._drop_empty_groups(part)
+        if given is self.optimizer:
             return
         if isinstance(given, DummyOptim):
             self._take_rates(given, type(scheduler).__name__)
@@ -108,6 +120,13 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
         scheduler.optimizer = self.optimizer
         for part in getattr(scheduler, "_schedulers", ()):
             part.optimizer = self.optimizer
+
+    def _drop_empty_groups(self, scheduler: Any) -> None:
+        """Take out of a scheduler what it holds of groups that the engine dropped."""
+        for name in BY_GROUP:
+            values = getattr(scheduler, name, None)
+            if isinstance(values, list) and len(values) == len(self._kept):
+                setattr(scheduler, name, list(itertools.compress(values, self._kept)))
 
     def _take_rates(self, given: DummyOptim, name: str) -> None:
         rates = given.lr, self.optimizer.defaults["lr"]

@@ -26,6 +26,7 @@ from accel.errors import ConfigError, Problem
 from accel.objects import Objects
 from accel.optimizer import unwrap_optimizer
 from accel.strategies.base import Strategy
+from accel.strategies.copies import WHOLE_AVERAGE, refuse_copies
 from accel.strategies.dtensor.agreement import check_first_step
 from accel.strategies.dtensor.gathered import (
     any_gathered,
@@ -44,6 +45,12 @@ from accel.strategies.dtensor.steps import step_by_mesh
 from accel.strategies.dtensor.successors import Successors, by_name
 from accel.strategies.dtensor.tensors import all_whole, fitted_weight, parts_of, whole
 from accel.strategies.footprint import local
+from accel.strategies.optimizers import fails_on_shards
+
+SHARDED_AVERAGE = (
+    f"{WHOLE_AVERAGE} Or keep it in shards: prepare the copy beside the model, prepare(model, copy,"
+    " optimizer), and update its parameters from the model's, one by one."
+)
 
 
 class DTensorStrategy(Strategy):
@@ -114,6 +121,8 @@ class DTensorStrategy(Strategy):
             reshard_after_evaluation(model)
             train_after_inference(model)
             InnerCalls(model)
+            units = (module for module in model.modules() if isinstance(module, FSDPModule))
+            refuse_copies(units, self.traits.name, SHARDED_AVERAGE)
         return self.compile_model(model)
 
     @abstractmethod
@@ -130,11 +139,25 @@ class DTensorStrategy(Strategy):
         """Return `optimizer` over the parts that this rank holds."""
         self._successors.record_copies(copies_and_shards(self._models()))
         self._successors.follow(optimizer)
+        self._check_kind(unwrap_optimizer(optimizer))
         reshard_before_steps(unwrap_optimizer(optimizer), self._models)
         if self._mesh is not None:
             check_first_step(unwrap_optimizer(optimizer), self._mesh, self.comm, self._names)
         step_by_mesh(unwrap_optimizer(optimizer))
         return super().wrap_optimizer(optimizer, place)
+
+    def _check_kind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer whose first step fails on DTensors."""
+        kind = fails_on_shards(optimizer)
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        if kind is not None and any(isinstance(parameter, DTensor) for parameter in held):
+            raise ConfigError(
+                Problem(
+                    f"prepare: {kind} with {self.traits.name}",
+                    "torch cannot compute its update on sharded weights (DTensor)",
+                    "Use AdamW or SGD, or train without sharding (DDP).",
+                )
+            )
 
     def _names(self) -> dict[int, str]:
         """Return the names of the parameters of all models, by their id."""
