@@ -9,16 +9,18 @@ Free of torch.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from accel.errors import AccelError, ConfigError, MissingPackageError
+from accel.errors import AccelError, ConfigError, DiskFullError, MissingPackageError
 
 DONE = 0
 FAILED = 1
@@ -27,6 +29,7 @@ STOPPED = 75
 INTERRUPTED = 130
 # What a parent reads from an exit status: a worker that stopped with its state saved did not fail.
 CLEAN = (DONE, STOPPED)
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk or a quota
 # Files of ours whose frames, first in a traceback, tell a person nothing.
 MACHINERY = ("launch.py", "worker.py")
 
@@ -50,11 +53,25 @@ class Outcome:
     traceback: str = ""
 
     def write(self, run_dir: Path, launch: str) -> None:
-        """Write this to ``<run_dir>/logs/<launch>_rank_<rank>.json``."""
-        path = log_folder(run_dir) / f"{launch}_rank_{self.rank}.json"
+        """Write this to ``<run_dir>/logs/<launch>_rank_<rank>.json``.
+
+        Where the disk is full, it goes to the system's folder for temporary files.
+        """
+        name = f"{launch}_rank_{self.rank}.json"
+        try:
+            self._write(log_folder(run_dir) / name)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._write(Path(tempfile.gettempdir()) / name)  # read and removed from there
+
+    def _write(self, path: Path) -> None:
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self)))
-        os.replace(partial, path)
+        try:
+            partial.write_text(json.dumps(asdict(self)))
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def log_folder(run_dir: Path) -> Path:
@@ -66,8 +83,13 @@ def log_folder(run_dir: Path) -> Path:
 
 def read_outcomes(run_dir: Path, launch: str) -> list[Outcome]:
     """Return what the processes of one launch left, earliest first."""
-    files = log_folder(run_dir).glob(f"{launch}_rank_*.json")
-    return sorted((Outcome(**json.loads(file.read_text())) for file in files), key=lambda o: o.time)
+    pattern = f"{launch}_rank_*.json"
+    elsewhere = list(Path(tempfile.gettempdir()).glob(pattern))
+    files = [*log_folder(run_dir).glob(pattern), *elsewhere]
+    found = [Outcome(**json.loads(file.read_text())) for file in files]
+    for file in elsewhere:
+        file.unlink()
+    return sorted(found, key=lambda outcome: outcome.time)
 
 
 def of_error(error: BaseException, rank: int) -> Outcome:
@@ -77,6 +99,8 @@ def of_error(error: BaseException, rank: int) -> Outcome:
     """
     if isinstance(error, (ConfigError, MissingPackageError)):
         return Outcome(rank, time.time(), REFUSED, str(error))
+    if isinstance(error, DiskFullError):
+        return Outcome(rank, time.time(), FAILED, str(error))
     return Outcome(rank, time.time(), FAILED, one_line(error), "".join(user_traceback(error)))
 
 

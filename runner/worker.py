@@ -112,6 +112,7 @@ def run(run_dir: Path, stop: StopFlag | None = None) -> int:
 
 
 def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
+    from accel.checkpoint import space
     from accel.rng import set_seed
     from runner import build, engine, processes, weights
     from runner.batch_plan import plan_batches
@@ -119,7 +120,8 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
 
     num_replicas = processes.replicas(recipe, Environment.read().world_size)
     plan = plan_batches(recipe.trainer, num_replicas, None)
-    with of_the_recipe(), engine.running(recipe, job.run_dir, plan) as accelerator:
+    room = space.told("the run", job.run_dir)
+    with room, of_the_recipe(), engine.running(recipe, job.run_dir, plan) as accelerator:
         # The same on all ranks: each builds the same weights.
         set_seed(recipe.seed, deterministic=recipe.deterministic)
         once = weights.drawn_once(recipe, accelerator)
