@@ -6,6 +6,7 @@
     ├── StateError               (RuntimeError)  a call at the wrong time: state reset, never built
     ├── MissingPackageError      (ImportError)   an optional package is not installed
     ├── CheckpointError          (RuntimeError)  a checkpoint is missing, incomplete or altered
+    │   └── DiskFullError                        there is no room for what is to be written
     └── DistributedOperationException (RuntimeError) ranks disagree on what they exchange
 
 Each message gives the value, the rule that it breaks and the remedy.
@@ -102,6 +103,10 @@ class MissingPackageError(AccelError, ImportError):
 
 class CheckpointError(AccelError, RuntimeError):
     """A checkpoint is missing, incomplete, altered or does not fit the run."""
+
+
+class DiskFullError(CheckpointError):
+    """There is no room on the disk, or in the quota, for what is to be written."""
 
 
 class DistributedOperationException(AccelError, RuntimeError):

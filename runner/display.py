@@ -51,6 +51,7 @@ class Display:
         self._total: int | None = None
         self._epochs: int | None = None
         self._started_at = 0.0
+        self._deadline: float | None = None
         self._first_step = self._step = self._epoch = 0
 
     # -- before ----------------------------------------------------------------------------
@@ -64,17 +65,21 @@ class Display:
         else:
             self._lines(title, rows)
 
-    def start(self, step: int, total: int | None, epochs: int | None) -> None:
+    def start(
+        self, step: int, total: int | None, epochs: int | None, seconds: float | None = None
+    ) -> None:
         """Begin to show progress.
 
         Args:
             step: optimizer steps made already.
             total: optimizer steps of the whole run, if known.
             epochs: epochs of the whole run, if there is a limit.
+            seconds: until the run is to stop, if there is such a limit.
         """
         self._total, self._epochs = total, epochs
         self._first_step = self._step = step
         self._started_at = time.monotonic()
+        self._deadline = None if seconds is None else self._started_at + seconds
         self._next = 0.0
         if self.live:
             self._progress = Progress(
@@ -133,7 +138,7 @@ class Display:
             return
         listed = "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
         width = len(str(self._total or ""))
-        place = f"step {step:>{width}}  epoch {_count(epoch, self._epochs)}"
+        place = f"step {step:>{width}}  epoch {self._epoch_of(epoch)}"
         line = Text(f"{split:<10}  {place}  {listed}")
         if mark:
             line.append(f"  {mark}", style="bold green")
@@ -164,7 +169,7 @@ class Display:
         values = self._values
         rate = short(values.get("samples_per_second", math.nan))
         parts = {
-            "epoch": f"epoch {_count(self._epoch, self._epochs)}",
+            "epoch": f"epoch {self._epoch_of(self._epoch)}",
             "loss": f"loss {number(values.get('loss', math.nan))}",
             "lr": f"lr {values.get('lr', math.nan):.1e}",
             "samples_per_second": f"{rate} samples/s",
@@ -210,14 +215,19 @@ class Display:
                 refresh=True,
             )
 
+    def _epoch_of(self, epoch: int) -> str:
+        # Behind the last epoch there is none.
+        return _count(epoch if self._epochs is None else min(epoch, self._epochs), self._epochs)
+
     def _steps(self) -> str:
         return f"step {_count(self._step, self._total)}"
 
     def _remaining(self) -> float | None:
-        done = self._step - self._first_step
-        if self._total is None or done <= 0:
-            return None
-        return (time.monotonic() - self._started_at) / done * max(0, self._total - self._step)
+        now, done = time.monotonic(), self._step - self._first_step
+        limits = [] if self._deadline is None else [max(0.0, self._deadline - now)]
+        if self._total is not None and done > 0:
+            limits.append((now - self._started_at) / done * max(0, self._total - self._step))
+        return min(limits, default=None)
 
     def _print(self, line: str | Text) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=not self.live)

@@ -26,10 +26,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from accel.errors import ConfigError, Problem
-from runner import keys, paths
+from runner import keys, paths, text_values
 from runner.recipe import to_plain
 from runner.schema import Recipe
-from runner.text_values import quoted
 
 VERSION_BASE = "1.3"
 SCHEMA = "recipe_schema"
@@ -110,7 +109,9 @@ def compose(overrides: Sequence[str], config_name: str = PRIMARY, number: int = 
         Exception: Hydra's and OmegaConf's own for anything else; `diagnose` translates them.
     """
     config = _compose(overrides, config_name)
-    ConfigError.raise_if([*_shadowed(config.hydra), *_tampered(config.hydra)])
+    ConfigError.raise_if(
+        [*_shadowed(config.hydra), *_tampered(config.hydra), *_retyped(config.hydra, config_name)]
+    )
     OmegaConf.set_struct(config, False)
     for node in _renamed(config):
         others = [override for override in overrides if key_of(override) != node]
@@ -195,7 +196,7 @@ def opened(overrides: Sequence[str]) -> list[str]:
 
     Open mappings take new keys without a ``+``, and a group is switched off by ``group=null``.
     """
-    return [_opened(override) for override in quoted(overrides)]
+    return [_opened(override) for override in text_values.quoted(overrides)]
 
 
 def _opened(override: str) -> str:
@@ -242,7 +243,7 @@ def probes(overrides: Sequence[str]) -> list[list[str]]:
     other key; of a range or an interval that is its beginning.
     """
     values: list[list[str]] = []
-    for override in parse(quoted(overrides)):
+    for override in parse(text_values.quoted(overrides)):
         if not override.is_sweep_override():
             values.append([str(override.input_line)])
         elif override.is_discrete_sweep():
@@ -275,7 +276,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     """
     choices: list[list[str]] = []
     problems = []
-    for override in parse(quoted(overrides)):
+    for override in parse(text_values.quoted(overrides)):
         line, key = str(override.input_line), override.get_key_element()
         if not override.is_sweep_override():
             choices.append([line])
@@ -341,6 +342,19 @@ def _tampered(hydra: DictConfig) -> Iterator[Problem]:
 def _log_settings(node: Mapping[str, Any]) -> dict[str, Any]:
     harmless = ("version", "disable_existing_loggers")
     return {name: value for name, value in node.items() if value and name not in harmless}
+
+
+def _retyped(hydra: DictConfig, config_name: str) -> Iterator[Problem]:
+    """Yield text values of the user's chosen files that YAML reads as something else."""
+    chosen = [(group, str(option)) for group, option in hydra.runtime.choices.items() if option]
+    sources = [source for source in hydra.runtime.config_sources if source.schema == "file"]
+    folders = [Path(source.path) for source in sources]
+    for group, option in [("", config_name), *chosen]:
+        found = (folder / group / f"{option}.yaml" for folder in folders)
+        path = next((path for path in found if path.is_file()), None)
+        if path is not None and not path.is_relative_to(paths.conf_folder()):
+            whole = "@package _global_" in path.read_text(encoding="utf-8") or not group
+            yield from text_values.problems_of(path, "" if whole else f"{group}.")
 
 
 def _shadowed(hydra: DictConfig) -> Iterator[Problem]:

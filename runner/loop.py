@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from accel.errors import ConfigError, Problem, nearest
 from accel.rng import preserved, set_seed
 from runner import mishaps, returned
+from runner import summary as summaries
 from runner.batch_plan import plan_batches
 from runner.batches import EvalBatches, TrainBatches
 from runner.callbacks.base import Callback
@@ -35,7 +36,6 @@ from runner.share import share_of
 from runner.signals import StopFlag
 from runner.state import Stop, TrainState, parse_duration
 from runner.step import with_last
-from runner.summary import count_parameters, final_rows, header_rows, num_samples, summary_of
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -71,6 +71,7 @@ class Loop:
         schedulers: by the name of their optimizer.
         results: what callbacks add to summary.json.
         rows: what callbacks add to the final table.
+        deadline: when `time.monotonic` says so, time is up; None: never.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Loop:
         self.rows: list[tuple[str, str]] = []
         self.meter = StepMeter(accelerator.comm)
         self.watch = Stopwatch()
-        self.num_parameters = count_parameters(step.models)
+        self.num_parameters = summaries.count_parameters(step.models)
         self.model_names = [type(model).__name__ for model in step.models.values()]
         self.monitor = recipe.checkpoint.monitor or step.monitor
         self.mode = recipe.checkpoint.mode or step.mode
@@ -120,7 +121,7 @@ class Loop:
         self._rates: dict[str, float] = {}
         self._improved = False
         max_time = parse_duration(recipe.trainer.max_time)
-        self._deadline = None if max_time is None else time.monotonic() + max_time
+        self.deadline = None if max_time is None else time.monotonic() + max_time
 
     def stop(self, reason: str) -> None:
         """End training at this step boundary. Every process must call this together.
@@ -159,7 +160,7 @@ class Loop:
             self._open()
             check_gradients(self)
             self._call("on_start")
-            self.display.start(self.state.step, self.plan.total_steps, self.recipe.trainer.epochs)
+            self.display.start(self.state.step, *summaries.limits_of(self))
             self._train()
             with self.stop_flag.progress.slowly("the end of the run"):
                 return self._finish()
@@ -238,7 +239,7 @@ class Loop:
     # -- before the first step -------------------------------------------------------------
 
     def _plan(self) -> BatchPlan:
-        size = num_samples(self.data.train)
+        size = summaries.num_samples(self.data.train)
         return plan_batches(self.recipe.trainer, share_of(self.accelerator).count, size)
 
     def _prepare(self) -> None:
@@ -324,7 +325,7 @@ class Loop:
     def _open(self) -> None:
         """Open what the run writes to, and show the header."""
         self.recorder.open(resumed=self.resume_from is not None)
-        self.display.header(self.recipe.name, header_rows(self))
+        self.display.header(self.recipe.name, summaries.header_rows(self))
 
     def _begin(self) -> None:
         """Take the run directory over: from here on it is this invocation that changes it."""
@@ -368,7 +369,7 @@ class Loop:
 
     def _check_requests(self) -> None:
         """Stop if any process was asked to, or if time is up; all processes agree."""
-        if self._deadline is not None and time.monotonic() >= self._deadline:
+        if self.deadline is not None and time.monotonic() >= self.deadline:
             self.stop_flag.request(TIME_IS_UP)
         if self.stopped is None and self.stop_flag.agreed(self.accelerator):
             if self.stop_flag.reason == TIME_IS_UP:
@@ -502,10 +503,10 @@ class Loop:
         if self.complete:
             self._test()
         self._call("on_end")
-        summary = summary_of(self)
+        summary = summaries.summary_of(self)
         if self.accelerator.is_main_process:
             write_summary(self.run_dir, summary)
-        self.display.final(self.recipe.name, final_rows(self, summary))
+        self.display.final(self.recipe.name, summaries.final_rows(self, summary))
         return summary
 
     def _save_last(self) -> None:

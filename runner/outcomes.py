@@ -9,18 +9,20 @@ Free of torch.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shlex
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from accel.errors import AccelError, ConfigError, MissingPackageError
+from accel.errors import AccelError, ConfigError, DiskFullError, MissingPackageError
 from runner import frames
 
 DONE = 0
@@ -30,6 +32,7 @@ STOPPED = 75
 INTERRUPTED = 130
 # What a parent reads from an exit status: a worker that stopped with its state saved did not fail.
 CLEAN = (DONE, STOPPED)
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk or a quota
 # What gloo and NCCL say when another process is gone; both raise plain RuntimeErrors.
 COMMUNICATION = re.compile(
     r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|ProcessGroup|\bTCPStore\b",
@@ -62,14 +65,26 @@ class Outcome:
     def write(self, run_dir: Path, launch: str) -> None:
         """Write this to ``<run_dir>/logs/<launch>_rank_<rank>.json``.
 
-        Where the run directory is gone, nothing was started, and rank 0 has told why.
+        Where the run directory is gone, nothing was started, and rank 0 has told why. Where the
+        disk is full, it goes to the system's folder for temporary files.
         """
         if not run_dir.is_dir():
             return
-        path = log_folder(run_dir) / f"{launch}_rank_{self.rank}.json"
+        name = f"{launch}_rank_{self.rank}.json"
+        try:
+            self._write(log_folder(run_dir) / name)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._write(Path(tempfile.gettempdir()) / name)  # read and removed from there
+
+    def _write(self, path: Path) -> None:
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self)))
-        os.replace(partial, path)
+        try:
+            partial.write_text(json.dumps(asdict(self)))
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def remove(self, run_dir: Path, launch: str) -> None:
         """Remove what `write` has written, if it is there."""
@@ -110,8 +125,13 @@ def read_hang(run_dir: Path, launch: str) -> Outcome | None:
 
 def read_outcomes(run_dir: Path, launch: str) -> list[Outcome]:
     """Return what the processes of one launch left, earliest first."""
-    files = log_folder(run_dir).glob(f"{launch}_rank_*.json")
-    return sorted((Outcome(**json.loads(file.read_text())) for file in files), key=lambda o: o.time)
+    pattern = f"{launch}_rank_*.json"
+    elsewhere = list(Path(tempfile.gettempdir()).glob(pattern))
+    files = [*log_folder(run_dir).glob(pattern), *elsewhere]
+    found = [Outcome(**json.loads(file.read_text())) for file in files]
+    for file in elsewhere:
+        file.unlink()
+    return sorted(found, key=lambda outcome: outcome.time)
 
 
 def of_error(error: BaseException, rank: int) -> Outcome:
@@ -121,6 +141,8 @@ def of_error(error: BaseException, rank: int) -> Outcome:
     """
     if isinstance(error, (ConfigError, MissingPackageError)):
         return Outcome(rank, time.time(), REFUSED, str(error))
+    if isinstance(error, DiskFullError):
+        return Outcome(rank, time.time(), FAILED, str(error))
     told = one_line(error), "".join(user_traceback(error))
     return Outcome(rank, time.time(), FAILED, *told, is_consequence=_of_communication(error))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from runner.batch_plan import BatchPlan
     from runner.data import Data
     from runner.loop import Loop
+    from runner.schema import Recipe
 
 Row = tuple[str, str]
 
@@ -39,12 +41,31 @@ def header_rows(loop: Loop) -> list[Row]:
         ("batch", batch_line(loop.plan, share_of(loop.accelerator).copies)),
         ("length", length_line(loop)),
     ]
+    rows += slow_rows(loop.recipe, loop.accelerator.device.type)
     if loop.recipe.tags:
         rows.append(("tags", ", ".join(loop.recipe.tags)))
     if loop.resume_from is not None:
-        where = f"step {loop.state.step}, epoch {loop.state.epoch + 1}"
+        epochs = loop.recipe.trainer.epochs
+        epoch = loop.state.epoch + 1
+        where = f"step {loop.state.step}, epoch {epoch if epochs is None else min(epoch, epochs)}"
         rows.append(("resumed", f"{Path(loop.resume_from).name} ({where})"))
     return rows
+
+
+def limits_of(loop: Loop) -> tuple[int | None, int | None, float | None]:
+    """Return the steps and the epochs of a run, and the seconds that are left of `max_time`."""
+    left = None if loop.deadline is None else loop.deadline - time.monotonic()
+    return loop.plan.total_steps, loop.recipe.trainer.epochs, left
+
+
+def slow_rows(recipe: Recipe, device_type: str) -> list[Row]:
+    """Return a warning of what is slower than without it on this kind of device."""
+    if recipe.compile is None or recipe.deepspeed is None or device_type != "cpu":
+        return []
+    if recipe.deepspeed.zero_stage != 3 or recipe.compile.backend == "no":
+        return []
+    told = "torch.compile under ZeRO-3 on a CPU is some times slower than without: compile=null"
+    return [("note", told)]
 
 
 def device_line(accelerator: Accelerator) -> str:
@@ -184,7 +205,8 @@ def summary_of(loop: Loop) -> dict[str, Any]:
         "run_dir": str(loop.run_dir),
         "stopped": None if stopped is None else stopped.kind,
         "reason": None if stopped is None else stopped.reason,
-        "complete": stopped is not None and stopped.complete,
+        # A run that ran out of time has made a part of its schedule: it can be resumed.
+        "complete": stopped is not None and stopped.complete and stopped.kind != "max_time",
         "step": state.step,
         "epoch": state.epoch,
         "samples": state.samples,
@@ -226,10 +248,12 @@ def final_rows(loop: Loop, summary: Mapping[str, Any]) -> list[Row]:
         ("directory", str(loop.run_dir)),
     ]
     if loop.saver.last is not None:
-        rows.append(("checkpoint", _below(loop.saver.last, loop.run_dir)))
+        step = f"step {loop.saver.saved_step}"
+        rows.append(("checkpoint", f"{_below(loop.saver.last, loop.run_dir)} ({step})"))
     if loop.saver.best is not None:
         best_path = loop.saver.folder / loop.saver.best.checkpoint
-        rows.append(("best state", _below(best_path, loop.run_dir)))
+        step = f"step {loop.saver.best.step}"
+        rows.append(("best state", f"{_below(best_path, loop.run_dir)} ({step})"))
     if not summary["complete"]:
         rows.append(("go on", f"runner resume={shlex.quote(str(loop.run_dir))}"))
     return rows

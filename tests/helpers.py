@@ -12,6 +12,7 @@ import gc
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -235,3 +236,24 @@ def run_distributed(
 def python(*args: str) -> list[str]:
     """Return the command that runs this interpreter with `args`."""
     return [sys.executable, *args]
+
+
+def on_small_disk(folder: Path, size: str, *command: str) -> list[str]:
+    """Return `command` as one that sees a disk of its own of so many bytes at `folder`.
+
+    Args:
+        folder: exists.
+        size: as `mount` takes it, e.g. "300k".
+        command: what runs there.
+    """
+    mount = f'mount -t tmpfs -o size={size} tmpfs {folder} && exec "$@"'
+    return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh", *command]
+
+
+def small_disks_work(folder: Path) -> bool:
+    """Return whether this machine lets a process mount a disk of its own."""
+    try:
+        command = on_small_disk(folder, "64k", "true")
+        return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+    except FileNotFoundError:
+        return False

@@ -5,6 +5,7 @@ Its phases are taken together: a failure on one rank raises on all of them befor
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel import rng
-from accel.checkpoint import files, foreign
+from accel.checkpoint import files, foreign, space
 from accel.checkpoint.common import load_plain, read_model, save_plain, write_model
 from accel.checkpoint.files import Manifest, numbered
 from accel.checkpoint.loaders import (
@@ -171,7 +172,7 @@ def _write_and_commit(accelerator: Accelerator, final: Path, options: SaveOption
     try:
         with together(comm, f"writing {final}"):
             _write(accelerator, staged, options)
-        with together(comm, f"committing {final}"):
+        with together(comm, f"committing {final}"), _room_for(final):
             if is_writer:
                 files.seal(staged, _facts(accelerator), options.metadata or {})
                 files.publish(staged, final)
@@ -236,6 +237,29 @@ def _write(accelerator: Accelerator, folder: Path, options: SaveOptions) -> None
     # On every rank: what is sharded is gathered from all of them.
     states = list(_shared_states(accelerator))
     remaining = list(weights)
+    with _room_for(folder, lambda: space.size_of([weights, [state for _, state, _ in states]])):
+        _write_states(accelerator, folder, options, weights, remaining, states)
+
+
+def _room_for(
+    folder: Path, needed: Callable[[], int] = lambda: 0
+) -> contextlib.AbstractContextManager[None]:
+    remedy = (
+        f"{space.REMEDY} (ProjectConfiguration(project_dir=…)), or keep fewer checkpoints "
+        "(ProjectConfiguration(total_limit=…))."
+    )
+    return space.told("the checkpoint", folder.parent, needed, remedy)
+
+
+def _write_states(
+    accelerator: Accelerator,
+    folder: Path,
+    options: SaveOptions,
+    weights: list[Any],
+    remaining: list[Any],
+    states: list[tuple[str, Any, str]],
+) -> None:
+    objects = accelerator._objects
     for hook in options.hooks:
         hook(list(objects.models), remaining, fspath(folder))
     if writes(accelerator):

@@ -8,7 +8,7 @@ from os import PathLike, fspath
 from pathlib import Path
 
 from accel.comm.base import Communicator
-from accel.errors import CheckpointError
+from accel.errors import CheckpointError, DiskFullError
 
 
 @contextlib.contextmanager
@@ -24,8 +24,8 @@ def together(comm: Communicator, what: str) -> Iterator[None]:
     except Exception as error:
         own = error
     message = None if own is None else f"{_kind(own)}{own}"
-    messages = enumerate(comm.all_gather_object(message))
-    failed = {rank: text for rank, text in messages if text is not None}
+    answers = comm.all_gather_object((message, isinstance(own, DiskFullError)))
+    failed = {rank: text for rank, (text, _) in enumerate(answers) if text is not None}
     if not failed:
         return
     if comm.world_size == 1:
@@ -33,9 +33,8 @@ def together(comm: Communicator, what: str) -> Iterator[None]:
             raise own
         raise CheckpointError(f"{what} failed: {message}") from own
     told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-    raise CheckpointError(
-        f"{what} failed on {len(failed)} of {comm.world_size} ranks. {told}"
-    ) from own
+    kind = DiskFullError if any(full for _, full in answers) else CheckpointError
+    raise kind(f"{what} failed on {len(failed)} of {comm.world_size} ranks. {told}") from own
 
 
 def _kind(error: Exception) -> str:

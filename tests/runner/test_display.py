@@ -166,3 +166,29 @@ def test_rates_are_short(value: float, text: str) -> None:
 @pytest.mark.parametrize(("value", "text"), [(0, "0:00"), (61.4, "1:01"), (3_661, "1:01:01")])
 def test_durations_are_read_as_on_a_clock(value: float, text: str) -> None:
     assert clock(value) == text
+
+
+def test_there_is_no_epoch_behind_the_last() -> None:
+    shown, out = display(terminal=False)
+    shown.start(19, 20, 2)
+    shown.step(20, 3)
+    shown.values({"loss": 1.0})
+    shown.evaluation("validation", 20, 3, {"accuracy": 0.5})
+    assert "epoch 3" not in out.getvalue()
+    assert out.getvalue().count("epoch 2/2") == 2
+
+
+def test_the_remaining_time_knows_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("runner.display.time.monotonic", lambda: now[0])
+    for total, seconds, expected in (
+        (1000, 60.0, "0:50"),
+        (20, 60.0, "0:10"),
+        (None, 60.0, "0:50"),
+    ):
+        now[0] = 100.0
+        shown, _ = display(terminal=False)
+        shown.start(0, total, None, seconds)
+        now[0] = 110.0
+        shown.step(10, 1)
+        assert f"ETA {expected}" in shown.status()

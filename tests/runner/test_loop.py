@@ -103,6 +103,7 @@ def test_a_callback_may_end_a_run(tmp_path: Path) -> None:
 def test_a_run_out_of_time_saves_and_says_so(tmp_path: Path) -> None:
     summary = run(tmp_path, recipe_of(trainer__max_time=1e-9))
     assert (summary["stopped"], summary["step"]) == ("max_time", 1)
+    assert not summary["complete"]  # 19 steps of its schedule are left
     assert read_manifest(newest(tmp_path)).metadata["step"] == 1
     assert summary["metrics"]["validation"]["count"] == NUM_VALIDATION
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from accel.errors import ConfigError, Problem
-from runner.wording import of_the_recipe, translated
+from accel.errors import CheckpointError, ConfigError, DiskFullError, Problem
+from runner.wording import CALLS, of_the_recipe, translated
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,25 @@ def test_an_error_keeps_its_kind_and_its_cause() -> None:
         with of_the_recipe():
             raise untouched
     assert error.value is untouched
+
+
+def test_remedies_of_checkpoints_are_in_the_words_of_a_recipe() -> None:
+    text = "checkpoint 'x': it is there. Set ProjectConfiguration(iteration=…) to a free number."
+    with pytest.raises(DiskFullError, match=r"Set checkpoint\.project\.iteration=… to a free"):
+        with of_the_recipe():
+            raise DiskFullError(text)
+    with pytest.raises(CheckpointError) as error:
+        with of_the_recipe():
+            raise CheckpointError(f"weights do not fit. {CALLS[0][0]}")
+    assert str(error.value) == f"weights do not fit. {CALLS[0][1]}"
+
+
+def test_every_remedy_that_is_a_call_of_a_script_has_one_of_a_recipe() -> None:
+    """Each remedy that is translated is really said by the engine, word for word."""
+    root = Path(__file__).resolve().parents[2] / "accel" / "checkpoint"
+    said = "".join(
+        re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8")) for path in root.glob("*.py")
+    )
+    for words, instead in CALLS:
+        assert words in said, words
+        assert not re.search(r"strict=|load_state|save_state|ProjectConfiguration", instead)

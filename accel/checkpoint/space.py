@@ -1,0 +1,98 @@
+"""A full disk is told as such: which folder, what is free there, what is needed."""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.errors import DiskFullError, Problem
+
+CODES = (errno.ENOSPC, errno.EDQUOT)
+# How safetensors and tensorboard pass such an error on.
+WORDS = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b")
+# What torch's own writer says when a write came back short, for whatever reason.
+SHORT_WRITE = re.compile(r"unexpected pos|file write failed|failed writing file|iostream error")
+REMEDY = "Make room there, or write elsewhere"
+
+
+@contextmanager
+def told(
+    what: str, folder: Path, needed: Callable[[], int] = lambda: 0, remedy: str = f"{REMEDY}."
+) -> Iterator[None]:
+    """Raise a `DiskFullError` for what fails inside because the disk of `folder` is full.
+
+    Args:
+        what: what is written, for the message.
+        folder: where.
+        needed: returns the bytes of all of it; called after a failure.
+        remedy: what to do.
+
+    Raises:
+        DiskFullError: naming the folder, what is free and what is needed.
+    """
+    try:
+        yield
+    except DiskFullError:
+        raise
+    except Exception as error:
+        size = needed()
+        free = _free(folder)
+        if not is_full(error) and not (_is_short_write(error) and free < max(size, 1 << 20)):
+            raise
+        wants = f"; {what} takes about {in_bytes(size)}" if size else ""
+        rule = f"the disk is full: {in_bytes(free)} are free in {folder}{wants}"
+        raise DiskFullError(str(Problem(f"writing {what}", rule, remedy))) from error
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether an error, or what it came from, says that a disk or a quota is full."""
+    return any(
+        (isinstance(found, OSError) and found.errno in CODES) or WORDS.search(str(found))
+        for found in _chain(error)
+    )
+
+
+def _is_short_write(error: BaseException) -> bool:
+    return any(SHORT_WRITE.search(str(found)) for found in _chain(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _free(folder: Path) -> int:
+    place = folder
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def size_of(value: Any) -> int:
+    """Return the bytes of all tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, Mapping):
+        return sum(map(size_of, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(size_of, value))
+    return 0
+
+
+def in_bytes(count: float) -> str:
+    """Return e.g. "512 B" or "2.6 MB" (powers of ten)."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,0 +1,61 @@
+"""A run on a full disk ends with one line that says where there is no room, and stays usable."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from runner import outcomes
+from runner.outcomes import Outcome
+from tests.helpers import on_small_disk, python, small_disks_work
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "more", "what"),
+    [
+        ("24k", ["checkpoint=none", "trainer.log_every=1", "tracker=none"], "the run"),  # metrics
+        ("300k", [], "the checkpoint"),
+        ("1500k", [], "the checkpoint"),  # the third of them
+        ("300k", ["distributed=multi_cpu", "tracker=none"], "the checkpoint"),
+    ],
+    ids=["metrics", "first", "third", "two-processes"],
+)
+def test_a_run_without_room_says_so(tmp_path: Path, size: str, more: list[str], what: str) -> None:
+    if not small_disks_work(tmp_path):
+        pytest.skip("no disk can be mounted here")
+    line = python("-m", "runner", f"output_dir={tmp_path}", "trainer.epochs=4", *more)
+    ended = subprocess.run(
+        on_small_disk(tmp_path, size, *line),
+        cwd=ROOT.parent,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert f"writing {what}: the disk is full" in ended.stderr, ended.stderr
+    assert f"are free in {tmp_path}" in ended.stderr
+    assert "ProjectConfiguration" not in ended.stderr
+    if what == "the checkpoint":
+        assert "the checkpoint takes about 4" in ended.stderr
+        assert "checkpoint.project.total_limit" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_how_a_process_ended_is_told_without_room_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "tmp"
+    elsewhere.mkdir()
+    monkeypatch.setattr(outcomes.tempfile, "gettempdir", lambda: str(elsewhere))
+    logs = outcomes.log_folder(tmp_path)
+    (logs / "launch_x_rank_0.partial").symlink_to("/dev/full")
+    Outcome(0, 1.0, 1, "no room").write(tmp_path, "launch_x")
+    assert [found.message for found in outcomes.read_outcomes(tmp_path, "launch_x")] == ["no room"]
+    assert list(elsewhere.iterdir()) == []
