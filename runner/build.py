@@ -15,6 +15,7 @@ from runner import recipe as recipes
 from runner.keys import FACTORY_NODES
 from runner.registry import Registry, register
 from runner.schema import ENGINES, Recipe
+from runner.signatures import Signature
 from runner.wording import of_the_recipe
 
 if TYPE_CHECKING:
@@ -239,7 +240,8 @@ def check_factories(recipe: Recipe) -> list[Problem]:
                 Problem(f"{key}=null", "a run needs it", f"Choose {key}.name from: {names}.")
             )
     if "step" in found:
-        problems += _step_problems(recipe, found["step"])
+        step = found["step"]
+        problems += step_problems(recipe, step.label, signatures.read(step.function))
     return problems
 
 
@@ -257,22 +259,27 @@ def try_factories(recipe: Recipe) -> list[Problem]:
     ]
 
 
-def _step_problems(recipe: Recipe, step: Factory) -> Iterator[Problem]:
-    """Yield parts that the step needs and lacks, and those that it would not use."""
-    signature = signatures.read(step.function)
+def step_problems(recipe: Recipe, label: str, signature: Signature) -> Iterator[Problem]:
+    """Yield parts that the step needs and lacks, and those that it would not use.
+
+    Args:
+        recipe: whose parts they are.
+        label: what the step is called.
+        signature: of its factory.
+    """
     for key in STEP_PARTS:
         parameter = signature.parameters.get(key)
         given = getattr(recipe, key) is not None
         if parameter is None and given:
             yield Problem(
-                f"{key}={_label(getattr(recipe, key))} with step={step.label}",
-                f"{step.label} builds its own and takes no {key}",
+                f"{key}={_label(getattr(recipe, key))} with step={label}",
+                f"{label} builds its own and takes no {key}",
                 f"Set {key}=null.",
             )
         elif parameter is not None and parameter.default is parameter.empty and not given:
             yield Problem(
-                f"{key}=null with step={step.label}",
-                f"{step.label} needs a {key}",
+                f"{key}=null with step={label}",
+                f"{label} needs a {key}",
                 f"Choose {key}=…",
             )
 

@@ -35,7 +35,7 @@ def problems(recipe: Recipe) -> list[Problem]:
     found: list[Problem] = []
     for key, node, registry in build.nodes_of(recipe, found):
         try:
-            found += _problems(key, node, registry)
+            found += _problems(recipe, key, node, registry)
         except ConfigError as error:
             found += build.under(error, registry.kind, key).problems
     return found
@@ -49,7 +49,7 @@ def unknown(recipe: Recipe) -> bool:
     )
 
 
-def _problems(key: str, node: Any, registry: Registry) -> list[Problem]:
+def _problems(recipe: Recipe, key: str, node: Any, registry: Registry) -> list[Problem]:
     name, target, arguments = build.named(key, node, registry)
     if target is not None:
         distrusted = trust.distrust(target, f"{key}._target_")
@@ -60,9 +60,14 @@ def _problems(key: str, node: Any, registry: Registry) -> list[Problem]:
         registry.require(str(name))
         label, place = str(name), registry.built_in(str(name)) or ""
     signature = signature_of(place.replace(":", "."), build.num_given(key, target is None))
-    if signature is None or key == "step":
+    if signature is None:
         return []
-    return signatures.check(signature, arguments, key, label)
+    if key != "step":
+        return signatures.check(signature, arguments, key, label)
+    rest = {n: p for n, p in signature.parameters.items() if n not in build.STEP_PARTS}
+    own = Signature(rest, signature.open, signature.hints)
+    wrong = signatures.check(own, arguments, key, label)
+    return [*wrong, *build.step_problems(recipe, label, signature)]
 
 
 def arguments_of(registry: Registry, name: str, key: str) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shlex
 import sys
 import time
@@ -27,6 +28,7 @@ STOPPED = 75
 INTERRUPTED = 130
 # What a parent reads from an exit status: a worker that stopped with its state saved did not fail.
 CLEAN = (DONE, STOPPED)
+UNREAD = "nobody reads standard output any more"
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,16 @@ def read_outcomes(run_dir: Path, launch: str) -> list[Outcome]:
     return sorted((Outcome(**json.loads(file.read_text())) for file in files), key=lambda o: o.time)
 
 
+def nobody_reads() -> bool:
+    """Return whether whoever read standard output is gone, as `head` is after its lines."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError, AttributeError):  # it is no file, or closed; Windows has no poll
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 def of_error(error: BaseException, rank: int) -> Outcome:
     """Return the outcome of a process that ends with `error`.
 
@@ -75,6 +87,8 @@ def of_error(error: BaseException, rank: int) -> Outcome:
     """
     if isinstance(error, (ConfigError, MissingPackageError)):
         return Outcome(rank, time.time(), REFUSED, str(error))
+    if isinstance(error, BrokenPipeError) and nobody_reads():
+        return Outcome(rank, time.time(), FAILED, UNREAD)
     return Outcome(rank, time.time(), FAILED, one_line(error), "".join(user_traceback(error)))
 
 
@@ -94,6 +108,8 @@ def user_traceback(error: BaseException) -> list[str]:
 
 def tell(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> None:
     """Say on standard error how a run ended, once."""
+    if outcome.message == UNREAD:
+        return
     if outcome.code == REFUSED:
         lines = [outcome.message]
     else:
