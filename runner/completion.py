@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from runner import diagnose, hydra_setup, keys, offline, trust
-from runner.build import nodes_of, num_given
+from runner.factory import nodes_of, num_given
 from runner.flags import COMMANDS, INFO, long_flags
 from runner.recipe import examine
 from runner.registry import register
+from runner.schema import Recipe
 
 SPLITS = ("train", "validation", "test")
 OF_COMMANDS = {
@@ -147,7 +148,7 @@ def _values(key: str, value: str) -> Iterator[str]:
 
 def _is_switch(key: str) -> bool:
     parent, _, leaf = key.rpartition(".")
-    kind = keys.node_of(parent) if parent else keys.Recipe
+    kind = keys.node_of(parent) if parent else Recipe
     hint = typing.get_type_hints(kind).get(leaf) if kind is not None else None
     return hint is bool or (isinstance(hint, types.UnionType) and bool in typing.get_args(hint))
 

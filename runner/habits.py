@@ -144,9 +144,10 @@ def no_switch(key: str, value: object) -> bool:
     import typing
 
     from runner import keys
+    from runner.schema import Recipe
 
     parent, _, leaf = key.rpartition(".")
-    kind: Any = keys.node_of(parent) if parent else keys.Recipe
+    kind: Any = keys.node_of(parent) if parent else Recipe
     hint = typing.get_type_hints(kind).get(leaf) if kind is not None else None
     is_switch = hint is bool or hint == (bool | None)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
