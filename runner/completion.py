@@ -134,7 +134,7 @@ def _arguments(recipe: Mapping[str, Any]) -> Iterator[str]:
 def _values(key: str, value: str) -> Iterator[str]:
     """Yield what a key may be set to."""
     if key in hydra_setup.groups():
-        yield from (*diagnose.options_of(key), "null")
+        yield from diagnose.options_of(key)
     elif key == "resume":
         yield from ("auto", *_runs(value))
     elif key.endswith(".name"):
