@@ -130,4 +130,4 @@ def nearest(name: str, known: Iterable[str]) -> str:
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
         return f"Did you mean {close[0]!r}?"
-    return "Known names: " + (", ".join(sorted(names)) or "none") + "."
+    return "Known names: " + (", ".join(sorted(set(names))) or "none") + "."

@@ -35,6 +35,13 @@ DISTRIBUTION = "accel-runner"
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command line and return its exit code; what went wrong is on standard error."""
+    code = _run(arguments)
+    if outcomes.nobody_reads():  # what is still in the buffer would fail at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         imports, rest = command_line.take_imports(arguments)
         with _trusting(imports), threads.sleeping_when_idle():
@@ -50,7 +57,6 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader (`| head`) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FAILED if end.code else DONE

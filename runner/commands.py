@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from accel.errors import ConfigError, Problem
 from runner import compose, diagnose, hydra_setup, rundir, startup
@@ -139,7 +141,7 @@ def write_predictions(request: Request) -> int:
     output = _require_output(request.output)
     partial = output.with_name(f".{output.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file, _session(request) as session:
+        with _opened(partial, output) as file, _session(request) as session:
             count = 0
             for count, record in enumerate(_predictions(session), start=1):
                 line = rundir.finite({"index": count - 1, **record})
@@ -155,6 +157,18 @@ def _require_output(output: Path | None) -> Path:
         rule = "predictions are written to a file in a folder that exists"
         raise ConfigError(Problem(f"--output {output}", rule, "Give --output predictions.jsonl."))
     return output
+
+
+def _opened(partial: Path, output: Path) -> TextIO:
+    """Open the file that predictions are written to, before anything is computed."""
+    try:
+        if output.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        return partial.open("w", encoding="utf-8")
+    except OSError as error:
+        rule = f"it cannot be written ({error.strerror})"
+        remedy = "Give --output a file in a folder that you may write to."
+        raise ConfigError(Problem(f"--output {output}", rule, remedy)) from error
 
 
 def _predictions(session: Session) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import diagnose, hydra_setup, keys, offline, trust
-from runner.build import nodes_of, num_given
+from runner.factory import nodes_of, num_given
 from runner.flags import COMMANDS, INFO, long_flags
 from runner.recipe import examine
 from runner.registry import register
@@ -134,7 +134,7 @@ def _arguments(recipe: Mapping[str, Any]) -> Iterator[str]:
 def _values(key: str, value: str) -> Iterator[str]:
     """Yield what a key may be set to."""
     if key in hydra_setup.groups():
-        yield from (*diagnose.options_of(key), "null")
+        yield from diagnose.options_of(key)
     elif key == "resume":
         yield from ("auto", *_runs(value))
     elif key.endswith(".name"):

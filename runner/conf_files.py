@@ -13,8 +13,9 @@ from typing import Any
 from hydra.core.global_hydra import GlobalHydra
 from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 
-from accel.errors import Problem
-from runner import keys, paths
+from accel.errors import Problem, nearest
+from runner import keys, offline, paths
+from runner.registry import register
 from runner.schema import Recipe
 
 PACKAGE = re.compile(r"^\s*#\s*@package\s+(\S+)", re.M)
@@ -119,7 +120,7 @@ def wrong_keys(name: str) -> list[Problem]:
     if path is None:
         return []
     content = _content(path)
-    content.pop("defaults", None)
+    chosen = str(content.pop("defaults", ""))
     header = PACKAGE.search(path.read_text(encoding="utf-8"))
     group = name.rpartition("/")[0]
     package = header.group(1) if header else group.replace("/", ".")
@@ -130,15 +131,38 @@ def wrong_keys(name: str) -> list[Problem]:
         remedy = "Write `# @package _global_` as its first line."
         return [Problem(place, rule, remedy)]
     known = list(keys.typed_keys())
-    problems = [
-        Problem(f"{place}: {problem.value}", problem.rule, problem.remedy)
-        for problem in _unknown(content, f"{prefix}." if prefix else "", known)
-    ]
+    found = [*_unknown(content, f"{prefix}." if prefix else "", known)]
+    if not prefix:
+        kept = {node: value for node, value in content.items() if f"/{node}" not in chosen}
+        found += _arguments(kept)
+    problems = [Problem(f"{place}: {one.value}", one.rule, one.remedy) for one in found]
     if len(problems) > MOST:
         more = f"{len(problems) - MOST} more unknown keys"
         rest = Problem(f"{place}: {more}", "no recipe has them", "Correct these first.")
         return [*problems[:MOST], rest]
     return problems
+
+
+def _arguments(content: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the arguments that the factories of the default files do not have.
+
+    A file that chooses others is checked once it can be composed.
+    """
+    primary = (paths.conf_folder() / paths.PRIMARY).read_text(encoding="utf-8")
+    for group, option in re.findall(r'^  - (\w+): "?(\w+)"?', primary, re.M):
+        node = content.get(group)
+        path = paths.conf_folder() / group / f"{option}.yaml"
+        if group not in keys.FACTORY_NODES or not isinstance(node, Mapping):
+            continue
+        factory = _content(path)
+        if {"name", "_target_"} & node.keys() or "name" not in factory:
+            continue
+        registry = getattr(register, group)
+        known = offline.arguments_of(registry, str(factory["name"]), group)
+        for name, value in node.items():
+            if known and name not in known:
+                rule = f"{factory['name']} has no such argument"
+                yield Problem(f"{group}.{name}={value}", rule, nearest(str(name), known))
 
 
 def _unknown(node: Mapping[str, Any], prefix: str, known: list[str]) -> Iterator[Problem]:

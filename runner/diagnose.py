@@ -256,6 +256,10 @@ def translate(error: Exception, config_name: str) -> list[Problem]:
     missing = re.search(r"Could not find '([^']+)'", text)
     if isinstance(error, RecursionError):
         return [conf_files.cycle() or Problem("conf", "files name each other", "End the ring.")]
+    if not text:  # Hydra's grammar says nothing of an interpolation that is not closed
+        where = conf_files.containing(r"(?m)\$\{[^}\n]*$")
+        rule = "an interpolation is not closed" if where else "it cannot be composed"
+        return [Problem(f"{where or 'conf'}".rstrip(": "), rule, "Write ${key}, both braces.")]
     if isinstance(error, UnicodeDecodeError):
         return conf_files.undecodable() or [Problem("conf", text, "Save the file as UTF-8.")]
     if missing:

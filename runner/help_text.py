@@ -66,7 +66,7 @@ Examples
 EXIT_CODES = """\
 Exit codes
   0    done
-  1    failed
+  1    failed (RUNNER_FULL_TRACEBACK=1 shows the runner's own frames, too)
   2    the configuration was refused: nothing was started
   75   stopped by SIGTERM or SIGUSR1 with the state saved; resume= goes on
   130  Ctrl-C

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import ConfigError, Problem
-from runner import build, signatures, trust
+from runner import build, factory, signatures, trust
 from runner.registry import Registry
 from runner.schema import Recipe
 from runner.signatures import Signature
@@ -33,11 +33,11 @@ Function = ast.FunctionDef | ast.ClassDef
 def problems(recipe: Recipe) -> list[Problem]:
     """Return what is wrong with the names and arguments of a recipe's factories."""
     found: list[Problem] = []
-    for key, node, registry in build.nodes_of(recipe, found):
+    for key, node, registry in factory.nodes_of(recipe, found):
         try:
-            found += _problems(key, node, registry)
+            found += _problems(recipe, key, node, registry)
         except ConfigError as error:
-            found += build.under(error, registry.kind, key).problems
+            found += factory.under(error, registry.kind, key).problems
     return found
 
 
@@ -45,12 +45,12 @@ def unknown(recipe: Recipe) -> bool:
     """Return whether a recipe names factories that are not registered so far."""
     return any(
         isinstance(node, Mapping) and node.get("name") not in (None, *registry.names())
-        for _, node, registry in build.nodes_of(recipe, [])
+        for _, node, registry in factory.nodes_of(recipe, [])
     )
 
 
-def _problems(key: str, node: Any, registry: Registry) -> list[Problem]:
-    name, target, arguments = build.named(key, node, registry)
+def _problems(recipe: Recipe, key: str, node: Any, registry: Registry) -> list[Problem]:
+    name, target, arguments = factory.named(key, node, registry)
     if target is not None:
         distrusted = trust.distrust(target, f"{key}._target_")
         if distrusted is not None:
@@ -59,18 +59,23 @@ def _problems(key: str, node: Any, registry: Registry) -> list[Problem]:
     else:
         registry.require(str(name))
         label, place = str(name), registry.built_in(str(name)) or ""
-    signature = signature_of(place.replace(":", "."), build.num_given(key, target is None))
-    if signature is None or key == "step":
+    signature = signature_of(place.replace(":", "."), factory.num_given(key, target is None))
+    if signature is None:
         return []
-    return signatures.check(signature, arguments, key, label)
+    if key != "step":
+        return signatures.check(signature, arguments, key, label)
+    rest = {n: p for n, p in signature.parameters.items() if n not in build.STEP_PARTS}
+    own = Signature(rest, signature.open, signature.hints)
+    wrong = signatures.check(own, arguments, key, label)
+    return [*wrong, *build.step_problems(recipe, label, signature)]
 
 
 def arguments_of(registry: Registry, name: str, key: str) -> list[str]:
     """Return the names of the arguments that a recipe may give to a factory, as far as known."""
     place = registry.built_in(name)
     if place is None and name in registry.names():
-        return list(signatures.read(registry.get(name), build.num_given(key, True)).parameters)
-    found = signature_of((place or "").replace(":", "."), build.num_given(key, True))
+        return list(signatures.read(registry.get(name), factory.num_given(key, True)).parameters)
+    found = signature_of((place or "").replace(":", "."), factory.num_given(key, True))
     return [] if found is None else list(found.parameters)
 
 

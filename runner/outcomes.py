@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import re
+import select
 import shlex
 import signal
 import sys
@@ -40,6 +41,7 @@ COMMUNICATION = re.compile(
 )
 # How torch begins an error that it brings from a loader worker.
 IN_LOADER_WORKER = re.compile(r"Caught \w+ in DataLoader (worker process \d+)\.")
+UNREAD = "nobody reads standard output any more"
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,16 @@ def read_outcomes(run_dir: Path, launch: str) -> list[Outcome]:
     return sorted(found, key=lambda outcome: outcome.time)
 
 
+def nobody_reads() -> bool:
+    """Return whether whoever read standard output is gone, as `head` is after its lines."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError, AttributeError):  # it is no file, or closed; Windows has no poll
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 def of_error(error: BaseException, rank: int) -> Outcome:
     """Return the outcome of a process that ends with `error`.
 
@@ -143,6 +155,8 @@ def of_error(error: BaseException, rank: int) -> Outcome:
         return Outcome(rank, time.time(), REFUSED, str(error))
     if isinstance(error, DiskFullError):
         return Outcome(rank, time.time(), FAILED, str(error))
+    if isinstance(error, BrokenPipeError) and nobody_reads():
+        return Outcome(rank, time.time(), FAILED, UNREAD)
     told = one_line(error), "".join(user_traceback(error))
     return Outcome(rank, time.time(), FAILED, *told, is_consequence=_of_communication(error))
 
@@ -200,6 +214,8 @@ def tell(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> None:
     """Say on standard error how a run ended, once."""
     from runner import leftovers
 
+    if outcome.message == UNREAD:
+        return
     if outcome.code == REFUSED:
         lines = [outcome.message]
     else:

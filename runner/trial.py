@@ -13,7 +13,7 @@ from accel.errors import ConfigError, Problem
 from runner import blame, signatures
 
 if TYPE_CHECKING:
-    from runner.build import Factory
+    from runner.factory import Factory
 
 SHIPPED = ("torch.", "runner.factories.", "runner.callbacks.")
 NUM_STEPS = 1 << 30

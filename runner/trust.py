@@ -115,7 +115,7 @@ def distrust(name: str, key: str) -> Problem | None:
 
 
 def _why_not(package: str) -> str:
-    known = ", ".join((*ALLOWED, *trusted()))
+    known = ", ".join(dict.fromkeys((*ALLOWED, *trusted())))
     try:
         missing = importlib.util.find_spec(package) is None
     except ValueError:  # a module without a spec, such as __main__

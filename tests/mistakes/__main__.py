@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="print what is answered")
     options = parser.parse_args()
     seed = secrets.randbits(32) if options.seed is None else options.seed
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     running.prepare()
     mistakes = [
         mistake

@@ -19,7 +19,7 @@ OVERLAY = "# @package _global_\n"
 
 COMMAND_LINES = (
     _one("+experiment=bytes_gpt", "experiment=bytes_gpt", "Leave out the +"),
-    _one("+experiment=x", "+experiment=x", "bytes_gpt, gan"),
+    _one("+experiment=x", "experiment=x", "bytes_gpt, gan"),
     _one("+model=cnn", "model=cnn", "Leave out the +"),
     _one("++model=cnn", "model=cnn", "Leave out the +"),
     _one("precision=fp32", "precision=fp32", "'no'"),

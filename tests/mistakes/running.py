@@ -6,6 +6,7 @@ has no threads; each fork runs `runner.cli.main` as the command does.
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
@@ -20,28 +21,19 @@ from tests.mistakes.cases import Answer, Mistake
 SECONDS = 240.0
 
 
+IMPORTED = (
+    *("sklearn.datasets", "torch", "torch._dynamo", "torch.utils.tensorboard"),
+    *("runner.app", "runner.build", "runner.callbacks.early_stopping", "runner.callbacks.text"),
+    *("runner.compose", "runner.engine", "runner.factories.bytes_gpt", "runner.factories.digits"),
+    *("runner.factories.gan", "runner.factories.optimizers", "runner.help_text", "runner.launch"),
+    *("runner.loop", "runner.worker"),
+)
+
+
 def prepare() -> None:
     """Import what commands import, and nothing that starts a thread."""
-    import torch
-    import torch._dynamo
-    import torch.utils.tensorboard
-
-    import runner.app
-    import runner.build
-    import runner.callbacks.early_stopping
-    import runner.callbacks.text
-    import runner.compose
-    import runner.engine
-    import runner.factories.bytes_gpt
-    import runner.factories.digits
-    import runner.factories.gan
-    import runner.factories.optimizers
-    import runner.help_text
-    import runner.launch
-    import runner.loop
-    import runner.worker  # noqa: F401
-
-    torch.set_num_threads(1)
+    for name in IMPORTED:
+        importlib.import_module(name)
 
 
 def answers(mistakes: Iterable[Mistake], num_jobs: int) -> Iterator[tuple[Mistake, Answer]]:

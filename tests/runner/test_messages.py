@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runner import cli
+from accel.errors import ConfigError
+from runner import cli, commands
 from tests.helpers import python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +27,7 @@ def refused(*arguments: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     out, err = capsys.readouterr()
     assert out == ""
     assert "Traceback" not in err
-    return err.splitlines()
+    return [line for line in err.splitlines() if not line.endswith(": loading PyTorch …")]
 
 
 REFUSALS = {
@@ -222,6 +223,27 @@ def test_a_sweep_does_not_switch_a_group_off(capsys: pytest.CaptureFixture[str])
 def test_a_sweep_resumes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = refused("-m", "resume=auto", "seed=1,2", capsys=capsys)
     assert "Resume each run by itself." in line
+
+
+@pytest.mark.parametrize("output", ["/proc/predictions.jsonl", "."])
+def test_an_output_that_cannot_be_written(output: str, tmp_path: Path) -> None:
+    request = commands.Request(tmp_path / "run", output=tmp_path / output)
+    with pytest.raises(ConfigError, match=r"^--output .*: it cannot be written \(") as caught:
+        commands.write_predictions(request)
+    assert "a folder that you may write to" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_override_of_a_key_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    repeated = ("seed=1", "optimizer=sgd", "seed=2", "optimizer=adamw")
+    assert cli.main(["--cfg", "job", *repeated]) == 0
+    out, err = capsys.readouterr()
+    assert "\nseed: 2\n" in out
+    assert "_target_" not in out
+    assert err.splitlines() == [
+        "seed=1 is overridden by seed=2: the last one of a key is taken",
+        "optimizer=sgd is overridden by optimizer=adamw: the last one of a key is taken",
+    ]
 
 
 def test_a_package_that_is_not_trusted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,33 @@
+"""Mistakes drawn with a fresh seed are answered as a person needs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import SECONDS, python
+
+ROOT = Path(__file__).resolve().parents[2]
+COUNTS = [
+    pytest.param(12, id="few"),
+    pytest.param(300, marks=(pytest.mark.slow, pytest.mark.timeout(1800)), id="many"),
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="answers are collected from forks")
+@pytest.mark.parametrize("count", COUNTS)
+def test_mistakes_are_answered(count: int) -> None:
+    answer = subprocess.run(
+        python("-m", "tests.mistakes", "--count", str(count)),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=SECONDS * (1 if count < 100 else 5),
+    )
+    assert answer.returncode == 0, f"{answer.stdout}\n{answer.stderr}"
+    print(answer.stdout.splitlines()[-1])
