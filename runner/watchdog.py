@@ -96,6 +96,8 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         if not self._thread.is_alive():
             self._log.close()
+            with contextlib.suppress(RuntimeError):  # the host of the store may be gone
+                self._store.set(f"left/{self._rank}", "")
 
     def _watch(self) -> None:
         while not self._closing.wait(self._poll):
@@ -179,11 +181,18 @@ class Watchdog:
         keys = {rank: f"{self._round}/{rank}" for rank in range(self._world_size)}
         deadline = time.monotonic() + self._patience
         while not self._store.check(list(keys.values())) and time.monotonic() < deadline:
+            if self._progress.count != self._seen:
+                break
             if self._closing.wait(min(self._poll, 0.2)):
                 return
         reports = self._reports(self._round)
         silent = {rank: self._why_silent(rank) for rank in keys.keys() - reports.keys()}
-        verdict = hangs.judge(reports, silent, self._limit, self._reports(self._round - 1))
+        moved = self._progress.count != self._seen
+        verdict = (
+            None
+            if moved
+            else hangs.judge(reports, silent, self._limit, self._reports(self._round - 1))
+        )
         if verdict is not None:
             self._write(f"rank {verdict.rank}: {verdict.message}")
             self._tell(verdict)
@@ -205,6 +214,8 @@ class Watchdog:
         """Return why a rank does not answer, as far as can be seen from here."""
         if not self._store.check([f"process/{rank}"]):
             return "it has not started to build the run"
+        if self._store.check([f"left/{rank}"]):
+            return "it has left the run"
         host, _, pid = self._store.get(f"process/{rank}").decode().partition(" ")
         who = f"its process {pid} on {host} does not answer"
         state = _state(int(pid)) if host == socket.gethostname() else "?"
