@@ -44,6 +44,7 @@ from accel.strategies.dtensor.scaler import ShardedStepScaler
 from accel.strategies.dtensor.steps import step_by_mesh
 from accel.strategies.dtensor.successors import Successors, by_name
 from accel.strategies.dtensor.tensors import all_whole, fitted_weight, parts_of, whole
+from accel.strategies.dtensor.unfrozen import reduce_what_is_unfrozen
 from accel.strategies.footprint import local
 from accel.strategies.optimizers import fails_on_shards
 
@@ -121,6 +122,7 @@ class DTensorStrategy(Strategy):
             reshard_after_evaluation(model)
             train_after_inference(model)
             InnerCalls(model)
+            reduce_what_is_unfrozen(model)
             units = (module for module in model.modules() if isinstance(module, FSDPModule))
             refuse_copies(units, self.traits.name, SHARDED_AVERAGE)
         return self.compile_model(model)
