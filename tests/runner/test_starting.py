@@ -77,8 +77,7 @@ def test_the_number_of_processes_is_refused_before_anything_is_claimed(
 
 
 @pytest.mark.parametrize(
-    ("code", "left"),
-    [(1, "metrics.jsonl"), (1, "logs/rank_1.log"), (2, "mine"), (75, "x"), (0, "x")],
+    ("code", "left"), [(1, "metrics.jsonl"), (1, "logs/rank_1.log"), (2, "mine"), (75, "x")]
 )
 def test_what_may_be_of_use_is_kept(
     code: int, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,7 +97,7 @@ def test_what_may_be_of_use_is_kept(
 # -- resumed runs --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [1, 2, 130])
+@pytest.mark.parametrize("code", [1, 130])
 def test_a_resume_that_fails_changes_nothing(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +159,9 @@ def test_a_finished_run_says_so_and_is_left_alone(
     ):
         assert cli.main(line) == 0
         assert "is finished: trainer.epochs=2 completed at step 40" in capsys.readouterr().out
-    for override in ("seed=7", "model.width=48", "optimizer.lr=0.5"):
-        assert cli.main([f"resume={run_dir}", override]) == 2
-        assert "it changes nothing any more" in capsys.readouterr().err
+    assert cli.main([f"resume={run_dir}", "seed=7", "model.width=48"]) == 2
+    told = capsys.readouterr().err
+    for key in ("seed=7", "model.width=48"):
+        assert f"{key} with resume=" in told
+    assert told.count("it changes nothing any more") == 2
     assert tree(run_dir) == before
