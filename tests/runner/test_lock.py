@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HOLD = "from runner import lock; import sys, pathlib, time\n"
 SLEEP = "print('ready', flush=True); time.sleep(300)\n"
 HELD = f"{HOLD}with lock.held(pathlib.Path(sys.argv[1])): {SLEEP}"
-SHARED = f"{HOLD}lock.share(pathlib.Path(sys.argv[1])); {SLEEP}"
+SHARED = f"{HOLD}with lock.shared(pathlib.Path(sys.argv[1])): {SLEEP}"
 
 
 @contextmanager
@@ -62,7 +61,8 @@ def test_threads_of_one_process_exclude_each_other(tmp_path: Path) -> None:
     with lock.held(tmp_path):
         with pytest.raises(ConfigError, match=f"process {os.getpid()}"), lock.held(tmp_path):
             pass
-        lock.share(tmp_path)  # the holder works itself: nothing to add, nothing is dropped
+        with lock.shared(tmp_path):
+            pass  # the holder works itself: nothing to add, nothing is dropped
         link = tmp_path.with_name("link")
         link.symlink_to(tmp_path)
         assert lock.holder(link) is not None
@@ -87,6 +87,13 @@ def test_workers_that_outlive_their_parent_are_waited_for(
             pass
 
 
+def test_a_worker_lets_go_at_its_end(tmp_path: Path) -> None:
+    with lock.shared(tmp_path):
+        assert lock.holder(tmp_path) is not None
+    with lock.held(tmp_path):
+        pass
+
+
 def test_a_forked_child_holds_nothing(tmp_path: Path) -> None:
     with lock.held(tmp_path):
         child = os.fork()
@@ -107,7 +114,7 @@ def test_a_file_system_without_locks_is_said_to_have_none(
     def refuse(*args: object) -> None:
         raise OSError(lock.errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "lockf", refuse)
+    monkeypatch.setattr("fcntl.lockf", refuse)
     with lock.held(tmp_path):
         assert "offers no locks" in caplog.text
 
@@ -115,4 +122,3 @@ def test_a_file_system_without_locks_is_said_to_have_none(
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="writ"), lock.held(tmp_path / "nothing"):
         pass
-    assert sys.modules["runner.lock"] is lock
