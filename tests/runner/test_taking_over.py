@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from runner.saving import Best, read_best
 from tests.helpers import run_distributed
 from tests.resume_matrix.cells import tree
 from tests.runner.loops import Fit, build, newest, recipe_of, records, run
+from tests.runner.test_loop import Worsening
 
 
 class Breaking(Fit):
@@ -29,17 +29,6 @@ class Breaking(Fit):
         if model.training:
             raise RuntimeError("shapes do not match")
         return super().losses(model, batch)
-
-
-class Falling(Fit):
-    """Each evaluation is worse than the one before."""
-
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        self.value += 1.0
-        return {**super().summarize(values), "loss": self.value}
 
 
 def stopped(folder: Path, **more: Any) -> Path:
@@ -97,7 +86,7 @@ class Damage(Callback):
 
 
 def damaged_while_it_trains(folder: Path) -> dict[str, Any]:
-    options: dict[str, Any] = {"objective": Falling(), "callbacks": {"damage": Damage()}}
+    options: dict[str, Any] = {"objective": Worsening(), "callbacks": {"damage": Damage()}}
     return run(folder, recipe_of(trainer__epochs=3), **options)
 
 
@@ -115,10 +104,10 @@ def test_a_best_state_that_is_damaged_while_it_trains_is_passed_over(
 
 
 def test_a_best_state_that_is_damaged_before_a_resume_is_looked_for_anew(tmp_path: Path) -> None:
-    stopped(tmp_path, objective=Falling())
+    stopped(tmp_path, objective=Worsening())
     damage(tmp_path / "checkpoints" / json.loads(pointer(tmp_path).read_text())["checkpoint"])
     summary = run(
-        tmp_path, recipe_of(trainer__epochs=3), objective=Falling(), resume_from=newest(tmp_path)
+        tmp_path, recipe_of(trainer__epochs=3), objective=Worsening(), resume_from=newest(tmp_path)
     )
     assert summary["complete"]
     assert summary["best"]["step"] == 10
@@ -150,7 +139,7 @@ WRONG_POINTERS = [
 def test_a_damaged_pointer_is_put_together_from_the_states(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stopped(tmp_path, objective=Falling())
+    stopped(tmp_path, objective=Worsening())
     expected = json.loads(pointer(tmp_path).read_text())
     for content in WRONG_POINTERS:
         pointer(tmp_path).write_text(content)
@@ -158,7 +147,7 @@ def test_a_damaged_pointer_is_put_together_from_the_states(
         assert read_best(tmp_path / "checkpoints") == Best(**expected), content
         assert "best.json" in caplog.text
     recipe = recipe_of(trainer__epochs=3, trainer__stop_after=8)
-    run(tmp_path, recipe, objective=Falling(), resume_from=newest(tmp_path))
+    run(tmp_path, recipe, objective=Worsening(), resume_from=newest(tmp_path))
     assert json.loads(pointer(tmp_path).read_text()) == expected
 
 
