@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -34,6 +33,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from accel.errors import ConfigError, Problem
 
@@ -114,7 +114,7 @@ def holder(run_dir: Path) -> Holder | None:
         except OSError:  # never locked, or not ours to write: not ours to train in, either
             return None
         try:
-            return None if _tried(descriptor, COMMAND, fcntl.LOCK_SH, 0.0) else _read(descriptor)
+            return None if _tried(descriptor, COMMAND, False, 0.0) else _read(descriptor)
         except OSError as error:
             logger.debug("%s: %s", path, error)  # locks are not offered: nobody holds one
             return None
@@ -122,23 +122,41 @@ def holder(run_dir: Path) -> Holder | None:
             os.close(descriptor)
 
 
-def share(run_dir: Path) -> None:
-    """Keep other commands out until this process ends: called by each worker.
+@contextlib.contextmanager
+def shared(run_dir: Path) -> Iterator[None]:
+    """Keep other commands out in the context: for each worker of the command that holds the lock.
 
     The process that holds the lock itself needs no more.
     """
     path = os.path.realpath(run_dir / FILE)
+    descriptor = None
     with _GUARD:
-        if _own(path) is not None:
-            return
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            if _tried(descriptor, WORKERS, fcntl.LOCK_SH, WORKER_SECONDS):
-                _HELD[path] = os.getpid(), _me()  # open for as long as the process lives
-                return
-            os.close(descriptor)
-        except OSError as error:
-            logger.warning("%s could not be locked by a worker: %s", path, error)
+        if _own(path) is None:
+            descriptor = _shared(path)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with _GUARD:
+                _HELD.pop(path, None)
+                os.close(descriptor)
+
+
+def _shared(path: str) -> int | None:
+    """Return the file descriptor that holds a worker's lock; None where there is none to have."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        logger.warning("%s could not be locked by a worker: %s", path, error)
+        return None
+    try:
+        if _tried(descriptor, WORKERS, False, WORKER_SECONDS):
+            _HELD[path] = os.getpid(), _me()
+            return descriptor
+    except OSError as error:
+        logger.debug("%s: %s", path, error)  # locks are not offered: who holds it has said so
+    os.close(descriptor)
+    return None
 
 
 def _open(path: str, run_dir: Path) -> int:
@@ -158,12 +176,12 @@ def _own(path: str) -> Holder | None:
 
 def _take(descriptor: int, run_dir: Path) -> None:
     try:
-        if not _tried(descriptor, COMMAND, fcntl.LOCK_EX, LOOK_SECONDS):
+        if not _tried(descriptor, COMMAND, True, LOOK_SECONDS):
             raise _refusal(run_dir, _read(descriptor))
-        if not _tried(descriptor, WORKERS, fcntl.LOCK_EX, WORKER_SECONDS):
+        if not _tried(descriptor, WORKERS, True, WORKER_SECONDS):
             rule = f"workers of an earlier command have not ended ({_read(descriptor)})"
             raise ConfigError(Problem(str(run_dir), rule, "Wait for them, or end them."))
-        fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, WORKERS)  # for the workers of this command
+        _records().lockf(descriptor, _records().LOCK_UN, 1, WORKERS)  # for its own workers
     except OSError as error:
         if error.errno not in NOT_OFFERED:
             raise
@@ -175,12 +193,17 @@ def _take(descriptor: int, run_dir: Path) -> None:
         )
 
 
-def _tried(descriptor: int, byte: int, kind: int, seconds: float) -> bool:
-    """Return whether a lock could be taken within some seconds."""
-    deadline = time.monotonic() + seconds
+def _tried(descriptor: int, byte: int, exclusive: bool, seconds: float) -> bool:
+    """Return whether a lock could be taken within some seconds.
+
+    Raises:
+        OSError: where the file system or the system offers no locks.
+    """
+    records, deadline = _records(), time.monotonic() + seconds
+    kind = (records.LOCK_EX if exclusive else records.LOCK_SH) | records.LOCK_NB
     while True:
         try:
-            fcntl.lockf(descriptor, kind | fcntl.LOCK_NB, 1, byte)
+            records.lockf(descriptor, kind, 1, byte)
             return True
         except OSError as error:
             if error.errno not in TAKEN:
@@ -188,6 +211,19 @@ def _tried(descriptor: int, byte: int, kind: int, seconds: float) -> bool:
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.02)
+
+
+def _records() -> Any:
+    """Return the module of record locks.
+
+    Raises:
+        OSError: on a system without them.
+    """
+    try:
+        import fcntl
+    except ImportError as error:  # Windows
+        raise OSError(errno.ENOSYS, "no record locks") from error
+    return fcntl
 
 
 def _me() -> Holder:

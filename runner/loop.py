@@ -332,6 +332,7 @@ class Loop:
         self._begun = True
         if self._on_begin is not None:
             self._on_begin()
+        self.saver.begin()
         self.recorder.begin()
 
     def _profiler(self) -> AbstractContextManager[Any]:

@@ -126,6 +126,14 @@ def _pointed(content: Any) -> Best:
     return best
 
 
+def _at(pointer: Path) -> Best | None:
+    """Return what a pointer file says; None if it says nothing that can be read."""
+    try:
+        return _pointed(json.loads(pointer.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
 def _known(folder: Path) -> Best | None:
     """Return the best state that the newest checkpoint knows of, if a checkpoint holds it."""
     manifests = {}
@@ -258,9 +266,14 @@ class Saver:
         if self._accelerator.num_processes > 1:
             broadcast_object_list(found)
         self.best = found[0]
-        if self.best is not None and self._accelerator.is_main_process:
-            self.best.write(self.folder)
         return self.best is not None
+
+    def begin(self) -> None:
+        """Let the pointer name what `resumed` has found, unless it does."""
+        if self.best is None or not self._accelerator.is_main_process:
+            return
+        if _at(self.folder / POINTER) != self.best:
+            self.best.write(self.folder)
 
     def _find_best(self) -> Best | None:
         """Return the checkpoint of the best step that the resumed state knows."""

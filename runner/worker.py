@@ -112,9 +112,8 @@ def run(folder: Path, stop: StopFlag | None = None) -> int:
     Returns:
         0 where the run is complete or has reached a limit of its own, 75 where a signal stopped it.
     """
-    lock.share(run_dir_of(folder))
     numerics = threads.read(folder)
-    with numerics.exported():  # before anything loads a numeric library
+    with lock.shared(run_dir_of(folder)), numerics.exported():  # before a numeric library is loaded
         job, recipe = Job.load(folder)
         numerics.apply()
         if stop is not None:

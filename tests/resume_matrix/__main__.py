@@ -38,6 +38,14 @@ def states(folder: Path, every: int, offset: int, sizes: int) -> Iterator[list[C
         copy = templates.copy(kind, state.replace(" ", "-").replace(",", ""))
         wrong = ends.failed_resume(copy, *overrides)
         yield [Cell(state, "itself", wrong), *cells(state, copy)]
+    for state, override in (
+        ("a start that fails in build", "model.width=-3"),
+        ("a start that is refused late", "checkpoint.monitor=none_such"),
+        ("a start without a plan", "tensor_parallel=default"),
+    ):
+        empty = folder / state.replace(" ", "-")
+        empty.mkdir()
+        yield [Cell(state, "itself", ends.failed_start(empty, override)), *cells(state, empty)]
     copy = templates.copy("stopped", "two")
     yield [Cell("two at once", "itself", ends.two_at_once(copy)), *cells("two at once", copy)]
     yield from _killed(folder, templates, every, offset)

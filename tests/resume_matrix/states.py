@@ -59,6 +59,15 @@ def failed_resume(folder: Path, *overrides: str) -> str:
     return f"it changed {sorted(changed)}" if changed else ""
 
 
+def failed_start(folder: Path, override: str) -> str:
+    """Start a run that fails before it has anything to keep; return what is wrong with that."""
+    answer = run([*RECIPE, override], folder)
+    left = sorted(path.name for path in folder.iterdir())
+    if answer.code not in (1, 2) or left:
+        return f"code {answer.code}, {left} left: {answer.output[-300:]}"
+    return ""
+
+
 def start_line() -> list[str]:
     """Return the command of a start."""
     return list(RECIPE)

@@ -75,6 +75,22 @@ def test_broken_and_missing_checkpoints_are_named(tmp_path: Path) -> None:
         runner.load(run_dir, "last")
 
 
+def test_a_damaged_best_state_is_passed_over_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path, checkpoints=3, best=1)
+    runner.load(run_dir)
+    assert "checkpoint_1 (the best)" in capsys.readouterr().err
+    file = run_dir / "checkpoints" / "checkpoint_1" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    assert equal(runner.load(run_dir)[0], weights_of(run_dir, 2))
+    assert "runner.load: the weights of" in (said := capsys.readouterr().err)
+    assert "checkpoint_2" in said
+    assert "The best state is passed over for the last." in caplog.text
+    with pytest.raises(CheckpointError, match=r"model\.safetensors was altered"):
+        runner.load(run_dir, "best")
+
+
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         runner.load(tmp_path)

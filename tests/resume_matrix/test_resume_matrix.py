@@ -1,0 +1,42 @@
+"""The reduced matrix: a few system calls, and what can be had without them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import python
+from tests.resume_matrix import warm
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow  # `test_attempt.py`, `test_starting.py` and `test_taking_over.py` do it here
+def test_however_a_run_ended_it_can_be_used(tmp_path: Path) -> None:
+    command = python("-m", "tests.resume_matrix", "--every", "45", "--offset", "20", "--sizes", "1")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    answer = subprocess.run(
+        command, capture_output=True, text=True, timeout=550, cwd=ROOT, env=environment
+    )
+    print(answer.stdout)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    reason = warm.cannot_trace()
+    if reason is not None:
+        pytest.skip(f"{reason}: nothing was killed at a system call; all else holds")
+
+
+def test_a_trace_names_the_calls_that_change_files(tmp_path: Path) -> None:
+    trace = f"""
+openat(AT_FDCWD</>, "{tmp_path}/a", O_RDONLY|O_CLOEXEC) = 3<{tmp_path}/a>
+openat(AT_FDCWD</>, "{tmp_path}/b", O_WRONLY|O_CREAT|O_TRUNC, 0666) = 3<{tmp_path}/b>
+write(3<{tmp_path}/b>, "x", 1) = 1
+write(1</dev/null>, "x", 1) = 1
+fsync(3<{tmp_path}/b>) = 0
+close(3<{tmp_path}/b>) = 0
+write(3<{tmp_path}/c>, "x", 1) = 1
+"""
+    found = [(call.name, call.number) for call in warm.changing_calls(trace, tmp_path)]
+    assert found == [("openat", 2), ("write", 1), ("fsync", 1), ("write", 3)]

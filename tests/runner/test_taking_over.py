@@ -1,0 +1,168 @@
+"""A loop changes its run directory from the first step on, and survives a damaged best state."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel.checkpoint import files
+from accel.errors import CheckpointError
+from runner.callbacks.base import Callback
+from runner.loop import Loop
+from runner.saving import Best, read_best
+from tests.helpers import run_distributed
+from tests.resume_matrix.cells import tree
+from tests.runner.loops import Fit, build, newest, recipe_of, records, run
+from tests.runner.test_loop import Worsening
+
+
+class Breaking(Fit):
+    """Fails in the first step, after it has been measured."""
+
+    def losses(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        if model.training:
+            raise RuntimeError("shapes do not match")
+        return super().losses(model, batch)
+
+
+def stopped(folder: Path, **more: Any) -> Path:
+    run(folder, recipe_of(trainer__epochs=3, trainer__stop_after=7), **more)
+    return folder
+
+
+def damage(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+
+
+# -- the first step ------------------------------------------------------------------------
+
+
+def test_nothing_changes_before_the_first_step(tmp_path: Path) -> None:
+    before = tree(stopped(tmp_path))
+    asked: list[str] = []
+    loop = build(
+        tmp_path,
+        recipe_of(trainer__epochs=3),
+        objective=Breaking(),
+        resume_from=newest(tmp_path),
+        on_begin=lambda: asked.append("begun"),
+    )
+    with pytest.raises(RuntimeError, match="shapes"):
+        loop.run()
+    assert (asked, tree(tmp_path)) == ([], before)
+
+
+@pytest.mark.parametrize("step", [7, 15])
+def test_the_directory_is_taken_over_once(tmp_path: Path, step: int) -> None:
+    run(tmp_path, recipe_of(trainer__epochs=3, trainer__stop_after=step))
+    (tmp_path / "summary.json").unlink()  # cut off before its end
+    asked: list[int] = []
+    options: dict[str, Any] = {"on_begin": lambda: asked.append(len(records(tmp_path)))}
+    summary = run(tmp_path, recipe_of(trainer__epochs=3), resume_from=newest(tmp_path), **options)
+    assert asked == [step]
+    assert [record["step"] for record in records(tmp_path)] == list(range(1, 16))
+    assert len(records(tmp_path, "test")) == 1
+    assert set(summary["metrics"]) == {"validation", "test"}
+    assert summary["samples_per_second"] > 0
+    assert [r["step"] for r in records(tmp_path, "validation")] == [5, 10, 15]
+
+
+# -- a damaged best state ------------------------------------------------------------------
+
+
+class Damage(Callback):
+    """Damages the best state in the middle of the run."""
+
+    def on_step(self, loop: Loop) -> None:
+        if loop.state.step == 7 and loop.accelerator.is_main_process:
+            damage(loop.saver.best_path)
+
+
+def damaged_while_it_trains(folder: Path) -> dict[str, Any]:
+    options: dict[str, Any] = {"objective": Worsening(), "callbacks": {"damage": Damage()}}
+    return run(folder, recipe_of(trainer__epochs=3), **options)
+
+
+def test_a_best_state_that_is_damaged_while_it_trains_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        summary = damaged_while_it_trains(tmp_path / "one")
+    assert summary["complete"]
+    assert summary["best"]["checkpoint"] is None
+    assert "test" in summary["metrics"]
+    assert "The best checkpoint is passed over: the last weights stay." in caplog.text
+    for summary in run_distributed(damaged_while_it_trains, 2, tmp_path / "two"):
+        assert summary["complete"]
+
+
+def test_a_best_state_that_is_damaged_before_a_resume_is_looked_for_anew(tmp_path: Path) -> None:
+    stopped(tmp_path, objective=Worsening())
+    damage(tmp_path / "checkpoints" / json.loads(pointer(tmp_path).read_text())["checkpoint"])
+    summary = run(
+        tmp_path, recipe_of(trainer__epochs=3), objective=Worsening(), resume_from=newest(tmp_path)
+    )
+    assert summary["complete"]
+    assert summary["best"]["step"] == 10
+    assert json.loads(pointer(tmp_path).read_text())["step"] == 10
+
+
+# -- its pointer ---------------------------------------------------------------------------
+
+
+def pointer(run_dir: Path) -> Path:
+    return run_dir / "checkpoints" / "best.json"
+
+
+WRONG_POINTERS = [
+    "",
+    "{",
+    "[]",
+    "null",
+    '{"checkpoint": "checkpoint_0"}',
+    '{"checkpoint": 3, "step": 5, "metric": "loss", "value": 1.0}',
+    '{"checkpoint": "checkpoint_0", "step": "5", "metric": "loss", "value": 1.0}',
+    '{"checkpoint": "checkpoint_0", "step": 5, "metric": "loss", "value": null}',
+    '{"checkpoint": "../../elsewhere", "step": 5, "metric": "loss", "value": 1.0}',
+    '{"checkpoint": "..", "step": 5, "metric": "loss", "value": 1.0}',
+    '{"checkpoint": "/etc", "step": 5, "metric": "loss", "value": 1.0}',
+]
+
+
+def test_a_damaged_pointer_is_put_together_from_the_states(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stopped(tmp_path, objective=Worsening())
+    expected = json.loads(pointer(tmp_path).read_text())
+    for content in WRONG_POINTERS:
+        pointer(tmp_path).write_text(content)
+        caplog.clear()
+        assert read_best(tmp_path / "checkpoints") == Best(**expected), content
+        assert "best.json" in caplog.text
+    recipe = recipe_of(trainer__epochs=3, trainer__stop_after=8)
+    run(tmp_path, recipe, objective=Worsening(), resume_from=newest(tmp_path))
+    assert json.loads(pointer(tmp_path).read_text()) == expected
+
+
+@pytest.mark.parametrize("content", WRONG_POINTERS)
+def test_a_damaged_pointer_that_nothing_replaces_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "best.json").write_text(content)
+    (tmp_path / "checkpoint_0").mkdir()
+    with pytest.raises(CheckpointError, match=r"best\.json.*does not name a checkpoint.*last"):
+        read_best(tmp_path)
+
+
+def test_a_pointer_that_was_not_written_any_more_is_behind_the_states(tmp_path: Path) -> None:
+    run(tmp_path, recipe_of(trainer__epochs=2))
+    last = json.loads(pointer(tmp_path).read_text())
+    assert last["step"] == 10  # each evaluation is better
+    Best("checkpoint_0", 5, "loss", 9.0).write(tmp_path / "checkpoints")
+    assert read_best(tmp_path / "checkpoints") == Best(**last)
+    assert files.newest_complete(tmp_path / "checkpoints") is not None
