@@ -14,7 +14,9 @@ from tests.loaders.fuzz import drawn, reproducer, run
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.loaders", description=__doc__)
     parser.add_argument("--count", type=int, default=500, help="how many configurations")
-    parser.add_argument("--seed", type=int, default=None, help="of the draw; a fresh one if left out")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of the draw; a fresh one if left out"
+    )
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
     began = time.monotonic()
