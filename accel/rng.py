@@ -173,6 +173,29 @@ def capture() -> dict[str, Any]:
     )
 
 
+def capture_host() -> dict[str, Any]:
+    """Return the states of Python's, NumPy's and torch's CPU generators, in plain containers."""
+    states = as_plain(
+        random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state(), None
+    )
+    return {name: states[name] for name in ("python", "numpy", "torch")}
+
+
+def restore_host(state: Mapping[str, Any]) -> None:
+    """Set those of the generators of `capture_host` whose state is in `state`."""
+    if "python" in state:
+        python = state["python"]
+        words = tuple(int(word) for word in python["words"])
+        random.setstate((int(python["version"]), words, python["gauss"]))
+    if "numpy" in state:
+        numpy = state["numpy"]
+        keys = np.asarray(numpy["keys"]).astype(np.uint32)
+        extra = (numpy["position"], numpy["has_gauss"], numpy["cached"])
+        np.random.set_state((numpy["name"], keys, *extra))
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+
+
 def as_plain(
     python: Any, numpy: Any, torch_state: Any, accelerator: dict[str, Any] | None
 ) -> dict[str, Any]:
@@ -213,13 +236,7 @@ def restore(state: Mapping[str, Any]) -> None:
         CheckpointError: if a part is missing or does not fit.
     """
     try:
-        python, numpy = state["python"], state["numpy"]
-        words = tuple(int(word) for word in python["words"])
-        random.setstate((int(python["version"]), words, python["gauss"]))
-        keys = np.asarray(numpy["keys"]).astype(np.uint32)
-        extra = (numpy["position"], numpy["has_gauss"], numpy["cached"])
-        np.random.set_state((numpy["name"], keys, *extra))
-        torch.set_rng_state(state["torch"])
+        restore_host({name: state[name] for name in ("python", "numpy", "torch")})
         _restore_accelerator(state["accelerator"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(

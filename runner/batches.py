@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_STREAMS = {"train": 0, "validation": 1, "test": 2}  # of random draws in the data set
+
 
 class TrainBatches:
     """The optimizer steps of each epoch, as windows of micro-batches on this process.
@@ -192,13 +194,14 @@ class EvalBatches:
 
     The last batches are completed to one size on every process; `Accelerator.gather_for_metrics`
     leaves out what completes them. Random draws in the data set are those of epoch 0, so that every
-    evaluation sees the same samples.
+    evaluation sees the same samples; no split draws what another one, or training, draws.
 
     Args:
         accelerator: the run's engine.
         dataset: what is evaluated.
         recipe: the frozen recipe.
         collate_fn: joins samples into a batch; None: torch's default.
+        split: "validation", "test" or "train".
 
     Attributes:
         loader: the prepared loader.
@@ -212,8 +215,11 @@ class EvalBatches:
         dataset: Any,
         recipe: Recipe,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        split: str = "validation",
     ) -> None:
         self.recipe = recipe
+        stream = _STREAMS[split]
+        seed = mix_seeds(recipe.seed, stream) if stream else recipe.seed
         config, trainer = recipe.dataloader, recipe.trainer
         share = share_of(accelerator)
         size = plan_batches(trainer, share.count, None).eval_batch
@@ -224,10 +230,10 @@ class EvalBatches:
         seeded: SeededDataset | SeededStream
         if isinstance(dataset, IterableDataset):
             ConfigError.raise_if(worker_problems(dataset, recipe, share.count))
-            seeded = SeededStream(dataset, recipe.seed, config.seed_samples)
+            seeded = SeededStream(dataset, seed, config.seed_samples)
             self._count_stream(dataset)
         else:
-            seeded = SeededDataset(dataset, recipe.seed, config.seed_samples)
+            seeded = SeededDataset(dataset, seed, config.seed_samples)
             self._count(len(dataset))
             reader["sampler"] = SequentialSampler(range(self.num_samples or 0))  # type: ignore[assignment]
         loader = make_loader(seeded, config, accelerator.device.type, collate_fn, **reader)

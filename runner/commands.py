@@ -294,7 +294,7 @@ def _batches(
     )
     wanted = splits or tuple(split for split in MEASURED if getattr(data, split) is not None)
     return {
-        split: EvalBatches(accelerator, getattr(data, split), recipe, data.collate_fn)
+        split: EvalBatches(accelerator, getattr(data, split), recipe, data.collate_fn, split)
         for split in wanted
     }
 

@@ -245,6 +245,7 @@ class WindowSampler(Sampler[list[tuple[int, int]]]):
     """
 
     drop_last = False
+    same_on_every_rank = True  # what the engine need not check
 
     def __init__(
         self, order: Any, batch_size: int, window: int, num_windows: int, multiple: int = 1

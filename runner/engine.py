@@ -49,7 +49,7 @@ def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Ac
     Raises:
         ConfigError: if what is asked for contradicts itself or the machine.
     """
-    return Accelerator(
+    accelerator = Accelerator(
         device_placement=recipe.trainer.device_placement,
         mixed_precision=recipe.precision.mode,
         device=processes.device(recipe.distributed),
@@ -66,6 +66,9 @@ def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Ac
         kwargs_handlers=_handlers(recipe),
         dynamo_plugin=recipe.compile,
     )
+    # Loader 0 is the run's own: one that an objective prepares draws other permutations.
+    accelerator.strategy.num_loaders = 1
+    return accelerator
 
 
 def _handlers(recipe: Recipe) -> list[KwargsHandler]:

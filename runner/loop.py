@@ -254,7 +254,7 @@ class Loop:
         step.optimizers = {name: next(everything) for name in step.optimizers}
         self._train_batches = TrainBatches(accelerator, self.data, self.recipe, self.plan)
         self._eval_batches = {
-            split: EvalBatches(accelerator, dataset, self.recipe, self.data.collate_fn)
+            split: EvalBatches(accelerator, dataset, self.recipe, self.data.collate_fn, split)
             for split, dataset in (("validation", self.data.validation), ("test", self.data.test))
             if dataset is not None
         }

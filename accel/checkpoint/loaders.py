@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from accel.data.base import PreparedLoader, check_samplers
 from accel.data.samplers import inner_sampler
 from accel.errors import CheckpointError, Problem
 
@@ -15,15 +16,14 @@ def loader_state(loader: Any) -> dict[str, Any]:
     """Return what decides the order of a loader's samples, the same on every rank.
 
     Returns:
-        epoch: that of the current pass, None where the loader does not know it.
-        samplers: the states of its samplers that have one, outermost first.
-        generators: the states of the generators of the loader and its samplers, at the start of the
-            pass under way.
+        What `PreparedLoader.order_state` returns; of another loader, the first three entries.
     """
+    if isinstance(loader, PreparedLoader):
+        return loader.order_state()
     return {
         "epoch": getattr(loader, "epoch", None),
         "samplers": [sampler.state_dict() for sampler in _stateful(loader)],
-        "generators": _generator_states(loader),
+        "generators": [generator.get_state() for generator in _generators(loader)],
     }
 
 
@@ -33,17 +33,15 @@ def load_loader_state(loader: Any, state: dict[str, Any]) -> None:
     Raises:
         CheckpointError: if the loader has other samplers than the saved one.
     """
-    samplers = list(_stateful(loader))
-    if len(samplers) != len(state["samplers"]):
-        rule = f"the saved one has {len(state['samplers'])}"
-        remedy = "Build the loader, and set use_seedable_sampler, as when it was saved."
-        value = f"a data loader with {len(samplers)} samplers that have a state"
-        raise CheckpointError(str(Problem(value, rule, remedy)))
+    if isinstance(loader, PreparedLoader):
+        loader.load_order_state(state)
+        return
+    stateful = list(_stateful(loader))
+    check_samplers(len(stateful), len(state["samplers"]))
     if state["epoch"] is not None and hasattr(loader, "set_epoch"):
         loader.set_epoch(state["epoch"])
-    for sampler, saved in zip(samplers, state["samplers"], strict=True):
+    for sampler, saved in zip(stateful, state["samplers"], strict=True):
         sampler.load_state_dict(saved)
-    # A generator may come or go (one that is synchronised over ranks, say) and change no order.
     for generator, saved in zip(_generators(loader), state["generators"], strict=False):
         generator.set_state(saved)
 
@@ -84,13 +82,6 @@ def _stateful(loader: Any) -> Iterator[Any]:
     return (
         s for s in _samplers(loader) if hasattr(s, "state_dict") and hasattr(s, "load_state_dict")
     )
-
-
-def _generator_states(loader: Any) -> list[torch.Tensor]:
-    # A prepared loader gives the states at the start of the pass under way, which has its order.
-    if hasattr(loader, "generator_states"):
-        return list(loader.generator_states())
-    return [generator.get_state() for generator in _generators(loader)]
 
 
 def _generators(loader: Any) -> Iterator[torch.Generator]:

@@ -23,8 +23,10 @@ class DataLoaderConfiguration:
             iterable data sets.
         even_batches: whether the last batches are completed from the beginning so that each process
             has as many.
-        use_seedable_sampler: whether the order of random samplers depends on seed and epoch alone.
-        data_seed: that seed; None takes one from torch's generator.
+        use_seedable_sampler: whether the order of random samplers is a function of seed, the
+            loader's place among those prepared, and epoch alone. A pass that is left early does not
+            count the epoch on: call ``loader.set_epoch(epoch)``.
+        data_seed: that seed; None takes the initial seed of the sampler's generator, or of torch's.
         non_blocking: whether copies to the device overlap with computation (wants pinned memory).
         use_stateful_dataloader: whether loaders are torchdata's `StatefulDataLoader`.
     """

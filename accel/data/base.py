@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel.data import workers
-from accel.data.samplers import SkipBatchSampler, sampler_epoch, samplers, set_sampler_epoch
+from accel.data.iterable import IterableDatasetShard
+from accel.data.order import DrawnSampler, Order, Start, held_generators
+from accel.data.samplers import (
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    sampler_epoch,
+    samplers,
+    set_sampler_epoch,
+)
+from accel.errors import CheckpointError, Problem
 from accel.rng import preserved, synchronize_rng_states
 from accel.state import GradientState, PartialState
 
@@ -30,6 +41,7 @@ _LOADER_ARGUMENTS = (
     "snapshot_every_n_steps",  # StatefulDataLoader
 )
 
+_END = object()
 _SHARED_DATA_AXES = ("tp", "cp", "sp", "pp")
 
 
@@ -67,11 +79,33 @@ def index_arguments(loader: DataLoader[Any], sampler: Any) -> dict[str, Any]:
     return {"batch_sampler": sampler}
 
 
-@dataclass
-class _Passes:
-    """How many passes over the data were made; shared by a loader and its skipping copies."""
+# The order of the loader that told a data set its epoch last, by the id of the data set. While an
+# order lives, so do its loader and the data set: ids are not mistaken for those of earlier objects.
+_TELLERS: dict[int, weakref.ref[Order]] = {}
+_PASSES_BEFORE_WARNING = 2
 
-    count: int = 0
+
+@dataclass
+class _Pass:
+    """A pass under way, and what it restores of a pass around it when it ends.
+
+    Attributes:
+        epoch: its number.
+        end_of_dataloader: of the pass around it.
+        remainder: of the pass around it.
+        started: of the pass around it, None where there is none.
+        at_end: of the pass around it.
+        given: whether it gave a batch.
+        whole: whether it gave all its batches.
+    """
+
+    epoch: int
+    end_of_dataloader: bool
+    remainder: int
+    started: Start | None
+    at_end: int | None
+    given: bool = False
+    whole: bool = False
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -107,8 +141,7 @@ class PreparedLoader(DataLoader[Any]):
         self.remainder = -1
         self._last_size = 0
         self._non_blocking = non_blocking
-        self._passes = _Passes()
-        self._started: list[torch.Tensor] | None = None
+        self._order = Order()
         self._goes_on = False  # whether passes begin where an earlier one was cut off
         sampler = getattr(self.batch_sampler, "sampler", None)
         if sampler is not None:
@@ -130,16 +163,32 @@ class PreparedLoader(DataLoader[Any]):
             sampler = SkipBatchSampler(index_sampler(self), entries)
             arguments.update(index_arguments(self, sampler))
         loader = type(self)(self.dataset, **arguments)
-        loader._passes = self._passes
+        loader._order = self._order
         loader._goes_on = True
         return loader
+
+    @property
+    def _index_sampler(self) -> Any:
+        # What torch draws indices from; `batch_sampler` and `sampler` stay the caller's.
+        sampler = index_sampler(self)
+        if isinstance(self.dataset, IterableDataset):
+            return sampler
+        return DrawnSampler(sampler, self._order, self.generator)
 
     def _get_iterator(self) -> Any:
         # torch draws the workers' seed. The pass that is gone on with did so when it began, so that
         # a second draw would make the rest of a resumed epoch differ from one that was not cut.
-        draws = preserved() if self._goes_on else contextlib.nullcontext()
-        with draws, workers.starting(self):
+        order = self._order
+        goes_on = self._goes_on and order.replay is None and order.draws == "none"
+        with preserved() if goes_on else contextlib.nullcontext(), workers.starting(self):
             return workers.supervised(super()._get_iterator())
+
+    def _batches(self) -> Iterator[Any]:
+        """Return torch's iterator of a pass; the data set learns the epoch before it is read."""
+        epoch = self._tell()
+        with self._order.opening(self.generators()):
+            batches = super().__iter__()
+        return batches if epoch is None else self._told(batches, epoch)
 
     _entries_per_batch = 1
 
@@ -151,33 +200,187 @@ class PreparedLoader(DataLoader[Any]):
     def epoch(self) -> int:
         """The epoch of the current pass, or of the next one where none is under way."""
         found = sampler_epoch(index_sampler(self))
-        return self._passes.count if found is None else found
+        return self._order.passes if found is None else found
 
     def set_epoch(self, epoch: int) -> None:
-        """Hand the epoch to samplers and data set. The end of a pass hands them the next one.
+        """Hand the epoch to samplers and data set.
+
+        The end of a pass hands the next epoch to the samplers, its start to the data set. Another
+        epoch than that of a pass left early, or saved in, makes the next pass a new one.
 
         Args:
             epoch: number of the next pass, from 0 on.
         """
-        self._passes.count = epoch
+        order = self._order
+        begun = order.resumed or order.started
+        if begun is not None and order.under_way == 0 and begun.epoch != epoch:
+            order.cancel()
+        if self.epoch != epoch:
+            order.left = 0
+        self._advance(epoch)
+        self._tell()
+
+    def _advance(self, epoch: int) -> None:
+        self._order.passes = epoch
         set_sampler_epoch(index_sampler(self), epoch)
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+
+    def _tell(self) -> int | None:
+        """Tell the data set the epoch, unless this loader told it last; None if it wants none."""
+        dataset = self.dataset
+        if isinstance(dataset, IterableDatasetShard):
+            dataset = dataset.dataset
+        if not hasattr(dataset, "set_epoch"):
+            return None
+        order, epoch = self._order, self.epoch
+        last = _TELLERS.get(id(dataset))
+        if last is None or last() is not order or order.told != epoch:
+            dataset.set_epoch(epoch)
+            _TELLERS[id(dataset)] = weakref.ref(order)
+            self._warn_of_workers(epoch)
+            order.told = epoch
+        return epoch
+
+    def _warn_of_workers(self, epoch: int) -> None:
+        if self.persistent_workers and self._iterator is not None:
+            self._warn_once(
+                Problem(
+                    f"epoch {epoch} of a loader with persistent_workers=True",
+                    "workers that live on keep the data set as it was when they started, so that "
+                    f"{type(self.dataset).__name__}.set_epoch does not reach them",
+                    "Set persistent_workers=False.",
+                )
+            )
+
+    def _told(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
+        """Tell the data set `epoch` again where another loader told it one of its own meanwhile."""
+        dataset: Any = self.dataset
+        if isinstance(dataset, IterableDatasetShard):
+            dataset = dataset.dataset
+        order, key = self._order, id(dataset)
+        while True:
+            last = _TELLERS.get(key)
+            if last is None or last() is not order:
+                dataset.set_epoch(epoch)
+                _TELLERS[key] = weakref.ref(order)
+                order.told = epoch
+            batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
+
+    def _warn_once(self, problem: Problem) -> None:
+        if problem.rule not in self._order.warned:
+            self._order.warned.add(problem.rule)
+            warnings.warn(str(problem), stacklevel=4)
 
     def generators(self) -> list[torch.Generator]:
         """Return the generators that the loader and its samplers draw from."""
-        owners = [self, *samplers(index_sampler(self))]
-        found = [getattr(owner, "generator", None) for owner in owners]
-        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+        return held_generators(self.generator, index_sampler(self), self._order)
 
-    def generator_states(self) -> list[torch.Tensor]:
-        """Return the states of `generators`; those at the start of a pass that is under way.
+    def order_state(self) -> dict[str, Any]:
+        """Return what decides the order of the samples.
 
-        With these states a new pass has the order of the one under way.
+        With the last batch of a pass in hand it is that of the next pass.
+
+        Returns:
+            epoch: that of the pass under way, or of the next one.
+            samplers: state dicts of the samplers that have one, outermost first.
+            generators: states of the generators of the loader and its samplers.
+            order: "pass" ("under way", "left" early, "ended" or "none"), "now" (the present
+                states of the generators), "process" and "agreed" (those of the process's own that
+                decide the pass, or None), "stream" (whether the last generator is the loader's
+                own) and "samples" of the data set (None: not known).
+
+        The first three are as the pass under way, or left early, began.
         """
-        if self._started is not None:
-            return self._started
-        return [generator.get_state() for generator in self.generators()]
+        order = self._order
+        ended = order.at_end is not None
+        started = None if ended else order.resumed or order.started
+        under_way = order.under_way > 0 or order.resumed is not None
+        now = [generator.get_state() for generator in self.generators()]
+        epoch = self.epoch + int(order.at_end == self.epoch)
+        begun = Start(now, None, self._sampler_states(), epoch) if started is None else started
+        kind = "ended" if ended else "none" if started is None else "left"
+        return {
+            "epoch": begun.epoch,
+            "samplers": begun.samplers,
+            "generators": begun.generators,
+            "order": {
+                "pass": "under way" if kind == "left" and under_way else kind,
+                "now": now,
+                "process": begun.process,
+                "agreed": begun.agreed,
+                "stream": order.stream is not None,
+                "samples": self._num_samples(),
+            },
+        }
+
+    def load_order_state(self, state: dict[str, Any]) -> None:
+        """Take over what `order_state` returned: the next pass has the order of the saved one.
+
+        Args:
+            state: the entries that `order_state` lists.
+
+        Raises:
+            CheckpointError: if the loader has other samplers than the saved one.
+        """
+        stateful = self._stateful_samplers()
+        check_samplers(len(stateful), len(state["samplers"]))
+        for sampler, saved in zip(stateful, state["samplers"], strict=True):
+            sampler.load_state_dict(saved)
+        order, saved = self._order, state.get("order")
+        order.cancel()
+        order.left = 0
+        if state["epoch"] is not None:
+            self.set_epoch(state["epoch"])
+        if saved is None:  # of an earlier version, which kept the start of a pass alone
+            order.restore(Start(state["generators"]), self.generators())
+            return
+        self._check_samples(saved["samples"])
+        if saved["stream"] and order.stream is None and order.draws == "torch":
+            order.take_stream()  # saved on several processes
+        order.restore(Start(saved["now"]), self.generators())
+        begun = Start(
+            state["generators"],
+            saved["process"],
+            state["samplers"],
+            state["epoch"],
+            saved["agreed"],
+        )
+        order.ended = saved["pass"] == "ended"
+        if saved["pass"] == "under way":
+            order.resumed = begun
+        elif saved["pass"] == "left":
+            order.started = begun
+
+    def _check_samples(self, saved: int | None) -> None:
+        found = self._num_samples()
+        if None not in (saved, found) and saved != found:
+            warnings.warn(
+                str(
+                    Problem(
+                        f"a data loader over {found} samples",
+                        f"the saved one, which was prepared in its place, had {saved}",
+                        "Prepare the loaders in the order of the run that saved, over the same "
+                        "data; else samples are repeated or left out.",
+                    )
+                ),
+                stacklevel=3,
+            )
+
+    def _num_samples(self) -> int | None:
+        return None if isinstance(self.dataset, IterableDataset) else len(self.dataset)  # type: ignore[arg-type]
+
+    def _stateful_samplers(self) -> list[Any]:
+        names = ("state_dict", "load_state_dict")
+        return [
+            sampler
+            for sampler in samplers(index_sampler(self))
+            if all(hasattr(sampler, name) for name in names)
+        ]
+
+    def _sampler_states(self) -> list[Any]:
+        return [sampler.state_dict() for sampler in self._stateful_samplers()]
 
     @property
     def total_batch_size(self) -> int:
@@ -192,45 +395,109 @@ class PreparedLoader(DataLoader[Any]):
     def __len__(self) -> int:
         return max(0, super().__len__() - self.skip_batches)
 
-    def _enter(self) -> tuple[bool, int]:
-        """Start a pass; return what `_leave` restores, of a pass around this one."""
-        outer = self.end_of_dataloader, self.remainder
+    def _enter(self) -> _Pass:
+        """Start a pass; return what `_leave` takes."""
+        order, epoch = self._order, self.epoch
+        around = order.started if order.under_way else None
+        found = _Pass(epoch, self.end_of_dataloader, self.remainder, around, order.at_end)
         self.end_of_dataloader, self.remainder = False, -1
         GradientState()._add_dataloader(self)
-        return outer
+        order.under_way += 1
+        order.at_end = None
+        return found
 
     def _synchronize(self) -> None:
         if self.rng_types:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
-        self._started = [generator.get_state() for generator in self.generators()]
+        order = self._order
+        start = order.resumed
+        if start is None and self._goes_on and order.under_way == 1:
+            start = order.started  # the pass that was left early
+        order.resumed, order.replay = None, start
+        if start is None:
+            start = order.capture(self.generators())
+            start.samplers, start.epoch = self._sampler_states(), self.epoch
+            self._warn_of_repetition()
+        else:
+            for sampler, saved in zip(self._stateful_samplers(), start.samplers, strict=False):
+                sampler.load_state_dict(saved)
+        order.started = start
+
+    def _warn_of_repetition(self) -> None:
+        seeded = any(
+            isinstance(sampler, SeedableRandomSampler) for sampler in samplers(index_sampler(self))
+        )
+        if seeded and not self._goes_on and self._order.left >= _PASSES_BEFORE_WARNING:
+            self._warn_once(
+                Problem(
+                    f"another pass in the order of epoch {self.epoch}, after "
+                    f"{self._order.left} that were left early",
+                    "the order of a seedable sampler is a function of seed and epoch, and only a "
+                    "whole pass counts the epoch on: the same first samples are read again",
+                    "Call loader.set_epoch(epoch) before each pass, or skip_first_batches(loader, "
+                    "n) to go on where a pass was left.",
+                )
+            )
 
     def _followed(self, units: Iterator[Any]) -> Iterator[Any]:
         """Return `units`, which are read one ahead; stateful loaders note their state."""
         return units
 
-    def _end(self, remainder: int, size: int | None = None) -> None:
+    def _end(self, current: _Pass, remainder: int, size: int | None = None) -> None:
         """Say that the batch given next is the last.
 
         Args:
+            current: the pass.
             remainder: what `remainder` says.
             size: samples of the batch over all processes, repetitions included; None: a full batch.
         """
         self.remainder = remainder
         self._last_size = self.total_batch_size if size is None else size
         self.end_of_dataloader = True
+        self._order.at_end = current.epoch
         GradientState()._follow_dataloader()
 
-    def _complete(self, epoch: int) -> None:
-        """Go on to the epoch after `epoch`, unless the caller has chosen one meanwhile."""
+    def _complete(self, current: _Pass) -> None:
+        """End a whole pass: go on to the next epoch, unless the caller has chosen one meanwhile."""
+        order = self._order
+        current.whole = True
         self.end_of_dataloader = False
         GradientState()._follow_dataloader()
-        if self.epoch == epoch:
-            self.set_epoch(epoch + 1)
+        if self._goes_on and order.ended and not current.given and order.started is not None:
+            # The checkpoint was saved at the end of the pass that this one goes on with.
+            order.restore(order.started, self.generators())
+            return
+        self._finish(current)
 
-    def _leave(self, outer: tuple[bool, int]) -> None:
+    def _finish(self, current: _Pass) -> None:
+        order = self._order
+        order.ended = False
+        order.left = 0
+        if self.epoch == current.epoch:
+            self._advance(current.epoch + 1)
+
+    def _leave(self, current: _Pass) -> None:
         """End a pass, whole or broken off."""
-        self._started = None
+        order = self._order
+        order.under_way -= 1
+        order.replay = None
         if self.end_of_dataloader:  # the caller keeps the last batch, and left: gather_for_metrics
             GradientState().broken_off = self.remainder, self._last_size
-        self.end_of_dataloader, self.remainder = outer
+            current.whole = True  # nothing was left to read, as where loaders are zipped
+            self._finish(current)
+        order.at_end = current.at_end
+        if current.whole or order.under_way:
+            order.started = current.started
+        elif not self._goes_on:
+            order.left += 1
+        self.end_of_dataloader, self.remainder = current.end_of_dataloader, current.remainder
         GradientState()._remove_dataloader(self)
+
+
+def check_samplers(found: int, saved: int) -> None:
+    """Raise `CheckpointError` where a loader has other stateful samplers than the saved one."""
+    if found != saved:
+        rule = f"the saved one has {saved}"
+        remedy = "Build the loader, and set use_seedable_sampler, as when it was saved."
+        value = f"a data loader with {found} samplers that have a state"
+        raise CheckpointError(str(Problem(value, rule, remedy)))

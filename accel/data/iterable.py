@@ -19,7 +19,8 @@ class IterableDatasetShard(IterableDataset[Any]):
     """The samples of one process out of those of an iterable data set.
 
     Every process reads the whole stream and keeps its own samples, a whole number of batches. The
-    last round is completed with samples from the beginning, or left out with `drop_last`.
+    last round is completed with samples from the beginning, or left out with `drop_last`; without
+    `even_batches` each process gets what there is for it, some a short batch or none.
 
     Args:
         dataset: the stream, the same on every process.
@@ -28,6 +29,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         num_processes: how many processes share the stream.
         process_index: which of them this one is.
         split_batches: whether `batch_size` counts the samples of all processes.
+        even_batches: whether the last round is completed.
 
     Attributes:
         remainder: after a whole pass in this process, how many samples of the last round over all
@@ -45,6 +47,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         num_processes: int = 1,
         process_index: int = 0,
         split_batches: bool = False,
+        even_batches: bool = True,
     ) -> None:
         if split_batches:
             ConfigError.raise_if(split_problems(batch_size, num_processes))
@@ -54,6 +57,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
+        self.even_batches = even_batches
         self.remainder = -1
 
     @property
@@ -69,7 +73,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         Args:
             num_workers: as of the loader; 0: this process read.
         """
-        if self.drop_last:
+        if self.drop_last or not self.even_batches:
             return 0
         if num_workers == 0:
             return self.remainder
@@ -78,16 +82,21 @@ class IterableDatasetShard(IterableDataset[Any]):
         return -1
 
     def __len__(self) -> int:
-        samples = len(self.dataset)
-        rounds = samples // self.round_size if self.drop_last else -(-samples // self.round_size)
-        return rounds * (self.round_size // self.num_processes)
+        whole, rest = divmod(len(self.dataset), self.round_size)
+        size = self.round_size // self.num_processes
+        if self.drop_last or not rest:
+            return whole * size
+        if self.even_batches:
+            return (whole + 1) * size
+        return whole * size + len(range(*self._mine().indices(rest)))
+
+    def _mine(self) -> slice:
+        """Return which samples of a round are this process's."""
+        size = self.round_size // self.num_processes
+        return slice(self.process_index * size, (self.process_index + 1) * size)
 
     def __iter__(self) -> Iterator[Any]:
-        size = self.round_size
-        mine = slice(
-            self.process_index * (size // self.num_processes),
-            (self.process_index + 1) * (size // self.num_processes),
-        )
+        size, mine = self.round_size, self._mine()
         stream = iter(self.dataset)
         first: list[Any] = []
         real = 0
@@ -96,8 +105,9 @@ class IterableDatasetShard(IterableDataset[Any]):
             if len(samples) < size:
                 if self.drop_last:
                     break
-                real = len(samples)
-                samples += cycle_to(first, size - real)
+                if self.even_batches:
+                    real = len(samples)
+                    samples += cycle_to(first, size - real)
             yield from samples[mine]
         self.remainder = real  # at the end: a pass inside this one must not disturb it
 

@@ -108,23 +108,24 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         return {name: getattr(self, name) for name in _SHARD_ARGUMENTS}
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        epoch, outer = self.epoch, self._enter()
+        current_pass = self._enter()
         try:
             self._synchronize()
-            batches = self._followed(super().__iter__())
+            batches = self._followed(self._batches())
             for _ in itertools.islice(batches, self.skip_batches):
                 pass
             current = next(batches, _END)
             if current is not _END:
+                current_pass.given = True
                 place = self._placement(current)
                 while (following := next(batches, _END)) is not _END:
                     yield current if place is None else place(current)
                     current = following
-                self._end(self._last_remainder(current))
+                self._end(current_pass, self._last_remainder(current))
                 yield current if place is None else place(current)
-            self._complete(epoch)
+            self._complete(current_pass)
         finally:
-            self._leave(outer)
+            self._leave(current_pass)
 
     def _placement(self, batch: Any) -> Callable[[Any], Any] | None:
         """Return what puts a batch on the device, None where batches like `batch` are there."""
@@ -261,11 +262,18 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         return max(0, rounds - self.skip_batches)
 
     def _last_slice_is_empty(self, batches: int) -> bool:
-        sampler: Any = getattr(self.batch_sampler, "sampler", None)
-        if self._reader_batch_size is None or not hasattr(sampler, "__len__"):
+        samples = self._samples_read()
+        if self._reader_batch_size is None or samples is None:
             return False
-        real = len(sampler) - (batches - 1) // self._entries_per_batch * self.total_batch_size
+        real = samples - (batches - 1) // self._entries_per_batch * self.total_batch_size
         return self._slice(real).start >= real
+
+    def _samples_read(self) -> int | None:
+        """Return how many samples a pass reads, None if that is not known."""
+        if isinstance(self.dataset, IterableDataset):
+            return len(self.dataset) if hasattr(self.dataset, "__len__") else None
+        sampler: Any = getattr(self.batch_sampler, "sampler", None)
+        return len(sampler) if hasattr(sampler, "__len__") else None
 
     def _slice(self, size: int) -> slice:
         """Return which of `size` samples this process gets."""
@@ -274,20 +282,21 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         state = PartialState()
-        epoch, outer = self.epoch, self._enter()
+        current_pass = self._enter()
         try:
             self._synchronize()
             rounds = self._rounds() if state.is_main_process else iter(())
             while (found := self._exchange(state, rounds)) is not None:
                 mine = self._slice(found.size)
-                following = found.following
+                following, current_pass.given = found.following, True
                 if following is None or self._slice(following).start >= following:
-                    self._end(found.real if found.real < self._round_size(found) else 0, found.size)
+                    remainder = found.real if found.real < self._round_size(found) else 0
+                    self._end(current_pass, remainder, found.size)
                 if mine.start < found.size:
                     yield self._cut(found, mine)
-            self._complete(epoch)
+            self._complete(current_pass)
         finally:
-            self._leave(outer)
+            self._leave(current_pass)
 
     def _round_size(self, found: Round) -> int:
         """Return from how many samples on a round counts as full, 0 if none is ever completed."""
@@ -326,7 +335,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
     def _completed(self, layout: SampleLayout) -> Iterator[tuple[Any, int, int]]:
         """Yield the batch of each round, its size, and how many of its samples are real."""
         head: Any = None
-        for number, batch in enumerate(self._joined(super().__iter__(), layout)):
+        for number, batch in enumerate(self._joined(self._batches(), layout)):
             size = real = layout.size_of(batch)
             if head is None and self.num_processes > 1 and self.even_batches:
                 first = layout.cut(batch, slice(0, self.num_processes))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from accel.data.agreement import Ordering
 from accel.data.base import (
     PreparedLoader,
     data_rank,
@@ -19,11 +19,11 @@ from accel.data.base import (
 )
 from accel.data.iterable import IterableDatasetShard, worker_problems
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
+from accel.data.order import next_index, order_seed
 from accel.data.samplers import (
     BatchSamplerShard,
     CompletedBatchSampler,
     SamplerShard,
-    SeedableRandomSampler,
     SkipBatchSampler,
     split_problems,
 )
@@ -48,8 +48,15 @@ def prepare_data_loader(
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
+    loader_index: int | None = None,
 ) -> DataLoader[Any]:
     """Return a loader that yields the batches of one process.
+
+    The caller's sampler and batch sampler stay the ones in use, and draw the same order on every
+    process: torch's random samplers from a stream of the loader's own, a generator that the caller
+    gave from rank 0's state. Indices of a sampler that is not torch's are drawn by rank 0 for all
+    at the start of a pass, unless an attribute `same_on_every_rank` says that they need not be. A
+    `DistributedSampler` gives the order of all its ranks.
 
     Args:
         dataloader: the loader to share out; one that is prepared already is returned as it is.
@@ -69,22 +76,29 @@ def prepare_data_loader(
         slice_fn_for_dispatch: cuts a dispatched batch, as ``f(batch, slice, process_index=…,
             num_processes=…)``; None: tensors along dim 0, and lists of plain objects.
         use_seedable_sampler: whether random samplers are replaced by `SeedableRandomSampler`.
-        data_seed: its seed; None: the initial seed of the sampler's generator, or of torch's.
+        data_seed: its seed, and that of the loader's own stream; None: the initial seed of the
+            sampler's generator, or of torch's. Loaders of another index draw other permutations
+            from it.
         non_blocking: whether copies to the device overlap with computation (wants pinned memory).
         use_stateful_dataloader: whether the loader is torchdata's `StatefulDataLoader`.
         torch_device_mesh: ranks along its axes "tp", "cp", "sp" and "pp" share their data.
+        loader_index: how many loaders were prepared before, which draw permutations of their own;
+            None: counted, or 0 where `data_seed`, `num_processes` or `process_index` is given.
 
     Returns:
         A `DataLoaderShard` or `DataLoaderDispatcher`; both are torch loaders.
 
     Raises:
         ConfigError: if batches cannot be split, cannot be made even, or would be read repeatedly by
-            several workers.
+            several workers; if the sampler shards already, or differs between ranks.
         MissingPackageError: if a stateful loader is asked for and torchdata is not installed.
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader
     state = PartialState()
+    if loader_index is None:
+        explicit = (data_seed, num_processes, process_index) != (None, None, None)
+        loader_index = 0 if explicit else next_index(state.comm)
     count, index = data_rank(state, torch_device_mesh)
     count = count if num_processes is None else num_processes
     index = index if process_index is None else process_index
@@ -92,12 +106,14 @@ def prepare_data_loader(
     dispatched = streamed and count > 1 if dispatch_batches is None else dispatch_batches
     _check(dataloader, count, split_batches)
 
-    sampler = _shared_sampler(dataloader, state, count, use_seedable_sampler, data_seed)
+    alone = bool(dispatched)  # the main process reads
+    ordering = Ordering(state, count, alone, use_seedable_sampler, data_seed, loader_index)
+    sampler, order = ordering.of(dataloader)
     arguments = loader_arguments(dataloader)
     dataset: Any = dataloader.dataset
     if streamed:
         if count > 1 and not dispatched:
-            dataset = _stream_shard(dataloader, count, index, split_batches)
+            dataset = _stream_shard(dataloader, count, index, split_batches, even_batches)
             arguments["batch_size"] = dataloader.batch_size and dataset.round_size // count
     else:
         if count > 1 and not dispatched:
@@ -106,10 +122,10 @@ def prepare_data_loader(
             sampler = CompletedBatchSampler(sampler, count)
         arguments.update(index_arguments(dataloader, sampler))
 
-    generator = _generator(dataset, sampler)
+    generator = _generator(dataset, sampler) or order.stream
     arguments.update(
         device=(state.device if device is None else device) if put_on_device else None,
-        rng_types=_usable(rng_types, generator),
+        rng_types=_usable(rng_types, generator, state.num_processes > 1 and not streamed),
         synchronized_generator=generator,
         use_stateful_dataloader=use_stateful_dataloader,
         _drop_last=_drops_last(dataloader),
@@ -117,12 +133,15 @@ def prepare_data_loader(
         torch_device_mesh=torch_device_mesh,
     )
     if not dispatched:
-        return DataLoaderShard(dataset, **arguments)
+        shard = DataLoaderShard(dataset, **arguments)
+        shard._order = order
+        return shard
     if arguments["generator"] is None and count > 1:
         # Only the main process makes iterators; their base seed must not come from torch's own
         # generator, or that of the ranks would drift apart.
-        arguments["generator"] = torch.Generator().manual_seed(torch.initial_seed())
-    return DataLoaderDispatcher(
+        seed = order_seed(None, None, loader_index)
+        arguments["generator"] = torch.Generator().manual_seed(seed)
+    dispatcher = DataLoaderDispatcher(
         dataset,
         split_batches=split_batches,
         slice_fn=slice_fn_for_dispatch,
@@ -131,6 +150,8 @@ def prepare_data_loader(
         process_index=index,
         **arguments,
     )
+    dispatcher._order = order
+    return dispatcher
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -191,7 +212,7 @@ def _drops_last(dataloader: DataLoader[Any]) -> bool:
 
 
 def _stream_shard(
-    dataloader: DataLoader[Any], count: int, index: int, split_batches: bool
+    dataloader: DataLoader[Any], count: int, index: int, split_batches: bool, even_batches: bool
 ) -> IterableDatasetShard:
     return IterableDatasetShard(
         dataloader.dataset,
@@ -200,6 +221,7 @@ def _stream_shard(
         num_processes=count,
         process_index=index,
         split_batches=split_batches and dataloader.batch_size is not None,
+        even_batches=even_batches,
     )
 
 
@@ -216,55 +238,6 @@ def _sampler_shard(
     return BatchSamplerShard(sampler, count, index, split_batches, even_batches)
 
 
-def _shared_sampler(
-    dataloader: DataLoader[Any],
-    state: PartialState,
-    count: int,
-    use_seedable_sampler: bool,
-    data_seed: int | None,
-) -> Any:
-    """Return the loader's index sampler, drawing the same order on every process.
-
-    The caller's own objects are left as they are.
-    """
-    outer = index_sampler(dataloader)
-    if isinstance(dataloader.dataset, IterableDataset):
-        return outer
-    inner = getattr(outer, "sampler", None)
-    drawing = outer if inner is None else inner
-    if isinstance(drawing, SeedableRandomSampler):
-        return outer
-    if use_seedable_sampler and isinstance(drawing, RandomSampler):
-        seed = _agreed(state, data_seed if data_seed is not None else _initial_seed(drawing))
-        replaced: Any = SeedableRandomSampler(
-            drawing.data_source, drawing.replacement, drawing._num_samples, data_seed=seed
-        )
-    elif count > 1 and getattr(drawing, "generator", _MISSING) is None:
-        replaced = copy.copy(drawing)
-        seed = _agreed(state, torch.initial_seed() if data_seed is None else data_seed)
-        replaced.generator = torch.Generator().manual_seed(seed)
-    else:
-        return outer
-    if inner is None:
-        return replaced
-    outer = copy.copy(outer)
-    outer.sampler = replaced
-    return outer
-
-
-_MISSING = object()
-
-
-def _initial_seed(sampler: RandomSampler) -> int:
-    generator = torch.default_generator if sampler.generator is None else sampler.generator
-    return int(generator.initial_seed())
-
-
-def _agreed(state: PartialState, seed: int) -> int:
-    """Return the main process's seed."""
-    return int(state.comm.broadcast_objects([seed])[0]) if state.num_processes > 1 else seed
-
-
 def _generator(dataset: Any, sampler: Any) -> torch.Generator | None:
     """Return the generator that "generator" in `rng_types` means, if there is one."""
     if isinstance(dataset, IterableDatasetShard):
@@ -278,8 +251,10 @@ def _generator(dataset: Any, sampler: Any) -> torch.Generator | None:
 
 
 def _usable(
-    rng_types: Iterable[str | RNGType] | None, generator: torch.Generator | None
+    rng_types: Iterable[str | RNGType] | None, generator: torch.Generator | None, shared: bool
 ) -> list[str | RNGType] | None:
-    if rng_types is None:
-        return None
-    return [kind for kind in rng_types if generator is not None or kind != RNGType.GENERATOR]
+    """Return the `rng_types` that there are, with the one that a `shared` order is drawn from."""
+    found = [kind for kind in rng_types or () if generator is not None or kind != RNGType.GENERATOR]
+    if shared and generator is not None and RNGType.GENERATOR not in found:
+        found.append(RNGType.GENERATOR)
+    return None if rng_types is None and not found else found

@@ -86,7 +86,7 @@ class SeedableRandomSampler(RandomSampler):
         self.seed, self.epoch = int(state["seed"]), int(state["epoch"])
 
 
-class _AroundBatchSampler:
+class AroundBatchSampler:
     """What samplers that draw from a batch sampler have in common."""
 
     batch_sampler: Any
@@ -101,7 +101,7 @@ class _AroundBatchSampler:
         self.batch_sampler.sampler = sampler
 
 
-class SkipBatchSampler(_AroundBatchSampler, Sampler[Any]):
+class SkipBatchSampler(AroundBatchSampler, Sampler[Any]):
     """A sampler without the first `skip_batches` entries of another; nothing is fetched for them.
 
     Args:
@@ -140,7 +140,7 @@ def cycle_to(items: Sequence[Any], length: int) -> list[Any]:
     return list(itertools.islice(itertools.cycle(items), length))
 
 
-class BatchSamplerShard(_AroundBatchSampler, BatchSampler):
+class BatchSamplerShard(AroundBatchSampler, BatchSampler):
     """The batches of one process out of those of a batch sampler.
 
     With `even_batches`, every process gets as many batches, all of the same size: the last ones are
@@ -309,7 +309,7 @@ def split_problems(batch_size: int, num_processes: int) -> list[Problem]:
     ]
 
 
-class CompletedBatchSampler(_AroundBatchSampler, BatchSampler):
+class CompletedBatchSampler(AroundBatchSampler, BatchSampler):
     """The batches of another sampler, completed to a multiple of the number of processes.
 
     For batches that one process reads for all: what completes the last round is then known by its

@@ -14,7 +14,11 @@ from accel.state import PartialState
 
 
 class _Tracked(PreparedLoader, StatefulDataLoader):
-    """Gives the state after the batch in hand, though one more is already fetched."""
+    """Gives the state after the batch in hand, though one more is already fetched.
+
+    Its state is torchdata's ("position"; {} between passes) with the order of the samples
+    ("order", as of `PreparedLoader.order_state`), without which a position means nothing.
+    """
 
     _states: tuple[dict[str, Any], dict[str, Any]] | None = None
 
@@ -26,18 +30,38 @@ class _Tracked(PreparedLoader, StatefulDataLoader):
             yield unit
         self._states = after, after
 
-    def _complete(self, epoch: int) -> None:
-        super()._complete(epoch)
+    def _complete(self, current: Any) -> None:
+        super()._complete(current)
         self._states = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state from which a new loader goes on with the batch after the one in hand."""
-        return super().state_dict() if self._states is None else self._states[0]
+        """Return the state from which a new loader goes on with the batch after the one in hand.
+
+        With the last batch in hand, and between passes, that is the start of the next pass.
+        """
+        order = self.order_state()
+        return {"order": order, "position": self._position(order["order"]["pass"])}
+
+    def _position(self, kind: str) -> dict[str, Any]:
+        if self._states is not None and kind in ("under way", "left"):
+            return self._states[0]
+        if self.next_iter_state is not None:  # loaded, and not begun
+            return self.next_iter_state
+        keeps = hasattr(self.dataset, "state_dict") and self._iterator is not None
+        if keeps and (self.num_workers == 0 or self.persistent_workers):
+            return super().state_dict()  # the data set counts on from pass to pass
+        return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next pass go on from where `state_dict` was taken."""
         self._states = None
-        super().load_state_dict(state_dict)
+        order = state_dict.get("order")
+        if order is None:  # torchdata's alone, of an earlier version
+            super().load_state_dict(state_dict)
+            return
+        self.load_order_state(order)
+        self._order.resume()
+        super().load_state_dict(state_dict["position"])
 
 
 class StatefulDataLoaderShard(_Tracked, DataLoaderShard):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from accel.checkpoint.optimizers import ParameterNames, load_by_name, state_by_name
+from accel.data.base import PreparedLoader
 from accel.data.prepare import prepare_data_loader
 from accel.enums import DistributedType
 from accel.errors import CheckpointError, ConfigError, Problem
@@ -80,6 +81,7 @@ class Strategy(ABC):
 
     Attributes:
         scaler: what scales losses, and skips steps whose gradients overflowed; None: nothing does.
+        num_loaders: how many loaders were prepared; each draws permutations of its own.
     """
 
     traits: ClassVar[Traits]
@@ -92,6 +94,7 @@ class Strategy(ABC):
         self.device = device
         self.precision = precision
         self.scaler = self.make_scaler()
+        self.num_loaders = 0
 
     # -- where data goes -------------------------------------------------------------------
 
@@ -217,8 +220,11 @@ class Strategy(ABC):
 
     def wrap_dataloader(self, loader: Any, place: bool = True, slice_fn: Any | None = None) -> Any:
         """Return a loader that yields this process's batches, on the device if `place`."""
+        if isinstance(loader, PreparedLoader):
+            return loader
         index, count = self.data_rank
         config = self.plan.dataloader
+        loader_index, self.num_loaders = self.num_loaders, self.num_loaders + 1
         return prepare_data_loader(
             loader,
             self.device,
@@ -234,6 +240,7 @@ class Strategy(ABC):
             data_seed=config.data_seed,
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
+            loader_index=loader_index,
         )
 
     def wrap_dataloaders(

@@ -21,7 +21,8 @@ from accel.ops import gather
 from accel.state import GradientState, PartialState
 from runner.batch_plan import plan_batches
 from runner.batches import EvalBatches, TrainBatches
-from runner.data import Data
+from runner.data import Data, make_order
+from runner.engine import make_accelerator
 from runner.schema import DataLoader, Recipe, Trainer
 from tests.helpers import run_distributed
 
@@ -298,6 +299,24 @@ def test_an_evaluation_sees_every_sample_alike_each_time() -> None:
     again = [sample for batch in batches for sample in batch.tolist()]
     assert again == first
     assert evaluated(Numbers(21), recipe_of(global_batch_size=4))[0] == first
+
+
+def test_no_split_draws_what_another_draws() -> None:
+    recipe = recipe_of(global_batch_size=4)
+    by_split = [evaluated(Numbers(8), recipe, split=split)[0] for split in ("validation", "test")]
+    training = batches_of(Numbers(8), recipe).epoch(0)
+    by_split.append([sample for window in training for sample in real(window)])
+    draws = [{sample[-1] for sample in found} for found in by_split]
+    assert len(set().union(*draws)) == 24
+
+
+def test_a_loader_that_an_objective_prepares_draws_other_permutations(tmp_path) -> None:
+    recipe = recipe_of(global_batch_size=4)
+    torch.manual_seed(recipe.seed)
+    accelerator = make_accelerator(recipe, tmp_path, plan_batches(recipe.trainer, 1, 20))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(20), shuffle=True))
+    order = make_order(range(20), recipe.seed, recipe.dataloader)
+    assert [batch.item() for batch in loader] != list(order)
 
 
 @pytest.mark.parametrize(

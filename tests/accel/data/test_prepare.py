@@ -70,7 +70,7 @@ def test_skipping_counts_the_epoch_of_loaders_without_a_seedable_sampler() -> No
     values(skip_first_batches(loader, 1))
     assert loader.epoch == 1
     values(loader)
-    assert dataset.epochs == [1, 2]
+    assert dataset.epochs == [0, 1]
 
 
 @pytest.mark.parametrize("dispatch", [False, True])

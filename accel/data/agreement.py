@@ -1,0 +1,391 @@
+"""One order of samples for all ranks: streams of permutations, agreement, shards made whole."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    Subset,
+)
+
+from accel import rng
+from accel.comm.base import Communicator
+from accel.data.base import index_sampler
+from accel.data.order import (
+    Order,
+    draws_nothing,
+    draws_randomly,
+    is_known,
+    is_permuting,
+    order_seed,
+)
+from accel.data.samplers import AroundBatchSampler, SeedableRandomSampler
+from accel.errors import ConfigError, Problem, StateError
+from accel.state import PartialState
+
+_CHUNK = 1 << 16  # entries that are agreed at a time, where a sampler has no length
+_COMPARED = 1 << 22  # indices of all ranks together, up to which shards are looked for
+
+
+class AgreedSampler(AroundBatchSampler, BatchSampler):
+    """The entries of a sampler as rank 0 draws them, on every rank.
+
+    For samplers that may draw differently on each rank. They are drawn at the start of a pass and
+    broadcast in one collective (without a length: in one for each 65536 entries).
+
+    Args:
+        batch_sampler: a sampler, or a batch sampler, of whose order nothing is known.
+        order: the loader's.
+        comm: how this process talks to the others.
+        num_samples: samples of the data set.
+    """
+
+    def __init__(
+        self, batch_sampler: Any, order: Order, comm: Communicator, num_samples: int | None
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.order = order
+        self.comm = comm
+        self.num_samples = num_samples
+        self._compared = False
+
+    @property
+    def batch_size(self) -> int | None:  # type: ignore[override]
+        """The batch size of the sampler inside."""
+        return getattr(self.batch_sampler, "batch_size", None)
+
+    @property
+    def drop_last(self) -> bool:  # type: ignore[override]
+        """Whether the sampler inside leaves out a short last batch."""
+        return bool(getattr(self.batch_sampler, "drop_last", False))
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group does not travel; what was prepared keeps to this process then.
+        return {**self.__dict__, "comm": None}
+
+    def __iter__(self) -> Iterator[Any]:
+        limit = len(self.batch_sampler) + 1 if hasattr(self.batch_sampler, "__len__") else _CHUNK
+        entries: Iterator[Any] | None = None
+        while True:
+            failure: Exception | None = None
+            drawn: list[Any] = []
+            try:
+                if entries is None:
+                    self._choose_start()
+                    entries = iter(self.batch_sampler)
+                drawn = list(itertools.islice(entries, limit))
+            except Exception as error:  # told to the others below, so that nobody waits
+                failure = error
+            agreed = self._agreed(drawn, failure)
+            yield from agreed
+            if len(agreed) < limit:
+                return
+
+    def _choose_start(self) -> None:
+        again = self.order.again
+        if again is not None:
+            if again.agreed is not None:
+                rng.restore_host(again.agreed)
+        elif self.order.started is not None:
+            self.order.started.agreed = rng.capture_host()
+
+    def _agreed(self, drawn: list[Any], failure: Exception | None) -> list[Any]:
+        if self.comm is None or self.comm.world_size == 1:
+            if failure is not None:
+                raise failure
+            return drawn
+        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        compare = not self._compared and self._comparable()
+        if compare:
+            self._compared = True
+            found = self.comm.all_gather_object((drawn, told))
+        else:
+            found = self.comm.broadcast_objects([(drawn, told)])
+        if failure is not None:
+            raise failure
+        failed = {rank: text for rank, (_, text) in enumerate(found) if text is not None}
+        if failed:
+            rank, text = next(iter(failed.items()))
+            raise StateError(f"Rank {rank} failed to draw sample indices for all: {text}")
+        if compare:
+            ConfigError.raise_if(
+                shard_problems(self.batch_sampler, [d for d, _ in found], self.num_samples)
+            )
+        return list(found[0][0])
+
+    def _comparable(self) -> bool:
+        if self.num_samples is None or not hasattr(self.batch_sampler, "__len__"):
+            return False
+        entries = len(self.batch_sampler) * (self.batch_size or 1)
+        return entries * self.comm.world_size <= _COMPARED
+
+
+def shard_problems(sampler: Any, drawn: Sequence[list[Any]], num_samples: Any) -> list[Problem]:
+    """Return what is wrong where the ranks' indices are shards of the data set already.
+
+    Args:
+        sampler: what drew them.
+        drawn: by rank, indices or batches of them.
+        num_samples: samples of the data set.
+    """
+    ranks = [set(_flat(entries)) for entries in drawn]
+    world_size, total = len(ranks), sum(len(found) for found in ranks)
+    if num_samples <= 2 * world_size or any(len(found) >= num_samples for found in ranks):
+        return []
+    covered = len(set().union(*ranks)) > num_samples - world_size
+    if not covered or total >= num_samples + world_size:
+        return []
+    return [
+        Problem(
+            f"a {_name(sampler)} that gives each rank other samples",
+            "the indices are sharded by `prepare`, so that those of every rank but the first would "
+            "never be read",
+            "Give the loader the indices of the whole data set: leave the sampler out, as in "
+            "DataLoader(data, shuffle=True).",
+        )
+    ]
+
+
+def _name(sampler: Any) -> str:
+    inner = getattr(sampler, "sampler", None)
+    return type(sampler if inner is None else inner).__name__
+
+
+def _flat(entries: list[Any]) -> Iterator[Any]:
+    for entry in entries:
+        if isinstance(entry, (list, tuple)):
+            yield from entry
+        else:
+            yield entry
+
+
+class UnshardedSampler(Sampler[int]):
+    """The indices of a `DistributedSampler` over all its ranks, in its order.
+
+    Args:
+        sampler: the caller's; its `set_epoch` still decides the order.
+    """
+
+    same_on_every_rank = True
+
+    def __init__(self, sampler: DistributedSampler[Any]) -> None:
+        self.sampler = sampler
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose order the next pass has."""
+        return self.sampler.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next pass has.
+
+        Args:
+            epoch: its number, from 0 on.
+        """
+        self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        length = len(self.sampler.dataset)  # type: ignore[arg-type]
+        return min(length, self.sampler.total_size) if self.sampler.drop_last else length
+
+    def __iter__(self) -> Iterator[int]:
+        length = len(self.sampler.dataset)  # type: ignore[arg-type]
+        if not self.sampler.shuffle:
+            return iter(range(len(self)))
+        generator = torch.Generator().manual_seed(self.sampler.seed + self.epoch)
+        return iter(torch.randperm(length, generator=generator).tolist()[: len(self)])
+
+
+def unshardable_problems(sampler: DistributedSampler[Any], counts: Sequence[int]) -> list[Problem]:
+    """Return what is wrong with taking the order of all ranks from a `DistributedSampler`.
+
+    Args:
+        sampler: the caller's.
+        counts: numbers of replicas that fit the run.
+    """
+    remedy = "Leave the sampler out, as in DataLoader(data, shuffle=True): `prepare` shards."
+    if type(sampler).__iter__ not in _distributed_iterations():
+        return [
+            Problem(
+                f"a {type(sampler).__name__} in a loader that is prepared",
+                "its own `__iter__` shards the data, and `prepare` would shard it again",
+                remedy,
+            )
+        ]
+    if sampler.num_replicas not in counts:
+        return [
+            Problem(
+                f"a {type(sampler).__name__} with num_replicas={sampler.num_replicas} on "
+                f"{counts[0]} data-parallel ranks",
+                "`prepare` would shard again what it leaves to each rank",
+                remedy,
+            )
+        ]
+    return []
+
+
+def _distributed_iterations() -> set[Any]:
+    module = sys.modules.get("torchdata.stateful_dataloader.sampler")
+    known = {DistributedSampler.__iter__}
+    return known if module is None else known | {module.StatefulDistributedSampler.__iter__}
+
+
+# -- seeds ---------------------------------------------------------------------------------------
+
+
+def agreed_seed(comm: Communicator, seed: int, loader: Any, sampler: Any) -> int:
+    """Return rank 0's seed, in one collective.
+
+    Args:
+        comm: how this process talks to the others.
+        seed: this rank's.
+        loader: the loader that is prepared.
+        sampler: the random sampler inside.
+
+    Raises:
+        ConfigError: if ranks draw from different data, so that one order cannot serve them all.
+    """
+    if comm.world_size == 1:
+        return seed
+    found = comm.all_gather_object((seed, _drawn_from(loader, sampler)))
+    facts = [fact for _, fact in found]
+    for name in facts[0]:
+        values = [fact.get(name) for fact in facts]
+        if any(value != values[0] for value in values):
+            told = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise ConfigError(
+                Problem(
+                    f"a {type(sampler).__name__} that differs between ranks ({name}: {told})",
+                    "`prepare` shards one order over all ranks, which is the same on each",
+                    "Give every rank the whole data set and the same sampler; do not shard it "
+                    "before.",
+                )
+            )
+    return int(found[0][0])
+
+
+def _drawn_from(loader: Any, sampler: Any) -> dict[str, Any]:
+    """Return facts of what a random sampler draws from, which all ranks must share."""
+    dataset = loader.dataset
+    return {
+        "sampler": type(sampler).__name__,
+        "number of samples": len(sampler),
+        "size of the data set": len(dataset) if hasattr(dataset, "__len__") else None,
+        "indices": _digest(getattr(sampler, "indices", None)),
+        "weights": _digest(getattr(sampler, "weights", None)),
+        "indices of the subset": _digest(dataset.indices if type(dataset) is Subset else None),
+    }
+
+
+def _digest(values: Any) -> str | None:
+    if values is None:
+        return None
+    plain = values.tolist() if isinstance(values, torch.Tensor) else list(values)
+    return hashlib.sha256(repr(plain).encode()).hexdigest()[:12]
+
+
+# -- the order of a loader -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """How the order of a loader is drawn.
+
+    Args:
+        state: of this process.
+        count: data-parallel size.
+        dispatched: whether the main process alone reads.
+        seedable: whether random samplers are replaced by `SeedableRandomSampler`.
+        data_seed: the seed of the run's data; None: that of the sampler's generator, or of torch.
+        loader_index: how many loaders were prepared before.
+    """
+
+    state: PartialState
+    count: int
+    dispatched: bool
+    seedable: bool
+    data_seed: int | None
+    loader_index: int
+
+    @property
+    def several(self) -> bool:
+        """Whether more than one process needs the order."""
+        return self.count > 1 or self.state.num_processes > 1
+
+    def of(self, loader: DataLoader[Any]) -> tuple[Any, Order]:
+        """Return the index sampler of `loader`, the same on every process, and its order.
+
+        The caller's own objects are left as they are.
+
+        Raises:
+            ConfigError: if the sampler shards already, or differs between ranks.
+        """
+        outer = index_sampler(loader)
+        if isinstance(loader.dataset, IterableDataset):
+            return outer, Order()
+        inner = getattr(outer, "sampler", None)
+        drawing = outer if inner is None else inner
+        replaced, stream = self._drawing(loader, drawing)
+        if replaced is not drawing:
+            outer = replaced if inner is None else _around(outer, replaced)
+        random = draws_randomly(replaced) and replaced.generator is None
+        order = Order(stream, replaced if random else None)
+        if is_known(outer):
+            order.draws = "torch" if random and stream is None else "none"
+        elif self.several and not self.dispatched:
+            size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+            outer = AgreedSampler(outer, order, self.state.comm, size)
+        elif not draws_nothing(outer if inner is None else inner):
+            order.draws = "all"
+        return outer, order
+
+    def _drawing(self, loader: Any, drawing: Any) -> tuple[Any, torch.Generator | None]:
+        """Return the sampler to draw with, and the stream that it draws from (None: as it is)."""
+        comm = self.state.comm
+        if isinstance(drawing, DistributedSampler):
+            if not self.several:
+                return drawing, None
+            counts = sorted({self.count, self.state.num_processes, 1}, reverse=True)
+            ConfigError.raise_if(unshardable_problems(drawing, counts))
+            return UnshardedSampler(drawing), None
+        if isinstance(drawing, SeedableRandomSampler):
+            drawing.seed = agreed_seed(comm, drawing.seed, loader, drawing)
+            return drawing, None
+        if not draws_randomly(drawing) and not is_permuting(drawing):
+            return drawing, None
+        if self.seedable and is_permuting(drawing):
+            seed = self._seed(loader, drawing)
+            return SeedableRandomSampler(
+                drawing.data_source, drawing.replacement, drawing._num_samples, data_seed=seed
+            ), None
+        if self.several:
+            seed = self._seed(loader, drawing)
+            if drawing.generator is None:
+                return drawing, torch.Generator().manual_seed(seed)
+        return drawing, None
+
+    def _seed(self, loader: Any, drawing: Any) -> int:
+        seed = order_seed(drawing.generator, self.data_seed, self.loader_index)
+        return agreed_seed(self.state.comm, seed, loader, drawing)
+
+
+def _around(batch_sampler: Any, sampler: Any) -> Any:
+    """Return a batch sampler like the caller's that draws from `sampler`."""
+    found = copy.copy(batch_sampler)
+    found.sampler = sampler
+    return found

@@ -1,0 +1,290 @@
+"""Where the order of a loader's samples comes from, and the states that draw it again."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from accel import rng
+from accel.data.samplers import SeedableRandomSampler, mix_seeds, samplers
+
+_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_KNOWN = {
+    kind.__iter__ for kind in (*_RANDOM, SequentialSampler, BatchSampler, SeedableRandomSampler)
+}
+# Generators that users gave, with the index of the loader that draws from them first.
+_GIVEN: weakref.WeakKeyDictionary[torch.Generator, int] = weakref.WeakKeyDictionary()
+# Loaders prepared on a communicator without an index of their own.
+_COUNTED: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class Start:
+    """What decides the order of a pass, as it was when the pass began.
+
+    Attributes:
+        generators: states of the generators that the loader and its samplers hold.
+        process: states of the process's own generators that the sampler may draw from, or None.
+        samplers: state dicts of the samplers that have one, outermost first.
+        epoch: number of the pass, None where the loader does not know it.
+        agreed: states of the process's generators when indices for all ranks were drawn, or None.
+    """
+
+    generators: list[torch.Tensor]
+    process: dict[str, Any] | None = None
+    samplers: list[Any] = field(default_factory=list)
+    epoch: int | None = None
+    agreed: dict[str, Any] | None = None
+
+
+class Order:
+    """The order of a loader's samples; shared by a loader and its skipping copies.
+
+    Args:
+        stream: generator of the loader's own permutations; None: samplers draw as they are.
+        sampler: the sampler without a generator that draws from `stream`, or None.
+        draws: the process's own generators that the sampler may draw from: "torch", "all" of them
+            (Python's, NumPy's and torch's), or "none".
+
+    Attributes:
+        passes: passes that were completed; the epoch, where no sampler has one.
+        started: the start of the pass under way or left early; None after a completed pass.
+        at_end: the epoch of the pass whose last batch is in hand, or None.
+        under_way: how many passes are under way (more than one where they are nested).
+        resumed: the start of a pass that a checkpoint was saved in; the next pass draws its order.
+        replay: the start that the pass now beginning draws again, until it has drawn.
+        again: the start that a sampler is drawing again at this moment, or None.
+        ended: whether the loaded checkpoint was saved with the last batch of a pass in hand.
+        told: the epoch that the data set was told last.
+        left: how many passes of the present epoch were left early.
+    """
+
+    def __init__(
+        self, stream: torch.Generator | None = None, sampler: Any = None, draws: str = "none"
+    ) -> None:
+        self.stream = stream
+        self.sampler = sampler
+        self.draws = draws
+        self.passes = 0
+        self.started: Start | None = None
+        self.at_end: int | None = None
+        self.under_way = 0
+        self.resumed: Start | None = None
+        self.replay: Start | None = None
+        self.again: Start | None = None
+        self.ended = False
+        self.told: int | None = None
+        self.left = 0
+        self.warned: set[str] = set()
+        self._after_opening: Start | None = None
+
+    # -- states ----------------------------------------------------------------------------
+
+    def capture(self, generators: Sequence[torch.Generator]) -> Start:
+        """Return the states of `generators` and of what else the sampler may draw from."""
+        found: dict[str, Any] | None = None
+        if self.draws == "all":
+            found = rng.capture_host()
+        elif self.draws == "torch" or (self.replay is not None and self.replay.process):
+            found = {"torch": torch.get_rng_state()}
+        return Start([generator.get_state() for generator in generators], found)
+
+    def restore(self, start: Start, generators: Sequence[torch.Generator]) -> None:
+        """Set `generators`, and the process's own, to the states of `start`."""
+        # A generator may come or go (with the number of processes) and change no order.
+        for generator, state in zip(generators, start.generators, strict=False):
+            generator.set_state(state)
+        if start.process is not None:
+            rng.restore_host(start.process)
+
+    def cancel(self) -> None:
+        """Forget the pass that was under way: the next one draws an order of its own."""
+        self.started = self.resumed = self.replay = None
+        self.ended = False
+
+    def take_stream(self) -> None:
+        """Draw from a stream from now on, as loaders do on several processes."""
+        self.stream = torch.Generator()
+        self.draws = "none"
+
+    def resume(self) -> None:
+        """Let the next pass be the one that was left early, whatever loader makes it."""
+        if self.resumed is None:
+            self.resumed = self.started
+
+    # -- drawing ---------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def opening(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
+        """Context in which torch makes the iterator of a pass.
+
+        Where the pass draws an earlier order again, all generators are left as they were: the
+        earlier pass has drawn from them.
+        """
+        start = self.replay
+        self._after_opening = None
+        if start is None:
+            yield
+            return
+        now = [generator.get_state() for generator in generators]
+        with rng.preserved():
+            self.restore(start, generators)
+            try:
+                yield
+                if self.replay is not None:  # no worker has asked for indices yet
+                    self._after_opening = self.capture(generators)
+            finally:
+                self.restore(Start(now), generators)
+
+    @contextlib.contextmanager
+    def drawing(self, generators: Sequence[torch.Generator]) -> Iterator[Start | None]:
+        """Context in which a sampler draws its first index; gives the start it draws again."""
+        start, after = self.replay, self._after_opening
+        self.replay = self._after_opening = None
+        with contextlib.ExitStack() as stack:
+            self.again = start
+            stack.callback(setattr, self, "again", None)
+            if after is not None:
+                now = [generator.get_state() for generator in generators]
+                stack.callback(self.restore, Start(now), generators)
+                stack.enter_context(rng.preserved())
+                self.restore(after, generators)
+            elsewhere = start is not None and start.process is not None  # saved by one process
+            if self.stream is not None and self.sampler.generator is None and not elsewhere:
+                # For the moment only: it stays the caller's sampler.
+                self.sampler.generator = self.stream
+                stack.callback(setattr, self.sampler, "generator", None)
+            yield start
+
+
+class DrawnSampler:
+    """The indices of a pass, drawn from the generators that `order` says.
+
+    Args:
+        sampler: yields indices or batches of them.
+        order: where they are drawn from.
+        generator: that of the loader, or None.
+    """
+
+    def __init__(self, sampler: Any, order: Order, generator: torch.Generator | None) -> None:
+        self.sampler = sampler
+        self.order = order
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.order.stream is None and self.order.replay is None:
+            return iter(self.sampler)
+        return self._drawn(iter(self.sampler))
+
+    def _drawn(self, entries: Iterator[Any]) -> Iterator[Any]:
+        generators = held_generators(self.generator, self.sampler, self.order)
+        with self.order.drawing(generators) as start:
+            # A sampler that is not known may draw at each index, from generators that all share.
+            everything = start is not None and self.order.draws == "all"
+            number = None if everything and hasattr(self.sampler, "__len__") else 1
+            first = list(itertools.islice(entries, number))
+        yield from first
+        yield from entries
+
+
+def held_generators(
+    generator: torch.Generator | None, sampler: Any, order: Order
+) -> list[torch.Generator]:
+    """Return the generators that a loader, its samplers and its order draw from."""
+    found = [generator, *(getattr(inner, "generator", None) for inner in samplers(sampler))]
+    found.append(order.stream)
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+# -- what is known of samplers -------------------------------------------------------------------
+
+
+def draws_randomly(sampler: Any) -> bool:
+    """Tell whether `sampler` is one of torch's that draw from their `generator`."""
+    iterate = getattr(type(sampler), "__iter__", None)
+    return any(iterate is kind.__iter__ for kind in _RANDOM)
+
+
+def is_permuting(sampler: Any) -> bool:
+    """Tell whether `sampler` is torch's (or torchdata's) that permutes a data set."""
+    iterate = getattr(type(sampler), "__iter__", None)
+    return iterate is RandomSampler.__iter__ or iterate in _torchdata_permuting()
+
+
+def is_known(sampler: Any) -> bool:
+    """Tell whether the order of `sampler` depends on its arguments and its generator alone.
+
+    It does if it, and each sampler inside, is one of torch's or ours, or says so by an attribute
+    `same_on_every_rank`.
+    """
+    for inner in samplers(sampler):
+        if getattr(inner, "same_on_every_rank", False):
+            return True
+        if isinstance(inner, range):
+            continue
+        iterate = getattr(type(inner), "__iter__", None)
+        if iterate not in _KNOWN and iterate not in _torchdata_samplers():
+            return False
+    return True
+
+
+def draws_nothing(sampler: Any) -> bool:
+    """Tell whether `sampler` is a plain list of indices."""
+    return isinstance(sampler, (Sequence, torch.Tensor, np.ndarray))
+
+
+def _torchdata_permuting() -> set[Any]:
+    module = sys.modules.get("torchdata.stateful_dataloader.sampler")
+    return set() if module is None else {module.RandomSampler.__iter__}
+
+
+def _torchdata_samplers() -> set[Any]:
+    module = sys.modules.get("torchdata.stateful_dataloader.sampler")
+    kinds = () if module is None else (module.RandomSampler, module.BatchSampler)
+    return {kind.__iter__ for kind in kinds}
+
+
+# -- seeds ---------------------------------------------------------------------------------------
+
+
+def next_index(owner: Any) -> int:
+    """Return how many loaders without an index of their own were prepared for `owner` before."""
+    index = _COUNTED.get(owner, 0)
+    _COUNTED[owner] = index + 1
+    return index
+
+
+def order_seed(generator: Any, data_seed: int | None, loader_index: int) -> int:
+    """Return the seed of a loader's permutations.
+
+    Args:
+        generator: the one that the caller gave to the sampler, or None. Two that are seeded alike
+            draw alike; one that several loaders hold does not.
+        data_seed: the seed of the run's data, or None.
+        loader_index: how many loaders were prepared before.
+    """
+    if data_seed is not None:
+        base, first = data_seed, 0
+    elif isinstance(generator, torch.Generator):
+        base, first = generator.initial_seed(), _GIVEN.setdefault(generator, loader_index)
+    else:
+        base, first = torch.initial_seed(), 0
+    return base if loader_index == first else mix_seeds(base, loader_index)

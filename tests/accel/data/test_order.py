@@ -1,0 +1,336 @@
+"""Where the order of samples comes from, on one process and on two."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from accel import Accelerator, DataLoaderConfiguration
+from accel.checkpoint.loaders import load_loader_state, loader_state
+from accel.data.prepare import prepare_data_loader, skip_first_batches
+from accel.errors import ConfigError
+from accel.state import AcceleratorState, PartialState
+from tests.accel.data.parts import Counting, values
+from tests.helpers import run_distributed
+
+
+def seedable(**flags: Any) -> Accelerator:
+    config = DataLoaderConfiguration(use_seedable_sampler=True, **flags)
+    return Accelerator(cpu=True, dataloader_config=config)
+
+
+def flat(loader: Any) -> list[int]:
+    return [index for batch in values(loader) for index in batch]
+
+
+# -- permutations of their own -------------------------------------------------------------------
+
+
+def test_loaders_of_one_seed_draw_permutations_of_their_own() -> None:
+    accelerator = seedable(data_seed=3)
+    loaders = accelerator.prepare(*(DataLoader(range(20), shuffle=True) for _ in range(3)))
+    orders = [flat(loader) for loader in loaders]
+    assert len({tuple(order) for order in orders}) == 3
+    again = seedable(data_seed=3)
+    repeated = again.prepare(*(DataLoader(range(20), shuffle=True) for _ in range(3)))
+    assert [flat(loader) for loader in repeated] == orders
+
+
+def test_loaders_prepared_without_an_engine_are_counted() -> None:
+    originals = [DataLoader(range(20), shuffle=True) for _ in range(2)]
+    one, two = (prepare_data_loader(loader, use_seedable_sampler=True) for loader in originals)
+    assert flat(one) != flat(two)
+
+
+def test_generators_that_are_seeded_alike_draw_alike() -> None:
+    def loader(generator: torch.Generator) -> DataLoader[Any]:
+        return DataLoader(range(20), shuffle=True, generator=generator)
+
+    accelerator = seedable()
+    paired = [accelerator.prepare(loader(torch.Generator().manual_seed(4))) for _ in range(2)]
+    assert flat(paired[0]) == flat(paired[1])
+    shared = torch.Generator().manual_seed(4)
+    apart = [accelerator.prepare(loader(shared)) for _ in range(2)]
+    assert flat(apart[0]) != flat(apart[1])
+
+
+# -- the caller's sampler ------------------------------------------------------------------------
+
+
+def reweighted() -> tuple[list[int], bool, bool]:
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(accelerator.process_index)
+    sampler = WeightedRandomSampler([1.0] * 8, 8)
+    batches = BatchSampler(sampler, 2, False)
+    loader = accelerator.prepare(DataLoader(range(8), batch_sampler=batches))
+    values(loader)
+    sampler.weights = torch.tensor([0.0] * 7 + [1.0], dtype=torch.double)
+    return flat(loader), loader.sampler is sampler, sampler.generator is None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_that_change_later_count(size: int) -> None:
+    for drawn, same, untouched in run_distributed(reweighted, size):
+        assert set(drawn) == {7}
+        assert same
+        assert untouched
+
+
+def disagreeing() -> list[str]:
+    rank = PartialState(cpu=True).process_index
+    found = []
+    for sampler in (
+        SubsetRandomSampler(range(rank, 12, 2)),
+        list(range(rank, 12, 2)),
+        DistributedSampler(range(12), num_replicas=4, rank=rank),
+        OwnShards(range(12)),
+    ):
+        try:
+            flat(prepare_data_loader(DataLoader(range(12), batch_size=2, sampler=sampler)))
+            found.append("")
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+class OwnShards(DistributedSampler[Any]):
+    """Shards in a way of its own."""
+
+    def __iter__(self):
+        return iter(range(self.rank, 12, self.num_replicas))
+
+
+def test_samplers_that_shard_already_are_refused() -> None:
+    for told in run_distributed(disagreeing, 2):
+        assert "SubsetRandomSampler that differs between ranks" in told[0]
+        assert "list that gives each rank other samples" in told[1]
+        assert "num_replicas=4" in told[2]
+        assert "OwnShards" in told[3]
+
+
+def unsharded(drop_last: bool) -> list[list[int]]:
+    accelerator = Accelerator(cpu=True)
+    sampler = DistributedSampler(range(11), seed=5, drop_last=drop_last)
+    loader = accelerator.prepare(DataLoader(range(11), batch_size=2, sampler=sampler))
+    passes = [accelerator.gather_for_metrics(torch.tensor(flat(loader)[:4])).tolist()]
+    sampler.set_epoch(7)  # the caller's own object still decides
+    assert loader.epoch == 7
+    return [*passes, flat(loader)]
+
+
+def test_a_distributed_sampler_gives_the_order_of_all_its_ranks() -> None:
+    wanted = torch.randperm(11, generator=torch.Generator().manual_seed(12)).tolist()
+    ranks = run_distributed(unsharded, 2, False)
+    read = [batch for pair in zip(*(rank[1] for rank in ranks), strict=True) for batch in pair]
+    assert set(read) == set(wanted)
+    assert ranks[0][1][:2] + ranks[1][1][:2] == wanted[:4]
+    dropped = run_distributed(unsharded, 2, True)
+    assert set(dropped[0][1]) | set(dropped[1][1]) == set(wanted[:10])
+
+
+class Failing(Sampler[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self):
+        if PartialState().is_main_process:
+            raise OSError("no index")
+        return iter(range(4))
+
+
+def failing() -> str:
+    Accelerator(cpu=True)
+    loader = prepare_data_loader(DataLoader(range(4), sampler=Failing()))
+    try:
+        flat(loader)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_sampler_that_fails_fails_on_every_rank() -> None:
+    main, other = run_distributed(failing, 2)
+    assert main == "OSError: no index"
+    assert "Rank 0 failed to draw" in other
+
+
+# -- epochs --------------------------------------------------------------------------------------
+
+
+class Told(Counting):
+    """Gives the epoch that it was told last."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_learns_the_epoch_before_it_is_read(workers: int) -> None:
+    context = "fork" if workers else None
+    loader = prepare_data_loader(
+        DataLoader(Told(3), num_workers=workers, multiprocessing_context=context)
+    )
+    assert [flat(loader) for _ in range(3)] == [[0] * 3, [1] * 3, [2] * 3]
+
+
+def test_loaders_over_one_data_set_tell_it_their_own_epochs() -> None:
+    dataset = Told(3)
+    training, evaluation = (prepare_data_loader(DataLoader(dataset)) for _ in range(2))
+    flat(training)
+    seen = []
+    for batch in training:
+        seen += batch.tolist()
+        assert flat(evaluation) == [len(seen) - 1] * 3
+    assert seen == [1, 1, 1]
+    zipped = zip(training, evaluation, strict=True)
+    assert [[a.item(), b.item()] for a, b in zipped] == [[2, 3]] * 3
+
+
+def test_workers_that_live_on_do_not_learn_the_epoch() -> None:
+    loader = prepare_data_loader(
+        DataLoader(Told(2), num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    )
+    flat(loader)
+    with pytest.warns(UserWarning, match="persistent_workers=True"):
+        flat(loader)
+
+
+def test_passes_left_early_are_told_that_they_repeat() -> None:
+    loader = seedable().prepare(DataLoader(range(20), shuffle=True))
+    first = [next(iter(loader)).item() for _ in range(2)]
+    with pytest.warns(UserWarning, match="set_epoch") as told:
+        again = [next(iter(loader)).item() for _ in range(3)]
+    assert len(told) == 1
+    assert {*first, *again} == {first[0]}
+    loader.set_epoch(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flat(loader)
+
+
+def test_the_last_batch_in_hand_ends_a_pass() -> None:
+    one, two = seedable().prepare(*(DataLoader(range(9), shuffle=True) for _ in range(2)))
+    passes = [[b.item() for _, b in zip(one, two, strict=False)] for _ in range(2)]
+    assert passes[0] != passes[1]
+    assert (one.epoch, two.epoch) == (2, 2)
+
+
+# -- resuming ------------------------------------------------------------------------------------
+
+
+def test_a_pass_left_early_is_gone_on_with_in_its_order() -> None:
+    for flags in ({}, {"shuffle": True}):
+        loader = prepare_data_loader(DataLoader(range(20), batch_size=4, **flags))
+        left = [next(iter(loader)).tolist()]
+        rest = values(skip_first_batches(loader, 1))
+        assert sorted(i for batch in left + rest for i in batch) == list(range(20))
+        assert loader.epoch == 1
+
+
+def test_a_state_of_an_earlier_version_is_loaded() -> None:
+    generator = torch.Generator().manual_seed(8)
+    wanted = list(RandomSampler(range(12), generator=torch.Generator().manual_seed(8)))
+    old = {"epoch": 2, "samplers": [], "generators": [generator.get_state()]}
+    loader = prepare_data_loader(
+        DataLoader(range(12), batch_size=3, shuffle=True), num_processes=2, process_index=0
+    )
+    load_loader_state(loader, old)
+    assert loader.epoch == 2
+    assert flat(loader) == wanted[:3] + wanted[6:9]
+
+
+def test_another_data_set_in_the_place_of_the_saved_one_is_told() -> None:
+    state = loader_state(prepare_data_loader(DataLoader(range(12))))
+    with pytest.warns(UserWarning, match="over 9 samples"):
+        load_loader_state(prepare_data_loader(DataLoader(range(9))), state)
+
+
+def saved_between(folder: str) -> bool:
+    def engine(seed: int) -> tuple[Accelerator, Any]:
+        AcceleratorState._reset_state()
+        config = DataLoaderConfiguration(use_stateful_dataloader=True)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        torch.manual_seed(seed)
+        original = DataLoader(
+            range(20), batch_size=2, shuffle=True, num_workers=1, multiprocessing_context="fork"
+        )
+        return accelerator, accelerator.prepare(original)
+
+    accelerator, loader = engine(1)
+    flat(loader)
+    accelerator.save_state(folder)
+    following = flat(loader)
+    accelerator, loader = engine(2)
+    accelerator.load_state(folder)
+    return flat(loader) == following
+
+
+def test_stateful_loaders_saved_between_epochs_keep_their_order(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    assert run_distributed(saved_between, 2, str(tmp_path / "state")) == [True, True]
+
+
+def saved_elsewhere(folder: str, saving: bool) -> list[int]:
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(3 if saving else 4)
+    size = 8 // accelerator.num_processes
+    loader = accelerator.prepare(DataLoader(range(32), batch_size=size, shuffle=True))
+    if not saving:
+        accelerator.load_state(folder)
+        return accelerator.gather(torch.tensor(flat(skip_first_batches(loader, 2)))).tolist()
+    seen: list[int] = []
+    for number, batch in enumerate(loader, start=1):
+        seen += accelerator.gather(batch).tolist()
+        if number == 2:
+            accelerator.save_state(folder)
+            break
+    return seen
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, 2), (2, 1)])
+def test_a_pass_is_gone_on_with_on_another_number_of_processes(one, other, tmp_path) -> None:
+    folder = str(tmp_path / "state")
+    seen = run_distributed(saved_elsewhere, one, folder, True)[0]
+    rest = run_distributed(saved_elsewhere, other, folder, False)[0]
+    assert sorted(seen + rest) == list(range(32))
+
+
+class Length(Dataset[int]):
+    """A data set that cannot be hashed."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_data_sets_need_not_be_hashable() -> None:
+    dataset = Length()
+    flat(prepare_data_loader(DataLoader(dataset)))
+    assert dataset.epoch == 0
