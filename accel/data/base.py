@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel.data.samplers import SkipBatchSampler, sampler_epoch, samplers, set_sampler_epoch
+from accel.reading import Reading
 from accel.rng import preserved, synchronize_rng_states
 from accel.state import GradientState, PartialState
 
@@ -83,6 +84,7 @@ class PreparedLoader(DataLoader[Any]):
         end_of_dataloader: whether the batch in hand is the last of the pass.
         remainder: on the last batch, how many of its samples over all processes are real, 0 if all;
             -1 if that is not known.
+        reading: the pass under way, None where there is none.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class PreparedLoader(DataLoader[Any]):
         self.skip_batches = skip_batches
         self.end_of_dataloader = False
         self.remainder = -1
+        self.reading: Reading | None = None
         self._last_size = 0
         self._non_blocking = non_blocking
         self._passes = _Passes()
@@ -144,7 +147,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Neither live workers nor process groups travel; what a rank reads was decided before.
-        return {**self.__dict__, "_iterator": None, "torch_device_mesh": None}
+        nothing = {"_iterator": None, "torch_device_mesh": None, "reading": None}
+        return {**self.__dict__, **nothing}
 
     @property
     def epoch(self) -> int:
@@ -191,10 +195,10 @@ class PreparedLoader(DataLoader[Any]):
     def __len__(self) -> int:
         return max(0, super().__len__() - self.skip_batches)
 
-    def _enter(self) -> tuple[bool, int]:
+    def _enter(self) -> tuple[bool, int, Reading | None]:
         """Start a pass; return what `_leave` restores, of a pass around this one."""
-        outer = self.end_of_dataloader, self.remainder
-        self.end_of_dataloader, self.remainder = False, -1
+        outer = self.end_of_dataloader, self.remainder, self.reading
+        self.end_of_dataloader, self.remainder, self.reading = False, -1, Reading()
         GradientState()._add_dataloader(self)
         return outer
 
@@ -221,15 +225,18 @@ class PreparedLoader(DataLoader[Any]):
 
     def _complete(self, epoch: int) -> None:
         """Go on to the epoch after `epoch`, unless the caller has chosen one meanwhile."""
+        GradientState()._note_end(self)
         self.end_of_dataloader = False
         GradientState()._follow_dataloader()
         if self.epoch == epoch:
             self.set_epoch(epoch + 1)
 
-    def _leave(self, outer: tuple[bool, int]) -> None:
+    def _leave(self, outer: tuple[bool, int, Reading | None]) -> None:
         """End a pass, whole or broken off."""
         self._started = None
         if self.end_of_dataloader:  # the caller keeps the last batch, and left: gather_for_metrics
             GradientState().broken_off = self.remainder, self._last_size
-        self.end_of_dataloader, self.remainder = outer
-        GradientState()._remove_dataloader(self)
+        state = GradientState()
+        state._note_end(self)
+        self.end_of_dataloader, self.remainder, self.reading = outer
+        state._remove_dataloader(self)

@@ -24,7 +24,7 @@ from accel.data.samplers import (
 from accel.data.transfer import Round, SliceFunction, receive_round, send_round, with_next
 from accel.imports import require
 from accel.ops import send_to_device
-from accel.state import PartialState
+from accel.state import GradientState, PartialState
 from accel.tree import iterate, recursively_apply
 
 __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "PreparedLoader", "SkipDataLoader"]
@@ -108,7 +108,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         return {name: getattr(self, name) for name in _SHARD_ARGUMENTS}
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        epoch, outer = self.epoch, self._enter()
+        epoch, outer, state = self.epoch, self._enter(), GradientState()
         try:
             self._synchronize()
             batches = self._followed(super().__iter__())
@@ -118,10 +118,16 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
             if current is not _END:
                 place = self._placement(current)
                 while (following := next(batches, _END)) is not _END:
-                    yield current if place is None else place(current)
+                    current = current if place is None else place(current)
+                    if state.num_steps != 1:
+                        state._note_batch(self, current)
+                    yield current
                     current = following
                 self._end(self._last_remainder(current))
-                yield current if place is None else place(current)
+                current = current if place is None else place(current)
+                if state.num_steps != 1:
+                    state._note_batch(self, current)
+                yield current
             self._complete(epoch)
         finally:
             self._leave(outer)
@@ -273,7 +279,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         return slice(self.process_index * share, (self.process_index + 1) * share)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        state = PartialState()
+        state, windows = PartialState(), GradientState()
         epoch, outer = self.epoch, self._enter()
         try:
             self._synchronize()
@@ -284,7 +290,10 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
                 if following is None or self._slice(following).start >= following:
                     self._end(found.real if found.real < self._round_size(found) else 0, found.size)
                 if mine.start < found.size:
-                    yield self._cut(found, mine)
+                    batch = self._cut(found, mine)
+                    if windows.num_steps != 1:
+                        windows._note_batch(self, batch)
+                    yield batch
             self._complete(epoch)
         finally:
             self._leave(outer)
