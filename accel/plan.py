@@ -181,8 +181,8 @@ def _check_world(environment: Environment, found: Findings) -> None:
             else f"{name}={number - 1}, and WORLD_SIZE is not set",
             "each of the launcher's processes would train alone and write the same files",
             "Start with torchrun (under srun: one task per node, srun --ntasks-per-node=1 torchrun "
-            "…), or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process; "
-            "WORLD_SIZE=1 if each is a run of its own.",
+            "…), or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each "
+            "process; WORLD_SIZE=1 if each is a run of its own.",
         )
     if size <= 1:
         return

@@ -36,6 +36,8 @@ class Reading:
     @property
     def waiting(self) -> int:
         """The batches that were fetched ahead and wait for their micro-batch."""
+        if not self._keeps:
+            self._drop_unused()
         return len(self._waiting)
 
     def give(self, batch: Any, now: int) -> None:
@@ -51,10 +53,8 @@ class Reading:
     def take(self) -> None:
         """Note a micro-batch: of the first batch that waits."""
         self._keeps = self._keeps or 0 < self._taken < self._burst
-        if not self._keeps:
-            self._drop_unused()
         self._taken += 1
-        if self._waiting:
+        if self.waiting:
             self._waiting.popleft()
 
     def _drop_unused(self) -> None:

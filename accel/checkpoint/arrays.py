@@ -1,4 +1,4 @@
-"""NumPy arrays in plain containers: they lie in a safetensors file beside, and nothing is pickled."""
+"""NumPy arrays in plain containers: they lie in a safetensors file beside, none is pickled."""
 
 from __future__ import annotations
 

@@ -206,11 +206,15 @@ def test_a_pass_that_a_shorter_second_loader_ends_is_told_of() -> None:
     train = accelerator.prepare(DataLoader(torch.arange(9.0)))
     other = accelerator.prepare(DataLoader(torch.arange(3.0)))
     found = []
-    with pytest.warns(UserWarning, match="zip.. the shorter loader first"):
+
+    def two_passes() -> None:
         for _ in range(2):
             for _pair in zip(train, other, strict=False):
                 with accelerator.accumulate():
                     found.append(accelerator.sync_gradients)
+
+    with pytest.warns(UserWarning, match="zip.. the shorter loader first"):
+        two_passes()
     assert found == [False, True, False, True, False, True]
 
 
@@ -231,10 +235,14 @@ def test_skipped_batches_do_not_keep_a_window_open() -> None:
 def test_a_window_that_a_skipped_last_batch_leaves_open_is_told_of() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     loader = accelerator.prepare(DataLoader(torch.arange(3.0).view(3, 1)))
-    with pytest.warns(UserWarning, match="1 batches of the last pass"):
+
+    def two_passes() -> None:
         for _ in range(2):
             for index, _batch in enumerate(loader):
                 if index > 0:
                     continue
                 with accelerator.accumulate():
                     pass
+
+    with pytest.warns(UserWarning, match="1 batches of the last pass"):
+        two_passes()
