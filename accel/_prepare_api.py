@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel.data.loaders import PreparedLoader
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from accel.strategies.base import Strategy
 
 KINDS = ("models", "optimizers", "schedulers", "dataloaders")
+STATEFUL = ("state_dict", "load_state_dict")
 PREPARED = (AcceleratedOptimizer, AcceleratedScheduler, PreparedLoader)
 
 
@@ -45,6 +47,8 @@ class PrepareAPI:
 
         Args:
             args: objects; None stays None, and what is prepared already is returned as it is.
+                A scheduler of your own has `step`, `state_dict`, `load_state_dict`, and one of
+                `get_last_lr`, `get_lr`, `optimizer`; other objects come back with a warning.
             device_placement: for each object, whether it is moved to the device; None: as the
                 `Accelerator` does.
 
@@ -149,6 +153,8 @@ class PrepareAPI:
         self.strategy.validate(new)
         before = {id(p): p for model in new.models for p in model.parameters()}
         done = self.strategy.prepare(new, placement, self._objects, evaluation, slice_fn)
+        for scheduler in self._objects.schedulers:
+            self.strategy.follow(scheduler, done.optimizers)
         self._objects.extend(done)
         if new.models and new.optimizers and not self.strategy.traits.owns_parameters:
             self._check_parameters(new.optimizers, before)
@@ -177,11 +183,17 @@ class PrepareAPI:
             return "optimizers"
         if isinstance(item, DataLoader):
             return "dataloaders"
-        if all(hasattr(item, name) for name in ("step", "state_dict", "load_state_dict")):
+        if _is_scheduler(item):
             return "schedulers"
+        hint = ""
+        if all(hasattr(item, name) for name in STATEFUL):
+            hint = (
+                " If it has a state to be saved, call register_for_checkpointing(…) with it; if it "
+                "is a learning-rate scheduler, prepare_scheduler(…)."
+            )
         warnings.warn(
             f"prepare: {type(item).__name__} is no model, optimizer, DataLoader or scheduler, and "
-            "is returned as it is.",
+            f"is returned as it is.{hint}",
             stacklevel=3,
         )
         return None
@@ -311,6 +323,19 @@ class PrepareAPI:
             As many None as there are `objects`.
         """
         return self.free_memory(*objects)
+
+
+def _is_scheduler(item: Any) -> bool:
+    """Return whether `item` is a learning-rate scheduler: torch's, or one that tells of rates.
+
+    Averages of weights, gradient scalers and the like have `step` and a state, too; taken for a
+    scheduler, they would step once for each process.
+    """
+    if isinstance(item, LRScheduler):
+        return True
+    rates = any(hasattr(item, name) for name in ("get_last_lr", "get_lr", "optimizer"))
+    stateful = all(hasattr(item, name) for name in ("step", *STATEFUL))
+    return rates and stateful and not hasattr(item, "param_groups")
 
 
 def _parameter_problem(index: int, count: int, replaced: bool) -> Problem:

@@ -81,6 +81,10 @@ class StepAPI:
         In all but the last of a window, optimizers and schedulers do not step, gradients are not
         dropped, and backward passes through `models` exchange none.
 
+        The end of a loader ends a window with the micro-batch of its last batch, also where batches
+        are fetched ahead of their micro-batches. Of loaders that are read side by side, as in
+        ``zip(train, other)``, the first one counts.
+
         Args:
             models: the models that the micro-batch trains.
             sync_gradients: whether this micro-batch ends the window; None: counts them, and the end
@@ -345,7 +349,7 @@ class _MicroBatchContext:
     def _ends_window(self) -> bool:
         """Count this micro-batch; return whether it is the last of its window."""
         windows, state = self._windows, self._windows.state
-        at_end = state.end_of_dataloader and state.sync_with_dataloader and self._sync is None
+        at_end = self._sync is None and state._take_micro_batch() and state.sync_with_dataloader
         windows.step = 0 if at_end or self._sync else windows.step + 1
         if self._sync is not None:
             return self._sync

@@ -100,6 +100,32 @@ def copy() -> dict[str, str]:
     return dict(os.environ)
 
 
+# What launchers other than torchrun tell their processes of their number; srun may come with PMI.
+SIZES = (
+    "SLURM_STEP_NUM_TASKS",
+    "OMPI_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "PMIX_SIZE",
+)
+
+
+def launched() -> tuple[str, int] | None:
+    """Return what tells that a launcher has started several processes, and how many at least.
+
+    None where it has not, or where WORLD_SIZE tells their number. SLURM_NTASKS counts the tasks of
+    a job, of which a script without srun is none.
+
+    Source: https://slurm.schedmd.com/srun.html (SLURM_STEP_NUM_TASKS);
+        https://docs.open-mpi.org (OMPI_COMM_WORLD_SIZE)
+    """
+    if (read("WORLD_SIZE") or "").strip():
+        return None
+    sizes = [(name, integer(name, 1)) for name in SIZES]
+    sizes.append(("PMIX_RANK", integer("PMIX_RANK", 0) + 1))
+    return next(((name, size) for name, size in sizes if size > 1), None)
+
+
 @dataclass(frozen=True)
 class Environment:
     """What the environment says about a run.
@@ -113,6 +139,8 @@ class Environment:
         master_port: TCP port there.
         restart_count: attempts of the elastic agent before this one.
         run_id: the elastic agent's name of the job.
+        launched: a variable of a launcher that has not set WORLD_SIZE, and the number of processes
+            that it has started at least; None: there is no such launcher.
         agent_store: whether the elastic agent hosts the store at master_addr:master_port.
         mixed_precision: default of `Accelerator(mixed_precision=…)`.
         accumulation_steps: default of `Accelerator(gradient_accumulation_steps=…)`.
@@ -139,6 +167,7 @@ class Environment:
     restart_count: int = 0
     run_id: str = ""
     agent_store: bool = False
+    launched: tuple[str, int] | None = None
     mixed_precision: str | None = None
     accumulation_steps: int | None = None
     use_cpu: bool = False
@@ -151,6 +180,11 @@ class Environment:
     engines: tuple[str, ...] = ()
     fsdp: tuple[tuple[str, str], ...] = ()
     deepspeed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_rendezvous(self) -> bool:
+        """Whether a launcher tells this process its rank and where the processes meet."""
+        return None not in (self.rank, self.master_addr, self.master_port)
 
     @classmethod
     def read(cls) -> Environment:
@@ -170,6 +204,7 @@ class Environment:
             restart_count=integer("TORCHELASTIC_RESTART_COUNT", 0),
             run_id=read("TORCHELASTIC_RUN_ID") or "",
             agent_store=flag("TORCHELASTIC_USE_AGENT_STORE"),
+            launched=launched(),
             mixed_precision=read("ACCELERATE_MIXED_PRECISION") or None,
             accumulation_steps=integer("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
             use_cpu=flag("ACCELERATE_USE_CPU"),

@@ -173,6 +173,17 @@ def _check_world(environment: Environment, found: Findings) -> None:
     size = environment.world_size
     if size < 1:
         found.add(f"WORLD_SIZE={size}", "it is at least 1", "Unset it for one process.")
+    if environment.launched is not None:
+        name, number = environment.launched
+        found.add(
+            f"{name} tells of {number} processes, and WORLD_SIZE is not set"
+            if name != "PMIX_RANK"
+            else f"{name}={number - 1}, and WORLD_SIZE is not set",
+            "each of the launcher's processes would train alone and write the same files",
+            "Start with torchrun (under srun: one task per node, srun --ntasks-per-node=1 torchrun "
+            "…), or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each "
+            "process; WORLD_SIZE=1 if each is a run of its own.",
+        )
     if size <= 1:
         return
     for name in ("rank", "local_rank"):
@@ -408,7 +419,7 @@ def _backend(
     found: Findings,
 ) -> str | None:
     several = environment.world_size > 1
-    if not several and engines.strategy is None:
+    if not (several or environment.has_rendezvous or engines.strategy is not None):
         return None
     if not torch.distributed.is_available():
         found.add(

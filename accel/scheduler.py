@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from accel.optimizer import AcceleratedOptimizer
 from accel.state import GradientState, PartialState
 
 
@@ -41,7 +42,7 @@ class AcceleratedScheduler:
         several = isinstance(optimizers, Sequence)
         self.scheduler = scheduler
         self.optimizers: list[torch.optim.Optimizer] = list(optimizers) if several else [optimizers]
-        self._skippable = [o for o in self.optimizers if hasattr(o, "step_was_skipped")]
+        self._find_skippable()
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state = GradientState()
@@ -54,6 +55,25 @@ class AcceleratedScheduler:
         if name == "scheduler":  # not there yet while being unpickled
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+    def _find_skippable(self) -> None:
+        self._skippable = [o for o in self.optimizers if hasattr(o, "step_was_skipped")]
+
+    def follow(self, optimizers: Sequence[AcceleratedOptimizer]) -> None:
+        """Follow optimizers that were prepared after this scheduler.
+
+        A scheduler that has an optimizer follows that one alone; another one follows all.
+
+        Args:
+            optimizers: newly prepared.
+        """
+        inner = getattr(self.scheduler, "optimizer", None)
+        own = [optimizer for optimizer in optimizers if inner in (optimizer, optimizer.optimizer)]
+        if own:
+            self.optimizers = list(own)
+        elif inner is None:
+            self.optimizers += optimizers
+        self._find_skippable()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Move on if the optimizers did: once per process, and not past a schedule's last step.

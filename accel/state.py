@@ -20,11 +20,13 @@ from accel.enums import DistributedType
 from accel.env import Environment
 from accel.errors import ConfigError, Problem, StateError, nearest, unknown_choice
 from accel.plan import Plan, resolve
+from accel.reading import Reader
 
 # What of the environment is settled once a process has joined the others.
 WORLD = (
     *("rank", "local_rank", "world_size", "local_world_size"),
     *("master_addr", "master_port", "restart_count", "run_id", "agent_store"),
+    "launched",
 )
 
 
@@ -325,6 +327,7 @@ class GradientState:
     remainder: int
     broken_off: tuple[int, int]
     _loaders: list[weakref.ref[Any]]
+    _reader: Reader
 
     def __init__(
         self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
@@ -334,6 +337,7 @@ class GradientState:
             self.sync_gradients = True
             self.broken_off = 0, 0
             self._loaders = []
+            self._reader = Reader()
             self._follow_dataloader()
             self._configure(GradientAccumulationPlugin())
         if gradient_accumulation_plugin is not None:
@@ -399,6 +403,7 @@ class GradientState:
         """Close the window of accumulation that an earlier training left open."""
         self.sync_gradients = True
         self.broken_off = 0, 0
+        self._reader = Reader()
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients
@@ -408,6 +413,21 @@ class GradientState:
         loader = self.active_dataloader
         self.end_of_dataloader = False if loader is None else loader.end_of_dataloader
         self.remainder = -1 if loader is None else loader.remainder
+
+    def _being_read(self) -> list[Any]:
+        return [loader for reference in self._loaders if (loader := reference()) is not None]
+
+    def _note_batch(self, dataloader: Any, batch: Any) -> None:
+        """Note that `dataloader` gives a batch; needed where several make a window."""
+        self._reader.give(dataloader, batch, self._being_read(), not self.sync_gradients)
+
+    def _note_end(self, dataloader: Any) -> None:
+        """Note that a pass over `dataloader` ends."""
+        self._reader.leave(dataloader, not self.sync_gradients)
+
+    def _take_micro_batch(self) -> bool:
+        """Note a micro-batch; return whether the end of a loader ends its window."""
+        return self._reader.take(self._being_read())
 
     def _add_dataloader(self, dataloader: Any) -> None:
         """Make `dataloader` the active one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel import env
 from accel.env import Environment
 from accel.errors import ConfigError, Problem
 from runner.schema import Distributed, Recipe
@@ -36,13 +35,15 @@ def adopted() -> Adopted | None:
             here.world_size,
             here.local_world_size or here.world_size,
         )
-    tasks = env.integer("SLURM_STEP_NUM_TASKS") or 1
-    if tasks > 1:
+    if here.launched is not None:
+        name, number = here.launched
+        launcher = "srun" if name.startswith("SLURM") else "mpirun"
+        one = "srun --ntasks=1" if launcher == "srun" else "mpirun -n 1"
         raise ConfigError(
             Problem(
-                f"srun with {tasks} tasks",
+                f"{launcher} with {number} tasks ({name})",
                 "the runner starts its own processes, or takes those of torchrun",
-                "Start one task (srun --ntasks=1); the runner or torchrun starts the processes.",
+                f"Start one task ({one}); the runner or torchrun starts the processes.",
             )
         )
     return None

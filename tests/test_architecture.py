@@ -28,6 +28,7 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.imports", 0),
     ("accel.tree", 0),
     ("accel.objects", 0),
+    ("accel.reading", 0),
     ("accel.config", 1),
     ("accel.device", 2),
     ("accel.arguments", 2),

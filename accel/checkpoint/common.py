@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from accel.checkpoint import files
+from accel.checkpoint import arrays, files
 from accel.errors import CheckpointError, Problem
 
 _EXTRA = "model_extra"
@@ -41,9 +41,9 @@ _WRITE_ERRORS = (pickle.PickleError, AttributeError, TypeError, ValueError, Runt
 
 
 def save_plain(value: Any, path: Path, what: str) -> None:
-    """Write plain containers of tensors and numbers, and see that they can be read back.
+    """Write plain containers of tensors, arrays and numbers, and see that they can be read back.
 
-    NumPy scalars become Python numbers.
+    NumPy scalars become Python numbers. NumPy arrays are written into a safetensors file beside.
 
     Args:
         value: what to write.
@@ -53,7 +53,10 @@ def save_plain(value: Any, path: Path, what: str) -> None:
     Raises:
         CheckpointError: if it holds what `load_plain` could not read; names where.
     """
-    plain = _without_numpy_scalars(value)
+    taken: dict[str, np.ndarray] = {}
+    plain = arrays.take_out(_without_numpy_scalars(value), taken)
+    if taken:
+        arrays.write(taken, path)
     try:
         torch.save(plain, path)
         # With mmap only the structure is read: the tensors' bytes are not touched.
@@ -67,16 +70,16 @@ def save_plain(value: Any, path: Path, what: str) -> None:
                 Problem(
                     f"{found[0]} is a {type(found[1]).__module__}.{type(found[1]).__qualname__}",
                     "a checkpoint holds what can be read back without running code: tensors, "
-                    "numbers, strings, and lists, tuples, sets and dicts of them",
+                    "NumPy arrays, numbers, strings, and lists, tuples, sets and dicts of them",
                     "Leave it out of the state_dict(), or turn it into one of these there "
-                    "(an array: torch.from_numpy; an enum or a path: str).",
+                    "(an array of objects: a list; an enum or a path: str).",
                 )
             )
         ) from error
 
 
 def load_plain(
-    path: Path, map_location: str = "cpu", mmap: bool = False, arrays: bool = False
+    path: Path, map_location: str = "cpu", mmap: bool = False, pickled_arrays: bool = False
 ) -> Any:
     """Return what `save_plain` wrote.
 
@@ -84,14 +87,14 @@ def load_plain(
         path: the file.
         map_location: where tensors are; "meta" reads none of their bytes.
         mmap: whether the file is mapped into memory, so that tensors are read when they are used.
-        arrays: whether NumPy arrays are let in, too.
+        pickled_arrays: whether arrays that another program pickled are let in, too.
 
     Raises:
         CheckpointError: if the file is missing, would run code, or cannot be mapped.
     """
     try:
-        with torch.serialization.safe_globals(_ARRAYS if arrays else []):
-            return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+        with torch.serialization.safe_globals(_ARRAYS if pickled_arrays else []):
+            plain = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except FileNotFoundError as error:
         raise _lacking(path) from error
     except (pickle.PickleError, EOFError, RuntimeError, ValueError, KeyError) as error:
@@ -101,6 +104,7 @@ def load_plain(
             "let classes in that you trust with torch.serialization.add_safe_globals([…])."
         )
         raise CheckpointError(str(Problem(f"file {str(path)!r}", rule, remedy))) from error
+    return arrays.put_back(plain, path)
 
 
 def _lacking(path: Path) -> CheckpointError:

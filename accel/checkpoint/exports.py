@@ -144,7 +144,8 @@ def export_model(
         (root / index).unlink(missing_ok=True)
         return
     where = {n: target for target, part in zip(names, parts, strict=True) for n in part}
-    where |= {alias: where[own] for alias, own in aliases.items()}
+    if not safe:  # a pickle holds every name; safetensors hold one of those of tied weights
+        where |= {alias: where[own] for alias, own in aliases.items()}
     total = sum(tensor.nbytes for tensor in kept.values())
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
     files.write_atomically(root / index, f"{text}\n".encode())

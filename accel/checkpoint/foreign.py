@@ -50,7 +50,7 @@ def describe(path: str | PathLike[str]) -> Manifest:
         rule = f"it has no {files.MANIFEST}, and not the documented files of a state either"
         raise broken(root, rule, "Name a directory that `save_state` wrote to its end.")
     entries = files.entries(root)
-    random_states = load_plain(root / files.random_states_name(0), arrays=True)
+    random_states = load_plain(root / files.random_states_name(0), pickled_arrays=True)
     engine = {
         # Loaders have no files there, however many there were.
         "objects": {kind: _count(entries, kind) for kind in _NAMES} | {"dataloaders": math.inf},

@@ -25,6 +25,7 @@ from accel.checkpoint.loaders import (
     loader_state,
     positions,
 )
+from accel.checkpoint.matching import describe, match
 from accel.checkpoint.optimizers import ParameterNames
 from accel.checkpoint.together import decided, together
 from accel.errors import CheckpointError, Problem
@@ -93,7 +94,7 @@ class Saved:
 
     def plain(self, name: str) -> Any:
         """Return what the file `name` holds."""
-        return load_plain(self.path / name, arrays=self.foreign)
+        return load_plain(self.path / name, pickled_arrays=self.foreign)
 
 
 def writes(accelerator: Accelerator) -> bool:
@@ -227,6 +228,7 @@ def _facts(accelerator: Accelerator) -> dict[str, Any]:
         "iteration": accelerator.plan.project.iteration,
         "accumulation_step": accelerator.step,
         "objects": {kind: len(getattr(objects, kind)) for kind in vars(objects)},
+        "dataloaders": [describe(loader) for loader in objects.dataloaders],
     }
 
 
@@ -332,8 +334,9 @@ def load(accelerator: Accelerator, input_dir: AnyPath | None, options: LoadOptio
         for hook in options.hooks:
             hook(models, fspath(path))
         _restore_models(accelerator, saved, models, options.strict)
-        _restore_objects(accelerator, saved)
-        _restore_positions(accelerator, saved)
+        loaders = _matched(accelerator, saved)
+        _restore_objects(accelerator, saved, loaders)
+        _restore_positions(accelerator, saved, loaders)
         _restore_random_states(accelerator.strategy.data_rank[0], saved)
     _continue_numbering(accelerator, path)
     return path
@@ -376,12 +379,12 @@ def _load_path(accelerator: Accelerator, input_dir: AnyPath | None) -> Path | No
 
 
 def _check_counts(accelerator: Accelerator, checkpoint: Saved) -> None:
-    """Refuse a checkpoint that lacks what this run has; what it has besides is not loaded."""
+    """Refuse a checkpoint that lacks what this run trains; what it has besides is not loaded."""
     saved = checkpoint.manifest.engine["objects"]
     lacking = [
         f"{saved.get(kind, 0)} of {len(found)} {kind}"
         for kind, found in vars(accelerator._objects).items()
-        if len(found) > saved.get(kind, 0)
+        if len(found) > saved.get(kind, 0) and kind != "dataloaders"  # a new one starts anew
     ]
     if lacking:
         remedy = "Prepare and register the same objects as when it was saved."
@@ -404,7 +407,9 @@ def _restore_models(
             raise files.broken(saved.path, rule, remedy) from error
 
 
-def _restore_objects(accelerator: Accelerator, saved: Saved) -> None:
+def _restore_objects(
+    accelerator: Accelerator, saved: Saved, loaders: list[tuple[Any, int]]
+) -> None:
     objects = accelerator._objects
     names = _parameter_names(accelerator)
     for index, optimizer in enumerate(objects.optimizers):
@@ -415,14 +420,31 @@ def _restore_objects(accelerator: Accelerator, saved: Saved) -> None:
             accelerator.strategy.load_optimizer_state(optimizer, state, names)
     for index, scheduler in enumerate(objects.schedulers):
         scheduler.load_state_dict(saved.plain(numbered("scheduler", ".bin", index)))
-    for index, loader in enumerate(objects.dataloaders):
-        if not saved.foreign:
+    if not saved.foreign:
+        for loader, index in loaders:
             load_loader_state(loader, saved.plain(numbered("sampler", ".bin", index)))
     if accelerator.scaler is not None:
         _restore_scaler(accelerator.scaler, saved)
     for index, custom in enumerate(objects.custom):
         custom.load_state_dict(saved.plain(files.custom_name(index)))
     accelerator.step = int(saved.manifest.engine["accumulation_step"])
+
+
+def _matched(accelerator: Accelerator, saved: Saved) -> list[tuple[Any, int]]:
+    """Return the loaders that were saved, each with the index of its state."""
+    engine, loaders = saved.manifest.engine, accelerator._objects.dataloaders
+    if saved.foreign:  # whose loaders have no states
+        return [(loader, index) for index, loader in enumerate(loaders)]
+    indices = match(loaders, engine.get("dataloaders", engine["objects"].get("dataloaders", 0)))
+    new = [position for position, index in enumerate(indices) if index is None]
+    if new:
+        logger.warning(
+            "The checkpoint %s holds no state of data loader %s (in the order of prepare): its "
+            "order starts as in a new run.",
+            saved.path,
+            ", ".join(map(str, new)),
+        )
+    return [(one, i) for one, i in zip(loaders, indices, strict=True) if i is not None]
 
 
 def _restore_scaler(scaler: torch.amp.GradScaler, saved: Saved) -> None:
@@ -437,14 +459,16 @@ def _restore_scaler(scaler: torch.amp.GradScaler, saved: Saved) -> None:
     )
 
 
-def _restore_positions(accelerator: Accelerator, saved: Saved) -> None:
-    comm, loaders = accelerator.comm, accelerator._objects.dataloaders
-    names = [files.positions_name(comm.rank, index) for index in range(len(loaders))]
+def _restore_positions(
+    accelerator: Accelerator, saved: Saved, loaders: list[tuple[Any, int]]
+) -> None:
+    comm = accelerator.comm
+    names = [files.positions_name(comm.rank, index) for _, index in loaders]
     # Where data is shared out otherwise a rank reads other samples: its old position means nothing.
     here = comm.world_size, accelerator.strategy.data_rank[1]
     same = here == (saved.manifest.engine["world_size"], saved.data_shares)
     present = [saved.plain(n) if same and n in saved.manifest.files else None for n in names]
-    load_positions(loaders, present)
+    load_positions([loader for loader, _ in loaders], present)
 
 
 def _restore_random_states(share: int, saved: Saved) -> None:

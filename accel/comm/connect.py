@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from accel.comm.base import Communicator
 from accel.comm.local import LocalCommunicator
+from accel.errors import StateError
 
 if TYPE_CHECKING:
     from accel.plan import Plan
@@ -18,7 +21,24 @@ def connect(plan: Plan) -> Communicator:
         plan: the resolved configuration; its `backend` is None for one process.
     """
     if plan.backend is None:
+        _check_alone()
         return LocalCommunicator()
     from accel.comm.torch import TorchCommunicator
 
     return TorchCommunicator(plan)
+
+
+def _check_alone() -> None:
+    """Refuse a process group of the script's own that the environment knows nothing of.
+
+    Raises:
+        StateError: if there is one of several processes.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    size = dist.get_world_size()
+    raise StateError(
+        f"The process group has {size} processes, and WORLD_SIZE is not set: each of them would "
+        f"train alone. Set RANK, LOCAL_RANK, WORLD_SIZE={size}, MASTER_ADDR and MASTER_PORT (as "
+        "torchrun does) before the first Accelerator."
+    )

@@ -23,6 +23,7 @@ from accel.data.samplers import (
     set_sampler_epoch,
 )
 from accel.errors import CheckpointError, Problem
+from accel.reading import Reading
 from accel.rng import preserved, synchronize_rng_states
 from accel.state import GradientState, PartialState
 
@@ -93,6 +94,7 @@ class _Pass:
         epoch: its number.
         end_of_dataloader: of the pass around it.
         remainder: of the pass around it.
+        reading: of the pass around it.
         started: of the pass around it, None where there is none.
         at_end: of the pass around it.
         given: whether it gave a batch.
@@ -102,6 +104,7 @@ class _Pass:
     epoch: int
     end_of_dataloader: bool
     remainder: int
+    reading: Reading | None
     started: Start | None
     at_end: int | None
     given: bool = False
@@ -119,6 +122,7 @@ class PreparedLoader(DataLoader[Any]):
         end_of_dataloader: whether the batch in hand is the last of the pass.
         remainder: on the last batch, how many of its samples over all processes are real, 0 if all;
             -1 if that is not known.
+        reading: the pass under way, None where there is none.
     """
 
     def __init__(
@@ -139,6 +143,7 @@ class PreparedLoader(DataLoader[Any]):
         self.skip_batches = skip_batches
         self.end_of_dataloader = False
         self.remainder = -1
+        self.reading: Reading | None = None
         self._last_size = 0
         self._non_blocking = non_blocking
         self._order = Order()
@@ -194,7 +199,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Neither live workers nor process groups travel; what a rank reads was decided before.
-        return {**self.__dict__, "_iterator": None, "torch_device_mesh": None}
+        nothing = {"_iterator": None, "torch_device_mesh": None, "reading": None}
+        return {**self.__dict__, **nothing}
 
     @property
     def epoch(self) -> int:
@@ -399,8 +405,10 @@ class PreparedLoader(DataLoader[Any]):
         """Start a pass; return what `_leave` takes."""
         order, epoch = self._order, self.epoch
         around = order.started if order.under_way else None
-        found = _Pass(epoch, self.end_of_dataloader, self.remainder, around, order.at_end)
-        self.end_of_dataloader, self.remainder = False, -1
+        found = _Pass(
+            epoch, self.end_of_dataloader, self.remainder, self.reading, around, order.at_end
+        )
+        self.end_of_dataloader, self.remainder, self.reading = False, -1, Reading()
         GradientState()._add_dataloader(self)
         order.under_way += 1
         order.at_end = None
@@ -461,6 +469,7 @@ class PreparedLoader(DataLoader[Any]):
         """End a whole pass: go on to the next epoch, unless the caller has chosen one meanwhile."""
         order = self._order
         current.whole = True
+        GradientState()._note_end(self)
         self.end_of_dataloader = False
         GradientState()._follow_dataloader()
         if self._goes_on and order.ended and not current.given and order.started is not None:
@@ -490,8 +499,11 @@ class PreparedLoader(DataLoader[Any]):
             order.started = current.started
         elif not self._goes_on:
             order.left += 1
+        state = GradientState()
+        state._note_end(self)
         self.end_of_dataloader, self.remainder = current.end_of_dataloader, current.remainder
-        GradientState()._remove_dataloader(self)
+        self.reading = current.reading
+        state._remove_dataloader(self)
 
 
 def check_samplers(found: int, saved: int) -> None:

@@ -24,7 +24,7 @@ from accel.data.samplers import (
 from accel.data.transfer import Round, SliceFunction, receive_round, send_round, with_next
 from accel.imports import require
 from accel.ops import send_to_device
-from accel.state import PartialState
+from accel.state import GradientState, PartialState
 from accel.tree import iterate, recursively_apply
 
 __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "PreparedLoader", "SkipDataLoader"]
@@ -108,7 +108,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         return {name: getattr(self, name) for name in _SHARD_ARGUMENTS}
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        current_pass = self._enter()
+        state, current_pass = GradientState(), self._enter()
         try:
             self._synchronize()
             batches = self._followed(self._batches())
@@ -119,10 +119,16 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
                 current_pass.given = True
                 place = self._placement(current)
                 while (following := next(batches, _END)) is not _END:
-                    yield current if place is None else place(current)
+                    current = current if place is None else place(current)
+                    if state.num_steps != 1:
+                        state._note_batch(self, current)
+                    yield current
                     current = following
                 self._end(current_pass, self._last_remainder(current))
-                yield current if place is None else place(current)
+                current = current if place is None else place(current)
+                if state.num_steps != 1:
+                    state._note_batch(self, current)
+                yield current
             self._complete(current_pass)
         finally:
             self._leave(current_pass)
@@ -281,7 +287,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         return slice(self.process_index * share, (self.process_index + 1) * share)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        state = PartialState()
+        state, windows = PartialState(), GradientState()
         current_pass = self._enter()
         try:
             self._synchronize()
@@ -293,7 +299,10 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
                     remainder = found.real if found.real < self._round_size(found) else 0
                     self._end(current_pass, remainder, found.size)
                 if mine.start < found.size:
-                    yield self._cut(found, mine)
+                    batch = self._cut(found, mine)
+                    if windows.num_steps != 1:
+                        windows._note_batch(self, batch)
+                    yield batch
             self._complete(current_pass)
         finally:
             self._leave(current_pass)

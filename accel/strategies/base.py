@@ -218,6 +218,12 @@ class Strategy(ABC):
             num_shares=self.data_rank[1],
         )
 
+    def follow(
+        self, scheduler: AcceleratedScheduler, optimizers: Sequence[AcceleratedOptimizer]
+    ) -> None:
+        """Let a prepared scheduler follow optimizers that are prepared after it."""
+        scheduler.follow(optimizers)
+
     def wrap_dataloader(self, loader: Any, place: bool = True, slice_fn: Any | None = None) -> Any:
         """Return a loader that yields this process's batches, on the device if `place`."""
         if isinstance(loader, PreparedLoader):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration
+from accel.config.deepspeed import DeepSpeedPlugin
 from accel.data.loaders import DataLoaderShard
 from accel.errors import ConfigError
 from accel.objects import Objects
@@ -20,6 +22,7 @@ from accel.strategies.single import SingleProcessStrategy
 from accel.strategies.table import STRATEGIES, find_strategy
 from tests.accel.checkpoint.test_session import Counter
 from tests.accel.test_accelerator import loader, parts
+from tests.helpers import run_distributed
 
 # -- preparing ---------------------------------------------------------------------------------
 
@@ -68,18 +71,27 @@ def test_other_objects_come_back_with_a_warning() -> None:
     assert same is numbers
 
 
+class Average:
+    """Has a step and a state, and is no scheduler: an average of weights, say."""
+
+    calls = 0
+
+    def step(self) -> None:
+        self.calls += 1
+
+    def state_dict(self) -> dict:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.calls = state["calls"]
+
+
+class Schedule(Average):
+    def get_last_lr(self) -> list[float]:
+        return [0.1]
+
+
 def test_a_scheduler_of_the_users_own_needs_no_base_class() -> None:
-    class Schedule:
-        calls = 0
-
-        def step(self) -> None:
-            self.calls += 1
-
-        def state_dict(self) -> dict:
-            return {}
-
-        def load_state_dict(self, state: dict) -> None: ...
-
     accelerator = Accelerator(cpu=True)
     model, optimizer, _, _ = parts()
     _, optimizer, schedule = accelerator.prepare(model, optimizer, Schedule())
@@ -87,6 +99,66 @@ def test_a_scheduler_of_the_users_own_needs_no_base_class() -> None:
     schedule.step()
     assert schedule.calls == 1
     assert schedule.optimizers == [optimizer]
+    assert isinstance(accelerator.prepare_scheduler(Average()), AcceleratedScheduler)
+
+
+class Wrapped(Average):
+    """An optimizer around another that is none of torch's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+
+@pytest.mark.parametrize("build", [lambda _: Average(), lambda _: torch.amp.GradScaler(), Wrapped])
+def test_not_everything_that_steps_is_a_scheduler(build: Callable[[object], object]) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, *_ = parts()
+    other = build(optimizer)
+    with pytest.warns(UserWarning, match=r"no model, .*\n?.*register_for_checkpointing"):
+        *_, same = accelerator.prepare(model, optimizer, other)
+    assert same is other
+    assert accelerator._schedulers == []
+
+
+def test_a_scheduler_may_be_prepared_before_its_optimizer() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, inner, _, schedule = parts()
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, other = accelerator.prepare(model, other)
+    schedule = accelerator.prepare_scheduler(schedule)
+    lone = accelerator.prepare_scheduler(Schedule())
+    optimizer = accelerator.prepare(inner)
+    assert schedule.optimizers == [optimizer]
+    assert lone.optimizers == [other, optimizer]
+    for skipped, rates in ((True, [0.1]), (False, [0.05])):
+        other.step_was_skipped, optimizer.step_was_skipped = False, skipped
+        optimizer.step()
+        schedule.step()
+        assert schedule.get_last_lr() == rates
+
+
+def rates_of_an_early_scheduler(zero_stage: int | None) -> list[float]:
+    """Return the optimizer's rates after steps of a scheduler that was prepared first."""
+    plugin = None if zero_stage is None else DeepSpeedPlugin(zero_stage=zero_stage)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, split_batches=True)
+    model, optimizer, batches, schedule = parts()
+    schedule = accelerator.prepare(schedule)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    rates = []
+    for _, batch in zip(range(2), batches, strict=False):
+        accelerator.backward(model(batch[0]).mean())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        rates.append(optimizer.param_groups[0]["lr"])
+    accelerator.end_training()
+    return rates
+
+
+def test_a_scheduler_that_is_prepared_first_steers_the_optimizer_that_steps() -> None:
+    assert rates_of_an_early_scheduler(None) == [0.05, 0.025]
+    for stage in (1, 3):
+        assert run_distributed(rates_of_an_early_scheduler, 2, stage) == [[0.05, 0.025]] * 2
 
 
 def test_a_scheduler_follows_its_own_optimizer() -> None:

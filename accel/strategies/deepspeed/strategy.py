@@ -23,6 +23,8 @@ from accel.config.deepspeed import DeepSpeedPlugin, watch
 from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem, StateError
 from accel.objects import Objects
+from accel.optimizer import AcceleratedOptimizer
+from accel.scheduler import AcceleratedScheduler
 from accel.strategies.base import Strategy, Traits
 from accel.strategies.copies import WHOLE_AVERAGE, refuse_copies
 from accel.strategies.deepspeed import (
@@ -284,6 +286,15 @@ class DeepSpeedStrategy(Strategy):
             else:
                 wrapped.follow(scheduler)
                 done.schedulers.append(self.wrap_scheduler(scheduler, [wrapped]))
+
+    def follow(
+        self, scheduler: AcceleratedScheduler, optimizers: Sequence[AcceleratedOptimizer]
+    ) -> None:
+        """Let a prepared scheduler steer the engine's optimizer, which is prepared after it."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, DeepSpeedOptimizer):
+                optimizer.follow(scheduler.scheduler)
+        super().follow(scheduler, optimizers)
 
     @contextlib.contextmanager
     def init_context(self) -> Iterator[None]:

@@ -1,0 +1,66 @@
+"""Which loader of a run takes which of the saved states: a run may have prepared more, or fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from accel.data.base import index_sampler
+from accel.data.iterable import IterableDatasetShard
+from accel.data.samplers import inner_sampler
+
+Description = dict[str, Any]
+
+
+def describe(loader: Any) -> Description:
+    """Return what tells a loader from the others of a run, whatever the number of processes."""
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, IterableDatasetShard):
+        dataset = dataset.dataset
+    sampler = index_sampler(loader)
+    kinds = []
+    while sampler is not None:
+        if not type(sampler).__module__.startswith("accel."):
+            kinds.append(type(sampler).__qualname__)
+        sampler = inner_sampler(sampler)
+    return {
+        "dataset": type(dataset).__qualname__,
+        "length": _length(dataset),
+        "samplers": kinds,
+    }
+
+
+def match(loaders: Sequence[Any], saved: Sequence[Description] | int) -> list[int | None]:
+    """Return for each loader the index of the saved one whose state it takes; None: it is new.
+
+    As many loaders as were saved take the states in order, unless they changed places.
+
+    Args:
+        loaders: prepared, in order.
+        saved: descriptions of the saved ones; of older checkpoints their number alone.
+    """
+    if isinstance(saved, int):
+        return [index if index < saved else None for index in range(len(loaders))]
+    found: list[int | None] = [None] * len(loaders)
+    described = [describe(loader) for loader in loaders]
+    left = list(range(len(saved)))
+    for same_place in (True, False):
+        for position, description in enumerate(described):
+            equal = (i for i in left if saved[i] == description)
+            index = next((i for i in equal if not same_place or i == position), None)
+            if found[position] is None and index is not None:
+                found[position] = index
+                left.remove(index)
+    if len(loaders) == len(saved):  # the others are the same ones, of changed data
+        for position in [p for p, index in enumerate(found) if index is None]:
+            index = position if position in left else left[0]
+            found[position] = index
+            left.remove(index)
+    return found
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
