@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset, SequentialSampler
 
+from accel.data.layout import batch_length
 from accel.data.prepare import prepare_data_loader
 from accel.data.samplers import mix_seeds
-from accel.data.transfer import batch_length
 from accel.errors import ConfigError, Problem
 from runner.batch_plan import BatchPlan, limited, plan_batches
 from runner.data import Data, SeededDataset, SeededStream, WindowSampler, make_loader, make_order
@@ -178,7 +178,7 @@ class TrainBatches:
             if not self.loader.end_of_dataloader:
                 yield MicroBatch(batch), plan.round_size
                 continue
-            size = min(batch_length(batch), plan.micro_batch)
+            size = min(batch_length(batch, plan.micro_batch), plan.micro_batch)
             if plan.num_processes == 1:
                 yield MicroBatch(batch), size
                 continue
