@@ -128,9 +128,9 @@ class Reader:
             loader: what is read.
             is_open: whether a window of micro-batches is.
         """
-        drives = loader.reading is self._driver is not None
+        drives = self._driver is not None and loader.reading is self._driver
         if loader.end_of_dataloader and drives:
-            self._late, self._ended = self._driver.waiting, weakref.ref(loader)
+            self._late, self._ended = loader.reading.waiting, weakref.ref(loader)
         elif loader.end_of_dataloader:
             self._other_ended = self._now
         elif drives and is_open and self._other_ended > self._block:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset, SequentialSampler
 
-from accel.data.layout import SampleLayout
+from accel.data.layout import batch_length
 from accel.data.prepare import prepare_data_loader
 from accel.data.samplers import mix_seeds
 from accel.errors import ConfigError, Problem
@@ -180,7 +180,7 @@ class TrainBatches:
             if not self.loader.end_of_dataloader:
                 yield MicroBatch(batch), plan.round_size
                 continue
-            size = min(SampleLayout(plan.micro_batch).read(batch), plan.micro_batch)
+            size = min(batch_length(batch, plan.micro_batch), plan.micro_batch)
             if plan.num_processes == 1:
                 yield MicroBatch(batch), size
                 continue

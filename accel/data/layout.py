@@ -202,15 +202,23 @@ def cut_samples(batch: Any, paths: Sequence[Path], samples: slice) -> Any:
     return walk(batch, ())
 
 
-def num_samples(batch: Any, batch_size: int | None = None) -> int:
-    """Return the number of samples of a batch, 0 if that cannot be told.
+def batch_length(batch: Any, batch_size: int | None = None) -> int:
+    """Return the number of samples of a batch.
 
     Args:
         batch: nested data.
         batch_size: samples of a full batch; None: not known.
+
+    Raises:
+        ConfigError: if that cannot be told.
     """
+    return SampleLayout(batch_size).read(batch)
+
+
+def num_samples(batch: Any, batch_size: int | None = None) -> int:
+    """Return what `batch_length` does, 0 if the number cannot be told."""
     try:
-        return SampleLayout(batch_size).read(batch)
+        return batch_length(batch, batch_size)
     except ConfigError:
         return 0
 
