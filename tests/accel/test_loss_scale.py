@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 class Net(torch.nn.Module):
     """Four weights, whose gradients of the sum of all outputs are the inputs."""
 
-    _tp_plan = {"layer": "colwise_rep"}
+    _tp_plan: ClassVar = {"layer": "colwise_rep"}
 
     def __init__(self) -> None:
         super().__init__()
