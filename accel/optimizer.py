@@ -22,6 +22,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         device_placement: whether state that the optimizer brings along is moved to the device of
             its parameters.
         scaler: the gradient scaler of fp16 training, or None.
+        admit: returns what is stepped for parameters that are added; None: those themselves.
 
     Attributes:
         step_was_skipped: whether the last step was left out because gradients overflowed (fp16).
@@ -32,9 +33,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         device_placement: bool = True,
         scaler: torch.amp.GradScaler | None = None,
+        admit: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.scaler = scaler
+        self._admit = admit
         self.device_placement = device_placement
         self.gradient_state = GradientState()
         self.step_was_skipped = False
@@ -123,7 +126,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
         Args:
             param_group: ``params`` and the options that differ from the defaults.
+
+        Raises:
+            ConfigError: if the processes would not train these parameters together.
         """
+        given = param_group["params"]
+        if self._admit is not None and not isinstance(given, set):  # which torch refuses
+            entries = [given] if isinstance(given, torch.Tensor) else list(given)
+            named = bool(entries) and isinstance(entries[0], tuple)
+            own: list[Any] = self._admit([entry[1] for entry in entries] if named else entries)
+            if named:
+                own = [(entry[0], p) for entry, p in zip(entries, own, strict=True)]
+            param_group = {**param_group, "params": own}
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,7 +161,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._call_if_there("eval")
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__
+        return {**self.__dict__, "_admit": None}  # a copy is in no run
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

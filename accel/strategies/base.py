@@ -204,7 +204,9 @@ class Strategy(ABC):
         self, optimizer: torch.optim.Optimizer, place: bool = True
     ) -> torch.optim.Optimizer:
         """Return `optimizer` as it steps in this run."""
-        return AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.scaler)
+        return AcceleratedOptimizer(
+            optimizer, device_placement=place, scaler=self.scaler, admit=self.admit
+        )
 
     def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Any:
         """Return `scheduler` following its own optimizer if that is known, else all of them."""
@@ -292,6 +294,14 @@ class Strategy(ABC):
     def stepped_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return what optimizers hold for `parameters` of a prepared model."""
         return list(parameters)
+
+    def admit(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what an optimizer steps for `parameters` that are added to it.
+
+        Raises:
+            ConfigError: if they would be trained wrongly.
+        """
+        return self.stepped_parameters(parameters)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0

@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -27,6 +27,7 @@ from accel.errors import ConfigError, Problem, nearest
 from accel.objects import Objects
 from accel.optimizer import unwrap_optimizer
 from accel.strategies.base import Strategy, Traits
+from accel.strategies.reducer import FollowTrainable, RefuseUnfrozen, RefuseUnreduced, unreduced
 
 
 def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,6 +63,10 @@ WRAPPERS: dict[Hook, Callable[..., Any]] = {
 POWER_SGD = (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD)
 # Those that hold the process group, whatever became of their strategy.
 _WRAPPED: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+# What lets the reducers of models follow the parameters that are trained.
+_FOLLOWERS: weakref.WeakKeyDictionary[DistributedDataParallel, FollowTrainable] = (
+    weakref.WeakKeyDictionary()
+)
 HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 
@@ -74,6 +79,8 @@ class DDPStrategy(Strategy):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        # Models that no reducer knows: they are only evaluated, or had nothing to train.
+        self._unreduced: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.comm.before_exit(_detach_all)
 
     def validate(self, objects: Objects) -> None:
@@ -87,17 +94,49 @@ class DDPStrategy(Strategy):
     ) -> torch.nn.Module:
         """Return `model` in DDP, unless it is one already, or has nothing to train."""
         if isinstance(model, DistributedDataParallel):
+            _follow(model)
             return model
         model = super().wrap_model(model, place, evaluation)
         if evaluation or not any(parameter.requires_grad for parameter in model.parameters()):
+            self._unreduced.add(model)
+            if not evaluation:
+                model.register_forward_pre_hook(RefuseUnfrozen(model))
             return model
         handler = self.plan.ddp
         arguments = {k: v for k, v in handler.to_kwargs().items() if k not in HOOK_FIELDS}
         wrapped = DistributedDataParallel(model, device_ids=self._device_ids(model), **arguments)
         register_hook(wrapped, handler)
+        _follow(wrapped)
         self._wrapped.add(wrapped)
         _WRAPPED.add(wrapped)
         return wrapped
+
+    def wrap_optimizer(
+        self, optimizer: torch.optim.Optimizer, place: bool = True
+    ) -> torch.optim.Optimizer:
+        """Return `optimizer`, which refuses to step by gradients that are not averaged."""
+        unwrap_optimizer(optimizer).register_step_pre_hook(RefuseUnreduced(self._unreduced_ids))
+        return super().wrap_optimizer(optimizer, place)
+
+    def _unreduced_ids(self) -> set[int]:
+        """Return the ids of the parameters of prepared models whose gradients nobody averages."""
+        if not self._unreduced:
+            return set()
+        reduced = {id(p) for model in _FOLLOWERS for p in model.parameters()}
+        return {id(p) for model in self._unreduced for p in model.parameters()} - reduced
+
+    def admit(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return parameters that are added to an optimizer.
+
+        Raises:
+            ConfigError: if no model in DDP holds them.
+        """
+        entries = list(parameters)
+        reduced = {id(p) for model in _FOLLOWERS for p in model.parameters()}
+        own = [p for p in entries if id(p) not in reduced and not hasattr(p, "_ddp_ignored")]
+        if own:
+            raise ConfigError(unreduced(f"add_param_group: {len(own)} parameters"))
+        return entries
 
     def _device_ids(self, model: torch.nn.Module) -> list[torch.device] | None:
         """Return the one accelerator that the model lies on, or None (CPU, or several)."""
@@ -129,6 +168,8 @@ class DDPStrategy(Strategy):
                     "Run the last forward pass outside of no_sync.",
                 )
             )
+        _follow(model)
+        _FOLLOWERS[model].check(model)
         before = model.require_backward_grad_sync
         model.require_backward_grad_sync = True
         # What a forward outside of no_sync does: the reducer waits for every parameter's gradient.
@@ -156,6 +197,13 @@ class DDPStrategy(Strategy):
         for model in self._wrapped:
             _detach(model)
         self._wrapped.clear()
+
+
+def _follow(model: DistributedDataParallel) -> None:
+    """Let the reducer of `model` follow which parameters are trained."""
+    if model not in _FOLLOWERS:
+        _FOLLOWERS[model] = FollowTrainable(model)
+        model.register_forward_pre_hook(_FOLLOWERS[model])
 
 
 def _detach(model: DistributedDataParallel) -> None:

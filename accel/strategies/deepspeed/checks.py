@@ -146,6 +146,15 @@ def backward_problems(optimizer: DeepSpeedOptimizer, kwargs: Mapping[str, Any]) 
         for name in kwargs
         if name != "retain_graph"
     ]
+    if optimizer.trainable.changed():
+        problems.append(
+            Problem(
+                "backward after parameters were frozen, unfrozen or replaced under DeepSpeed",
+                "its engine steps those that required gradients at prepare, and no other ones",
+                "Set requires_grad before prepare. To change it in the course of training: "
+                "save_state, build model and Accelerator() anew, prepare, load_state.",
+            )
+        )
     if kwargs.get("retain_graph") and stage == 3:
         problems.append(
             Problem(

@@ -14,6 +14,7 @@ from accel.errors import ConfigError, Problem
 from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler
 from accel.strategies.deepspeed.dummies import DummyOptim
+from accel.strategies.trainable import Trainable
 
 # Attributes of torch's schedulers that hold a value for each group of the optimizer.
 BY_GROUP = (
@@ -35,6 +36,7 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
         engine: its `DeepSpeedEngine`.
         groups: the same as above, but for empty ones.
         step_was_skipped: whether the last step was left out because gradients overflowed.
+        trainable: the parameters of the model, as the engine knows them.
         window_ended: whether the gradients of a whole window wait for the step.
     """
 
@@ -53,6 +55,7 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
         if inner is not engine.basic_optimizer:  # Adagrad is built anew, in one group of defaults
             inner.param_groups = engine.basic_optimizer.param_groups
         self._given = weakref.ref(given)
+        self.trainable = Trainable(engine.module)
         super().__init__(inner, device_placement=False)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -91,6 +94,23 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
             if self.engine.optimizer is not self.optimizer:
                 self.engine.optimizer.zero_grad()
             self.window_ended = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: the engine steps the parameters that it was built with.
+
+        Args:
+            param_group: not used.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            Problem(
+                "add_param_group under DeepSpeed",
+                "its engine steps the parameters that require gradients at prepare",
+                "Give the optimizer all groups before prepare; a rate of 0 leaves one as it is.",
+            )
+        )
 
     def follow(self, scheduler: Any) -> None:
         """Let a scheduler that was built on what `prepare` was given set the live learning rates.

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from accel.strategies.dtensor.leaving import units_of
+from accel.strategies.trainable import requires_grad
 
 Models = Iterable[torch.nn.Module]
 
@@ -101,3 +102,41 @@ def unreduced_gradients(models: Models) -> Iterator[torch.Tensor]:
                 copy = getattr(parameter, "_unsharded_param", None)
                 held = (parameter.unsharded_accumulated_grad, getattr(copy, "grad", None))
                 yield from (gradient for gradient in held if gradient is not None)
+
+
+def keep_requires_grad(model: torch.nn.Module) -> None:
+    """Let parameters that are frozen or unfrozen while they are gathered stay so as shards.
+
+    FSDP2 gives the gathered copy what the shard says, and not the other way round; between the
+    micro-batches of a window, `module.requires_grad_()` finds the copies.
+
+    Args:
+        model: spread, before its first forward pass.
+    """
+    for unit in units_of(model):
+        _keep_requires_grad(unit)
+
+
+def _keep_requires_grad(unit: Any) -> None:
+    gather, found = unit._to_unsharded, list[bool]()
+
+    def to_unsharded() -> None:
+        gathers = not unit.is_unsharded
+        gather()
+        if gathers:
+            found[:] = map(requires_grad, [p._unsharded_param for p in unit.fsdp_params])
+
+    def keeps(change: Callable[[], None]) -> Callable[[], None]:
+        def changed() -> None:
+            if unit.is_unsharded and found:
+                now = list(map(requires_grad, [p._unsharded_param for p in unit.fsdp_params]))
+                for parameter, flag, before in zip(unit.fsdp_params, now, found, strict=True):
+                    if flag is not before:
+                        parameter.sharded_param.requires_grad_(flag)
+                found.clear()
+            change()
+
+        return changed
+
+    unit._to_unsharded, unit._to_sharded = to_unsharded, keeps(unit._to_sharded)
+    unit._to_sharded_post_forward = keeps(unit._to_sharded_post_forward)

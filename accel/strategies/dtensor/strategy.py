@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.checkpoint.optimizers import ParameterNames, load_by_name, parameters
 from accel.data.base import data_rank
@@ -31,6 +32,7 @@ from accel.strategies.dtensor.agreement import check_first_step
 from accel.strategies.dtensor.gathered import (
     any_gathered,
     copies_and_shards,
+    keep_requires_grad,
     reshard,
     reshard_after_evaluation,
     reshard_before_steps,
@@ -65,6 +67,7 @@ class DTensorStrategy(Strategy):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._successors = Successors()
+        self._known: Any = WeakIdKeyDictionary()  # parameters of models that were prepared
         self._unsynced: Counter[int] = Counter()
         # By id of a model that exchanges nothing now: what its units are resharded to otherwise.
         self._resharding: dict[int, list[tuple[Any, Any]]] = {}
@@ -118,6 +121,7 @@ class DTensorStrategy(Strategy):
         self.spread(model)
         self._spread.append(weakref.ref(model))
         self._successors.record(before, by_name(model))
+        self._known.update((parameter, True) for parameter in model.parameters())
         if isinstance(model, FSDPModule):
             reshard_after_evaluation(model)
             train_after_inference(model)
@@ -125,6 +129,7 @@ class DTensorStrategy(Strategy):
             reduce_what_is_unfrozen(model)
             units = (module for module in model.modules() if isinstance(module, FSDPModule))
             refuse_copies(units, self.traits.name, SHARDED_AVERAGE)
+            keep_requires_grad(model)
         return self.compile_model(model)
 
     @abstractmethod
@@ -246,6 +251,26 @@ class DTensorStrategy(Strategy):
         if any_gathered(self._models()):
             self._successors.record_copies(copies_and_shards(self._models()))
         return [self._successors.current(parameter) for parameter in parameters]
+
+    def admit(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the shards of parameters that are added to an optimizer.
+
+        Raises:
+            ConfigError: if they came into a model after it was prepared.
+        """
+        own = self.stepped_parameters(parameters)
+        new = sum(p not in self._known for p in own)
+        if new and self.comm.world_size > 1:
+            raise ConfigError(
+                Problem(
+                    f"add_param_group: {new} parameters that no model had at prepare",
+                    f"{self.traits.name} distributes parameters at prepare: others would be "
+                    "trained by each rank for itself",
+                    "Add the layers before prepare, frozen if need be: requires_grad_(True) works "
+                    "at any time.",
+                )
+            )
+        return own
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0

@@ -1,0 +1,201 @@
+"""Layers that are frozen, unfrozen, added or replaced after `prepare`, under DDP.
+
+DistributedDataParallel decides once whose gradients it reduces. What is unfrozen later trains on
+each rank's own gradients; of what is frozen later, the reducer waits for gradients in vain, and
+leaves the rest of its bucket unreduced for that step. So each forward pass with gradients
+compares the parameters with those that the reducer knows, and has it rebuilt where they differ.
+
+Source: https://docs.pytorch.org/docs/stable/notes/ddp.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.distributed.utils import (
+    _sync_params_and_buffers,
+    _verify_param_shape_across_processes,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.errors import ConfigError, Problem
+from accel.strategies.trainable import Trainable, requires_grad
+
+
+class FollowTrainable:
+    """A forward pre-hook of a model in DDP: has its reducer rebuilt where that is due.
+
+    Every rank changes its model alike, as every rank runs the same script.
+
+    Args:
+        model: in DDP.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._known: Trainable | None = Trainable(model.module)
+
+    def __call__(self, model: Any, *_: Any) -> None:
+        """Compare what `model` trains with what its reducer knows."""
+        if torch.is_grad_enabled():
+            self.check(model)
+
+    def check(self, model: DistributedDataParallel) -> None:
+        """Rebuild the reducer of `model` if it trains other parameters than the reducer knows.
+
+        Raises:
+            ConfigError: where that cannot be: other ranks have run out of batches already.
+        """
+        if torch.compiler.is_compiling():
+            return
+        if self._known is None:  # of a copy, which built its reducer itself
+            self._known = Trainable(model.module)
+        if not self._known.changed() or "reducer" not in model.__dict__:
+            return
+        # Frozen as a whole for a while, as a discriminator in its generator's step: no hook fires.
+        if not self._known.any_trained():
+            return
+        now = Trainable(model.module)
+        ConfigError.raise_if(_problems(model))
+        _synchronize_new(model, self._known, now)
+        if model.static_graph and not model.require_backward_grad_sync:
+            return  # torch learns a static graph from a pass that synchronizes
+        if {id(p) for p in now.trained} != {id(p) for p in self._known.trained}:
+            rebuild(model, self._known, now)
+        self._known = now
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_known": None}
+
+
+def _problems(model: DistributedDataParallel) -> list[Problem]:
+    value = "parameters that were frozen, unfrozen or added after prepare"
+    if model._join_config.enable:
+        rule = "ranks that have run out of batches reduce the gradients of those of before"
+        remedy = "Change them between passes, outside of join_uneven_inputs."
+        return [Problem(f"join_uneven_inputs: {value}", rule, remedy)]
+    if model._use_python_reducer:
+        rule = "gradients are reduced in the graph that was compiled before"
+        remedy = "Change them before prepare, or leave torch._dynamo.config.optimize_ddp as it is."
+        return [Problem(f"optimize_ddp='python_reducer': {value}", rule, remedy)]
+    return []
+
+
+def rebuild(model: DistributedDataParallel, before: Trainable, now: Trainable) -> None:
+    """Give `model` a reducer of the parameters that it trains now. Called on every rank.
+
+    Communication hooks, the static graph, buckets' sizes and all other options stay.
+
+    Args:
+        model: in DDP.
+        before: what the old reducer knows.
+        now: what the new one is to know.
+    """
+    parameters, sparse = model._build_params_for_reducer()
+    _verify_param_shape_across_processes(model.process_group, parameters, model.logger)
+    kept = {id(p) for p in now.trained}
+    _average(model, [p for p in before.trained if id(p) not in kept and p.grad is not None])
+    hooks, static = list(model._comm_hooks), model.static_graph
+    model.reducer._remove_autograd_hooks()
+    mapping = model._build_debug_param_to_name_mapping(parameters)
+    model._ddp_init_helper(parameters, sparse, mapping, static)
+    model._has_rebuilt_buckets = False
+    if static:
+        model.static_graph = False
+        model._set_static_graph()
+    model._comm_hooks.clear()
+    for hook, state in hooks:
+        if isinstance(state, PowerSGDState):  # what it knows is of buckets that are gone
+            for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+                memory.clear()
+            state.iter = state.next_stats_report = 0
+        model.register_comm_hook(state, hook)
+
+
+def _synchronize_new(model: DistributedDataParallel, before: Trainable, now: Trainable) -> None:
+    """Give new parameters the values of rank 0, and let new buffers be synchronized with the rest.
+
+    Called on every rank.
+    """
+    known, names = {id(p) for p in before.parameters}, model.parameters_to_ignore
+    own = {n: p for n, p in model.module.named_parameters() if n not in names}
+    new = [p.detach() for p in own.values() if id(p) not in known]
+    if new:
+        _sync_params_and_buffers(model.process_group, new, model.broadcast_bucket_size, 0)
+    model._module_parameters = list(own.values())
+    model._assign_modules_buffers()
+
+
+def _average(model: DistributedDataParallel, parameters: list[torch.nn.Parameter]) -> None:
+    """Average gradients that were accumulated before their parameters were frozen."""
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad /= dist.get_world_size(model.process_group)
+        dist.all_reduce(parameter.grad, group=model.process_group)
+
+
+class RefuseUnfrozen:
+    """A forward pre-hook of a model that had nothing to train when it was prepared."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters: list[torch.nn.Parameter] | None = list(model.parameters())
+
+    def __call__(self, model: torch.nn.Module, *_: Any) -> None:
+        """Raise where gradients of `model` would be computed.
+
+        Raises:
+            ConfigError: if any of its parameters requires one by now.
+        """
+        if self._parameters is None:
+            self._parameters = list(model.parameters())
+        if torch.is_grad_enabled() and any(map(requires_grad, self._parameters)):
+            count = sum(map(requires_grad, self._parameters))
+            raise ConfigError(
+                Problem(
+                    f"{type(model).__name__}: {count} of {len(self._parameters)} parameters "
+                    "require gradients, and none did at prepare",
+                    "DDP does not wrap a model that has nothing to train, so that its gradients "
+                    "would not be averaged over the ranks",
+                    "Unfreeze it before prepare; it may be frozen again afterwards.",
+                )
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_parameters": None}
+
+
+class RefuseUnreduced:
+    """A step pre-hook of an optimizer: looks at its first step, when all models are prepared.
+
+    Args:
+        ids: returns the ids of parameters that no reducer knows.
+    """
+
+    def __init__(self, ids: Callable[[], set[int]]) -> None:
+        self._ids: Callable[[], set[int]] | None = ids
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raise in the first step if `optimizer` would step by gradients of this rank alone.
+
+        Raises:
+            ConfigError: with their number.
+        """
+        if self._ids is None:
+            return
+        ids, self._ids = self._ids(), None
+        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in ids]
+        count = sum(p.grad is not None for p in own)
+        if count:
+            raise ConfigError(unreduced(f"optimizer.step: {count} parameters"))
+
+
+def unreduced(value: str) -> Problem:
+    """Return the problem that no model in DDP holds what an optimizer steps."""
+    return Problem(
+        f"{value} of no model that DDP trains",
+        "their gradients are not averaged over the ranks, so that these would drift apart",
+        "Make them part of a prepared model before, and prepare it without evaluation_mode.",
+    )

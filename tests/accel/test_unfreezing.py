@@ -1,0 +1,382 @@
+"""Layers that are frozen, unfrozen, or added after `prepare`: trained as by a plain loop."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from accel import Accelerator, DistributedDataParallelKwargs
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.errors import ConfigError
+from accel.utils import TorchDynamoPlugin
+from tests.accel.strategies.training import build
+from tests.helpers import reset_accel, run_distributed
+
+WIDTH, BATCH, MICRO_BATCHES = 4, 6, 16
+CLOSE = 1e-4  # of weights near 1, in fp32
+
+
+class Net(torch.nn.Module):
+    """An encoder that is frozen at first, and two layers that are trained."""
+
+    _tp_plan: ClassVar = {"encoder": "colwise_rep", "body": "colwise_rep"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.body = torch.nn.Linear(WIDTH, WIDTH)
+        self.norm = torch.nn.LayerNorm(WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.tanh(self.body(torch.tanh(self.encoder(inputs)))))
+
+
+class Grown(torch.nn.Module):
+    """A layer that ranks draw differently, over another that is not trained."""
+
+    def __init__(self, inner: torch.nn.Module, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(rank)
+        self.inner = inner
+        self.fixed = torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.extra = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.extra(self.fixed(self.inner(inputs)))
+
+
+def changes(grows: bool, rank: int = 0) -> dict[int, Any]:
+    """Return what becomes of a model, by micro-batch: also within windows of two."""
+
+    def unfreeze(model: Any, optimizer: Any) -> None:
+        model.encoder.requires_grad_(True)
+        optimizer.add_param_group({"params": model.encoder.parameters(), "lr": 0.05})
+
+    def freeze(model: Any, optimizer: Any) -> None:
+        model.body.requires_grad_(False)
+
+    def grow(model: Any, optimizer: Any) -> None:
+        model.norm = Grown(model.norm, rank)
+        optimizer.add_param_group({"params": model.norm.extra.parameters()})
+
+    def thaw(model: Any, optimizer: Any) -> None:
+        model.requires_grad_(True)
+
+    found = {3: unfreeze, 7: freeze, 12: thaw}
+    return found | {10: grow} if grows else found
+
+
+def inputs_of(index: int) -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def loss_of(outputs: torch.Tensor) -> torch.Tensor:
+    return (outputs * torch.arange(1.0, WIDTH + 1)).square().mean()
+
+
+def plain(grows: bool, accumulation: int) -> dict[str, torch.Tensor]:
+    model = Net()
+    optimizer = sgd(model)
+    for index in range(MICRO_BATCHES):
+        changes(grows).get(index, lambda *_: None)(model, optimizer)
+        (loss_of(model(inputs_of(index))) / accumulation).backward()
+        if (index + 1) % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def trained(
+    engines: dict[str, Any], grows: bool, accumulation: int, **options: Any
+) -> dict[str, torch.Tensor]:
+    """Train on this rank's part of each micro-batch; return the weights, equal on all ranks."""
+    accelerator = build(**engines, gradient_accumulation_steps=accumulation, **options)
+    model = Net()
+    optimizer = sgd(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    rank, size = accelerator.strategy.data_rank
+    own = accelerator.unwrap_model(model)
+    schedule = changes(grows, accelerator.process_index)
+    for index in range(MICRO_BATCHES):
+        schedule.get(index, lambda *_: None)(own, optimizer)
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model(inputs_of(index)[rank::size])))
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = accelerator.get_state_dict(model)
+    accelerator.end_training()
+    flat = torch.cat([value.flatten() for value in weights.values()])
+    accelerator = Accelerator(cpu=True)
+    every = accelerator.gather(flat.unsqueeze(0))
+    assert torch.equal(every, flat.expand_as(every)), "ranks drifted apart"
+    accelerator.end_training()
+    reset_accel()
+    return weights
+
+
+def check(engines: dict[str, Any], grows: bool, options: list[dict[str, Any]]) -> None:
+    expected = {accumulation: plain(grows, accumulation) for accumulation in (1, 2)}
+    for chosen in options or [{}]:
+        # torch learns a static graph from the first pass, which has to synchronize.
+        for accumulation in (1,) if "static_graph" in chosen else (1, 2):
+            handlers = [DistributedDataParallelKwargs(**chosen)] if chosen else []
+            found = trained(engines, grows, accumulation, kwargs_handlers=handlers)
+            assert found.keys() == expected[accumulation].keys()
+            for name, value in expected[accumulation].items():
+                apart = (found[name] - value).abs().max()
+                assert apart < CLOSE, (chosen, accumulation, name, apart)
+
+
+DDP_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"gradient_as_bucket_view": True, "bucket_cap_mb": 1, "find_unused_parameters": True},
+    {"static_graph": True},
+]
+
+
+def test_one_process_trains_what_is_unfrozen() -> None:
+    check({}, True, [])
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ddp_averages_the_gradients_of_what_is_unfrozen(world_size: int) -> None:
+    run_distributed(check, world_size, {}, True, DDP_OPTIONS if world_size == 2 else [])
+
+
+@pytest.mark.parametrize("engines", [{"fsdp": {}}, {"tp": {"tp_size": 2}}])
+def test_sharded_models_train_what_is_unfrozen(engines: dict[str, Any]) -> None:
+    run_distributed(check, 2, engines, False, [])
+
+
+# -- what DDP keeps, and what it refuses ---------------------------------------------------
+
+
+def ones_and_threes(accelerator: Accelerator) -> torch.Tensor:
+    """Inputs whose average over two ranks is 2."""
+    return torch.full((1, WIDTH), 1.0 + 2 * accelerator.process_index)
+
+
+def kept() -> None:
+    """Hooks of the user's and of the handler's see the gradients of what is unfrozen, too."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Net())
+    calls: list[int] = []
+
+    def hook(state: Any, bucket: torch.distributed.GradBucket) -> Any:
+        calls.append(bucket.buffer().numel())
+        return torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook(
+            state, bucket
+        )
+
+    hook.__annotations__ = {"bucket": torch.distributed.GradBucket}  # which torch looks at
+    model.register_comm_hook(None, hook)
+    sizes = []
+    for index in range(4):
+        model.module.encoder.requires_grad_(index % 2 == 1)
+        model(ones_and_threes(accelerator)).square().sum().backward()
+        sizes.append(sum(calls))
+        calls.clear()
+    count = WIDTH * WIDTH + WIDTH
+    assert sizes == [count + 2 * WIDTH, 2 * count + 2 * WIDTH] * 2
+    assert len(model._comm_hooks) == 1
+    accelerator.end_training()
+
+
+def compressed() -> None:
+    """What PowerSGD remembers of buckets goes with them."""
+    options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2}
+    handler = DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option=options)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    model = Net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for index in range(10):
+        if index in (4, 7):
+            model.module.encoder.requires_grad_(index == 4)
+        accelerator.backward(model(inputs_of(index + accelerator.process_index)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.equal(accelerator.gather(flat[None]), flat.expand(2, -1))
+    accelerator.end_training()
+
+
+def toggled() -> None:
+    """A discriminator that is frozen for its generator's step keeps its reducer."""
+    accelerator = Accelerator(cpu=True)
+    generator, discriminator = accelerator.prepare(
+        torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 1)
+    )
+    reducer, found = discriminator.reducer, []
+    for _ in range(3):
+        for trains in (True, False):
+            discriminator.requires_grad_(trains)
+            fake = generator(ones_and_threes(accelerator))
+            discriminator(fake.detach() if trains else fake).sum().backward()
+            trained = discriminator if trains else generator
+            found.append(trained.module.weight.grad.clone())
+            trained.zero_grad()
+    assert discriminator.reducer is reducer
+    every = accelerator.gather(torch.cat([gradient.flatten() for gradient in found])[None])
+    assert torch.equal(every[0], every[1])
+    accelerator.end_training()
+
+
+def triggered() -> None:
+    """Forward passes without synchronization, and then a backward pass with it."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(WIDTH, 1)
+    model.weight.requires_grad_(False)
+    model = accelerator.prepare(model)
+    model.module.weight.requires_grad_(True)
+    with accelerator.no_sync(model):
+        loss = model(ones_and_threes(accelerator)).sum()
+    with accelerator.trigger_sync_in_backward(model):
+        loss.backward()
+    assert model.module.weight.grad.unique().tolist() == [2.0]
+    accelerator.end_training()
+
+
+def copied() -> None:
+    """Copies of a model in DDP follow their own parameters, not those of the original."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Net())
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for twin in (model, *twins):
+        twin(ones_and_threes(accelerator)).sum().backward()
+        twin.module.encoder.requires_grad_(True)
+        twin.zero_grad()
+        twin(ones_and_threes(accelerator)).square().sum().backward()
+        gradient = twin.module.encoder.weight.grad
+        assert torch.equal(*accelerator.gather(gradient[None]))
+    accelerator.end_training()
+
+
+def compiled() -> None:
+    """A compiled model, whose graphs are made anew."""
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=False)
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+    model = accelerator.prepare(Net())
+    for unfrozen in (False, True, False, True):
+        accelerator.unwrap_model(model).encoder.requires_grad_(unfrozen)
+        model.zero_grad()
+        model(ones_and_threes(accelerator)).square().sum().backward()
+        gradient = accelerator.unwrap_model(model).encoder.weight.grad
+        assert (gradient is not None) is unfrozen
+        assert gradient is None or torch.equal(*accelerator.gather(gradient[None]))
+    accelerator.end_training()
+
+
+def refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    frozen = accelerator.prepare(Net().requires_grad_(False))
+    frozen(ones_and_threes(accelerator))
+    frozen.body.requires_grad_(True)
+    with torch.no_grad():
+        frozen(ones_and_threes(accelerator))
+    with pytest.raises(ConfigError, match="Net: 2 of 6 parameters require gradients, and none"):
+        frozen(ones_and_threes(accelerator))
+    judge = accelerator.prepare_model(Net(), evaluation_mode=True)
+    judge(ones_and_threes(accelerator)).sum().backward()
+    wrong = accelerator.prepare_optimizer(torch.optim.SGD(judge.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=r"optimizer\.step: 4 parameters of no model that DDP"):
+        wrong.step()
+    net = Net()
+    model, optimizer = accelerator.prepare(net, sgd(net))
+    with pytest.raises(ConfigError, match="add_param_group: 1 parameters of no model"):
+        optimizer.add_param_group({"params": torch.nn.Parameter(torch.zeros(1))})
+    with accelerator.join_uneven_inputs([model]):
+        net.encoder.requires_grad_(True)
+        with pytest.raises(ConfigError, match="outside of join_uneven_inputs"):
+            model(ones_and_threes(accelerator))
+        net.encoder.requires_grad_(False)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("case", [kept, compressed, toggled, triggered, copied, compiled, refused])
+def test_reducers_are_rebuilt_with_all_that_belongs_to_them(case: Any) -> None:
+    run_distributed(case, 2)
+
+
+# -- shards, and engines that step for themselves ------------------------------------------
+
+
+def added_to_shards() -> None:
+    accelerator = build(fsdp={"reshard_after_forward": False})
+    net = Net()
+    before = list(net.encoder.parameters())
+    model, optimizer = accelerator.prepare(net, sgd(net))
+    model.encoder.requires_grad_(True)
+    model(inputs_of(0)).sum()  # leaves gathered copies behind
+    optimizer.add_param_group({"params": model.encoder.parameters(), "weight_decay": 0.0})
+    model.reshard()
+    shards = list(model.encoder.parameters())
+    assert all(a is b for a, b in zip(optimizer.param_groups[1]["params"], shards, strict=True))
+    optimizer.param_groups.pop()
+    optimizer.add_param_group({"params": before})  # as they were before prepare
+    assert all(a is b for a, b in zip(optimizer.param_groups[1]["params"], shards, strict=True))
+    model.norm = torch.nn.LayerNorm(WIDTH)
+    with pytest.raises(ConfigError, match="add_param_group: 2 parameters that no model had"):
+        optimizer.add_param_group({"params": model.norm.parameters()})
+    accelerator.end_training()
+
+
+def test_parameters_are_added_as_shards_or_refused() -> None:
+    run_distributed(added_to_shards, 2)
+
+
+def steps_under_zero(stage: int, precision: str, folder: str) -> None:
+    def start(unfrozen: bool) -> tuple[Any, ...]:
+        reset_accel()
+        plugin = DeepSpeedPlugin(zero_stage=stage)
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision=precision)
+        net = Net()
+        net.encoder.requires_grad_(unfrozen)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        return accelerator, *accelerator.prepare(net, optimizer)
+
+    def step(accelerator: Any, model: Any, optimizer: Any) -> Any:
+        accelerator.backward(model(inputs_of(accelerator.process_index)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        return accelerator.get_state_dict(model)
+
+    run = accelerator, model, optimizer = start(unfrozen=False)
+    first = step(*run)
+    for layer, trains in ((model.module.encoder, True), (model.module.body, False)):
+        layer.requires_grad_(trains)
+        with pytest.raises(ConfigError, match="under DeepSpeed: its engine steps those that"):
+            step(*run)
+        layer.requires_grad_(not trains)
+    with pytest.raises(ConfigError, match="add_param_group under DeepSpeed"):
+        optimizer.add_param_group({"params": model.module.encoder.parameters()})
+    accelerator.save_state(folder)
+    accelerator.end_training()
+    run = accelerator, model, optimizer = start(unfrozen=True)  # what the message says
+    accelerator.load_state(folder)
+    second = step(*run)
+    assert not any(torch.equal(second[name], first[name]) for name in first)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        pytest.param(0, "no", marks=pytest.mark.slow),
+        (1, "no"),
+        pytest.param(2, "bf16", marks=pytest.mark.slow),
+        pytest.param(3, "no", marks=pytest.mark.slow),
+        (3, "bf16"),
+    ],
+)
+def test_zero_refuses_to_leave_layers_behind(stage: int, precision: str, tmp_path: Any) -> None:
+    run_distributed(steps_under_zero, 2, stage, precision, str(tmp_path))
