@@ -163,11 +163,12 @@ def watched(folder: str, limit: float) -> list[tuple[int, str, bool]]:
     rank, verdicts = Environment.read().rank or 0, []
     progress = Progress()
     store = torchrun.connect("watchdog", watchdog.STORE_TIMEOUT)
-    meet = torchrun.connect("meet")
+    # A connection that waits serves no other thread.
+    meet, news = torchrun.connect("meet"), torchrun.connect("meet")
 
     def tell(verdict: hangs.Verdict | None) -> None:
         verdicts.append((-1, "", False) if verdict is None else _short(verdict))
-        meet.set("told", "1")
+        news.set("told", "1")
 
     dog = watchdog.Watchdog(progress, limit, rank, 2, Path(folder), store, tell)
     dog.start()
