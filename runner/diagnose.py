@@ -265,9 +265,10 @@ def translate(error: Exception, config_name: str) -> list[Problem]:
     if missing:
         group, _, option = missing.group(1).rpartition("/")
         known = options_of(group)
-        found = Problem(
-            f"{place}{group}: {option}", "there is no such file", nearest(option, known)
-        )
+        value = f"{place}{group}: {option}"
+        if group.startswith("hydra/"):  # chosen on the command line; the file named is Hydra's own
+            value = f"{group}={option}"
+        found = Problem(value, "there is no such file", nearest(option, known))
         return [habits.plugin(group, option) or found]
     if "primary config" in text:
         return [
