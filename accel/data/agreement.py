@@ -29,13 +29,14 @@ from accel.data.order import (
     draws_randomly,
     is_known,
     is_permuting,
+    length_of,
     order_seed,
 )
 from accel.data.samplers import AroundBatchSampler, SeedableRandomSampler
 from accel.errors import ConfigError, Problem, StateError
 from accel.state import PartialState
 
-_CHUNK = 1 << 16  # entries that are agreed at a time, where a sampler has no length
+_CHUNK = 1 << 12  # entries that are agreed at a time, where a sampler has no length
 _COMPARED = 1 << 22  # indices of all ranks together, up to which shards are looked for
 
 
@@ -43,7 +44,7 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
     """The entries of a sampler as rank 0 draws them, on every rank.
 
     For samplers that may draw differently on each rank. They are drawn at the start of a pass and
-    broadcast in one collective (without a length: in one for each 65536 entries).
+    broadcast in one collective (without a length: in one for each 4096 entries).
 
     Args:
         batch_sampler: a sampler, or a batch sampler, of whose order nothing is known.
@@ -79,7 +80,8 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
         return {**self.__dict__, "comm": None}
 
     def __iter__(self) -> Iterator[Any]:
-        limit = len(self.batch_sampler) + 1 if hasattr(self.batch_sampler, "__len__") else _CHUNK
+        length = length_of(self.batch_sampler)
+        limit = _CHUNK if length is None else length + 1
         entries: Iterator[Any] | None = None
         while True:
             failure: Exception | None = None
@@ -129,10 +131,10 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
         return list(found[0][0])
 
     def _comparable(self) -> bool:
-        if self.num_samples is None or not hasattr(self.batch_sampler, "__len__"):
+        length = length_of(self.batch_sampler)
+        if self.num_samples is None or length is None:
             return False
-        entries = len(self.batch_sampler) * (self.batch_size or 1)
-        return entries * self.comm.world_size <= _COMPARED
+        return length * (self.batch_size or 1) * self.comm.world_size <= _COMPARED
 
 
 def shard_problems(sampler: Any, drawn: Sequence[list[Any]], num_samples: Any) -> list[Problem]:

@@ -199,7 +199,7 @@ class DrawnSampler:
         with self.order.drawing(generators) as start:
             # A sampler that is not known may draw at each index, from generators that all share.
             everything = start is not None and self.order.draws == "all"
-            number = None if everything and hasattr(self.sampler, "__len__") else 1
+            number = None if everything and length_of(self.sampler) is not None else 1
             first = list(itertools.islice(entries, number))
         yield from first
         yield from entries
@@ -212,6 +212,14 @@ def held_generators(
     found = [generator, *(getattr(inner, "generator", None) for inner in samplers(sampler))]
     found.append(order.stream)
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+def length_of(sampler: Any) -> int | None:
+    """Return how many entries `sampler` yields, None if it does not know."""
+    try:
+        return len(sampler)
+    except TypeError:  # it has no length, or what it draws from has none
+        return None
 
 
 # -- what is known of samplers -------------------------------------------------------------------

@@ -139,3 +139,16 @@ def test_workers_that_would_repeat_samples_are_a_problem() -> None:
     assert worker_problems(Stream(4), 1) == []
     assert worker_problems(ByWorker(4), 2) == []
     assert worker_problems(Stream(4), 2, worker_init_fn=print) == []
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_an_uneven_shard_gives_each_sample_once(split: bool) -> None:
+    for length in range(14):
+        shards = [
+            IterableDatasetShard(Sized(length), 4, False, 2, rank, split, even_batches=False)
+            for rank in range(2)
+        ]
+        found = [list(shard) for shard in shards]
+        assert sorted(found[0] + found[1]) == list(range(length))
+        assert [len(shard) for shard in shards] == [len(samples) for samples in found]
+        assert [shard.remainder for shard in shards] == [0, 0]

@@ -152,6 +152,38 @@ class Failing(Sampler[int]):
         return iter(range(4))
 
 
+class Endless(Sampler[int]):
+    """Draws without end, another number on each rank."""
+
+    def __iter__(self):
+        while True:
+            yield int(torch.randint(1000, ()))
+
+
+def endless(folder: str) -> list[list[int]]:
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(accelerator.process_index)
+    loader = accelerator.prepare(DataLoader(range(1000), batch_size=2, sampler=Endless()))
+    found = []
+    for number, batch in enumerate(loader):
+        found.append(accelerator.gather(batch).tolist())
+        if number == 1:
+            accelerator.save_state(folder)
+        if number == 2:
+            break
+    accelerator.load_state(folder)
+    resumed = next(iter(skip_first_batches(loader, 2)))
+    return [found[2], accelerator.gather(resumed).tolist()]
+
+
+def test_samplers_without_end_are_agreed_on_and_resumed(tmp_path: Path) -> None:
+    for size in (1, 2):
+        ranks = run_distributed(endless, size, str(tmp_path / str(size)))
+        assert all(len(rank[0]) == 2 * size for rank in ranks)
+        if size == 2:
+            assert ranks[0][0] == ranks[0][1] == ranks[1][0]
+
+
 def failing() -> str:
     Accelerator(cpu=True)
     loader = prepare_data_loader(DataLoader(range(4), sampler=Failing()))
