@@ -88,7 +88,7 @@ class AutocastKwargs(KwargsHandler):
     """How `torch.autocast` behaves.
 
     Args:
-        enabled: whether autocast is on.
+        enabled: whether autocast is on, also over weights that FSDP2 or DeepSpeed casts.
         cache_enabled: whether casts of weights are cached within a context; None: torch's default.
 
     Source: https://docs.pytorch.org/docs/stable/amp.html#torch.autocast

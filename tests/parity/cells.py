@@ -208,6 +208,11 @@ def matrix(task: Task, device: str) -> Iterator[Cell]:
         BACKENDS, PRECISIONS, WORLD_SIZES, ACCUMULATIONS
     ):
         yield Cell(backend, precision, world_size, accumulation, task, device=device)
+        if precision == "bf16" and accumulation == 1:
+            special = replace(task, own_loss=True)
+            yield Cell(
+                backend, precision, world_size, accumulation, special, "own loss", device=device
+            )
         if precision == "no" and accumulation == 2:
             for variant in ("ragged", "short"):
                 special = replace(task, **{variant: True})

@@ -88,7 +88,9 @@ def plain(task: Task, num_chunks: int, device: str) -> Run:
     walk = Walk()
     model = task.model().to(device)
     steps, counted = task.steps(device), walk.count if num_chunks == 1 else _uncounted
-    return reference.train(model, steps, task.recipe, num_chunks, count=counted)
+    return reference.train(
+        model, steps, task.recipe, num_chunks, count=counted, own_loss=task.own_loss
+    )
 
 
 def _uncounted(step: int, moment: str) -> None:
@@ -157,6 +159,8 @@ def judge(cell: Cell, answers: Sequence[dict[str, Any]], seconds: float) -> Verd
         value, most = getattr(verdict.difference, name), getattr(verdict.gate, name)
         if not value <= most:  # NaN is no parity either
             verdict.failures.append(f"{name} {value:.1e} > {most:.1e}")
+    if any(run.rounded and all(run.rounded) for run in runs):
+        verdict.failures.append("the model's own losses are rounded to bf16")
     _weigh(verdict, runs, wanted)
     return verdict
 

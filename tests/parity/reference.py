@@ -55,12 +55,14 @@ class Run:
         weights: by parameter name, whole, float32 on the CPU.
         num_bytes: live tensor storages on this process, by the moment they were counted at.
         norms: of the gradients before clipping, one a step.
+        rounded: whether each loss that the model returned is a number of bf16.
     """
 
     losses: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     num_bytes: dict[str, int] = field(default_factory=dict)
     norms: list[float] = field(default_factory=list)
+    rounded: list[bool] = field(default_factory=list)
 
 
 def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -76,6 +78,7 @@ def train(
     num_chunks: int = 1,
     autocast: torch.dtype | None = None,
     count: Callable[[int, str], int | None] = lambda step, moment: None,
+    own_loss: bool = False,
 ) -> Run:
     """Train `model` on this process.
 
@@ -88,6 +91,7 @@ def train(
         autocast: what forward passes compute in; None: float32.
         count: called with the number of the step and "before" or "after" it; returns the live bytes
             if they are wanted then.
+        own_loss: whether `model` returns the summed loss [] of (bytes, targets).
     """
     optimizer = recipe.optimizer(model.parameters())
     run = Run()
@@ -96,11 +100,11 @@ def train(
         total = torch.zeros((), dtype=torch.float64)
         for part, wanted in zip(values.chunk(num_chunks), targets.chunk(num_chunks), strict=True):
             with _context(values.device.type, autocast):
-                logits = model(part)
-            loss = summed_loss(logits, wanted) / weight
+                answer = model(part, wanted) if own_loss else model(part)
+            loss = (answer if own_loss else summed_loss(answer, wanted)) / weight
             loss.backward()
             total += loss.detach().double().cpu()
-            del logits, loss
+            del answer, loss
         if recipe.max_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm)
             run.norms.append(norm.item())

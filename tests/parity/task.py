@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch.utils.data import Dataset, Subset
 
 from runner.factories.bytes_gpt import IGNORED, byte_gpt, stdlib_bytes
@@ -29,6 +30,8 @@ class Task:
             passes has half as many samples.
         recipe: how weights are updated.
         tied: whether the head is the embedding.
+        own_loss: whether the model is given the targets, and returns the summed loss, computed in
+            the format of its logits.
     """
 
     num_steps: int = 50
@@ -40,6 +43,7 @@ class Task:
     short: bool = False
     recipe: Recipe = field(default_factory=Recipe)
     tied: bool = True
+    own_loss: bool = False
 
     @property
     def num_passes(self) -> int:
@@ -61,6 +65,8 @@ class Task:
                 std = 0.05 if "embedding" in name else 0.5 * parameter.shape[1] ** -0.5
                 torch.nn.init.normal_(parameter, std=std)
         model.head.weight = model.embedding.weight
+        if self.own_loss:
+            model.forward = OwnLoss(model.forward)  # type: ignore[method-assign]
         if not self.tied:
             model.head.weight = torch.nn.Parameter(model.embedding.weight.detach().clone())
         return model
@@ -81,6 +87,21 @@ class Task:
                 batch = [data[index] for index in range(start, end)]
                 values, targets = (torch.stack(tensors) for tensors in zip(*batch, strict=True))
                 yield values.to(device), targets.to(device)
+
+
+class OwnLoss:
+    """A forward pass that computes the loss, too, as transformers' models do.
+
+    Args:
+        forward: logits [B, T, V] of bytes [B, T].
+    """
+
+    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.forward = forward
+
+    def __call__(self, values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        flat = self.forward(values).flatten(0, 1)
+        return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 class Ragged(Dataset[tuple[torch.Tensor, torch.Tensor]]):

@@ -77,7 +77,7 @@ def test_the_reference_imports_nothing_of_the_project() -> None:
 
 def test_every_cell_runs_or_has_a_reason() -> None:
     cells = list(matrix(TASK, "cpu"))
-    assert len(cells) == len(set(cells)) == len(BACKENDS) * (3 * 3 * 2 + 3 * 2)
+    assert len(cells) == len(set(cells)) == len(BACKENDS) * (3 * 3 * 2 + 3 * 2 + 3)
     reasons = {cell: reason_not_to_run(cell, 0) for cell in cells}
     run_by = {cell.backend for cell, reason in reasons.items() if reason is None}
     assert run_by == set(BACKENDS)
@@ -129,6 +129,14 @@ def test_a_backend_is_the_plain_loop(backend: str) -> None:
         assert verdict.types[0] == TYPES[backend]
         least, most = HELD.get(backend, (0.0, 2.0))
         assert least <= (verdict.share or 0.0) <= most
+
+
+@pytest.mark.parametrize(
+    "backend", ["fsdp_full_shard", *(pytest.param(b, marks=SLOW) for b in ("tp", "zero2", "zero3"))]
+)
+def test_a_model_that_computes_its_own_loss_is_the_plain_loop(backend: str) -> None:
+    verdict = run(Cell(backend, "bf16", 2, 1, replace(TASK, own_loss=True), "own loss"))
+    assert verdict.green, verdict.failures
 
 
 @pytest.mark.slow

@@ -119,7 +119,11 @@ def step(
     for index, (values, targets) in enumerate(window):
         last = index == len(window) - 1
         with accelerator.accumulate(model, sync_gradients=last):
-            total = summed_loss(model(values), targets)
+            if cell.task.own_loss:
+                total = model(values, targets)
+                notes[0].rounded.append(bool(total == total.bfloat16()))
+            else:
+                total = summed_loss(model(values), targets)
             scaled = normalize_loss(
                 total / divisor,
                 weight,
