@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, nearest
 from accel.ops import broadcast_object_list
 from accel.rng import preserved
 from runner import returned
@@ -20,6 +20,19 @@ if TYPE_CHECKING:
 
 class Interrupted(Exception):
     """An evaluation was left because the run is to stop."""
+
+
+def monitored_value(metrics: Mapping[str, float], monitor: str) -> float:
+    """Return the metric that decides which state is the best.
+
+    Raises:
+        ConfigError: if the evaluation does not measure it.
+    """
+    if monitor not in metrics:
+        rule = f"the evaluation measures {', '.join(metrics)}"
+        value = f"checkpoint.monitor={monitor!r}"
+        raise ConfigError(Problem(value, rule, nearest(monitor, metrics)))
+    return metrics[monitor]
 
 
 def evaluate(

@@ -56,8 +56,8 @@ def check(loop: Loop) -> None:
     """
     if not loop.recipe.trainer.check_gradients or loop.resume_from is not None:
         return
-    accelerator = loop.accelerator
-    if accelerator.num_processes > 1 or accelerator.strategy.traits.name != "single":
+    accelerator, traits = loop.accelerator, loop.accelerator.strategy.traits
+    if accelerator.num_processes > 1 or traits.owns_parameters or traits.owns_precision:
         loop.display.note("trainer.check_gradients: left out; it takes one process, no strategy.")
         return
     samples = _samples(loop)

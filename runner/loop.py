@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from accel.errors import ConfigError, Problem, nearest
+from accel.errors import ConfigError, Problem
 from accel.rng import preserved, set_seed
 from runner import mishaps, returned
 from runner import summary as summaries
@@ -25,7 +25,7 @@ from runner.batch_plan import plan_batches
 from runner.batches import EvalBatches, TrainBatches
 from runner.callbacks.base import Callback
 from runner.display import Display
-from runner.evaluation import Interrupted, evaluate
+from runner.evaluation import Interrupted, evaluate, monitored_value
 from runner.gradient_check import check as check_gradients
 from runner.hyperparameters import Hyperparameters
 from runner.meters import StepMeter, Stopwatch
@@ -422,7 +422,7 @@ class Loop:
         if metrics is None:
             return
         state.evaluated_step = state.step
-        value = self._monitored(metrics)
+        value = monitored_value(metrics, self.monitor)
         improved = state.improves(value, self.mode)
         if improved:
             state.best, state.best_step = value, state.step
@@ -452,17 +452,6 @@ class Loop:
         self.recorder.write(split, metrics, self.seconds)
         self.display.evaluation(split, self.state.step, self.state.epoch_number, metrics, mark)
         self._call("on_evaluate", split, metrics)
-
-    def _monitored(self, metrics: Mapping[str, float]) -> float:
-        if self.monitor not in metrics:
-            raise ConfigError(
-                Problem(
-                    f"checkpoint.monitor={self.monitor!r}",
-                    f"the evaluation measures {', '.join(metrics)}",
-                    nearest(self.monitor, metrics),
-                )
-            )
-        return metrics[self.monitor]
 
     # -- checkpoints -----------------------------------------------------------------------
 
