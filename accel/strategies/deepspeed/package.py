@@ -55,7 +55,7 @@ def load(device: torch.device) -> ModuleType:
     register_wrapper(package.DeepSpeedEngine)
     # Its engines switch autocast off that is on around them, and warn of that; the one that lies
     # around the model inside of them is on all the same.
-    nested = importlib.import_module(f"{package.__name__}.runtime.torch_autocast")
+    nested: Any = importlib.import_module(f"{package.__name__}.runtime.torch_autocast")
     nested._WARNED_NESTED_AUTOCAST = True
     warnings.filterwarnings(
         "ignore",
