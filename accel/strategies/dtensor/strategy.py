@@ -27,6 +27,7 @@ from accel.errors import ConfigError, Problem
 from accel.objects import Objects
 from accel.optimizer import unwrap_optimizer
 from accel.strategies.base import Strategy
+from accel.strategies.compile import is_on
 from accel.strategies.copies import WHOLE_AVERAGE, refuse_copies
 from accel.strategies.dtensor.agreement import check_first_step
 from accel.strategies.dtensor.gathered import (
@@ -125,8 +126,10 @@ class DTensorStrategy(Strategy):
         if isinstance(model, FSDPModule):
             reshard_after_evaluation(model)
             train_after_inference(model)
-            InnerCalls(model)
-            reduce_what_is_unfrozen(model)
+            dynamo = self.plan.dynamo
+            if not is_on(dynamo) or dynamo.use_regional_compilation is not False:
+                InnerCalls(model)  # hooks of its modules would break one graph of all
+                reduce_what_is_unfrozen(model)
             units = (module for module in model.modules() if isinstance(module, FSDPModule))
             refuse_copies(units, self.traits.name, SHARDED_AVERAGE)
             keep_requires_grad(model)
