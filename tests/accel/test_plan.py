@@ -61,9 +61,9 @@ def test_two_processes() -> None:
     assert plan.distributed_type is DistributedType.MULTI_CPU
 
 
-def test_ranks_without_a_world_are_one_process() -> None:
+def test_a_launcher_of_one_process_gives_it_a_group() -> None:
     plan = resolve(Arguments(), dataclasses.replace(TWO, world_size=1))
-    assert (plan.rank, plan.local_rank, plan.world_size, plan.backend) == (0, 0, 1, None)
+    assert (plan.rank, plan.local_rank, plan.world_size, plan.backend) == (0, 0, 1, "gloo")
 
 
 def test_the_plan_is_frozen() -> None:

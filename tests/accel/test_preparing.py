@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator, DataLoaderConfiguration
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.data.loaders import DataLoaderShard
+from accel.data.prepare import prepare_data_loader
 from accel.errors import ConfigError
 from accel.objects import Objects
 from accel.optimizer import AcceleratedOptimizer
@@ -264,11 +265,15 @@ def test_a_loader_is_prepared_as_the_run_was_told() -> None:
     config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     data = TensorDataset(torch.arange(6))
-    orders = []
-    for _ in range(2):
+    for index in range(2):
         shuffled = accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
-        orders.append([batch.tolist() for (batch,) in shuffled])
-    assert orders[0] == orders[1]
+        by_hand = prepare_data_loader(
+            DataLoader(data, batch_size=2, shuffle=True),
+            use_seedable_sampler=True,
+            data_seed=3,
+            loader_index=index,
+        )
+        assert [b.tolist() for (b,) in shuffled] == [b.tolist() for (b,) in by_hand]
     rest = accelerator.skip_first_batches(loader(), num_batches=2)
     assert len(list(rest)) == 1
 

@@ -87,7 +87,7 @@ def test_an_export_is_split_into_shards(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     state = model.state_dict()
     assert index["metadata"]["total_size"] == 6 * 4 * 4 + 4 * 4 * 4 + 8
-    assert index["weight_map"].keys() == state.keys()
+    assert index["weight_map"].keys() == state.keys() - {"head.weight"}  # tied: in no file
     # safetensors alone reads every shard.
     read = {
         name: value
