@@ -308,10 +308,10 @@ def test_new_overrides_change_the_frozen_recipe(
 def test_another_factory_does_not_inherit_arguments(
     started: list[Started], resumable: None, tmp_path: Path
 ) -> None:
-    run_dir = stopped(tmp_path, "optimizer.weight_decay=0.1")
-    assert cli.main([f"resume={run_dir}", "optimizer=sgd"]) == 0
-    assert "weight_decay" not in started[0].recipe.optimizer
-    assert started[0].recipe.optimizer["_target_"] == "torch.optim.SGD"
+    run_dir = stopped(tmp_path, "scheduler.final=0.25")
+    assert cli.main([f"resume={run_dir}", "scheduler=constant"]) == 0
+    assert "final" not in started[0].recipe.scheduler
+    assert started[0].recipe.scheduler["name"] == "constant"
 
 
 def test_a_run_stays_where_it_is(
@@ -319,7 +319,7 @@ def test_a_run_stays_where_it_is(
 ) -> None:
     run_dir = stopped(tmp_path)
     assert cli.main([f"resume={run_dir}", "name=other"]) == 2
-    assert "the run goes on where it is (name=digits)" in capsys.readouterr().err
+    assert "the run stays where it is (name=digits)" in capsys.readouterr().err
 
 
 def test_auto_takes_the_newest_run_of_that_name(

@@ -159,9 +159,12 @@ def test_a_finished_run_says_so_and_is_left_alone(
     ):
         assert cli.main(line) == 0
         assert "is finished: trainer.epochs=2 completed at step 40" in capsys.readouterr().out
-    assert cli.main([f"resume={run_dir}", "seed=7", "model.width=48"]) == 2
+    assert cli.main([f"resume={run_dir}", "seed=7"]) == 2
+    assert "seed=7 with resume" in capsys.readouterr().err
+    changed = ("optimizer.lr=0.5", "model.width=48")
+    assert cli.main([f"resume={run_dir}", *changed]) == 2
     told = capsys.readouterr().err
-    for key in ("seed=7", "model.width=48"):
+    for key in changed:
         assert f"{key} with resume=" in told
     assert told.count("it changes nothing any more") == 2
     assert tree(run_dir) == before

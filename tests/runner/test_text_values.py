@@ -33,7 +33,7 @@ def test_a_name_is_what_was_typed_also_where_it_is_read_again(word: str, tmp_pat
         jobs = hydra_setup.expand([f"name={word},b"])
         assert [compose.anew(job, "config").recipe.name for job in jobs] == [word, "b"]
     path = tmp_path / "config.yaml"
-    recipe.write_yaml(path, recipe.to_plain(found))
+    path.write_text(recipe.yaml_text(recipe.to_plain(found)))
     assert recipe.read_yaml(path)["name"] == word
 
 
