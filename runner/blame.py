@@ -43,8 +43,9 @@ def of_factory(key: str, place: str, arguments: Mapping[str, Any]) -> Iterator[N
 
 def problem(key: str, place: str, arguments: Mapping[str, Any], error: Exception) -> Problem:
     """Return the problem with the arguments that an error is about."""
-    names = about(arguments, str(error))
-    rule = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    text = frames.text_of(error)
+    names = about(arguments, text)
+    rule = (text or type(error).__name__).splitlines()[0].rstrip(".")
     if not isinstance(error, ValueError):
         rule = f"{type(error).__name__}: {rule}"
     if not arguments:

@@ -37,15 +37,16 @@ def translated(models: Mapping[str, Any], step: Callable[[], int]) -> Iterator[N
         with _quiet(origins):
             yield
     except RuntimeError as error:
-        found = ANOMALY.search(str(error))
+        text = frames.text_of(error)
+        found = ANOMALY.search(text)
         if found:
             where = f" (forward: {origins[-1]})" if origins else ""
             value = f"{found.group(1)} gave a gradient that is NaN at step {step() + 1}{where}"
             rule = "with trainer.detect_anomaly=true it must be a number"
             remedy = "Keep its input away from where its derivative is infinite, or lower the rate."
             raise NonFiniteError(str(Problem(value, rule, remedy))) from None
-        if UNUSED in str(error):
-            raise ConfigError(_unused(models, str(error))) from None
+        if UNUSED in text:
+            raise ConfigError(_unused(models, text)) from None
         raise
 
 

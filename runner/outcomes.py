@@ -178,24 +178,16 @@ def _of_communication(error: BaseException) -> bool:
         seen.add(id(found))
         if isinstance(found, RuntimeError) and (
             any(kind.__name__ == "_DistError" for kind in type(found).__mro__)
-            or COMMUNICATION.search(_text(found))
+            or COMMUNICATION.search(frames.text_of(found))
         ):
             return True
         found = found.__cause__ or found.__context__
     return False
 
 
-def _text(error: BaseException) -> str:
-    """Return the message of an exception, also of one whose `__str__` raises."""
-    try:
-        return str(error).strip()
-    except Exception as failure:
-        return f"(its message cannot be told: __str__ raised {type(failure).__name__})"
-
-
 def one_line(error: BaseException) -> str:
     """Return the type of an exception and the first line of its message."""
-    text = _text(error)
+    text = frames.text_of(error)
     name = type(error).__name__
     worker = IN_LOADER_WORKER.match(text)
     if worker is not None:  # what happened there stands at the end of the traceback that follows
