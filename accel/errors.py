@@ -131,3 +131,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return f"Did you mean {close[0]!r}?"
     return "Known names: " + (", ".join(sorted(set(names))) or "none") + "."
+
+
+def text_of(error: BaseException) -> str:
+    """Return the message of an exception, also of one whose `__str__` raises."""
+    try:
+        return str(error).strip()
+    except Exception as failure:
+        return f"(its message cannot be told: __str__ raised {type(failure).__name__})"

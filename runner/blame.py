@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from accel.errors import AccelError, ConfigError, Problem
+from accel.errors import AccelError, ConfigError, Problem, text_of
 from runner import frames
 
 # What says nothing of an argument: the machine, or code that is not there.
@@ -43,7 +43,7 @@ def of_factory(key: str, place: str, arguments: Mapping[str, Any]) -> Iterator[N
 
 def problem(key: str, place: str, arguments: Mapping[str, Any], error: Exception) -> Problem:
     """Return the problem with the arguments that an error is about."""
-    text = frames.text_of(error)
+    text = text_of(error)
     names = about(arguments, text)
     rule = (text or type(error).__name__).splitlines()[0].rstrip(".")
     if not isinstance(error, ValueError):

@@ -57,14 +57,6 @@ def _trusted() -> list[str]:
     ]
 
 
-def text_of(error: BaseException) -> str:
-    """Return the message of an exception, also of one whose `__str__` raises."""
-    try:
-        return str(error).strip()
-    except Exception as failure:
-        return f"(its message cannot be told: __str__ raised {type(failure).__name__})"
-
-
 def has_own(error: BaseException) -> bool:
     """Return whether an error, apart from its causes, passed through the user's code."""
     if isinstance(error, SyntaxError) and error.filename and is_own(error.filename):

@@ -176,12 +176,13 @@ def _conclude(
     left = outcomes.read_outcomes(run_dir, launch_id)
     # A process that left no word died in native code or was killed.
     silent = failed.keys() - {outcome.rank for outcome in left}
-    causes = [_without_word(run_dir, rank, failed[rank]) for rank in sorted(silent)]
+    hang = outcomes.read_hang(run_dir, launch_id)
+    ended = hang is not None and not hang.is_consequence  # by the watchdog, on every rank
+    causes = [_without_word(run_dir, rank, failed[rank], ended) for rank in sorted(silent)]
     causes += [outcome for outcome in left if outcome.code not in CLEAN]
     for outcome in left:
         if outcome.code == DONE:
             outcome.remove(run_dir, launch_id)
-    hang = outcomes.read_hang(run_dir, launch_id)
     if hang is not None and causes:
         causes.append(hang)
     if not causes:
@@ -194,8 +195,15 @@ def _conclude(
     return cause.code
 
 
-def _without_word(run_dir: Path, rank: int, failure: Failure) -> Outcome:
-    """Describe the end of a process by its exit status and the last lines of its log."""
+def _without_word(run_dir: Path, rank: int, failure: Failure, ended: bool) -> Outcome:
+    """Describe the end of a process by its exit status and the last lines of its log.
+
+    Args:
+        run_dir: the run directory.
+        rank: the process.
+        failure: its exit status and when that was seen.
+        ended: whether the watchdog has ended the run.
+    """
     status = failure.status
     if status == INTERRUPTED:  # SIGINT was sent to this process alone
         return Outcome(rank, failure.time, INTERRUPTED, "it was interrupted")
@@ -211,7 +219,7 @@ def _without_word(run_dir: Path, rank: int, failure: Failure) -> Outcome:
         message=f"its process {how}",
         traceback="\n".join([f"The end of {log}:", *printed]) if printed else "",
         # Native code of a process group aborts where another rank is gone.
-        is_consequence=status == -signal.SIGABRT,
+        is_consequence=status == -signal.SIGABRT or (ended and status == FAILED),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, text_of
 from runner import frames
 from runner.meters import NonFiniteError
 
@@ -37,7 +37,7 @@ def translated(models: Mapping[str, Any], step: Callable[[], int]) -> Iterator[N
         with _quiet(origins):
             yield
     except RuntimeError as error:
-        text = frames.text_of(error)
+        text = text_of(error)
         found = ANOMALY.search(text)
         if found:
             where = f" (forward: {origins[-1]})" if origins else ""

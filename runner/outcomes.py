@@ -23,7 +23,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from accel.errors import AccelError, ConfigError, DiskFullError, MissingPackageError
+from accel.errors import (
+    AccelError,
+    ConfigError,
+    DiskFullError,
+    MissingPackageError,
+    text_of,
+)
 from runner import frames
 
 DONE = 0
@@ -178,7 +184,7 @@ def _of_communication(error: BaseException) -> bool:
         seen.add(id(found))
         if isinstance(found, RuntimeError) and (
             any(kind.__name__ == "_DistError" for kind in type(found).__mro__)
-            or COMMUNICATION.search(frames.text_of(found))
+            or COMMUNICATION.search(text_of(found))
         ):
             return True
         found = found.__cause__ or found.__context__
@@ -187,7 +193,7 @@ def _of_communication(error: BaseException) -> bool:
 
 def one_line(error: BaseException) -> str:
     """Return the type of an exception and the first line of its message."""
-    text = frames.text_of(error)
+    text = text_of(error)
     name = type(error).__name__
     worker = IN_LOADER_WORKER.match(text)
     if worker is not None:  # what happened there stands at the end of the traceback that follows

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accel.errors import DiskFullError, Problem
+from accel.errors import DiskFullError, Problem, text_of
 
 CODES = (errno.ENOSPC, errno.EDQUOT)
 # How safetensors and tensorboard pass such an error on.
@@ -54,13 +54,13 @@ def told(
 def is_full(error: BaseException) -> bool:
     """Return whether an error, or what it came from, says that a disk or a quota is full."""
     return any(
-        (isinstance(found, OSError) and found.errno in CODES) or WORDS.search(str(found))
+        (isinstance(found, OSError) and found.errno in CODES) or WORDS.search(text_of(found))
         for found in _chain(error)
     )
 
 
 def _is_short_write(error: BaseException) -> bool:
-    return any(SHORT_WRITE.search(str(found)) for found in _chain(error))
+    return any(SHORT_WRITE.search(text_of(found)) for found in _chain(error))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
