@@ -69,7 +69,11 @@ class StatefulDataLoaderShard(_Tracked, DataLoaderShard):
 
 
 class StatefulDataLoaderDispatcher(_Tracked, DataLoaderDispatcher):
-    """A `DataLoaderDispatcher` that is stateful; only the main process has a state."""
+    """A `DataLoaderDispatcher` that is stateful; only the main process has a state.
+
+    The state does not hold the first samples of a stream's pass: after a resume in mid-pass, a
+    short last round is completed with samples from where reading went on.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the main process, {} on the others."""

@@ -51,7 +51,8 @@ def start(
     package.join_group(deepspeed, plan.local_world_size)
     if settings.on_disk:
         package.build(deepspeed, "AsyncIOBuilder")
-    with env.patched(LOCAL_RANK=plan.local_rank):  # a lone process has no launcher
+    # A lone process has no launcher, hence LOCAL_RANK.
+    with env.patched(LOCAL_RANK=plan.local_rank), package.own_formats(deepspeed):
         started, *_ = deepspeed.initialize(**arguments)
     return started
 

@@ -5,6 +5,7 @@ Source: https://deepspeed.readthedocs.io/en/latest/
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib
@@ -14,6 +15,7 @@ import shutil
 import sys
 import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,6 +65,27 @@ def load(device: torch.device) -> ModuleType:
         category=FutureWarning,
     )
     return package
+
+
+@contextlib.contextmanager
+def own_formats(package: ModuleType) -> Iterator[None]:
+    """Context in which DeepSpeed's partitioning keeps the format that DeepSpeed itself gives it.
+
+    Where fp16 is not supported, `zero.Init` takes any `dtype` for bf16 (its conditional expression
+    binds so): fp32 parameters would be swapped to disk through buffers of bf16.
+
+    Args:
+        package: deepspeed.
+    """
+    device = package.accelerator.get_accelerator()
+    if device.is_fp16_supported():
+        yield
+        return
+    device.is_fp16_supported = lambda: True  # fp16 itself is refused before
+    try:
+        yield
+    finally:
+        del device.is_fp16_supported
 
 
 def join_group(package: ModuleType, local_world_size: int) -> None:
