@@ -47,7 +47,7 @@ class Answer:
         code: exit code; None where it did not end in time.
         out: standard output.
         err: standard error.
-        left: run directories.
+        left: directories of runs that made no step.
         folder: the working directory.
     """
 
@@ -59,7 +59,7 @@ class Answer:
 
 
 def wrong(mistake: Mistake, answer: Answer) -> list[str]:
-    """Return what is wrong with an answer, apart from directories that are left."""
+    """Return what is wrong with an answer."""
     found = []
     if answer.code != mistake.code:
         found.append(f"exit code {answer.code}, not {mistake.code}")
@@ -77,4 +77,6 @@ def wrong(mistake: Mistake, answer: Answer) -> list[str]:
     for name in mistake.names:
         if not any(one in answer.err for one in ((name,) if isinstance(name, str) else name)):
             found.append(f"the message does not contain {name!r}")
+    if answer.left:
+        found.append(f"a run directory is left: {answer.left[0]}")
     return found

@@ -102,5 +102,10 @@ def _run(mistake: Mistake, folder: Path, here: Path) -> int:
 def _answer(folder: Path, code: int | None) -> Answer:
     texts = {name: (folder / name).read_text(errors="replace") for name in ("out", "err")}
     here = folder / "here"
-    left = tuple(str(path.relative_to(here)) for path in here.glob("runs/*/*"))
+    # With the first step a run has begun, and what it wrote is its own.
+    left = tuple(
+        str(path.relative_to(here))
+        for path in here.glob("runs/*/*")
+        if not (path / "metrics.jsonl").exists()
+    )
     return Answer(code, texts["out"], texts["err"], left, str(here))
