@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +106,7 @@ def refusals(frozen: Mapping[str, Any], changed: Mapping[str, Any]) -> list[Prob
         changed: the recipe that it is to be resumed with.
     """
     problems = []
-    for key, before, after in _differences(frozen, changed):
+    for key, before, after in differences(frozen, changed):
         found = verdict(key)
         # A scaler that the run has not had begins as the recipe says.
         new_scaler = key.startswith("precision.scaler.") and _mode(frozen) != _mode(changed)
@@ -120,16 +120,6 @@ def refusals(frozen: Mapping[str, Any], changed: Mapping[str, Any]) -> list[Prob
 
 def _mode(recipe: Mapping[str, Any]) -> Any:
     return recipe["precision"]["mode"]
-
-
-def _differences(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, before, after) of each value that differs."""
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        for name in dict.fromkeys([*before, *after]):
-            inner = f"{key}.{name}" if key else str(name)
-            yield from _differences(before.get(name), after.get(name), inner)
-    elif before != after:
-        yield key, before, after
 
 
 def carry_over(frozen: Any, before: Any, after: Any) -> Any:
