@@ -1,8 +1,9 @@
-"""Random loaders are read whole, and resumed in the order that they had."""
+"""Random loaders are read whole, and resumed in the order that they had.
+
+The same ones each time; `python -m tests.loaders` draws others with a fresh seed.
+"""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 
@@ -42,8 +43,7 @@ def test_what_was_wrong_once() -> None:
 
 
 def without_workers(count: int) -> list[Case]:
-    seed = random.SystemRandom().randrange(10**6)
-    return [case for case in drawn(seed, 3 * count) if not case.workers][:count]
+    return [case for case in drawn(1, 3 * count) if not case.workers][:count]
 
 
 def test_random_loaders() -> None:
@@ -52,4 +52,4 @@ def test_random_loaders() -> None:
 
 @pytest.mark.slow
 def test_many_random_loaders() -> None:
-    assert_right(drawn(random.SystemRandom().randrange(10**6), 50))
+    assert_right(drawn(2, 50))
