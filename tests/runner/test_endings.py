@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import python
+from tests.signals.cells import alive, children
 
 ROOT = Path(__file__).resolve().parents[2]
 # A shell that starts tests in the background lets them ignore Ctrl-C.
@@ -34,24 +34,6 @@ RECIPE = (
     "dataloader.num_workers=1",
     "dataloader.persistent_workers=true",
 )
-
-
-def children(pid: int) -> list[int]:
-    """Return the processes below `pid`, all the way down."""
-    found = []
-    with contextlib.suppress(OSError):  # it, or a thread of it, has ended meanwhile
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            for child in map(int, task.read_text().split()):
-                found += [child, *children(child)]
-    return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def wait_until(condition: object, within: float) -> bool:
