@@ -7,6 +7,7 @@
 .DEFAULT_GOAL := help
 
 ARGS ?=
+JOBS ?= 3
 PYTHON = $$(tests/setup.sh $(1))
 
 help:
@@ -15,8 +16,8 @@ help:
 train: ## train the default recipe (ARGS="precision=bf16 ..." are handed on)
 	@python=$(call PYTHON,run) && exec "$$python" -m runner $(ARGS)
 
-test: ## run the tests (ARGS="-k name" are handed on)
-	@python=$(call PYTHON,test) && exec "$$python" -m pytest $(ARGS)
+test: ## run the tests (ARGS="-k name" are handed on), JOBS=3 files at once
+	@python=$(call PYTHON,test) && exec "$$python" -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: ## lint, format and types
 	@python=$(call PYTHON,check) && "$$python" -m ruff check . && "$$python" -m ruff format --check . && "$$python" -m mypy

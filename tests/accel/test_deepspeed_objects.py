@@ -17,6 +17,25 @@ from tests.accel.test_deepspeed import GLOBAL_BATCH, build, data, error_of, larg
 from tests.accel.test_deepspeed_steps import own, started
 from tests.helpers import run_distributed
 
+# -- what is left behind ---------------------------------------------------------------------
+
+
+def check_that_later_models_compute_with_torch() -> None:
+    linear = torch.nn.functional.linear
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
+    model, reference = build(), build()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert torch.nn.functional.linear is not linear  # the one that keeps less in memory
+    inputs = torch.ones(GLOBAL_BATCH, 5)
+    torch.testing.assert_close(model(inputs), reference(inputs))
+    accelerator.end_training()
+    assert torch.nn.functional.linear is linear
+
+
+def test_models_after_zero_3_compute_with_torchs_own_functions() -> None:
+    run_distributed(check_that_later_models_compute_with_torch, 1)
+
+
 # -- experts -------------------------------------------------------------------------------
 
 

@@ -123,6 +123,17 @@ def leave_group(package: ModuleType) -> None:
             )
 
 
+def restore_linear(package: ModuleType) -> None:
+    """Give torch its own `linear` back, which ZeRO-3 replaces by one of less memory, for good.
+
+    Args:
+        package: deepspeed.
+    """
+    stage_3 = importlib.import_module(f"{package.__name__}.runtime.zero.partition_parameters")
+    if torch.nn.functional.linear is stage_3.zero3_linear_wrap:
+        torch.nn.functional.linear = stage_3.InsertPostInitMethodToModuleSubClasses.linear_bk
+
+
 def can_build(package: ModuleType, builder: str) -> bool:
     """Return whether this machine has what compiling an op of DeepSpeed takes.
 

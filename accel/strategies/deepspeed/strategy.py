@@ -498,6 +498,7 @@ class DeepSpeedStrategy(Strategy):
     def _let_go(self) -> None:
         """Drop what DeepSpeed keeps of the process group; engines that are still there hold it."""
         package.leave_group(self.package)
+        package.restore_linear(self.package)
 
 
 def _batch_size(loader: Any) -> int | None:
