@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
+from accel.comm.base import Communicator
 from accel.data.base import PreparedLoader, check_samplers
 from accel.data.samplers import inner_sampler
 from accel.errors import CheckpointError, Problem
+
+_BEGUN = ("under way", "left")
 
 
 def loader_state(loader: Any) -> dict[str, Any]:
@@ -51,24 +54,84 @@ def positions(loaders: Sequence[Any]) -> list[dict[str, Any] | None]:
     return [loader.state_dict() if hasattr(loader, "state_dict") else None for loader in loaders]
 
 
-def load_positions(loaders: Sequence[Any], saved: Sequence[dict[str, Any] | None]) -> None:
+def load_positions(
+    comm: Communicator, loaders: Sequence[Any], saved: Sequence[dict[str, Any] | None]
+) -> None:
     """Take over what `positions` returned on this rank.
 
+    Ranks may have been at different batches of a pass. One that had read its last gets an empty
+    pass where others go on with theirs, so that all begin the next one together.
+
+    Args:
+        comm: how this process talks to the others.
+        loaders: prepared, in order.
+        saved: what `positions` returned on this rank; None: there is none.
+
     Raises:
-        CheckpointError: if a loader knows its position and no state was saved for it.
+        CheckpointError: if a loader knows its position and no state was saved for it, or ranks were
+            in different epochs.
     """
-    for index, loader in enumerate(loaders):
-        if not hasattr(loader, "load_state_dict"):
-            continue
-        state = saved[index] if index < len(saved) else None
-        if state is None:
-            rule = "the checkpoint holds no position of it on this rank"
+    stateful = {i: one for i, one in enumerate(loaders) if hasattr(one, "load_state_dict")}
+    states = {index: saved[index] if index < len(saved) else None for index in stateful}
+    mine = {index: _standing(state) for index, state in states.items()}
+    ranks = comm.all_gather_object(mine) if stateful and comm.world_size > 1 else [mine]
+    for index in stateful:
+        missing = [rank for rank, found in enumerate(ranks) if found[index] is None]
+        if missing:
+            rule = f"the checkpoint holds no position of it on rank {missing[0]}"
             remedy = (
                 "Resume with use_stateful_dataloader, and as many processes and replicas of the "
                 "model as when it was saved."
             )
             raise CheckpointError(str(Problem(f"stateful data loader {index}", rule, remedy)))
-        loader.load_state_dict(state)
+    for index, loader in stateful.items():
+        found: list[Any] = [standing[index] for standing in ranks]
+        behind = _furthest_behind(index, found)
+        if behind is None:
+            loader.load_state_dict(states[index])
+            continue
+        state = states[index] or {}
+        order = comm.all_gather_object(state["order"] if comm.rank == behind else None)[behind]
+        if found[comm.rank] and found[comm.rank][0] > found[behind][0]:
+            loader.load_state_dict({"order": order, "position": {}})
+            loader._order.read_elsewhere = True
+        else:
+            loader.load_state_dict(state)
+
+
+def _standing(state: dict[str, Any] | None) -> tuple[Any, ...] | None:
+    """Return the epoch and "pass" of a saved state, () if it has none, None if there is none."""
+    if state is None:
+        return None
+    order = state.get("order")
+    return () if order is None else (order["epoch"], order["order"]["pass"])
+
+
+def _furthest_behind(index: int, ranks: Sequence[Any]) -> int | None:
+    """Return a rank that was in a pass which others had ended, None if all were in one epoch.
+
+    Raises:
+        CheckpointError: if passes cannot begin together again.
+    """
+    found = {rank: standing for rank, standing in enumerate(ranks) if standing}
+    first: int = min((epoch for epoch, _ in found.values()), default=0)
+    ahead = [standing for standing in found.values() if standing[0] != first]
+    if not ahead:
+        return None
+    if any(epoch != first + 1 or at in _BEGUN for epoch, at in ahead):
+        raise CheckpointError(str(_different_epochs(index, found)))
+    there = [rank for rank, (epoch, _) in found.items() if epoch == first]
+    return next((rank for rank in there if found[rank][1] in _BEGUN), there[0])
+
+
+def _different_epochs(index: int, found: dict[int, tuple[Any, str]]) -> Problem:
+    told = ", ".join(f"rank {rank}: {epoch} ({at})" for rank, (epoch, at) in found.items())
+    return Problem(
+        f"stateful data loader {index}, saved in different epochs ({told})",
+        "a pass begins on all ranks together, so that a rank may be at most at the end of the pass "
+        "that others are in",
+        "Save on all ranks in the same epoch.",
+    )
 
 
 def _samplers(loader: Any) -> Iterator[Any]:

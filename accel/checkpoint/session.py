@@ -468,7 +468,7 @@ def _restore_positions(
     here = comm.world_size, accelerator.strategy.data_rank[1]
     same = here == (saved.manifest.engine["world_size"], saved.data_shares)
     present = [saved.plain(n) if same and n in saved.manifest.files else None for n in names]
-    load_positions([loader for loader, _ in loaders], present)
+    load_positions(comm, [loader for loader, _ in loaders], present)
 
 
 def _restore_random_states(share: int, saved: Saved) -> None:

@@ -90,6 +90,7 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
                 if entries is None:
                     self._choose_start()
                     entries = iter(self.batch_sampler)
+                    entries = self.order.followed(self.batch_sampler, entries, limit)
                 drawn = list(itertools.islice(entries, limit))
             except Exception as error:  # told to the others below, so that nobody waits
                 failure = error
@@ -351,6 +352,7 @@ class Ordering:
             order.draws = "torch" if random and stream is None else "none"
         elif self.several and not self.dispatched:
             size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+            order.draws = "agreed"
             outer = AgreedSampler(outer, order, self.state.comm, size)
         elif not draws_nothing(outer if inner is None else inner):
             order.draws = "all"

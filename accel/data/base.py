@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel.data import workers
-from accel.data.iterable import IterableDatasetShard
+from accel.data import telling, workers
+from accel.data.draws import Drawn
 from accel.data.order import DrawnSampler, Order, Start, held_generators
 from accel.data.samplers import (
     SeedableRandomSampler,
@@ -42,7 +41,6 @@ _LOADER_ARGUMENTS = (
     "snapshot_every_n_steps",  # StatefulDataLoader
 )
 
-_END = object()
 _SHARED_DATA_AXES = ("tp", "cp", "sp", "pp")
 
 
@@ -80,9 +78,6 @@ def index_arguments(loader: DataLoader[Any], sampler: Any) -> dict[str, Any]:
     return {"batch_sampler": sampler}
 
 
-# The order of the loader that told a data set its epoch last, by the id of the data set. While an
-# order lives, so do its loader and the data set: ids are not mistaken for those of earlier objects.
-_TELLERS: dict[int, weakref.ref[Order]] = {}
 _PASSES_BEFORE_WARNING = 2
 
 
@@ -148,6 +143,8 @@ class PreparedLoader(DataLoader[Any]):
         self._non_blocking = non_blocking
         self._order = Order()
         self._goes_on = False  # whether passes begin where an earlier one was cut off
+        self._unskipped = index_sampler(self)
+        self._skipped = self._skipped_now = 0  # its entries that passes, and this one, leave out
         sampler = getattr(self.batch_sampler, "sampler", None)
         if sampler is not None:
             # torch puts a sequential one here; `loader.sampler` should be the one in use.
@@ -161,6 +158,7 @@ class PreparedLoader(DataLoader[Any]):
         """Return a loader like this one without its first `num_batches` batches."""
         arguments = {**loader_arguments(self), **self._own_arguments()}
         arguments["skip_batches"] = self.skip_batches
+        entries = 0
         if isinstance(self.dataset, IterableDataset):
             arguments["skip_batches"] += num_batches
         else:
@@ -168,6 +166,8 @@ class PreparedLoader(DataLoader[Any]):
             sampler = SkipBatchSampler(index_sampler(self), entries)
             arguments.update(index_arguments(self, sampler))
         loader = type(self)(self.dataset, **arguments)
+        loader._unskipped = self._unskipped
+        loader._skipped = loader._skipped_now = self._skipped + entries
         loader._order = self._order
         loader._goes_on = True
         return loader
@@ -178,24 +178,42 @@ class PreparedLoader(DataLoader[Any]):
         sampler = index_sampler(self)
         if isinstance(self.dataset, IterableDataset):
             return sampler
+        if self._skipped_now != self._skipped:  # of a position in a pass that skipped otherwise
+            sampler = SkipBatchSampler(self._unskipped, self._skipped_now)
         return DrawnSampler(sampler, self._order, self.generator)
 
     def _get_iterator(self) -> Any:
         # torch draws the workers' seed. The pass that is gone on with did so when it began, so that
         # a second draw would make the rest of a resumed epoch differ from one that was not cut.
         order = self._order
-        goes_on = self._goes_on and order.replay is None and order.draws == "none"
+        goes_on = self._goes_on and order.replay is None and order.draws in ("none", "agreed")
         with preserved() if goes_on else contextlib.nullcontext(), workers.starting(self):
             return workers.supervised(super()._get_iterator())
 
     def _batches(self) -> Iterator[Any]:
         """Return torch's iterator of a pass; the data set learns the epoch before it is read."""
-        epoch = self._tell()
-        with self._order.opening(self.generators()):
+        order = self._order
+        if order.read_elsewhere:
+            order.read_elsewhere = False
+            return self._nothing()
+        epoch = telling.tell(self)
+        with order.opening(self.generators()):
             batches = super().__iter__()
-        return batches if epoch is None else self._told(batches, epoch)
+        return batches if epoch is None else telling.told(self, batches, epoch)
+
+    def _nothing(self) -> Iterator[Any]:
+        """Return an empty pass, which takes part in what the other ranks agree on."""
+        if not isinstance(self.dataset, IterableDataset):
+            with self._order.opening(self.generators()):
+                for _ in self._index_sampler:
+                    pass
+        return iter(())
 
     _entries_per_batch = 1
+
+    def _position(self) -> dict[str, Any]:
+        """Return the position that the pass now beginning goes on from; {}: its start."""
+        return {}
 
     def __getstate__(self) -> dict[str, Any]:
         # Neither live workers nor process groups travel; what a rank reads was decided before.
@@ -224,55 +242,11 @@ class PreparedLoader(DataLoader[Any]):
         if self.epoch != epoch:
             order.left = 0
         self._advance(epoch)
-        self._tell()
+        telling.tell(self)
 
     def _advance(self, epoch: int) -> None:
         self._order.passes = epoch
         set_sampler_epoch(index_sampler(self), epoch)
-
-    def _tell(self) -> int | None:
-        """Tell the data set the epoch, unless this loader told it last; None if it wants none."""
-        dataset = self.dataset
-        if isinstance(dataset, IterableDatasetShard):
-            dataset = dataset.dataset
-        if not hasattr(dataset, "set_epoch"):
-            return None
-        order, epoch = self._order, self.epoch
-        last = _TELLERS.get(id(dataset))
-        if last is None or last() is not order or order.told != epoch:
-            dataset.set_epoch(epoch)
-            _TELLERS[id(dataset)] = weakref.ref(order)
-            self._warn_of_workers(epoch)
-            order.told = epoch
-        return epoch
-
-    def _warn_of_workers(self, epoch: int) -> None:
-        if self.persistent_workers and self._iterator is not None:
-            self._warn_once(
-                Problem(
-                    f"epoch {epoch} of a loader with persistent_workers=True",
-                    "workers that live on keep the data set as it was when they started, so that "
-                    f"{type(self.dataset).__name__}.set_epoch does not reach them",
-                    "Set persistent_workers=False.",
-                )
-            )
-
-    def _told(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
-        """Tell the data set `epoch` again where another loader told it one of its own meanwhile."""
-        dataset: Any = self.dataset
-        if isinstance(dataset, IterableDatasetShard):
-            dataset = dataset.dataset
-        order, key = self._order, id(dataset)
-        while True:
-            last = _TELLERS.get(key)
-            if last is None or last() is not order:
-                dataset.set_epoch(epoch)
-                _TELLERS[key] = weakref.ref(order)
-                order.told = epoch
-            batch = next(batches, _END)
-            if batch is _END:
-                return
-            yield batch
 
     def _warn_once(self, problem: Problem) -> None:
         if problem.rule not in self._order.warned:
@@ -294,8 +268,9 @@ class PreparedLoader(DataLoader[Any]):
             generators: states of the generators of the loader and its samplers.
             order: "pass" ("under way", "left" early, "ended" or "none"), "now" (the present
                 states of the generators), "process" and "agreed" (those of the process's own that
-                decide the pass, or None), "stream" (whether the last generator is the loader's
-                own) and "samples" of the data set (None: not known).
+                decide the pass, or None), "drawn" (how far the sampler has drawn, or None),
+                "stream" (whether the last generator is the loader's own) and "samples" of the data
+                set (None: not known).
 
         The first three are as the pass under way, or left early, began.
         """
@@ -307,6 +282,7 @@ class PreparedLoader(DataLoader[Any]):
         epoch = self.epoch + int(order.at_end == self.epoch)
         begun = Start(now, None, self._sampler_states(), epoch) if started is None else started
         kind = "ended" if ended else "none" if started is None else "left"
+        drawn = begun.so_far()
         return {
             "epoch": begun.epoch,
             "samplers": begun.samplers,
@@ -316,6 +292,7 @@ class PreparedLoader(DataLoader[Any]):
                 "now": now,
                 "process": begun.process,
                 "agreed": begun.agreed,
+                "drawn": None if drawn is None else asdict(drawn),
                 "stream": order.stream is not None,
                 "samples": self._num_samples(),
             },
@@ -346,12 +323,14 @@ class PreparedLoader(DataLoader[Any]):
         if saved["stream"] and order.stream is None and order.draws == "torch":
             order.take_stream()  # saved on several processes
         order.restore(Start(saved["now"]), self.generators())
+        drawn = saved.get("drawn")  # none of an earlier version
         begun = Start(
             state["generators"],
             saved["process"],
             state["samplers"],
             state["epoch"],
             saved["agreed"],
+            drawn=None if drawn is None else Drawn(**drawn),
         )
         order.ended = saved["pass"] == "ended"
         if saved["pass"] == "under way":

@@ -167,8 +167,21 @@ class SampleLayout:
         """Return the chosen samples of nested data."""
         return cut_samples(batch, self.paths, samples)
 
-    def complete(self, batch: Any, size: int, first: Any, multiple: int) -> tuple[Any, int]:
-        """Complete a batch of `size` samples with those of `first` to a multiple of `multiple`.
+    def leaves(self, batch: Any, samples: slice) -> dict[Path, Any]:
+        """Return copies of the chosen samples of the parts that have one entry per sample."""
+        found = {path: _at(batch, path)[samples] for path in self.paths}
+        return {p: v.clone() if isinstance(v, torch.Tensor) else v for p, v in found.items()}
+
+    def complete(
+        self, batch: Any, size: int, first: Mapping[Path, Any], multiple: int
+    ) -> tuple[Any, int]:
+        """Complete a batch of `size` samples with others to a multiple of `multiple`.
+
+        Args:
+            batch: nested data.
+            size: how many samples it has.
+            first: what `leaves` returned for the samples to repeat.
+            multiple: divides the new size.
 
         Returns:
             The batch and its new size.
@@ -176,9 +189,37 @@ class SampleLayout:
         missing = -size % multiple
         if missing == 0:
             return batch, size
-        repeats = -(-missing // self.size_of(first))
-        filler = self.cut(self.join([first] * repeats), slice(0, missing))
-        return self.join([batch, filler]), size + missing
+        filler = {path: _repeated(first[path], missing) for path in self.paths}
+        return self.join([batch, _replaced(batch, filler)]), size + missing
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is known of the pass so far."""
+        return {"paths": self.paths, "last_size": self._last_size, "used": self._used}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.paths = tuple(tuple(path) for path in state["paths"])
+        self._last_size, self._used = state["last_size"], state["used"]
+
+
+def _repeated(samples: Any, length: int) -> Any:
+    """Return `length` samples, those of a tensor or list repeated."""
+    repeats = -(-length // len(samples))
+    if isinstance(samples, torch.Tensor):
+        return torch.cat([samples] * repeats)[:length]
+    return (samples * repeats)[:length]
+
+
+def _replaced(batch: Any, leaves: Mapping[Path, Any], path: Path = ()) -> Any:
+    """Return nested data like `batch` with other parts at some paths."""
+    if path in leaves:
+        return leaves[path]
+    parts = _parts(batch)
+    if parts is None:
+        return batch
+    return _rebuilt(batch, [_replaced(part, leaves, (*path, key)) for key, part in parts])
 
 
 def cut_samples(batch: Any, paths: Sequence[Path], samples: slice) -> Any:
@@ -287,6 +328,13 @@ def _sample_paths(value: Any, size: int, path: Path = ()) -> Iterator[Path]:
             return
     for key, part in _parts(value) or ():
         yield from _sample_paths(part, size, (*path, key))
+
+
+def _at(value: Any, path: Path) -> Any:
+    """Return the part at `path`."""
+    for key in path:
+        value = value[key]
+    return value
 
 
 def _length_at(value: Any, path: Path) -> int | None:

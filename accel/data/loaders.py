@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel.data.base import PreparedLoader, data_rank, index_sampler
 from accel.data.iterable import IterableDatasetShard
 from accel.data.layout import SampleLayout, cut_samples, num_samples
+from accel.data.rounds import RoundReader
 from accel.data.samplers import (
     CompletedBatchSampler,
     added_indices,
@@ -25,7 +26,7 @@ from accel.data.transfer import Round, SliceFunction, receive_round, send_round,
 from accel.imports import require
 from accel.ops import send_to_device
 from accel.state import GradientState, PartialState
-from accel.tree import iterate, recursively_apply
+from accel.tree import iterate
 
 __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "PreparedLoader", "SkipDataLoader"]
 
@@ -111,8 +112,9 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         state, current_pass = GradientState(), self._enter()
         try:
             self._synchronize()
+            skipped = 0 if self._position() else self.skip_batches
             batches = self._followed(self._batches())
-            for _ in itertools.islice(batches, self.skip_batches):
+            for _ in itertools.islice(batches, skipped):
                 pass
             current = next(batches, _END)
             if current is not _END:
@@ -333,49 +335,23 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
 
     def _rounds(self) -> Iterator[Round]:
         """Read the rounds (on the main process)."""
-        layout = SampleLayout(self._reader_batch_size, _name_of(self.collate_fn))
-        batches = self._followed(self._completed(layout))
-        for (batch, size, real), following in with_next(batches):
+        reader = self._reader = RoundReader(
+            SampleLayout(self._reader_batch_size, _name_of(self.collate_fn)),
+            per_round=self._entries_per_batch,
+            full_size=self.total_batch_size,
+            num_processes=self.num_processes,
+            even_batches=self.even_batches,
+            drop_last=self._drop_last,
+        )
+        position = self._position()
+        if position.get("rounds") is not None:
+            reader.load_state_dict(position["rounds"])
+        batches = reader.read(self._batches(), 0 if position else self.skip_batches)
+        for (batch, size, real), following in with_next(self._followed(batches)):
             if following is None:
                 real -= added_indices(index_sampler(self))
             ahead = None if following is None else following[1]
-            yield Round(batch, size, real, ahead, layout.paths)
-
-    def _completed(self, layout: SampleLayout) -> Iterator[tuple[Any, int, int]]:
-        """Yield the batch of each round, its size, and how many of its samples are real."""
-        head: Any = None
-        for number, batch in enumerate(self._joined(self._batches(), layout)):
-            size = real = layout.size_of(batch)
-            if head is None and self.num_processes > 1 and self.even_batches:
-                first = layout.cut(batch, slice(0, self.num_processes))
-                head = recursively_apply(torch.clone, first)
-            if number < self.skip_batches:
-                continue
-            if head is not None:
-                batch, size = layout.complete(batch, size, head, self.num_processes)
-            yield batch, size, real
-
-    def _joined(self, batches: Iterator[Any], layout: SampleLayout) -> Iterator[Any]:
-        """Join the batches of each round; a short one in between (a worker's last) is filled."""
-        per_round = self._entries_per_batch
-        full: int | None = None
-        rest: list[Any] = []
-        while group := list(itertools.islice(batches, per_round)):
-            for single in group:
-                layout.read(single)
-            batch = layout.join([*rest, *group])
-            size, rest = layout.size_of(batch), []
-            if full is None:
-                full = size if size == self.total_batch_size else 0
-            if full in (0, size):
-                if not self._drop_last or len(group) == per_round:
-                    yield batch
-                continue
-            starts = range(0, size - size % full, full)
-            yield from (layout.cut(batch, slice(start, start + full)) for start in starts)
-            rest = [layout.cut(batch, slice(len(starts) * full, size))] if size % full else []
-        if rest and not self._drop_last:
-            yield rest[0]
+            yield Round(batch, size, real, ahead, reader.layout.paths)
 
 
 def _name_of(function: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,17 @@ from torch.utils.data import (
 )
 
 from accel import rng
-from accel.data.samplers import SeedableRandomSampler, mix_seeds, samplers
+from accel.data.draws import Drawn, PassDraws
+from accel.data.samplers import (
+    CompletedBatchSampler,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    mix_seeds,
+    samplers,
+    total_batch_size,
+)
+from accel.errors import Problem
+from accel.state import PartialState
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _KNOWN = {
@@ -43,6 +54,8 @@ class Start:
         samplers: state dicts of the samplers that have one, outermost first.
         epoch: number of the pass, None where the loader does not know it.
         agreed: states of the process's generators when indices for all ranks were drawn, or None.
+        draws: the draws of the pass, where its sampler is not known; None before they begin.
+        drawn: how far the sampler of a pass that is drawn again had drawn, or None.
     """
 
     generators: list[torch.Tensor]
@@ -50,6 +63,16 @@ class Start:
     samplers: list[Any] = field(default_factory=list)
     epoch: int | None = None
     agreed: dict[str, Any] | None = None
+    draws: PassDraws | None = None
+    drawn: Drawn | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Generators do not travel; how far they were drawn from does.
+        return {**self.__dict__, "draws": None, "drawn": self.so_far()}
+
+    def so_far(self) -> Drawn | None:
+        """Return how far the sampler has drawn; None where its order needs no such record."""
+        return self.drawn if self.draws is None else self.draws.drawn()
 
 
 class Order:
@@ -59,7 +82,7 @@ class Order:
         stream: generator of the loader's own permutations; None: samplers draw as they are.
         sampler: the sampler without a generator that draws from `stream`, or None.
         draws: the process's own generators that the sampler may draw from: "torch", "all" of them
-            (Python's, NumPy's and torch's), or "none".
+            (Python's, NumPy's and torch's), or "none". "agreed": rank 0 draws for all.
 
     Attributes:
         passes: passes that were completed; the epoch, where no sampler has one.
@@ -72,6 +95,12 @@ class Order:
         ended: whether the loaded checkpoint was saved with the last batch of a pass in hand.
         told: the epoch that the data set was told last.
         left: how many passes of the present epoch were left early.
+        read_elsewhere: whether the next pass is empty: this rank had read its batches when a
+            checkpoint was saved in which other ranks had not.
+        states: positions behind the batch in hand and the one fetched ahead (of stateful loaders).
+        position: a loaded position that the next pass goes on from, or None.
+        loaded_into: what the loader leaves out that it was loaded into: entries of the sampler,
+            and batches that it fetches.
     """
 
     def __init__(
@@ -90,6 +119,10 @@ class Order:
         self.ended = False
         self.told: int | None = None
         self.left = 0
+        self.read_elsewhere = False
+        self.states: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self.position: dict[str, Any] | None = None
+        self.loaded_into: tuple[int, int] = (0, 0)
         self.warned: set[str] = set()
         self._after_opening: Start | None = None
 
@@ -111,11 +144,14 @@ class Order:
             generator.set_state(state)
         if start.process is not None:
             rng.restore_host(start.process)
+        elif start.agreed is not None and self.draws == "all":  # saved on several processes
+            rng.restore_host(start.agreed)
 
     def cancel(self) -> None:
         """Forget the pass that was under way: the next one draws an order of its own."""
         self.started = self.resumed = self.replay = None
-        self.ended = False
+        self.states = self.position = None
+        self.ended = self.read_elsewhere = False
 
     def take_stream(self) -> None:
         """Draw from a stream from now on, as loaders do on several processes."""
@@ -151,6 +187,35 @@ class Order:
             finally:
                 self.restore(Start(now), generators)
 
+    def followed(self, sampler: Any, entries: Iterator[Any], chunk: int = 1) -> Iterator[Any]:
+        """Yield what a sampler draws.
+
+        Where it draws the order of an earlier pass again, it draws all that this had drawn at once.
+
+        Args:
+            sampler: what draws.
+            entries: its entries, of which none is drawn yet.
+            chunk: how many are drawn at a time.
+        """
+        unknown = self.draws in ("all", "agreed")
+        held = held_generators(None, sampler, self)
+        draws = PassDraws(held, unknown, total_batch_size(sampler))
+        start = self.started
+        before = None if self.again is None else self.again.so_far()
+        if start is not None:
+            start.draws = draws
+        if before is not None:
+            again = draws.draw_again(entries, before)
+            now = draws.drawn()
+            other = unknown and now.size == before.size and now.digest != before.digest
+            if other and PartialState().is_main_process:
+                warnings.warn(str(_other_entries(sampler)), stacklevel=2)
+            yield from again
+        elif self.again is not None and unknown and length_of(sampler) is not None:
+            yield from entries  # of a checkpoint of an earlier version
+        while found := draws.draw(entries, chunk):
+            yield from found
+
     @contextlib.contextmanager
     def drawing(self, generators: Sequence[torch.Generator]) -> Iterator[Start | None]:
         """Context in which a sampler draws its first index; gives the start it draws again."""
@@ -185,24 +250,47 @@ class DrawnSampler:
         self.sampler = sampler
         self.order = order
         self.generator = generator
+        self._begun: Iterator[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.order.stream is None and self.order.replay is None:
+        order = self.order
+        held = held_generators(None, self.sampler, order)
+        followed = order.draws == "all" or (bool(held) and order.draws != "agreed")
+        if order.replay is None and not followed:
             return iter(self.sampler)
-        return self._drawn(iter(self.sampler))
+        if self._begun is None:  # torchdata iterates twice where it restores a position
+            entries = self._entries(self.sampler) if followed else iter(self.sampler)
+            self._begun = self._drawn(entries)
+        return self._begun
 
     def _drawn(self, entries: Iterator[Any]) -> Iterator[Any]:
+        self._begun = None
         generators = held_generators(self.generator, self.sampler, self.order)
-        with self.order.drawing(generators) as start:
-            # A sampler that is not known may draw at each index, from generators that all share.
-            everything = start is not None and self.order.draws == "all"
-            number = None if everything and length_of(self.sampler) is not None else 1
-            first = list(itertools.islice(entries, number))
+        with self.order.drawing(generators):
+            first = list(itertools.islice(entries, 1))
         yield from first
         yield from entries
+
+    def _entries(self, sampler: Any) -> Iterator[Any]:
+        """Return the entries of `sampler`, whose draws are followed."""
+        if isinstance(sampler, (SkipBatchSampler, CompletedBatchSampler)):
+            return sampler.entries(self._entries(sampler.batch_sampler))
+        return self.order.followed(sampler, iter(sampler))
+
+
+def _other_entries(sampler: Any) -> Problem:
+    inner = getattr(sampler, "sampler", None)
+    name = type(sampler if inner is None else inner).__name__
+    return Problem(
+        f"a {name} that does not draw again what it had drawn when the checkpoint was saved",
+        "the rest of the pass goes on in another order, so that samples are repeated and others "
+        "are left out",
+        f"Let {name} draw from its attribute `generator` (a torch.Generator) or from Python's, "
+        "NumPy's or torch's global generator, or give it state_dict() and load_state_dict().",
+    )
 
 
 def held_generators(

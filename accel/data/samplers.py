@@ -129,7 +129,11 @@ class SkipBatchSampler(AroundBatchSampler, Sampler[Any]):
         return last_batch_remainder(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self.batch_sampler, self.skip_batches, None)
+        return self.entries(iter(self.batch_sampler))
+
+    def entries(self, inner: Iterator[Any]) -> Iterator[Any]:
+        """Return the entries, given those of the sampler inside."""
+        return itertools.islice(inner, self.skip_batches, None)
 
     def __len__(self) -> int:
         return max(0, len(self.batch_sampler) - self.skip_batches)
@@ -340,10 +344,14 @@ class CompletedBatchSampler(AroundBatchSampler, BatchSampler):
         return max(length, -(-completed // self.batch_size))
 
     def __iter__(self) -> Iterator[list[int]]:
+        return self.entries(iter(self.batch_sampler))
+
+    def entries(self, inner: Iterator[list[int]]) -> Iterator[list[int]]:
+        """Yield the batches, given those of the sampler inside."""
         seen = 0
         head: list[int] = []
         batch: list[int] = []
-        for following in self.batch_sampler:
+        for following in inner:
             head += following[: self.num_processes - len(head)]
             if batch:
                 yield batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,23 +17,41 @@ from accel.state import PartialState
 class _Tracked(PreparedLoader, StatefulDataLoader):
     """Gives the state after the batch in hand, though one more is already fetched.
 
-    Its state is torchdata's ("position"; {} between passes) with the order of the samples
-    ("order", as of `PreparedLoader.order_state`), without which a position means nothing.
+    Its state is torchdata's ("position"; {} at the start of a pass) with what a position means
+    nothing without: the order of the samples ("order", as of `PreparedLoader.order_state`), how
+    many entries of the sampler the pass had skipped ("skipped"), and the rounds before it of a
+    dispatched pass ("rounds"). Copies that `skip_first_batches` returns share it.
     """
 
-    _states: tuple[dict[str, Any], dict[str, Any]] | None = None
-
     def _followed(self, units: Iterator[Any]) -> Iterator[Any]:
+        order = self._order
         after: dict[str, Any] = {}
         for unit in units:
-            before, after = after, super().state_dict()
-            self._states = before, after
+            before, after = after, self._noted()
+            order.states = before, after
             yield unit
-        self._states = after, after
+        order.states = after, after
+
+    def _noted(self) -> dict[str, Any]:
+        return {"position": super().state_dict(), "skipped": self._skipped_now}
 
     def _complete(self, current: Any) -> None:
         super()._complete(current)
-        self._states = None
+        self._order.states = None
+
+    def _position(self) -> dict[str, Any]:
+        order = self._order
+        found, order.position = order.position, None
+        self._skipped_now, self.next_iter_state = self._skipped, None
+        if not found or (self._goes_on and order.loaded_into != self._skips):
+            return {}  # the caller chose what to skip
+        self._skipped_now = found.get("skipped", self._skipped)
+        super().load_state_dict(found["position"])
+        return found if found["position"] else {}
+
+    @property
+    def _skips(self) -> tuple[int, int]:
+        return self._skipped, self.skip_batches
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which a new loader goes on with the batch after the one in hand.
@@ -40,28 +59,31 @@ class _Tracked(PreparedLoader, StatefulDataLoader):
         With the last batch in hand, and between passes, that is the start of the next pass.
         """
         order = self.order_state()
-        return {"order": order, "position": self._position(order["order"]["pass"])}
+        return {"position": {}, **self._reached(order["order"]["pass"]), "order": order}
 
-    def _position(self, kind: str) -> dict[str, Any]:
-        if self._states is not None and kind in ("under way", "left"):
-            return self._states[0]
-        if self.next_iter_state is not None:  # loaded, and not begun
-            return self.next_iter_state
+    def _reached(self, kind: str) -> dict[str, Any]:
+        order = self._order
+        if order.states is not None and kind in ("under way", "left"):
+            return order.states[0]
+        if order.position is not None:  # loaded, and not begun
+            return order.position
         keeps = hasattr(self.dataset, "state_dict") and self._iterator is not None
         if keeps and (self.num_workers == 0 or self.persistent_workers):
-            return super().state_dict()  # the data set counts on from pass to pass
+            return {"position": super().state_dict()}  # the data set counts on from pass to pass
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next pass go on from where `state_dict` was taken."""
-        self._states = None
-        order = state_dict.get("order")
+        found = dict(state_dict)
+        order = found.pop("order", None)
         if order is None:  # torchdata's alone, of an earlier version
-            super().load_state_dict(state_dict)
-            return
-        self.load_order_state(order)
-        self._order.resume()
-        super().load_state_dict(state_dict["position"])
+            found = {"position": state_dict}
+        else:
+            self.load_order_state(order)
+            self._order.resume()
+        self._iterator = None
+        self._order.states = None
+        self._order.position, self._order.loaded_into = found, self._skips
 
 
 class StatefulDataLoaderShard(_Tracked, DataLoaderShard):
@@ -69,11 +91,10 @@ class StatefulDataLoaderShard(_Tracked, DataLoaderShard):
 
 
 class StatefulDataLoaderDispatcher(_Tracked, DataLoaderDispatcher):
-    """A `DataLoaderDispatcher` that is stateful; only the main process has a state.
+    """A `DataLoaderDispatcher` that is stateful; only the main process has a state."""
 
-    The state does not hold the first samples of a stream's pass: after a resume in mid-pass, a
-    short last round is completed with samples from where reading went on.
-    """
+    def _noted(self) -> dict[str, Any]:
+        return {**super()._noted(), "rounds": self._reader.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the main process, {} on the others."""
@@ -87,6 +108,12 @@ class StatefulDataLoaderDispatcher(_Tracked, DataLoaderDispatcher):
 
 class StatefulSkipDataLoader(SkipDataLoader, StatefulDataLoader):
     """A `SkipDataLoader` that is a `StatefulDataLoader`."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        resumed = self.next_iter_state is not None
+        batches = StatefulDataLoader.__iter__(self)
+        done = batches._num_yielded if resumed else 0
+        return itertools.islice(batches, max(0, self.skip_batches - done), None)
 
 
 VARIANTS: dict[type[DataLoader[Any]], type[DataLoader[Any]]] = {

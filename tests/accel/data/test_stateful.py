@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
-from torch.utils.data import DataLoader, IterableDataset
+import pickle
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
+
+from accel import Accelerator, DataLoaderConfiguration
+from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accel.data.prepare import prepare_data_loader, skip_first_batches
+from accel.errors import CheckpointError
+from accel.state import AcceleratorState, GradientState
+from tests.helpers import run_distributed
 
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
@@ -53,3 +64,256 @@ def test_skipping_keeps_the_kind() -> None:
     skipping = skip_first_batches(prepared(), 4)
     assert isinstance(skipping, stateful.StatefulDataLoader)
     assert [batch.tolist() for batch in skipping] == [[8, 9], [10, 11]]
+
+
+# -- dispatched rounds ---------------------------------------------------------------------------
+
+
+class Counted(IterableDataset):
+    """The numbers below 11; knows where it is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 11:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Short(IterableDataset):
+    """The first worker gives a short last batch long before the second one ends."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        return iter(range(3) if info.id == 0 else range(10, 21))
+
+
+def read(loader: Any) -> list[Any]:
+    return [plain(batch) for batch in loader]
+
+
+def plain(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {key: plain(value) for key, value in batch.items()}
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+def named(samples: list[int]) -> dict[str, Any]:
+    return {"id": torch.tensor(samples), "name": [str(s) for s in samples], "kind": "numbers"}
+
+
+def of_two(dataset: Any, rank: int, collate: Any = None, **arguments: Any) -> Any:
+    """Return rank `rank`'s loader of two, which reads in this process."""
+    original = DataLoader(dataset, batch_size=2, collate_fn=collate, **arguments)
+    return prepare_data_loader(
+        original,
+        num_processes=2,
+        process_index=rank,
+        dispatch_batches=True,
+        use_stateful_dataloader=True,
+    )
+
+
+class Eleven(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(11))
+
+
+@pytest.mark.parametrize("kind", [Eleven, Counted])
+@pytest.mark.parametrize("collate", [None, named])
+def test_a_resumed_stream_completes_its_last_round_with_the_first_samples(kind, collate) -> None:
+    loader = of_two(kind(), 1, collate)
+    batches, states = [], []
+    for batch in loader:
+        batches.append(plain(batch))
+        states.append(pickle.loads(pickle.dumps(loader.state_dict())))
+    last = batches[-1]["id"] if collate else batches[-1]
+    assert (len(batches), last) == (3, [10, 0])
+    for number, state in enumerate(states[:-1]):
+        again = of_two(kind(), 1, collate)
+        again.load_state_dict(state)
+        assert read(again) == batches[number + 1 :]
+        assert read(again) == batches  # and the next pass is whole
+
+
+def test_a_resumed_stream_gives_what_was_read_and_not_given() -> None:
+    context = {"num_workers": 2, "multiprocessing_context": "fork"}
+    ranks = []
+    for rank in (0, 1):
+        loader = of_two(Short(), rank, **context)
+        batches, states = [], []
+        for batch in loader:
+            batches.append(batch.tolist())
+            states.append(loader.state_dict())
+        ranks.append(batches)
+        for number, state in enumerate(states[:-1]):
+            again = of_two(Short(), rank, **context)
+            again.load_state_dict(state)
+            assert read(again) == batches[number + 1 :]
+    given = [sample for batches in ranks for batch in batches for sample in batch]
+    assert sorted(given) == [*range(3), *range(10, 21)]
+
+
+def test_first_samples_that_no_checkpoint_can_hold_are_told_of() -> None:
+    class Thing:
+        pass
+
+    def things(samples: list[int]) -> list[Any]:
+        return [Thing() for _ in samples]
+
+    loader = of_two(Eleven(), 0, things)
+    next(iter(loader))
+    again = of_two(Eleven(), 0, things)
+    again.load_state_dict(loader.state_dict())
+    with pytest.warns(UserWarning, match="first samples are not saved"):
+        assert len(list(again)) == 2
+
+
+# -- skipping ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dataset", [range(12), Stream(), Counted()])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_the_original_knows_where_a_skipping_copy_is(dataset, workers: int, dispatch: bool) -> None:
+    def new() -> Any:
+        return prepared(dataset, workers, dispatch_batches=dispatch)
+
+    whole = read(new())
+    loader = new()
+    skipping = skip_first_batches(skip_first_batches(loader, 1), 1)
+    passing = iter(skipping)
+    assert [next(passing).tolist() for _ in range(2)] == whole[2:4]
+    states = loader.state_dict(), skipping.state_dict()
+    passing.close()
+    for state in states:
+        again = new()
+        again.load_state_dict(state)
+        assert read(again) == whole[4:]
+        assert read(again) == whole
+        skipping = skip_first_batches(new(), 2)
+        skipping.load_state_dict(state)
+        assert read(skipping) == whole[4:]
+
+
+@pytest.mark.parametrize("dataset", [range(12), Stream()])
+def test_skipping_takes_the_place_of_a_loaded_position(dataset) -> None:
+    loader = prepared(dataset)
+    next(iter(loader))
+    state = loader.state_dict()
+    again = prepared(dataset)
+    again.load_state_dict(state)
+    assert read(skip_first_batches(again, 1)) == [[i, i + 1] for i in range(2, 12, 2)]
+    assert read(again) == [[i, i + 1] for i in range(0, 12, 2)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_skips_goes_on_behind_what_it_skipped(workers: int) -> None:
+    def new() -> Any:
+        return SkipDataLoader(
+            range(12), 2, use_stateful_dataloader=True, batch_size=2, num_workers=workers
+        )
+
+    loader = new()
+    passing = iter(loader)
+    assert next(passing).tolist() == [4, 5]
+    again = new()
+    again.load_state_dict(loader.state_dict())
+    assert read(again) == [[6, 7], [8, 9], [10, 11]]
+
+
+def test_a_loader_with_a_loaded_position_is_pickled() -> None:
+    loader = prepared()
+    for _ in loader:
+        again = prepared()
+        again.load_state_dict(loader.state_dict())
+        assert read(pickle.loads(pickle.dumps(again))) == read(again)
+        break
+
+
+# -- ranks at different batches ------------------------------------------------------------------
+
+
+class Drawing(Sampler[int]):
+    """Draws each index when it is wanted."""
+
+    def __len__(self) -> int:
+        return 13
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(13))
+        while left:
+            yield left.pop(random.randrange(len(left)))
+
+
+def engine(kind: str, seed: int) -> tuple[Accelerator, Any]:
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    config = DataLoaderConfiguration(
+        use_stateful_dataloader=True, even_batches=False, dispatch_batches=False
+    )
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if kind == "stream":
+        return accelerator, accelerator.prepare(DataLoader(Eleven(), batch_size=2))
+    flags = {"shuffle": True} if kind == "random" else {"sampler": Drawing()}
+    return accelerator, accelerator.prepare(DataLoader(range(13), batch_size=2, **flags))
+
+
+def apart(kind: str, stops: list[int], folder: str) -> tuple[Any, Any]:
+    """Save after as many batches as `stops` says for each rank; all that it reads otherwise."""
+    accelerator, loader = engine(kind, 1)
+    stop = stops[accelerator.process_index]
+    straight, number = [read(loader)], 0
+    straight.append([])
+    for number, batch in enumerate(loader, start=1):
+        straight[1].append(batch.tolist())
+        if number == stop:
+            accelerator.save_state(folder)
+    if stop > number:
+        accelerator.save_state(folder)
+    straight += [read(loader), read(loader)]
+    accelerator, loader = engine(kind, 2)
+    accelerator.load_state(folder)
+    return [straight[1][stop:], *straight[2:]], [read(loader) for _ in range(3)]
+
+
+# Thirteen samples in batches of two: four for rank 0, three for rank 1; 11 of the stream: three.
+@pytest.mark.parametrize("stops", [[1, 3], [3, 3], [3, 9], [2, 1]])
+@pytest.mark.parametrize("kind", ["random", "lazy", "stream"])
+def test_ranks_that_saved_at_different_batches_go_on_where_they_were(kind, stops, tmp_path) -> None:
+    if kind == "stream" and stops[0] == 3:  # its last batch
+        stops = [2, stops[1]]
+    for wanted, found in run_distributed(apart, 2, kind, stops, str(tmp_path / "state")):
+        assert found == wanted
+
+
+def in_different_epochs(folder: str) -> str:
+    accelerator, loader = engine("stream", 1)  # whose passes begin without the other rank
+    passes = 1 + 2 * accelerator.process_index
+    for _ in range(passes):
+        for _ in loader:
+            pass
+    next(iter(loader))
+    accelerator.save_state(folder)
+    accelerator, loader = engine("stream", 2)
+    try:
+        accelerator.load_state(folder)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_saved_in_different_epochs_are_refused(tmp_path: Path) -> None:
+    for told in run_distributed(in_different_epochs, 2, str(tmp_path / "state")):
+        assert "different epochs (rank 0: 1 (left), rank 1: 3 (left))" in told

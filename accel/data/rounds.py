@@ -1,0 +1,127 @@
+"""The rounds that one process reads for all: batches joined, and the last one completed."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from accel.data.layout import Path, SampleLayout
+from accel.errors import Problem
+
+
+class RoundReader:
+    """Makes rounds out of the batches of a pass.
+
+    Args:
+        layout: knows which parts of a batch have one entry per sample.
+        per_round: how many batches are joined.
+        full_size: samples of a full round.
+        num_processes: the samples of the last round are completed to a multiple of it.
+        even_batches: whether they are.
+        drop_last: whether a round of too few batches is left out.
+    """
+
+    def __init__(
+        self,
+        layout: SampleLayout,
+        per_round: int,
+        full_size: int,
+        num_processes: int,
+        even_batches: bool,
+        drop_last: bool,
+    ) -> None:
+        self.layout = layout
+        self.per_round = per_round
+        self.full_size = full_size
+        self.num_processes = num_processes
+        self.completes = even_batches and num_processes > 1
+        self.drop_last = drop_last
+        self._head: dict[Path, Any] | None = None  # the first samples of the pass
+        self._full: int | None = None  # samples of each round; 0: varying; None: not known yet
+        self._rest: list[Any] = []  # read, and not given yet
+
+    def read(self, batches: Iterator[Any], skip: int = 0) -> Iterator[tuple[Any, int, int]]:
+        """Yield the batch of each round, its size, and how many of its samples are real.
+
+        Args:
+            batches: of the pass.
+            skip: how many rounds are left out.
+        """
+        layout = self.layout
+        for number, batch in enumerate(self._joined(batches)):
+            size = real = layout.size_of(batch)
+            if self._head is None and self.completes:
+                self._head = layout.leaves(batch, slice(0, self.num_processes))
+            if number < skip:
+                continue
+            if self._head is not None:
+                batch, size = layout.complete(batch, size, self._head, self.num_processes)
+            yield batch, size, real
+
+    def _joined(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Join the batches of each round; a short one in between (a worker's last) is filled."""
+        layout = self.layout
+        while group := list(itertools.islice(batches, self.per_round)):
+            for single in group:
+                layout.read(single)
+            batch = layout.join([*self._rest, *group])
+            size, self._rest = layout.size_of(batch), []
+            if self._full is None:
+                self._full = size if size == self.full_size else 0
+            full = self._full
+            if full in (0, size):
+                if not self.drop_last or len(group) == self.per_round:
+                    yield batch
+                continue
+            whole = size - size % full
+            self._rest = [layout.cut(batch, slice(whole, size))] if whole < size else []
+            for start in range(0, whole, full):
+                yield layout.cut(batch, slice(start, start + full))
+        if self._rest and not self.drop_last:
+            rest, self._rest = self._rest[0], []
+            yield rest
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a pass that goes on behind the round in hand must know of those before."""
+        head = self._head
+        if head is not None and not all(_is_plain(leaf) for leaf in head.values()):
+            head = None  # a checkpoint holds no objects of other classes
+        return {
+            "layout": self.layout.state_dict(),
+            "head": None if head is None else list(head.items()),
+            "full": self._full,
+            "rest": list(self._rest),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.layout.load_state_dict(state["layout"])
+        self._full, self._rest = state["full"], list(state["rest"])
+        if state["head"] is not None:
+            self._head = {tuple(path): leaf for path, leaf in state["head"]}
+        elif self.completes:
+            warnings.warn(
+                str(
+                    Problem(
+                        "a position in a pass whose first samples are not saved",
+                        "a checkpoint holds tensors, numbers and text alone; a short last round is "
+                        "completed with samples from where reading goes on",
+                        "Let collate_fn return tensors, or set even_batches=False.",
+                    )
+                ),
+                stacklevel=2,
+            )
+
+
+def _is_plain(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return True
+    if isinstance(leaf, (list, tuple)):
+        return all(_is_plain(item) for item in leaf)
+    return leaf is None or isinstance(leaf, (bool, int, float, str, bytes))
