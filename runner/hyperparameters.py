@@ -79,6 +79,11 @@ class Hyperparameters:
             if _is_replayed(scheduler)
         }
 
+    def knows(self, part: str) -> bool:
+        """Return whether `resume` has brought a part that has no state to where it should be."""
+        name = part.removeprefix("scheduler.")
+        return self.saved is not None and name != part and name in self._schedules
+
     def state_dict(self) -> dict[str, Any]:
         """Return what the recipe says now, as plain values."""
         return self.now

@@ -61,13 +61,23 @@ METHODS = (
 FILES = tuple(
     Mistake(KIND, ("experiment=own",), names, {"conf/experiment/own.yaml": f"{head}{text}"})
     for head in ("# @package _global_\n",)
-    for text, names in (("resume: runs/digits/x\n", ("resume='runs/digits/x'", "resume: auto")),)
+    for text, names in (
+        ("resume: runs/digits/x\n", ("resume='runs/digits/x'", "resume: auto")),
+        ("precision: bf16\n", ("precision: bf16", "override /precision")),
+        ("tracker: tensorboard\n", ("tracker: tensorboard", "override /tracker")),
+        ("fsdp: full_shard\n", ("fsdp", "override /fsdp")),
+        ("trainer: 3\n", ("trainer: 3", "keys below it")),
+    )
 )
 PROJECTS = (
     Mistake(KIND, (), ("./mine", "package"), {PROJECT: '[tool.runner]\nimports = ["./mine"]\n'}),
     Mistake(KIND, (), (PROJECT, "TOML"), {PROJECT: "[tool.runner]\nimports = []".encode("utf-16")}),
 )
 LINES = (
+    _line("fsdp=zero3", "fsdp=zero3", "deepspeed=zero3"),
+    _line("deepspeed=full_shard", "deepspeed=full_shard", "fsdp=full_shard"),
+    _line("callbacks.x.name=early_stop", "@register.callback("),
+    _line("optimizer=null", "an optimizer"),
     _line("-m seed=range(0)", "seed=range(0)", "no values"),
     _line("-m seed=glob(*)", "seed=glob(*)"),
     _line(
