@@ -19,8 +19,8 @@ from accel.errors import (
     MissingPackageError,
     Problem,
 )
+from runner import endings, outcomes, paths, startup, threads, trust
 from runner import flags as command_line
-from runner import outcomes, paths, startup, threads, trust
 from runner.outcomes import DONE, FAILED, INTERRUPTED, REFUSED
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
 def _run(arguments: Sequence[str]) -> int:
     try:
         imports, rest = command_line.take_imports(arguments)
-        with _trusting(imports), threads.sleeping_when_idle():
+        with _trusting(imports), threads.sleeping_when_idle(), endings.not_silent():
             code = _dispatch(rest)
             sys.stdout.flush()
             return code
@@ -170,6 +170,8 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
         raise ConfigError(Problem("--multirun under torchrun", rule, "Start it without torchrun."))
     from runner import hydra_setup, sweeps
 
+    if trust.asked_for():  # packages of the user's import torch
+        startup.announce("runner")
     missing = import_packages()
     if multirun:
         return _train_all(overrides, config_name, missing)
@@ -211,6 +213,10 @@ def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool
     examined = compose.anew(overrides, config_name)
     if examined.problems or examined.recipe.resume is None:
         return examined, False
+    if examined.recipe.resume != resumable.AUTO:
+        value = f"resume={examined.recipe.resume!r} in a file"
+        rule, remedy = "a file may say resume: auto alone", "Name the run on the command line."
+        return replace(examined, problems=[Problem(value, rule, remedy)]), False
     found = resumable.newest(examined.recipe)
     if found is None:
         return replace(examined, recipe=replace(examined.recipe, resume=None)), False

@@ -1,7 +1,8 @@
 """The files that describe a run, changed all together or not at all. Free of torch.
 
 They are `config.yaml`, `overrides.yaml`, `job.json`, `threads.json`, `environment.json` and
-`git.diff`: what a resume reads, and what it replaces.
+`git.diff`: what a resume reads, and what it replaces. Of a finished run also `summary.json`, which
+then says that it is not complete any more.
 
 - A command writes its own into ``<run_dir>/.attempt-<token>/``. Workers read their job there, and
   the run stays what it was: a command that fails to load the state leaves nothing but its log.

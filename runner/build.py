@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.env import Environment
@@ -99,6 +101,7 @@ def check_machine(recipe: Recipe) -> list[Problem]:
         lambda: _check_precision(recipe, resolve_device(processes.device(distributed), 0).type),
         lambda: _check_clipping(recipe),
         lambda: ConfigError.raise_if(variables.problems(recipe, Environment.read())),
+        lambda: _check_states_folder(recipe),
         lambda: filter_trackers(recipe.tracker.log_with, logging_dir=recipe.output_dir),
     )
     problems: list[Problem] = []
@@ -143,6 +146,24 @@ def _check_deepspeed(recipe: Recipe, batch_plan: BatchPlan) -> None:
     ]
     with of_the_recipe():
         ConfigError.raise_if([*claims.problems, *sections])
+
+
+def _check_states_folder(recipe: Recipe) -> None:
+    """Raise if a new run cannot write its states where the recipe wants them."""
+    wanted = recipe.checkpoint.project.project_dir
+    if wanted is None or recipe.resume is not None:
+        return
+    place = Path(wanted).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return
+    except OSError as error:
+        value = f"checkpoint.project.project_dir={wanted}"
+        rule = f"states are written there, and that failed ({error})"
+        remedy = "Give a folder that you may write to, or leave it out."
+        raise ConfigError(Problem(value, rule, remedy)) from error
 
 
 def _check_clipping(recipe: Recipe) -> None:
@@ -216,7 +237,7 @@ def step_problems(recipe: Recipe, label: str, signature: Signature) -> Iterator[
         elif parameter is not None and parameter.default is parameter.empty and not given:
             yield Problem(
                 f"{key}=null with step={label}",
-                f"{label} needs a {key}",
+                f"{label} needs {'an' if key[0] in 'aeiou' else 'a'} {key}",
                 f"Choose {key}=…",
             )
 

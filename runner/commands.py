@@ -139,9 +139,15 @@ def write_predictions(request: Request) -> int:
     ``"prediction"`` where it is a single value. The file appears once it is complete.
     """
     output = _require_output(request.output)
-    partial = output.with_name(f".{output.name}.partial")
+    partial = output.parent / f".{output.name}.partial"
+    from accel.checkpoint import space
+
     try:
-        with _opened(partial, output) as file, _session(request) as session:
+        with (
+            space.told("the predictions", output.parent),
+            _opened(partial, output) as file,
+            _session(request) as session,
+        ):
             count = 0
             for count, record in enumerate(_predictions(session), start=1):
                 line = rundir.finite({"index": count - 1, **record})

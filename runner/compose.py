@@ -99,7 +99,10 @@ def _resumed(run_dir: str | Path, overrides: Sequence[str], trains: bool) -> Exa
     after, problems = diagnose.examine(merged, job.config_name)
     before, _ = diagnose.examine(own, job.config_name)
     try:
-        changed = resume.carry_over(frozen, _plain(before), _plain(after))
+        today = _plain(after)
+        changed = resume.carry_over(frozen, _plain(before), today)
+        chosen = {hydra_setup.key_of(o) for o in overrides} - set(hydra_setup.groups())
+        changed = resume.imposed(changed, today, chosen)
     except OmegaConfBaseException as error:
         problems.append(unresolved(error))
         return Examined(Recipe(), problems, tuple(merged), job.config_name, composed=False)

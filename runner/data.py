@@ -310,7 +310,7 @@ def make_loader(
         pin_memory=pinned,
         prefetch_factor=config.prefetch_factor,
         persistent_workers=config.persistent_workers,
-        collate_fn=None if collate_fn is None else reading.Collate(collate_fn),
+        collate_fn=reading.Collate(collate_fn) if collate_fn else reading.collate,
         generator=torch.Generator(),
         **kwargs,
     )

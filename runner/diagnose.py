@@ -20,6 +20,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from accel.errors import ConfigError, Problem, nearest
 from runner import conf_files, habits, hydra_setup, keys, paths
+from runner.schema import ENGINES, Recipe
 
 # What composing raises for a mistake of the user's; OmegaConf stumbles over null nodes.
 MISTAKES = (
@@ -27,6 +28,7 @@ MISTAKES = (
     *(AssertionError, AttributeError, ValueError, OSError, RecursionError),
 )
 COMMANDS = ("eval", "predict")
+NODE = "it is a node with keys of its own"
 
 
 def compose(overrides: Sequence[str], config_name: str, number: int = 0) -> DictConfig:
@@ -163,11 +165,17 @@ def _choice_problem(parsed: Override, override: str) -> Problem | None:
             return Problem(override, rule, remedy)
         if option not in known:
             rule = f"{group} is one of {', '.join(known)}"
-            return Problem(f"{group}={option}", rule, nearest(option, known))
+            return Problem(f"{group}={option}", rule, _elsewhere(option) or nearest(option, known))
     if (parsed.is_add() or parsed.is_force_add()) and _has_place(group):
         rule = f"{group} has a place in every recipe"
         return Problem(override, rule, f"Leave out the +: {override.lstrip('+')}")
     return None
+
+
+def _elsewhere(option: str) -> str | None:
+    """Return the remedy for the file of an engine that was chosen for another engine, or None."""
+    found = [engine for engine in ENGINES if option in options_of(engine)]
+    return f"Did you mean {found[0]}={option}?" if found and option != "default" else None
 
 
 def _has_place(group: str) -> bool:
@@ -241,7 +249,7 @@ def _in_plain_words(reason: str) -> str:
     if wanted in TYPES:
         return f"it is {TYPES[wanted]}"
     if "is not a subclass of" in reason or "Invalid type assigned" in reason:
-        return "it is a node with keys of its own"
+        return NODE
     return reason
 
 
@@ -291,6 +299,14 @@ def translate(error: Exception, config_name: str) -> list[Problem]:
         problem = keys.unknown_key(key.group(1), list(keys.typed_keys()))
         first = Problem(f"{place}{problem.value}", problem.rule, problem.remedy)
         return (conf_files.wrong_keys(name) if name else []) or [first]
+    as_text = re.search(r"\w+ is not a subclass of (\w+)\. value: (.*)", text)
+    name = next(
+        (n for n, k in keys.nodes(Recipe).items() if as_text and k and k.__name__ == as_text[1]), ""
+    )
+    if as_text and name:
+        return [_no_node(f"{place}{name}: {as_text[2]}", name)]
+    if key and _in_plain_words(rest) == NODE and key.group(1) in keys.nodes(Recipe):
+        return [_no_node(f"{place}{key.group(1)}", key.group(1))]
     if key:
         return [Problem(f"{place}{key.group(1)}", _in_plain_words(rest), "Correct the file.")]
     if isinstance(error, YAMLError):
@@ -298,6 +314,13 @@ def translate(error: Exception, config_name: str) -> list[Problem]:
         remedy = "Indent with spaces, not tabs." if "'\\t'" in text else "Correct the file."
         return [Problem("conf", rule, remedy)]
     return [Problem(place.rstrip(": ") or "conf", " ".join(rest.split()), "Correct the file.")]
+
+
+def _no_node(value: str, name: str) -> Problem:
+    """Return the problem that a file gives a node a plain value, such as the name of its file."""
+    chosen = f"Choose its file by `- override /{name}: …` in the defaults list, or w"
+    remedy = chosen if options_of(name) else "W"
+    return Problem(value, NODE, f"{remedy}rite its keys below it.")
 
 
 def _place(text: str) -> tuple[str, str]:

@@ -27,17 +27,11 @@ class LoaderWorkerError(RuntimeError):
 
 
 @contextlib.contextmanager
-def told(stop: StopFlag) -> Iterator[None]:
-    """Say why a process ends where Python or torch would not.
+def not_silent() -> Iterator[None]:
+    """Raise an `EndedByOwnCodeError` where code in the context would end this process silently.
 
-    Raises an `EndedByOwnCodeError` where code in the context would end this process silently.
-
-    That is `os._exit(0)`, with which an untrained run would look complete, `os.exec*`, and a
-    KeyboardInterrupt that no Ctrl-C has raised. Child processes are left alone. Raises a
-    `LoaderWorkerError` where torch only tells that a loader worker has exited.
-
-    Args:
-        stop: knows whether Ctrl-C was pressed.
+    That is `os._exit(0)`, with which an untrained run would look complete, and `os.exec*`. Child
+    processes are left alone. Code that is imported in the context keeps what it finds there.
     """
     owner, exit_now = os.getpid(), os._exit
 
@@ -65,6 +59,24 @@ def told(stop: StopFlag) -> Iterator[None]:
         for name in _REPLACING:
             setattr(os, name, replacing(before[name]))
         yield
+    finally:
+        for name, function in before.items():
+            setattr(os, name, function)
+
+
+@contextlib.contextmanager
+def told(stop: StopFlag) -> Iterator[None]:
+    """Say why a process ends where Python or torch would not.
+
+    Raises an `EndedByOwnCodeError` where `not_silent` does, and for a KeyboardInterrupt that no
+    Ctrl-C has raised; a `LoaderWorkerError` where torch only tells that a loader worker has exited.
+
+    Args:
+        stop: knows whether Ctrl-C was pressed.
+    """
+    try:
+        with not_silent():
+            yield
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):
             raise
@@ -78,6 +90,3 @@ def told(stop: StopFlag) -> Iterator[None]:
         if stop.interrupted:
             raise
         raise EndedByOwnCodeError("KeyboardInterrupt was raised without a Ctrl-C") from error
-    finally:
-        for name, function in before.items():
-            setattr(os, name, function)

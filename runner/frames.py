@@ -1,7 +1,8 @@
 """Tracebacks with the user's own frames alone. Free of torch.
 
 Where an error passes through a person's code, the frames of the runner, of torch and of the
-standard library around it say nothing to that person. RUNNER_FULL_TRACEBACK=1 shows them all.
+standard library around it say nothing to that person; where it does not, the last
+one is named. RUNNER_FULL_TRACEBACK=1 shows them all, and the logs of a run keep them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from accel.errors import AccelError, ConfigError
 from runner import trust
 
 VARIABLE = "RUNNER_FULL_TRACEBACK"
-# Files of ours whose frames, first in a traceback, tell a person nothing.
-MACHINERY = ("launch.py", "worker.py", "endings.py")
 _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 _FRAME = re.compile(r'^ *File "([^"]+)", line \d+')
 
@@ -69,8 +68,8 @@ def has_own(error: BaseException) -> bool:
 def formatted(error: BaseException) -> list[str]:
     """Return the lines of a traceback: the user's frames alone where it has any.
 
-    An error of ours without such frames has none at all: its message says what to do. Any other is
-    shown whole, without the first frames of the machinery.
+    An error of ours without such frames has none at all: its message says what to do. Of any other
+    the place where it was raised is told.
     """
     whole = traceback.TracebackException.from_exception(error)
     if env.read(VARIABLE) not in (None, "", "0"):
@@ -80,9 +79,11 @@ def formatted(error: BaseException) -> list[str]:
     if isinstance(error, AccelError):
         return []
     whole = traceback.TracebackException.from_exception(error)
-    while len(whole.stack) > 1 and os.path.basename(whole.stack[0].filename) in MACHINERY:
-        del whole.stack[0]
-    return list(whole.format())
+    if not whole.stack:
+        return list(whole.format())
+    last = whole.stack[-1]
+    where = f"raised in {last.name}, {last.filename}:{last.lineno}"
+    return [*whole.format_exception_only(), f"({where}; {VARIABLE}=1 shows the traceback)\n"]
 
 
 def _keep_own(whole: traceback.TracebackException) -> bool:
@@ -126,3 +127,12 @@ def without_inner(lines: list[str]) -> list[str]:
         if not inner and not carets:
             kept.append(line)
     return kept
+
+
+def shortened(stack: str) -> str:
+    """Return the user's own frames of a quoted stack; where there are none, its last frame."""
+    own = without_inner(stack.splitlines())
+    if own:
+        return "\n".join(own)
+    starts = [at for at, line in enumerate(stack.splitlines()) if _FRAME.match(line)]
+    return "\n".join(stack.splitlines()[starts[-1] :]) if starts else stack

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import default_collate
 
 from accel.errors import ConfigError, Problem
 from accel.ops import send_to_device
 from accel.optimizer import unwrap_optimizer
 from accel.rng import preserved, set_seed
+from runner import reading
 from runner.evaluation import evaluation_mode
 from runner.step import MicroBatch, Window
 
@@ -64,7 +64,7 @@ def check(loop: Loop) -> None:
     half = len(samples) // 2
     if half == 0:
         return
-    joined = loop.data.collate_fn or default_collate
+    joined = loop.data.collate_fn or reading.collate
     whole = [samples]
     parts = [samples[:half], samples[half:]]
     with _restored(loop):

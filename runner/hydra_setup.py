@@ -272,7 +272,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of each job of a sweep, in the basic sweeper's order.
 
     Raises:
-        ConfigError: if a value is a range without steps, or would switch a group off.
+        ConfigError: if a value is a range without steps or values, or would switch a group off.
     """
     choices: list[list[str]] = []
     problems = []
@@ -285,7 +285,9 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
             problems.append(Problem(line, rule, f"Give {key}=a,b,c."))
         else:
             choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-            if override.key_or_group in groups() and f"{key}=null" in choices[-1]:
+            if not choices[-1]:
+                problems.append(Problem(line, "it has no values", f"Give {key}=a,b,c."))
+            elif override.key_or_group in groups() and f"{key}=null" in choices[-1]:
                 rule = "a sweep goes through the files of a group"
                 problems.append(Problem(line, rule, f"Start the job with {key}=null by itself."))
     ConfigError.raise_if(problems)

@@ -79,6 +79,11 @@ class Hyperparameters:
             if _is_replayed(scheduler)
         }
 
+    def knows(self, part: str) -> bool:
+        """Return whether `resume` has brought a part that has no state to where it should be."""
+        name = part.removeprefix("scheduler.")
+        return self.saved is not None and name != part and name in self._schedules
+
     def state_dict(self) -> dict[str, Any]:
         """Return what the recipe says now, as plain values."""
         return self.now
@@ -94,7 +99,8 @@ class Hyperparameters:
             ConfigError: if something has changed that the restored state does not fit.
         """
         state = loop.state
-        ConfigError.raise_if(self.data_problems(state.samples_in_epoch))
+        ended = limit_problems(loop.recipe.trainer.stop_after, state.step)
+        ConfigError.raise_if([*ended, *self.data_problems(state.samples_in_epoch)])
         self.apply(loop.step, loop.schedulers, state.step)
         set_scaler(loop.accelerator.scaler, loop.recipe.precision.scaler)
         for note in self.notes():
@@ -204,6 +210,19 @@ class Hyperparameters:
             return False
         validation = self.saved["samples"]["validation"] != self.now["samples"]["validation"]
         return validation or self.saved["monitored"] != self.now["monitored"]
+
+
+def limit_problems(stop_after: int | None, step: int) -> list[Problem]:
+    """Return the problem that a resumed run is past the step at which it is to stop.
+
+    Args:
+        stop_after: the step; None: none.
+        step: of the restored state.
+    """
+    if stop_after is None or stop_after > step:
+        return []
+    value, rule = f"trainer.stop_after={stop_after} with resume", f"the run is at step {step}"
+    return [Problem(value, rule, "Give a later step, or leave it out.")]
 
 
 def set_scaler(scaler: Any, settings: GradScalerKwargs) -> None:

@@ -93,8 +93,7 @@ def held(run_dir: Path) -> Iterator[None]:
         descriptor = _open(path, run_dir)
         try:
             _take(descriptor, run_dir)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{json.dumps(asdict(me))}\n".encode(errors="replace"), 0)
+            _sign(descriptor, me, run_dir)
             yield
         finally:
             os.close(descriptor)
@@ -163,9 +162,22 @@ def _open(path: str, run_dir: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        rule = f"a run is written in its directory, and that failed ({error})"
         remedy = "Make it writable, or start a new run elsewhere."
-        raise ConfigError(Problem(str(run_dir), rule, remedy)) from error
+        raise _unwritable(run_dir, error, remedy) from error
+
+
+def _sign(descriptor: int, me: Holder, run_dir: Path) -> None:
+    """Write into a locked file who holds it."""
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{json.dumps(asdict(me))}\n".encode(errors="replace"), 0)
+    except OSError as error:  # a full disk
+        raise _unwritable(run_dir, error, "Make room there, or write elsewhere.") from error
+
+
+def _unwritable(run_dir: Path, error: OSError, remedy: str) -> ConfigError:
+    rule = f"a run is written in its directory, and that failed ({error})"
+    return ConfigError(Problem(str(run_dir), rule, remedy))
 
 
 def _own(path: str) -> Holder | None:

@@ -318,7 +318,8 @@ class Loop:
                 "the best is looked for anew."
             )
             state.best = state.best_step = None
-        for names, what in ((self._saved.added, "start anew"), (self._saved.dropped, "are gone")):
+        added = [name for name in self._saved.added if not self._hyper.knows(name)]
+        for names, what in ((added, "start anew"), (self._saved.dropped, "are gone")):
             if names:
                 self.display.note(f"Not in both the checkpoint and the recipe: {names} {what}.")
 

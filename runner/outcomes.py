@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,6 +62,7 @@ class Outcome:
         message: one line on what happened.
         traceback: where it happened; empty where that is of no use to a person.
         is_consequence: whether it is an error of communication, as the end of another rank causes.
+        full: the whole traceback, for the log.
     """
 
     rank: int
@@ -69,6 +71,7 @@ class Outcome:
     message: str
     traceback: str = ""
     is_consequence: bool = False
+    full: str = ""
 
     def write(self, run_dir: Path, launch: str) -> None:
         """Write this to ``<run_dir>/logs/<launch>_rank_<rank>.json``.
@@ -164,7 +167,10 @@ def of_error(error: BaseException, rank: int) -> Outcome:
     if isinstance(error, BrokenPipeError) and nobody_reads():
         return Outcome(rank, time.time(), FAILED, UNREAD)
     told = one_line(error), "".join(user_traceback(error))
-    return Outcome(rank, time.time(), FAILED, *told, is_consequence=_of_communication(error))
+    full = "".join(traceback.format_exception(error))
+    return Outcome(
+        rank, time.time(), FAILED, *told, is_consequence=_of_communication(error), full=full
+    )
 
 
 def order(causes: Iterable[Outcome]) -> list[Outcome]:

@@ -43,9 +43,14 @@ def project_file() -> Path | None:
     here = Path.cwd()
     for folder in (here, *here.parents):
         path = folder / "pyproject.toml"
-        if path.is_file() and TABLE in path.read_text(encoding="utf-8", errors="replace"):
+        if path.is_file() and TABLE in _text(path):
             return path
     return None
+
+
+def _text(path: Path) -> str:
+    """Return a file's text; of UTF-16, which TOML is not, what can be read of it."""
+    return path.read_text(encoding="utf-8", errors="replace").replace("\0", "")
 
 
 def project_folders() -> list[str]:

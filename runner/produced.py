@@ -21,6 +21,7 @@ from runner.returned import shown
 from runner.step import Step
 
 SPLITS = ("train", "validation", "test")
+MODES = ("min", "max")
 SIMILAR = 0.85  # from which a method's name is taken for a misspelt one
 
 
@@ -100,7 +101,11 @@ def _dataset(where: str, dataset: Any) -> Iterator[Problem]:
         rule = "a map-style data set (__getitem__ and __len__) or an iterable one is required"
         yield Problem(value, rule, "Give a torch.utils.data.Dataset.")
         return
-    if stream or isinstance(dataset, IterableDataset):
+    if stream and not isinstance(dataset, IterableDataset):
+        rule = "a torch.utils.data.IterableDataset is required: each pass over it begins anew"
+        yield Problem(value, rule, "Yield its samples in __iter__ of a subclass of that.")
+        return
+    if isinstance(dataset, IterableDataset):
         if type(dataset).__iter__ is getattr(IterableDataset, "__iter__", None):
             yield Problem(value, "an iterable data set has __iter__", "Define __iter__.")
         return
@@ -109,7 +114,18 @@ def _dataset(where: str, dataset: Any) -> Iterator[Problem]:
         yield Problem(value, "a map-style data set has __len__", remedy)
     elif isinstance(dataset, Dataset) and type(dataset).__getitem__ is Dataset.__getitem__:
         yield Problem(value, "a map-style data set has __getitem__", "Define __getitem__(index).")
-    elif len(dataset) == 0:
+    else:
+        yield from _length(value, dataset)
+
+
+def _length(value: str, dataset: Any) -> Iterator[Problem]:
+    try:
+        empty = len(dataset) == 0
+    except (TypeError, ValueError, OverflowError) as error:
+        remedy = "Return the number of samples from __len__."
+        yield Problem(value, f"its length cannot be read ({error})", remedy)
+        return
+    if empty:
         remedy = "Give samples, or None for a split that there is not."
         yield Problem(value, "it is empty", remedy)
 
@@ -129,7 +145,9 @@ def _objective(place: str, value: Any) -> Iterator[Problem]:
             "it defines no losses(model, batch)",
             "Define losses: it returns the loss of each sample, [B].",
         )
+    yield from _monitored(place, value)
     yield from _misspelt(place, value, Objective)
+    yield from _methods(place, value, Objective)
 
 
 def _callback(place: str, value: Any) -> Iterator[Problem]:
@@ -142,13 +160,29 @@ def _callback(place: str, value: Any) -> Iterator[Problem]:
             close = _close(name, events)
             remedy = f"Did you mean {close!r}?" if close else f"The hooks are {', '.join(events)}."
             yield Problem(f"{place}: {_name(value)}.{name}", "no hook has that name", remedy)
-    for name in events:
-        yield from _hook(place, value, name)
+    yield from _methods(place, value, Callback)
 
 
-def _hook(place: str, value: Callback, name: str) -> Iterator[Problem]:
-    """Yield the problem that a hook does not take what it is called with."""
-    given = list(inspect.signature(getattr(Callback, name)).parameters)[1:]
+def _monitored(place: str, value: Any) -> Iterator[Problem]:
+    """Yield what is wrong with the metric by which states are compared."""
+    for name, known in (("monitor", None), ("mode", MODES)):
+        found = getattr(value, name, None)
+        if not isinstance(found, str) or not found or (known and found not in known):
+            rule = "it is the name of a metric" if known is None else "it is one of min, max"
+            remedy = 'Set monitor = "loss".' if known is None else 'Set mode = "min" or "max".'
+            yield Problem(f"{place}: {_name(value)}.{name}={found!r}", rule, remedy)
+
+
+def _methods(place: str, value: Any, base: type) -> Iterator[Problem]:
+    """Yield the problems of methods of `base` that do not take what they are called with."""
+    for name in _public(base):
+        own = getattr(type(value), name, None)
+        if own is not getattr(base, name) and callable(own):
+            yield from _method(place, value, base, name)
+
+
+def _method(place: str, value: Any, base: type, name: str) -> Iterator[Problem]:
+    given = list(inspect.signature(getattr(base, name)).parameters)[1:]
     try:
         inspect.signature(getattr(value, name)).bind(*given)
     except TypeError as error:
@@ -181,7 +215,9 @@ def _step(place: str, value: Any) -> Iterator[Problem]:
             rule = f"self.{name} maps names to {full}"
             remedy = f"Set self.{name} = {{…}} in {_name(value)}.__init__."
             yield Problem(f"{place}: {name} is {shown(held)}", rule, remedy)
+    yield from _monitored(place, value)
     yield from _misspelt(place, value, Step)
+    yield from _methods(place, value, Step)
 
 
 def _misspelt(place: str, value: Any, base: type) -> Iterator[Problem]:

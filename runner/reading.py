@@ -12,13 +12,14 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from torch.utils.data import get_worker_info
+from torch.utils.data import default_collate, get_worker_info
 
+from accel.errors import AccelError
 from runner.outcomes import one_line
 
 
-class DataError(RuntimeError):
-    """The user's data raised what a loader does not hand on."""
+class DataError(AccelError, RuntimeError):
+    """The user's data raised what a loader does not hand on, or cannot be joined into batches."""
 
 
 class UserCode:
@@ -71,3 +72,18 @@ class Collate:
         """Return the batch of `samples`."""
         with UserCode("collate_fn"):
             return self.function(samples)
+
+
+def collate(samples: list[Any]) -> Any:
+    """Return the batch of `samples`, as torch joins them by default.
+
+    Raises:
+        DataError: if they differ in shape, in keys or in length, or are no numbers.
+    """
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError, KeyError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"samples cannot be joined into a batch ({one_line(error)}): they must agree in type, "
+            "shape and keys. Pad them in the data set, or give Data(collate_fn=…)."
+        ) from error

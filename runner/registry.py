@@ -86,7 +86,7 @@ class Registry:
                     f"{self.kind}.name={name!r}",
                     f"no {self.kind} factory has that name",
                     f"{nearest(name, self.names())} Register your own with "
-                    f"@register.{self.kind}({name!r}) in a package named by [tool.runner] imports.",
+                    f"@register.{self.kind.removesuffix('s')}({name!r}) in a package named by [tool.runner] imports.",
                 )
             )
 

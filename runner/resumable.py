@@ -10,7 +10,7 @@ from typing import Any
 
 from accel.checkpoint import files
 from accel.errors import ConfigError, Problem
-from runner import lock, recipe, resume, rundir
+from runner import attempt, lock, recipe, resume, rundir
 from runner.job import Job
 from runner.schema import Recipe
 
@@ -133,12 +133,23 @@ def _changed(run_dir: Path, wanted: Recipe) -> bool:
     return bool(resume.differences(plain, recipe.frozen_plain(wanted), resume.PER_INVOCATION))
 
 
+def reopen(run_dir: Path, folder: Path) -> None:
+    """Stage a summary that says that a run is not complete any more, if it has one.
+
+    Args:
+        run_dir: the run.
+        folder: the attempt that resumes it: with its commit the run is no finished one.
+    """
+    summary = _summary(run_dir)
+    if summary.get("complete") is True:
+        rundir.write_json(folder / rundir.SUMMARY, {**summary, "complete": False})
+
+
 def _summary(run_dir: Path) -> Mapping[str, Any]:
     path = run_dir / rundir.SUMMARY
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
+        content = attempt.read(run_dir, rundir.SUMMARY)
+        found = {} if content is None else json.loads(content)
     except (OSError, ValueError) as error:
         logger.warning("%s is damaged (%s): it is written anew.", path, error)
         return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +146,32 @@ def carry_over(frozen: Any, before: Any, after: Any) -> Any:
         if value is not missing:
             result[key] = value
     return result
+
+
+def imposed(changed: Any, after: Any, keys: Iterable[str]) -> Any:
+    """Return `changed` with the values of dotted keys taken from `after`, where it has them.
+
+    `carry_over` keeps what two compositions of today have in common; a key that the new command
+    line names has the value that it names, also where today's files say the same.
+
+    Args:
+        changed: what `carry_over` returned.
+        after: today's composition of all overrides.
+        keys: those of the new overrides.
+    """
+    for key in keys:
+        *parents, leaf = key.split(".")
+        target = changed = dict(changed)
+        source = after
+        for parent in parents:
+            source = source.get(parent) if isinstance(source, Mapping) else None
+            if not isinstance(source, Mapping) or not isinstance(target.get(parent), Mapping):
+                break
+            target[parent] = target = dict(target[parent])
+        else:
+            if isinstance(source, Mapping) and leaf in source:
+                target[leaf] = source[leaf]
+    return changed
 
 
 def without_limits(recipe: dict[str, Any]) -> dict[str, Any]:

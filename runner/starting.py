@@ -121,6 +121,7 @@ def _staged(asked: Job, recipe: Recipe) -> Job:
         staged = asked.stage(recipe)
         try:
             rundir.write_environment(staged.place)
+            resumable.reopen(asked.run_dir, staged.place)
         except BaseException:
             attempt.discard(staged.place)
             raise

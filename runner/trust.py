@@ -46,6 +46,14 @@ def trusted() -> dict[str, str]:
     return named
 
 
+def asked_for() -> bool:
+    """Return whether packages of the user's are imported for each command."""
+    try:
+        return bool(trusted())
+    except ConfigError:  # told where they are imported
+        return False
+
+
 def _table_imports(path: Path) -> list[str]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("runner", {})
@@ -76,6 +84,10 @@ def import_packages() -> None:
     """
     problems = []
     for name, place in trusted().items():
+        if not all(part.isidentifier() for part in name.split(".")):
+            rule, remedy = "it is no name of a package", "Write the name that `import` takes."
+            problems.append(Problem(f"{name!r}, named by {place}", rule, remedy))
+            continue
         try:
             importlib.import_module(name)
         except SystemExit as error:  # with 0 an untrained run would look complete

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.constants import default_pg_timeout
 
-from runner import console_logs, hangs, outcomes, processes, torchrun
+from runner import console_logs, frames, hangs, outcomes, processes, torchrun
 from runner.hangs import Report, Verdict
 from runner.outcomes import FAILED, Outcome
 from runner.progress import Progress
@@ -305,7 +305,7 @@ def _tell(run_dir: Path, launch: str, verdict: Verdict | None) -> None:
             when,
             FAILED,
             f"it hangs: {verdict.message}",
-            verdict.stack,
+            frames.shortened(verdict.stack),
             is_consequence=not verdict.ends,
         )
     if launch:

@@ -46,6 +46,10 @@ def told(
         free = _free(folder)
         if not is_full(error) and not (_is_short_write(error) and free < max(size, 1 << 20)):
             raise
+        other = _file_elsewhere(error, folder)
+        if other is not None:
+            rule = f"the disk is full: {in_bytes(_free(other.parent))} are free in {other.parent}"
+            raise DiskFullError(str(Problem(f"writing {other}", rule, f"{REMEDY}."))) from error
         wants = f"; {what} takes about {in_bytes(size)}" if size else ""
         rule = f"the disk is full: {in_bytes(free)} are free in {folder}{wants}"
         raise DiskFullError(str(Problem(f"writing {what}", rule, remedy))) from error
@@ -69,6 +73,15 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
+
+
+def _file_elsewhere(error: BaseException, folder: Path) -> Path | None:
+    """Return the file that a full disk's error names, if it does not lie in `folder`."""
+    for found in _chain(error):
+        if isinstance(found, OSError) and found.errno in CODES and isinstance(found.filename, str):
+            path = Path(found.filename).absolute()
+            return None if path.is_relative_to(folder.absolute()) else path
+    return None
 
 
 def _free(folder: Path) -> int:

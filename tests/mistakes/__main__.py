@@ -11,6 +11,7 @@ from collections import Counter
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: forks need a process without threads
 
+from tests.mistakes import found as found_before
 from tests.mistakes import listed, live, running, users
 from tests.mistakes.cases import Mistake, wrong
 
@@ -20,7 +21,7 @@ LEAST = 0.99
 def draw(count: int, seed: int) -> list[Mistake]:
     """Return `count` mistakes: from the lists as many as fit in three fifths, the others drawn."""
     rng = random.Random(seed)
-    fixed = [*listed.ALL, *users.ALL]
+    fixed = [*listed.ALL, *users.ALL, *found_before.ALL]
     chosen = rng.sample(fixed, min(len(fixed), count * 3 // 5))
     drawn = [live.draw(rng) for _ in range(count - len(chosen))]
     mistakes = [*chosen, *drawn]
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="default: a fresh one")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", default="", help="kinds or lines that contain this")
+    parser.add_argument("--found", action="store_true", help="those once answered wrongly, all")
     parser.add_argument("--show", action="store_true", help="print what is answered")
     options = parser.parse_args()
     seed = secrets.randbits(32) if options.seed is None else options.seed
@@ -42,7 +44,7 @@ def main() -> int:
     running.prepare()
     mistakes = [
         mistake
-        for mistake in draw(options.count, seed)
+        for mistake in (found_before.ALL if options.found else draw(options.count, seed))
         if options.only in mistake.kind or options.only in mistake.line
     ]
     kinds, right, left = Counter(mistake.kind for mistake in mistakes), Counter(), 0

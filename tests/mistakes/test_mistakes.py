@@ -14,6 +14,7 @@ from tests.helpers import SECONDS, python
 ROOT = Path(__file__).resolve().parents[2]
 COUNTS = [
     pytest.param(12, ("--seed", "1"), id="few"),
+    pytest.param(0, ("--found",), id="found"),
     pytest.param(300, (), marks=(pytest.mark.slow, pytest.mark.timeout(1800)), id="many"),
 ]
 

@@ -203,3 +203,11 @@ def test_constants_of_the_gradient_scaler_are_those_of_the_recipe() -> None:
     assert scaler.get_backoff_factor() == 0.25
     assert scaler.get_growth_interval() == 7
     set_scaler(None, GradScalerKwargs())
+
+
+@pytest.mark.parametrize("after", [3, STOP])
+def test_a_step_that_is_past_ends_nothing_and_is_refused(tmp_path: Path, after: int) -> None:
+    changes = {"trainer__stop_after": after}
+    with pytest.raises(ConfigError, match=rf"stop_after={after} with resume: the run is at step"):
+        resumed(tmp_path, {}, {}, changes)
+    assert len(records(tmp_path)) == STOP

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from accel.errors import ConfigError
-from runner import lock, resumable
+from runner import attempt, lock, resumable
 from runner.schema import Recipe, Trainer
 from tests.runner.test_rundir import add_checkpoint, new_run
 
@@ -127,3 +127,20 @@ def test_what_changes_nothing_any_more_is_refused(tmp_path: Path) -> None:
     resumable.require_effect(run_dir, wanted, "done")  # limits have been looked at
     with pytest.raises(ConfigError, match=r"seed=7 with resume=.*changes nothing any more"):
         resumable.require_effect(run_dir, replace(wanted, seed=7), "done")
+
+
+def test_a_finished_run_that_is_resumed_is_none_from_the_commit_on(tmp_path: Path) -> None:
+    early = {"stopped": "callback", "reason": "no better for 3 epochs"}
+    run_dir = finished(new_run(tmp_path, trainer=Trainer(epochs=9)), **early)
+    same = Recipe(name="digits", trainer=Trainer(epochs=9))
+    folder = attempt.stage(run_dir)
+    resumable.reopen(run_dir, folder)
+    assert resumable.is_finished(run_dir, same) is not None  # not committed yet
+    (run_dir / attempt.COMMITTED).mkdir()  # cut off before it has moved into place
+    (folder / "summary.json").rename(run_dir / attempt.COMMITTED / "summary.json")
+    assert resumable.is_finished(run_dir, same) is None
+    attempt.settle(run_dir)
+    assert resumable.is_finished(run_dir, same) is None
+    assert json.loads((run_dir / "summary.json").read_text())["step"] == 20
+    resumable.reopen(run_dir, run_dir)  # no finished run: nothing to say
+    assert not list(run_dir.glob(f"{attempt.PREFIX}*"))

@@ -103,3 +103,32 @@ def test_a_resumed_run_is_refused_what_an_evaluation_is_not(tmp_path: Path) -> N
         assert not compose.resumed(run_dir, ["optimizer.lr=0.5"]).problems
         assert not compose.resumed(run_dir, ["seed=7"], trains=False).problems
     assert (run_dir / "config.yaml").read_bytes() == before
+
+
+def test_a_key_that_is_named_has_that_value_though_todays_files_have_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "conf/experiment/own.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("# @package _global_\noptimizer:\n  lr: 0.1\n")
+    run_dir = make_run(tmp_path / "runs", "experiment=own")
+    file.write_text("# @package _global_\noptimizer:\n  lr: 0.3\n")
+    with hydra_setup.session():
+        for line, rate in (
+            (["optimizer.lr=0.3"], 0.3),
+            (["optimizer.lr=0.2"], 0.2),
+            (["tags=[a]"], 0.1),
+            (["experiment=own"], 0.1),
+        ):
+            examined = compose.resumed(run_dir, line)
+            assert not examined.problems
+            assert examined.recipe.optimizer["lr"] == rate, line
+
+
+def test_imposed_values_are_those_of_today() -> None:
+    frozen = {"a": {"b": 1, "c": 2}, "d": None}
+    today = {"a": {"b": 3, "c": 4}, "d": {"e": 5}}
+    assert resume.imposed(frozen, today, ["a.b"]) == {"a": {"b": 3, "c": 2}, "d": None}
+    assert resume.imposed(frozen, today, ["d", "x.y", "a.z"]) == {**frozen, "d": {"e": 5}}
+    assert frozen == {"a": {"b": 1, "c": 2}, "d": None}

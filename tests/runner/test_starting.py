@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runner import cli, launch, lock
+from runner import attempt, cli, launch, lock
 from runner.job import Job
 from runner.outcomes import Outcome
 from runner.schema import Recipe
@@ -168,3 +170,45 @@ def test_a_finished_run_says_so_and_is_left_alone(
         assert f"{key} with resume=" in told
     assert told.count("it changes nothing any more") == 2
     assert tree(run_dir) == before
+
+
+def test_a_finished_run_that_goes_on_says_so_as_soon_as_it_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = one_run(tmp_path, monkeypatch)
+    early = {"complete": True, "stopped": "callback", "reason": "no better", "step": 20, "epoch": 1}
+    (run_dir / "summary.json").write_text(json.dumps(early))
+
+    def killed_after_its_first_step(job: Job) -> int:
+        assert json.loads((run_dir / "summary.json").read_text()) == early
+        attempt.commit(job.place)
+        return -9
+
+    launched(monkeypatch, killed_after_its_first_step)
+    more = "trainer.epochs=3"
+    assert cli.main([f"resume={run_dir}", more]) == -9
+    begun: list[Path] = []
+
+    def go_on(job: Job) -> int:
+        begun.append(job.run_dir)
+        return 0
+
+    launched(monkeypatch, go_on)
+    assert cli.main([f"resume={run_dir}"]) == 0
+    assert cli.main([*LITTLE, more, "resume=auto"]) == 0
+    assert begun == [run_dir, run_dir]
+
+
+def test_a_full_disk_is_told_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert cli.main(list(LITTLE)) == 2
+    told = capsys.readouterr().err
+    assert "No space left on device" in told
+    assert "Make room there" in told
+    assert "Traceback" not in told
+    assert not run_dirs(tmp_path)

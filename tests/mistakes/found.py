@@ -1,0 +1,99 @@
+"""Mistakes that were once answered wrongly: each is made in every run of the tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.mistakes import users
+from tests.mistakes.cases import FAILED, REFUSED, Mistake
+
+KIND = "found"
+PROJECT = "pyproject.toml"
+
+
+def _code(code: str, *names: str | tuple[str, ...], **more: object) -> Mistake:
+    return replace(users._mistake(code, *names, **more), kind=KIND)  # type: ignore[arg-type]
+
+
+def _data(body: str, *names: str | tuple[str, ...], **more: object) -> Mistake:
+    return _code(f'@register.data("bad")\ndef bad():\n    {body}\n', *names, **more)
+
+
+def _objective(body: str, *names: str | tuple[str, ...], **more: object) -> Mistake:
+    return _code(f'@register.objective("bad")\nclass Bad(Square):\n    {body}\n', *names, **more)
+
+
+def _line(line: str, *names: str | tuple[str, ...], **more: object) -> Mistake:
+    return Mistake(KIND, tuple(line.split()), names, **more)  # type: ignore[arg-type]
+
+
+_CUT_OFF = '@register.callback("bad")\nclass Bad(Callback):\n    def on_step(self, loop):\n'
+_JOINED = ("samples cannot be joined into a batch", "collate_fn")
+_FAILS = {"ends": FAILED, "late": True}
+_SIZED = "class Rows(Dataset):\n        def __getitem__(self, i): return ROWS[i]\n        "
+
+ENDINGS = (
+    _code("\nimport os\nos._exit(0)\n", "os._exit(0)", "mine.py", ends=FAILED),
+    _code(f"\nfrom os import _exit\n{_CUT_OFF}        _exit(0)\n", "os._exit(0)", **_FAILS),
+)
+DATA = (
+    _data("return Data([torch.zeros(n + 1) for n in range(9)])", *_JOINED, **_FAILS),
+    _data("return Data([{'x': X[0]}, {'y': X[0]}] * 8)", *_JOINED, **_FAILS),
+    _data("return Data([(X[0], None)] * 8)", *_JOINED, **_FAILS),
+    _data(
+        "return Data([torch.zeros(n + 1) for n in range(9)])",
+        *_JOINED,
+        arguments=("dataloader.num_workers=1",),
+        **_FAILS,
+    ),
+    _data("return Data(train=(row for row in ROWS))", "train", "IterableDataset"),
+    _data("return Data(ROWS, iter(ROWS))", "validation", "IterableDataset"),
+    _data(f"{_SIZED}def __len__(self): return -5\n    return Data(Rows())", "train", "__len__"),
+    _data(f"{_SIZED}def __len__(self): return 2.0\n    return Data(Rows())", "train", "__len__"),
+)
+METHODS = (
+    _objective('mode = "maximize"', "Bad.mode='maximize'", "min, max"),
+    _objective("mode = max", "Bad.mode", "min, max"),
+    _objective("monitor = None", "Bad.monitor"),
+    _objective("def losses(self, batch): return batch", "Bad.losses", "losses(self, model, batch)"),
+    _objective("def summarize(self): return {}", "Bad.summarize", "summarize(self, values)"),
+)
+FILES = tuple(
+    Mistake(KIND, ("experiment=own",), names, {"conf/experiment/own.yaml": f"{head}{text}"})
+    for head in ("# @package _global_\n",)
+    for text, names in (
+        ("resume: runs/digits/x\n", ("resume='runs/digits/x'", "resume: auto")),
+        ("precision: bf16\n", ("precision: bf16", "override /precision")),
+        ("tracker: tensorboard\n", ("tracker: tensorboard", "override /tracker")),
+        ("fsdp: full_shard\n", ("fsdp", "override /fsdp")),
+        ("trainer: 3\n", ("trainer: 3", "keys below it")),
+    )
+)
+PROJECTS = (
+    Mistake(KIND, (), ("./mine", "package"), {PROJECT: '[tool.runner]\nimports = ["./mine"]\n'}),
+    Mistake(KIND, (), (PROJECT, "TOML"), {PROJECT: "[tool.runner]\nimports = []".encode("utf-16")}),
+)
+LINES = (
+    _line("fsdp=zero3", "fsdp=zero3", "deepspeed=zero3"),
+    _line("deepspeed=full_shard", "deepspeed=full_shard", "fsdp=full_shard"),
+    _line("callbacks.x.name=early_stop", "@register.callback("),
+    _line("optimizer=null", "an optimizer"),
+    _line("-m seed=range(0)", "seed=range(0)", "no values"),
+    _line("-m seed=glob(*)", "seed=glob(*)"),
+    _line(
+        "trainer.max_steps=1 checkpoint.project.project_dir=/dev/null/x",
+        "checkpoint.project.project_dir",
+        "/dev/null/x",
+    ),
+    # A model of torch's alone that does not fit the data: no frame of the user's, and few of ours.
+    _code(
+        '@register.model("bad")\ndef bad():\n    return nn.Linear(3, 1)\n',
+        "mat1 and mat2",
+        "RUNNER_FULL_TRACEBACK=1",
+        arguments=("objective.name=classification",),
+        **_FAILS,
+    ),
+)
+
+ALL = (*ENDINGS, *DATA, *METHODS, *FILES, *PROJECTS, *LINES)
+assert all(mistake.code in (REFUSED, FAILED) for mistake in ALL)
