@@ -10,12 +10,11 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from accel.imports import is_available
-from tests.helpers import python
+from tests.helpers import python, run_distributed
 from tests.signals.cells import COMMAND, PATIENCE_SECONDS, RECIPE, ROOT, alive, children, wait_until
 
 OWN = 'tests/signals/recipe.py", line '
@@ -124,23 +123,28 @@ def test_an_odd_ending_of_one_process_names_the_cause(ending: Ending, tmp_path: 
     assert "Traceback" not in told or OWN in told
 
 
+def save_model(folder: str) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=32,
+        n_embd=24,
+        n_layer=1,
+        n_head=2,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    GPT2LMHeadModel(config).save_pretrained(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     not (is_available("transformers") and is_available("deepspeed")),
     reason="transformers or deepspeed is not installed",
 )
 def test_from_pretrained_on_one_rank_alone_under_zero_3_is_named(tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes: dict[str, Any] = {
-        "vocab_size": 32,
-        "n_embd": 24,
-        "n_layer": 1,
-        "n_head": 2,
-        "n_positions": 16,
-    }
-    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "saved")
+    run_distributed(save_model, 1, str(tmp_path / "saved"))
     ending = Ending(
         f"{HANG} deepspeed=zero3 model=main_first model.folder={tmp_path / 'saved'}",
         "it hangs: every rank waits for another, in different places: no progress for ",
