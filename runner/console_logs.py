@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from runner import frames
 from runner.outcomes import log_folder
 
 TAIL_BYTES = 64 * 1024
@@ -16,6 +19,10 @@ TAIL_BYTES = 64 * 1024
 _TERMINAL: list[TextIO] = []
 # Where the report of `faulthandler` begins.
 CRASH = "Fatal Python error"
+CURRENT_THREAD = "Current thread "
+_FRAME = re.compile(r' *File "([^"]+)", line \d+')
+# Begins the first line of each process in a log: a resumed run adds to it.
+BEGIN = "--- rank"
 
 
 def log_file(run_dir: Path, rank: int) -> Path:
@@ -41,7 +48,7 @@ def leave_terminal_to_rank_zero(run_dir: Path, rank: int) -> None:
     for stream in _standard_streams():
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
-    print(f"--- rank {rank}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    print(f"{BEGIN} {rank}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}")
 
 
 def terminal() -> TextIO:
@@ -57,16 +64,39 @@ def close_input() -> None:
 
 
 def tail(path: Path, num_lines: int = 20) -> list[str]:
-    """Return the last lines of a log; of a crash in native code, the first ones of its report."""
-    if not path.exists():
+    """Return the last lines of a process in its log; of a crash in native code, its report."""
+    return crash(path, num_lines) or _text(path).splitlines()[-num_lines:]
+
+
+def crash(path: Path, num_lines: int = 20) -> list[str]:
+    """Return what happened and the stack of the thread that crashed; none: no lines.
+
+    The stack is that of a person's own code, where it has any.
+
+    Args:
+        path: a log.
+        num_lines: most lines of a report without the stack of the thread.
+    """
+    _, found, report = _text(path).rpartition(CRASH)
+    if not found:
         return []
+    lines = (found + report).splitlines()
+    first = next((i for i, line in enumerate(lines) if line.startswith(CURRENT_THREAD)), None)
+    if first is None:
+        return lines[:num_lines]
+    stack = list(itertools.takewhile(str.strip, lines[first + 1 :]))
+    own = [line for line in stack if (place := _FRAME.match(line)) and frames.is_own(place[1])]
+    return [lines[0], lines[first], *(own or stack)[:num_lines]]
+
+
+def _text(path: Path) -> str:
+    """Return the end of what the last process has written to a log."""
+    if not path.exists():
+        return ""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         text = file.read().decode(errors="replace")
-    _, crash, report = text.rpartition(CRASH)
-    if crash:
-        return (crash + report).splitlines()[:num_lines]
-    return text.splitlines()[-num_lines:]
+    return text.rpartition(f"\n{BEGIN}")[2]
 
 
 def _standard_streams() -> Iterator[TextIO]:

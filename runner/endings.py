@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from accel.errors import AccelError
 from runner.outcomes import FAILED, how
 from runner.signals import StopFlag
 
@@ -22,8 +23,8 @@ class EndedByOwnCodeError(RuntimeError):
     """The run's own code asked for the end of the process before the run was complete."""
 
 
-class LoaderWorkerError(RuntimeError):
-    """A loader worker died; the message tells how."""
+class LoaderWorkerError(AccelError, RuntimeError):
+    """A loader worker died; the message tells how, and no frame of the process it read for."""
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ class Report:
         seconds: since the count last changed.
         collectives: how many the default process group has started; None: not known.
         stack: of the main thread.
+        ending: why training has ended on the rank, and when; empty: it goes on.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class Report:
     seconds: float
     collectives: int | None
     stack: Stack
+    ending: str = ""
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Report:
@@ -84,7 +86,8 @@ def judge(
     deadlocked = not silent and kinds == {WAITING}
     unchanged = all(_same(report, (before or {}).get(rank)) for rank, report in reports.items())
     slow = any(report.is_slow or report.stack.compiles for report in reports.values())
-    first = _first(reports, silent, deadlocked)
+    parted = None if silent else _parted(reports)
+    first = _first(reports, silent, deadlocked) if parted is None else parted
     others = [reports[rank] for rank in sorted(reports) if rank != first]
     if first in silent:
         what, stack = silent[first], ""
@@ -95,6 +98,8 @@ def judge(
     waits = "; ".join(f"rank {other.rank} is at {_where(other)}" for other in others[:3])
     rest = f", and {len(others) - 3} more" if len(others) > 3 else ""
     cause = "every rank waits for another, in different places: " if deadlocked else ""
+    if parted is not None:
+        cause, stack = _how_parted(reports, parted), ""  # it waits where it has to
     message = f"{cause}{what}. Meanwhile {waits}{rest}" if others else f"{cause}{what}"
     return Verdict(first, message, stack, ends=not slow or (deadlocked and unchanged))
 
@@ -106,6 +111,21 @@ def _same(now: Report, before: Report | None) -> bool:
         before.collectives,
         before.stack,
     )
+
+
+def _parted(reports: Mapping[int, Report]) -> int | None:
+    """Return the rank that ended training alone, or that goes on alone; None: all do the same."""
+    ended = [rank for rank, report in reports.items() if report.ending]
+    going = [rank for rank, report in reports.items() if not report.ending]
+    if not ended or not going:
+        return None
+    return min(ended if len(ended) <= len(going) else going)
+
+
+def _how_parted(reports: Mapping[int, Report], rank: int) -> str:
+    ending = next(report.ending for report in reports.values() if report.ending)
+    what = "ended training" if reports[rank].ending else "did not end training with the others"
+    return f"it {what} {ending}; call loop.stop on every rank at the same step: "
 
 
 def _first(reports: Mapping[int, Report], silent: Mapping[int, str], deadlocked: bool) -> int:

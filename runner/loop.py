@@ -359,6 +359,7 @@ class Loop:
         """Set why training ends; the first reason stays."""
         if self.stopped is None:
             self.stopped = Stop(kind, reason)
+            self.stop_flag.progress.ending = f"after step {self.state.step} ({reason})"
 
     def _check_limits(self, resumed: bool = False) -> None:
         state, trainer = self.state, self.recipe.trainer

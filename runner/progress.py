@@ -14,12 +14,14 @@ class Progress:
         phase: what the main thread does.
         is_slow: whether the phase may take as long as it takes: start-up with the first step,
             evaluation, saving, the end.
+        ending: why training has ended on this rank; empty: it goes on.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.phase = "start-up"
         self.is_slow = True
+        self.ending = ""
 
     def step(self) -> None:
         """Say that an optimizer step is complete; from the first one on, steps are timed."""

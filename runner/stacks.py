@@ -51,7 +51,7 @@ class Stack:
 
     Attributes:
         places: its lines.
-        text: as a traceback shows it.
+        text: as a traceback shows it: the user's own lines, where there are any.
     """
 
     places: tuple[Place, ...]
@@ -63,7 +63,8 @@ class Stack:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         summary = traceback.extract_stack(frame)
         places = tuple(Place(line.filename, line.lineno or 0, line.name) for line in summary)
-        return cls(places, "".join(traceback.format_list(summary)))
+        own = [line for line in summary if _is_own(line.filename)]
+        return cls(places, "".join(traceback.format_list(own or list(summary))))
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Stack:
@@ -77,7 +78,7 @@ class Stack:
     @property
     def own(self) -> Place:
         """The innermost line of the user's code; where there is none, the innermost of all."""
-        found = (p for p in reversed(self.places) if not any(part in p.file for part in _PACKAGES))
+        found = (place for place in reversed(self.places) if _is_own(place.file))
         return next(found, self.places[-1])
 
     @property
@@ -95,3 +96,7 @@ class Stack:
     def compiles(self) -> bool:
         """Whether a model is being compiled."""
         return any(part in place.file for place in self.places for part in _COMPILERS)
+
+
+def _is_own(file: str) -> bool:
+    return not any(part in file for part in _PACKAGES)

@@ -145,6 +145,7 @@ class Watchdog:
             seconds,
             _collectives(),
             Stack.of_main_thread(),
+            self._progress.ending,
         )
         self._store.set(f"{self._round}/{self._rank}", json.dumps(report.plain()))
         if seconds >= self._limit / 2:

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,9 @@ def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends anyway
         # Written before anything is torn down: other ranks fail as soon as this one is gone.
         outcome = outcomes.of_error(error, rank)
+        if isinstance(error, endings.LoaderWorkerError) and rank > 0:  # else it is on the terminal
+            crash = console_logs.crash(console_logs.log_file(run_dir, rank))
+            outcome = replace(outcome, traceback="\n".join(crash))
         try:
             outcome.write(run_dir, order["launch"])
         finally:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import multiprocessing.queues
 import os
 import signal
@@ -62,6 +63,9 @@ class WorkerStart:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.handled)
         watch = threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True)
         watch.start()
+        if faulthandler.is_enabled():  # torch's handlers have taken the place of its own
+            faulthandler.disable()
+            faulthandler.enable()
         multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_give_up)  # type: ignore[attr-defined]
         if self.then is not None:
             self.then(worker_id)

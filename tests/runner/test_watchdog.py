@@ -130,6 +130,52 @@ def test_a_deadlock_is_ended_in_any_phase_once_it_is_seen_twice() -> None:
     assert "every rank waits for another" in last.message
 
 
+@pytest.mark.parametrize(
+    ("ended", "world_size", "named", "what"),
+    [
+        ({1}, 2, 1, "it ended training"),
+        ({0}, 2, 0, "it ended training"),
+        ({2}, 4, 2, "it ended training"),
+        ({0, 1, 3}, 4, 2, "it did not end training with the others"),
+    ],
+)
+def test_a_rank_that_ends_training_alone_is_named(
+    ended: set[int], world_size: int, named: int, what: str
+) -> None:
+    reports = {
+        rank: report(
+            rank,
+            GATHER if rank in ended else BACKWARD,
+            ending="after step 2 (enough)" if rank in ended else "",
+            is_slow=rank in ended,
+        )
+        for rank in range(world_size)
+    }
+    verdict = judge(reports, {}, LIMIT, reports)
+    assert verdict is not None
+    assert (verdict.rank, verdict.ends, verdict.stack) == (named, True, "")
+    rule = "after step 2 (enough); call loop.stop on every rank at the same step: no progress for"
+    assert verdict.message.startswith(f"{what} {rule}")
+
+
+def test_where_all_have_ended_the_one_that_does_not_wait_is_named() -> None:
+    ending = "after step 2 (enough)"
+    reports = {0: report(0, GATHER, ending=ending), 1: report(1, SLEEP, ending=ending)}
+    verdict = judge(reports, {}, LIMIT)
+    assert verdict is not None
+    assert (verdict.rank, verdict.stack) == (1, "the stack")
+    assert "ended training" not in verdict.message
+
+
+def test_a_stack_is_shown_with_the_users_own_lines() -> None:
+    found: list[Stack] = []
+    list(map(lambda _: found.append(Stack.of_main_thread()), [0]))
+    (stack,) = found
+    assert f'File "{__file__}"' in stack.text
+    assert "_pytest" not in stack.text
+    assert any("_pytest" in place.file for place in stack.places)
+
+
 def test_reports_travel_as_plain_containers() -> None:
     made = report(1, GATHER, collectives=3)
     assert Report.from_plain(made.plain()) == made

@@ -100,6 +100,34 @@ def test_the_tail_of_a_log(tmp_path: Path) -> None:
     assert console_logs.tail(log, 3) == ["Fatal Python error: Aborted", "", "stack"]
 
 
+def _frame(file: str, line: int, name: str) -> str:
+    return f'  File "{file}", line {line} in {name}'
+
+
+def test_a_crash_is_told_with_the_users_frames_of_its_thread(tmp_path: Path) -> None:
+    log = tmp_path / "rank_1.log"
+    others = [f"Thread 0x{n} (most recent call first):\n{_frame('t.py', n, 'f')}\n" for n in (1, 2)]
+    mine, inner = _frame("/home/me/data.py", 3, "losses"), _frame(worker.__file__, 9, "run")
+    head = "Fatal Python error: Aborted"
+    report = [head, "", *others, "Current thread 0x3 (most recent call first):", inner, mine, inner]
+    log.write_text("\n".join([*report, "", "Extension modules: many", ""]))
+    assert console_logs.crash(log) == [head, "Current thread 0x3 (most recent call first):", mine]
+    assert console_logs.tail(log, 1) == console_logs.crash(log)
+    log.write_text("\n".join([*report[:-3], inner, inner, "", mine]))
+    assert console_logs.crash(log)[2:] == [inner, inner]
+
+
+def test_a_crash_of_an_earlier_process_is_not_told_again(tmp_path: Path) -> None:
+    log = tmp_path / "rank_1.log"
+    log.write_text("--- rank 1, process 2, …\nFatal Python error: Aborted\n\nstack\n")
+    assert console_logs.crash(log)
+    with log.open("a") as file:
+        file.write("--- rank 1, process 3, …\nthe last words\n")
+    assert console_logs.crash(log) == []
+    assert console_logs.tail(log)[-1] == "the last words"
+    assert "stack" not in console_logs.tail(log)
+
+
 # -- where a job runs ----------------------------------------------------------------------
 
 

@@ -73,6 +73,15 @@ def _overflow() -> Any:
     return _overflow() + 1
 
 
+def _native_overflow() -> Any:
+    """Leave no room on the stack: the interpreter counts no calls any more."""
+    sys.setrecursionlimit(2**31 - 1)
+    found: list[Any] = []
+    for _ in range(1_000_000):
+        found = [found]
+    return repr(found)
+
+
 def _close_files() -> None:
     os.closerange(3, 4096)
     raise OSError("no files are left")
@@ -87,6 +96,7 @@ ENDINGS: dict[str, Callable[[], Any]] = {
     "memory": _raise(MemoryError("too much")),
     "unpicklable": _unpicklable,
     "overflow": _overflow,
+    "native_overflow": _native_overflow,
     "sys_exit_0": lambda: sys.exit(0),
     "exit_0": lambda: os._exit(0),
     "exit_3": lambda: os._exit(3),
@@ -142,6 +152,24 @@ def small_model(wait: str = "", folder: str = ".") -> nn.Module:
     if wait == "start":
         wait_in(folder, wait)
     return nn.Linear(4, 1)
+
+
+@register.model("main_first")
+def main_first(folder: str) -> nn.Module:
+    """Return a language model of transformers; rank 0 loads it first, while the others wait.
+
+    Args:
+        folder: what `save_pretrained` has written.
+    """
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+
+    if rank() > 0:
+        dist.barrier()
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    if rank() == 0:
+        dist.barrier()
+    return model
 
 
 @register.objective("small")

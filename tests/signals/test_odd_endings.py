@@ -1,0 +1,159 @@
+"""What user code may do to a process of a run: exit code, culprit, the user's frame, no orphans."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from accel.imports import is_available
+from tests.helpers import python, run_distributed
+from tests.signals.cells import COMMAND, PATIENCE_SECONDS, RECIPE, ROOT, alive, children, wait_until
+
+OWN = 'tests/signals/recipe.py", line '
+LOADERS = "dataloader=workers"
+HANG = "trainer.hang_timeout=5"
+DIED = "a loader worker died: process "
+
+
+@dataclass(frozen=True)
+class Ending:
+    """One way to end.
+
+    Attributes:
+        arguments: of the recipe; ranks other than 1 are named in them.
+        told: what the last lines say, after "rank 1 failed first: " or "the run failed: ".
+        own: whether a line of the user's code is shown.
+        code: of the command where it trains in its own process and is ended by a signal.
+    """
+
+    arguments: str
+    told: str
+    own: bool = True
+    code: int = 1
+
+
+TWO = (
+    Ending("objective.ending=exit_0", "EndedByOwnCodeError: os._exit(0)"),
+    Ending("objective.ending=wordless", "Wordless: (its message cannot be told"),
+    Ending("data.ending=stop_iteration", "DataError: the data set Samples raised"),
+    Ending(f"{HANG} objective.ending=hang", "it hangs: no progress for"),
+    Ending("objective.ending=abort", "its process was ended by SIGABRT"),
+    Ending("objective.ending=native_overflow", "its process was ended by SIGSEGV"),
+    Ending("objective.ending=memory", "MemoryError: too much"),
+    Ending(f"data.ending=kill {LOADERS}", DIED, own=False),
+    Ending(f"data.ending=segv {LOADERS}", DIED),
+    Ending(f"data.ending=memory {LOADERS}", "MemoryError: too much (worker process "),
+    Ending(f"{HANG} callbacks.small.stops=1", "it hangs: it ended training after", own=False),
+)
+ONE = (
+    Ending("objective.ending=abort", "", code=-signal.SIGABRT),
+    Ending("objective.ending=native_overflow", "", code=-signal.SIGSEGV),
+    Ending("objective.ending=memory", "MemoryError: too much"),
+    Ending(f"data.ending=kill {LOADERS}", DIED, own=False),
+    Ending(f"data.ending=segv {LOADERS}", DIED),
+)
+
+
+def end(folder: Path, *arguments: str) -> tuple[int, str, list[int]]:
+    """Return the exit code of a run, its standard error, and those of its processes that are left.
+
+    One that hangs is killed.
+    """
+    seen: set[int] = set()
+    with tempfile.TemporaryFile("w+", dir=folder) as told:
+        process = subprocess.Popen(
+            python("-c", COMMAND, *RECIPE, *arguments),
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=told,
+        )
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while process.poll() is None and time.monotonic() < deadline:
+            seen.update(children(process.pid))
+            time.sleep(0.05)
+        if process.poll() is None:
+            process.kill()
+            told.write("it did not end")
+        code = process.wait()
+        wait_until(lambda: not any(map(alive, seen)), 15.0)
+        left = [pid for pid in seen if alive(pid)]
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        told.seek(0)
+        return code, told.read(), left
+
+
+def check(folder: Path, ending: Ending, who: str, *arguments: str) -> str:
+    """Return standard error of a run that ends like `ending`, once that is as expected."""
+    code, told, left = end(folder, *arguments, *ending.arguments.split())
+    recursion = "RecursionError" in told  # from Python 3.12 on, the interpreter sees it coming
+    assert code == (1 if recursion else ending.code), told
+    assert left == []
+    if ending.told and not recursion:
+        assert f"{who}: {ending.told}" in told
+    assert (OWN in told) == ending.own, told
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", TWO, ids=lambda ending: ending.arguments)
+def test_an_odd_ending_names_rank_and_cause(ending: Ending, tmp_path: Path) -> None:
+    two = ("distributed=multi_cpu", "distributed.num_processes=2")
+    told = check(tmp_path, ending, "rank 1 failed first", *two)
+    if "stops" not in ending.arguments:  # the frames around a user's own say nothing to a person
+        assert f"{ROOT / 'runner'}{os.sep}" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ONE, ids=lambda ending: ending.arguments)
+def test_an_odd_ending_of_one_process_names_the_cause(ending: Ending, tmp_path: Path) -> None:
+    part = ending.arguments.partition(".")[0]
+    told = check(tmp_path, ending, "the run failed", f"{part}.on=0")
+    assert "Traceback" not in told or OWN in told
+
+
+def save_model(folder: str) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=32,
+        n_embd=24,
+        n_layer=1,
+        n_head=2,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    GPT2LMHeadModel(config).save_pretrained(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (is_available("transformers") and is_available("deepspeed")),
+    reason="transformers or deepspeed is not installed",
+)
+def test_from_pretrained_on_one_rank_alone_under_zero_3_is_named(tmp_path: Path) -> None:
+    run_distributed(save_model, 1, str(tmp_path / "saved"))
+    ending = Ending(
+        f"{HANG} deepspeed=zero3 model=main_first model.folder={tmp_path / 'saved'}",
+        "it hangs: every rank waits for another, in different places: no progress for ",
+    )
+    two = ("distributed=multi_cpu", "distributed.num_processes=2")
+    told = check(tmp_path, ending, "rank 0 failed first", *two)
+    assert "AutoModelForCausalLM.from_pretrained(folder" in told
+    last = next(line for line in told.splitlines() if line.startswith("rank 0 failed first: "))
+    assert " in start-up, at " in last
+    assert "in main_first (broadcast, " in last
+    assert "rank 1 is at " in last
+    assert "in main_first (barrier, " in last
