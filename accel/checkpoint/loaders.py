@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from accel.comm.base import Communicator
-from accel.data.base import PreparedLoader, check_samplers
+from accel.data.base import PreparedLoader
+from accel.data.order import check_samplers
 from accel.data.samplers import inner_sampler
 from accel.errors import CheckpointError, Problem
 

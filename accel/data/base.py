@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel.data import telling, workers
 from accel.data.draws import Drawn
-from accel.data.order import DrawnSampler, Order, Start, held_generators
+from accel.data.order import DrawnSampler, Order, Start, check_samplers, held_generators
 from accel.data.samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
@@ -21,7 +21,7 @@ from accel.data.samplers import (
     samplers,
     set_sampler_epoch,
 )
-from accel.errors import CheckpointError, Problem
+from accel.errors import Problem
 from accel.reading import Reading
 from accel.rng import preserved, synchronize_rng_states
 from accel.state import GradientState, PartialState
@@ -192,22 +192,34 @@ class PreparedLoader(DataLoader[Any]):
 
     def _batches(self) -> Iterator[Any]:
         """Return torch's iterator of a pass; the data set learns the epoch before it is read."""
-        order = self._order
-        if order.read_elsewhere:
-            order.read_elsewhere = False
-            return self._nothing()
         epoch = telling.tell(self)
-        with order.opening(self.generators()):
+        with self._order.opening(self.generators()):
             batches = super().__iter__()
         return batches if epoch is None else telling.told(self, batches, epoch)
 
-    def _nothing(self) -> Iterator[Any]:
-        """Return an empty pass, which takes part in what the other ranks agree on."""
-        if not isinstance(self.dataset, IterableDataset):
-            with self._order.opening(self.generators()):
-                for _ in self._index_sampler:
-                    pass
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if not self._order.read_elsewhere:
+            return self._pass()
+        self._order.read_elsewhere = False
+        self._pass_over()
         return iter(())
+
+    def _pass(self) -> Iterator[Any]:
+        """Yield the batches of a pass."""
+        raise NotImplementedError
+
+    def _pass_over(self) -> None:
+        """Make a pass without batches: take part in what the ranks agree on."""
+        current = self._enter()
+        try:
+            self._synchronize()
+            if not isinstance(self.dataset, IterableDataset):
+                with self._order.opening(self.generators()):
+                    for _ in self._index_sampler:
+                        pass
+            self._complete(current)
+        finally:
+            self._leave(current)
 
     _entries_per_batch = 1
 
@@ -483,12 +495,3 @@ class PreparedLoader(DataLoader[Any]):
         self.end_of_dataloader, self.remainder = current.end_of_dataloader, current.remainder
         self.reading = current.reading
         state._remove_dataloader(self)
-
-
-def check_samplers(found: int, saved: int) -> None:
-    """Raise `CheckpointError` where a loader has other stateful samplers than the saved one."""
-    if found != saved:
-        rule = f"the saved one has {saved}"
-        remedy = "Build the loader, and set use_seedable_sampler, as when it was saved."
-        value = f"a data loader with {found} samplers that have a state"
-        raise CheckpointError(str(Problem(value, rule, remedy)))

@@ -108,7 +108,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
     def _own_arguments(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _SHARD_ARGUMENTS}
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def _pass(self) -> Iterator[Any]:
         state, current_pass = GradientState(), self._enter()
         try:
             self._synchronize()
@@ -288,7 +288,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         share = -(-size // self.num_processes)
         return slice(self.process_index * share, (self.process_index + 1) * share)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def _pass(self) -> Iterator[Any]:
         state, windows = PartialState(), GradientState()
         current_pass = self._enter()
         try:

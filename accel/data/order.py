@@ -31,7 +31,7 @@ from accel.data.samplers import (
     samplers,
     total_batch_size,
 )
-from accel.errors import Problem
+from accel.errors import CheckpointError, Problem
 from accel.state import PartialState
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -308,6 +308,15 @@ def length_of(sampler: Any) -> int | None:
         return len(sampler)
     except TypeError:  # it has no length, or what it draws from has none
         return None
+
+
+def check_samplers(found: int, saved: int) -> None:
+    """Raise `CheckpointError` where a loader has other stateful samplers than the saved one."""
+    if found != saved:
+        rule = f"the saved one has {saved}"
+        remedy = "Build the loader, and set use_seedable_sampler, as when it was saved."
+        value = f"a data loader with {found} samplers that have a state"
+        raise CheckpointError(str(Problem(value, rule, remedy)))
 
 
 # -- what is known of samplers -------------------------------------------------------------------

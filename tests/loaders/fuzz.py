@@ -1,20 +1,24 @@
 """Random loaders, read straight and resumed in mid-epoch, on one process and on two.
 
 A configuration is drawn from a seed; each rank reads three epochs, saves in the second, and a fresh
-engine with other seeds goes on from there. What every rank read is judged here.
+engine with other seeds goes on from there. What every rank read is judged here. Many configurations
+are read by one pair of processes, in one process group.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
+import multiprocessing
+import os
 import random
+import resource
 import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,16 +28,27 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Sampler,
     WeightedRandomSampler,
 )
 
 from accel import Accelerator, DataLoaderConfiguration
 from accel.state import AcceleratorState, GradientState
-from tests.helpers import run_distributed
+from tests.helpers import close_pools, run_distributed
 
 EPOCHS, SAVED_IN = 3, 1
-ORDERS = ("sequential", "random", "generator", "weighted", "eager", "lazy", "distributed")
+ORDERS = (
+    "sequential",
+    "random",
+    "generator",
+    "weighted",
+    "replacement",
+    "eager",
+    "lazy",
+    "shared",
+    "distributed",
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,8 @@ class Case:
     split: bool = False
     even: bool = True
     stateful: bool = False
+    skips: int = 0
+    ahead: int = 0
     workers: int = 0
     loaders: int = 1
     stop: int = 0
@@ -81,6 +98,21 @@ class Case:
         full = self.length // self.round_size
         return 0 if full == 0 else 1 + self.stop % full
 
+    @property
+    def apart(self) -> bool:
+        """Whether ranks may save at different batches: each knows its position, and reads alone."""
+        return self.world_size > 1 and self.stateful and not self.dispatched
+
+    def stops_on(self, rank: int) -> int:
+        """Return after how many batches a rank saves."""
+        ahead = self.ahead if rank and self.apart and self.stops_after else 0
+        return self.stops_after + ahead
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a sample may come more than once, or never."""
+        return self.order == "replacement"
+
     def samples(self) -> int:
         """Return how many samples all ranks together get in a pass, repetitions included."""
         if self.drop_last:
@@ -101,9 +133,6 @@ def draw(generator: random.Random) -> Case:
     split = generator.random() < 0.4
     even = generator.random() < 0.6 or (loaders > 1 and world_size > 1)
     dispatch = choose([None, True, False])
-    # Ranks that end at different batches have no common position, and the state of a dispatched
-    # stream lacks the samples that complete its last round (see StatefulDataLoaderDispatcher).
-    has_position = world_size == 1 or (even and not (streamed and dispatch is not False))
     return Case(
         world_size=world_size,
         streamed=streamed,
@@ -115,7 +144,9 @@ def draw(generator: random.Random) -> Case:
         dispatch=dispatch,
         split=split,
         even=even,
-        stateful=has_position and generator.random() < 0.25,
+        stateful=generator.random() < 0.3,
+        skips=generator.randrange(3) if generator.random() < 0.3 else 0,
+        ahead=generator.randrange(4),
         workers=choose([0, 0, 0, 1] if streamed else [0, 0, 0, 0, 1, 2]),
         loaders=loaders,
         stop=generator.randrange(40),
@@ -173,7 +204,22 @@ class Lazy(Eager):
     def __iter__(self) -> Iterator[int]:
         left = list(range(self.length))
         while left:
-            yield left.pop(random.randrange(len(left)))
+            yield left.pop(self.draw(len(left)))
+
+    def draw(self, limit: int) -> int:
+        return random.randrange(limit)
+
+
+SHARED = torch.Generator()
+
+
+class Shared(Lazy):
+    """Draws each index when it is wanted, from a generator that the training loop uses, too."""
+
+    generator = SHARED
+
+    def draw(self, limit: int) -> int:
+        return int(torch.randint(limit, (), generator=self.generator))
 
 
 def loader_of(case: Case, number: int) -> DataLoader[Any]:
@@ -194,6 +240,13 @@ def loader_of(case: Case, number: int) -> DataLoader[Any]:
         arguments |= {"shuffle": True, "generator": torch.Generator().manual_seed(seed)}
     elif case.order == "weighted":
         arguments["sampler"] = WeightedRandomSampler([1.0] * length, length, replacement=False)
+    elif case.order == "replacement":
+        generator = torch.Generator().manual_seed(case.seed + number)
+        arguments["sampler"] = RandomSampler(
+            dataset, replacement=True, num_samples=length, generator=generator
+        )
+    elif case.order == "shared":
+        arguments["sampler"] = Shared(length)
     elif case.order == "eager":
         arguments["sampler"] = Eager(length)
     elif case.order == "lazy":
@@ -220,43 +273,70 @@ def engine(case: Case, seed: int) -> tuple[Accelerator, list[Any]]:
     # Ranks that do not agree.
     torch.manual_seed(seed + accelerator.process_index)
     random.seed(seed + accelerator.process_index)
+    SHARED.manual_seed(seed + accelerator.process_index)
     loaders = [accelerator.prepare(loader_of(case, number)) for number in range(case.loaders)]
     return accelerator, loaders
 
 
 def trained(batches: Sequence[torch.Tensor]) -> list[list[int]]:
-    torch.rand(3)  # as a model with dropout draws
+    # As a model with dropout draws, an augmentation, and what shares a sampler's generator.
+    torch.rand(3), random.random(), torch.rand(2, generator=SHARED)
     return [batch.tolist() for batch in batches]
 
 
 def read(case: Case, folder: str) -> dict[str, Any]:
     """Return the batches of this rank: those of the straight run, and those after the resume."""
     accelerator, loaders = engine(case, case.seed)
+    stop = case.stops_on(accelerator.process_index)
     straight: list[list[Any]] = []
     for epoch in range(EPOCHS):
         passes: list[Any] = []
-        for number, batches in enumerate(zip(*loaders, strict=False), start=1):
+        begun = _begun(case, accelerator, loaders) if epoch == SAVED_IN else []
+        passes += begun
+        rest = skipping(accelerator, loaders, len(begun))
+        for number, batches in enumerate(zip(*rest, strict=False), start=len(begun) + 1):
             passes.append(trained(batches))
-            if epoch == SAVED_IN and number == case.stops_after:
+            if epoch == SAVED_IN and number == stop:
                 accelerator.save_state(folder)
+        if epoch == SAVED_IN and stop > len(passes):
+            accelerator.save_state(folder)
         straight.append(passes)
     lengths = [len(loader) for loader in loaders]
-    found = {"straight": straight, "lengths": lengths, "resumed": None}
+    found = {"straight": straight, "lengths": lengths, "stop": stop, "resumed": None}
     if case.stops_after:
+        left = accelerator.gather(torch.tensor([len(straight[SAVED_IN]) - stop]))
         accelerator, loaders = engine(case, case.seed + 1000)
         accelerator.load_state(folder)
         resumed = []
-        if case.stops_after < case.rounds:
-            active = loaders
-            if not case.stateful:
-                active = [
-                    accelerator.skip_first_batches(loader, case.stops_after) for loader in loaders
-                ]
+        if (left > 0).any():
+            active = loaders if case.stateful else skipping(accelerator, loaders, stop)
             resumed.append([trained(batches) for batches in zip(*active, strict=False)])
         for _ in range(SAVED_IN + 1, EPOCHS):
             resumed.append([trained(batches) for batches in zip(*loaders, strict=False)])
         found["resumed"] = resumed
     return found
+
+
+def _begun(case: Case, accelerator: Accelerator, loaders: list[Any]) -> list[Any]:
+    """Read some batches of a pass and leave it; the rest is read by skipping copies."""
+    number = min(case.skips, case.stops_after - 1)
+    found = []
+    if number > 0:
+        for batches in zip(*loaders, strict=False):
+            found.append(trained(batches))
+            if len(found) == number:
+                break
+    return found
+
+
+def skipping(accelerator: Accelerator, loaders: list[Any], number: int) -> list[Any]:
+    return [accelerator.skip_first_batches(loader, number) for loader in loaders]
+
+
+def cpu_seconds() -> float:
+    """Return the processor time of this process and its ended loader workers."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def read_all(cases: list[Case], folders: list[str]) -> list[dict[str, Any]]:
@@ -265,10 +345,12 @@ def read_all(cases: list[Case], folders: list[str]) -> list[dict[str, Any]]:
     for case, folder in zip(cases, folders, strict=True):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            began = cpu_seconds()
             try:
                 found.append(read(case, folder))
             except Exception:
                 found.append({"failed": traceback.format_exc()})
+            found[-1]["cpu"] = cpu_seconds() - began
     return found
 
 
@@ -295,7 +377,7 @@ def problems(case: Case, ranks: list[dict[str, Any]]) -> list[str]:
         for number, length in enumerate(given["lengths"]):
             if length != len(given["straight"][0]):
                 found.append(f"len of loader {number} on rank {rank} is {length}")
-        found += _resumed(case, given, rank)
+        found += _resumed(case, ranks, rank)
     if case.length >= 20 and case.order != "sequential":
         if len({tuple(order) for by_loader in orders for order in by_loader}) < len(orders):
             found.append("epochs have one order")
@@ -310,50 +392,93 @@ def _counted(case: Case, order: list[int], where: str) -> list[str]:
     if len(order) != case.samples():
         found.append(f"{where}: {len(order)} samples, {case.samples()} expected")
     if case.drop_last:
-        if max(counts.values(), default=1) > 1:
+        if max(counts.values(), default=1) > 1 and not case.repeats:
             found.append(f"{where}: samples repeated")
-    elif len(counts) != case.length:
+    elif len(counts) != case.length and not case.repeats:
         found.append(f"{where}: {case.length - len(counts)} samples never read")
     return found
 
 
-def _resumed(case: Case, given: dict[str, Any], rank: int) -> list[str]:
+def _resumed(case: Case, ranks: list[dict[str, Any]], rank: int) -> list[str]:
+    given = ranks[rank]
     if given["resumed"] is None:
         return []
     wanted = [given["straight"][epoch] for epoch in range(SAVED_IN + 1, EPOCHS)]
-    if case.stops_after < case.rounds:
-        wanted.insert(0, given["straight"][SAVED_IN][case.stops_after :])
+    if any(one["stop"] < len(one["straight"][SAVED_IN]) for one in ranks):
+        wanted.insert(0, given["straight"][SAVED_IN][given["stop"] :])
     names = ["the rest of the epoch", "the next epoch"][-len(wanted) :]
-    if case.order == "lazy" and (case.world_size == 1 or case.dispatched):
-        # What others draw in between from the same generator is not known: the next one differs.
-        names = names[:1] if len(names) == 2 and case.loaders == 1 else []
     return [
         f"rank {rank}: {name} differs after the resume"
-        for name, one, other in zip(names, wanted, given["resumed"], strict=False)
+        for name, one, other in zip(names, wanted, given["resumed"], strict=True)
         if one != other
     ]
 
 
+# -- running -------------------------------------------------------------------------------------
+
+Found = tuple[list[str], float]
+
+
 def run(cases: Sequence[Case], at_once: int = 20) -> list[list[str]]:
     """Return what is wrong with each case, in their order."""
-    found: list[list[str]] = [[] for _ in cases]
+    found: dict[int, Found] = {}
+    for places in chunks(cases, at_once):
+        found |= dict(zip(places, judged([cases[place] for place in places]), strict=True))
+    return [found[place][0] for place in range(len(cases))]
+
+
+def chunks(cases: Sequence[Case], at_once: int) -> list[list[int]]:
+    """Return the places of cases that are read together: on as many processes."""
+    found = []
+    for world_size in {case.world_size for case in cases}:
+        places = [i for i, case in enumerate(cases) if case.world_size == world_size]
+        found += [places[i : i + at_once] for i in range(0, len(places), at_once)]
+    return sorted(found)
+
+
+def judged(cases: list[Case]) -> list[Found]:
+    """Return what is wrong with each of some cases of one world size, and its processor time."""
     with tempfile.TemporaryDirectory() as root:
-        for world_size in sorted({case.world_size for case in cases}):
-            places = [i for i, case in enumerate(cases) if case.world_size == world_size]
-            for start in range(0, len(places), at_once):
-                chunk = places[start : start + at_once]
-                folders = [str(Path(root) / str(place)) for place in chunk]
-                chosen = [cases[place] for place in chunk]
-                try:
-                    ranks = run_distributed(read_all, world_size, chosen, folders)
-                except AssertionError as error:
-                    for place in chunk:
-                        found[place] = [f"the ranks did not end: {str(error)[-200:]}"]
-                    continue
-                for number, place in enumerate(chunk):
-                    with contextlib.suppress(IndexError):
-                        found[place] = problems(cases[place], [rank[number] for rank in ranks])
-    return found
+        folders = [str(Path(root) / str(place)) for place in range(len(cases))]
+        try:
+            ranks = run_distributed(read_all, cases[0].world_size, cases, folders)
+        except AssertionError as error:
+            if len(cases) > 1:  # which of them
+                return [found for case in cases for found in judged([case])]
+            return [([f"the ranks did not end: {str(error)[-200:]}"], 0.0)]
+    return [
+        (problems(case, [rank[number] for rank in ranks]), sum(r[number]["cpu"] for r in ranks))
+        for number, case in enumerate(cases)
+    ]
+
+
+def run_jobs(
+    cases: Sequence[Case], jobs: int, tell: Callable[[int, Case, Found], None], at_once: int = 10
+) -> None:
+    """Judge cases in `jobs` processes at a time, each with workers of its own.
+
+    Args:
+        cases: what to judge.
+        jobs: how many chunks are read at the same time.
+        tell: called with place, case and what was found, as soon as it is.
+        at_once: cases in a chunk.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context) as executor:
+        waiting = {
+            executor.submit(judged, [cases[place] for place in places]): places
+            for places in chunks(cases, at_once)
+        }
+        for done in as_completed(waiting):
+            for place, found in zip(waiting[done], done.result(), strict=True):
+                tell(place, cases[place], found)
+        for _ in range(jobs):
+            executor.submit(close_pools)
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def drawn(seed: int, count: int) -> list[Case]:

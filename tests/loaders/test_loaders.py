@@ -29,6 +29,22 @@ NAMED = {
         world_size=2, streamed=True, dispatch=True, even=False, length=17
     ),
     "a stream that did not know epoch 0": Case(streamed=True, stop=1),
+    "another order of a sampler that draws late": Case(order="lazy", loaders=2, stop=1),
+    "another order of a sampler whose generator is shared": Case(order="shared", stop=1),
+    "another order of a sampler with replacement": Case(order="replacement", length=40, stop=8),
+    "a stream completed with other samples after a resume": Case(
+        world_size=2, streamed=True, stateful=True, length=23, batch_size=3, stop=1
+    ),
+    "ranks saved at different batches": Case(
+        world_size=2, even=False, stateful=True, dispatch=False, length=21, stop=1, ahead=2
+    ),
+    "zipped loaders of which one rank had read the last": Case(
+        world_size=2, stateful=True, dispatch=False, loaders=2, length=23, stop=1, ahead=3
+    ),
+    "a stateful loader that had skipped": Case(stateful=True, skips=1, stop=2),
+    "a permutation drawn again behind the end of a pass": Case(
+        world_size=2, stateful=True, length=23, stop=1
+    ),
 }
 
 
