@@ -81,12 +81,13 @@ class Registry:
             ConfigError: naming the nearest.
         """
         if name not in self.names():
+            decorator = self.kind.removesuffix("s")
             raise ConfigError(
                 Problem(
                     f"{self.kind}.name={name!r}",
                     f"no {self.kind} factory has that name",
                     f"{nearest(name, self.names())} Register your own with "
-                    f"@register.{self.kind.removesuffix('s')}({name!r}) in a package named by [tool.runner] imports.",
+                    f"@register.{decorator}({name!r}) in a package named by [tool.runner] imports.",
                 )
             )
 

@@ -61,7 +61,7 @@ REFUSALS = {
     "model.width=wide": ("model.width='wide'", "of type int"),
     "callbacks.early_stoping.patience=1": ("callbacks.early_stoping", "'early_stopping'"),
     "step=gan": ("model=cnn with step=gan", "Set model=null."),
-    "objective=null": ("objective=null with step=supervised", "needs a objective"),
+    "objective=null": ("objective=null with step=supervised", "needs an objective"),
     "trainer.micro_batch_size=7": ("7", "64"),
     "distributed.num_processes=3": ("distributed.num_processes=3", "distributed=multi_cpu"),
     "tracker.log_with=[wandb]": ("log_with='wandb'", "does not offer it yet", "tensorboard"),
