@@ -17,6 +17,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     Sampler,
+    SequentialSampler,
     Subset,
 )
 
@@ -266,24 +267,45 @@ def agreed_seed(comm: Communicator, seed: int, loader: Any, sampler: Any) -> int
     if comm.world_size == 1:
         return seed
     found = comm.all_gather_object((seed, _drawn_from(loader, sampler)))
-    facts = [fact for _, fact in found]
+    ConfigError.raise_if(_differing(sampler, [facts for _, facts in found]))
+    return int(found[0][0])
+
+
+def check_alike(comm: Communicator, loader: Any, sampler: Any) -> None:
+    """Refuse a loader whose data set or sampler is sharded by rank already, in one collective.
+
+    Args:
+        comm: how this process talks to the others.
+        loader: the loader that is prepared.
+        sampler: the one inside, which draws nothing.
+
+    Raises:
+        ConfigError: if ranks read different data, of which each would get its share alone.
+    """
+    if comm.world_size > 1:
+        facts = comm.all_gather_object(_drawn_from(loader, sampler))
+        ConfigError.raise_if(_differing(sampler, facts))
+
+
+def _differing(sampler: Any, facts: Sequence[dict[str, Any]]) -> list[Problem]:
+    """Return the first of the ranks' `facts` that differs."""
     for name in facts[0]:
         values = [fact.get(name) for fact in facts]
         if any(value != values[0] for value in values):
             told = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise ConfigError(
+            return [
                 Problem(
                     f"a {type(sampler).__name__} that differs between ranks ({name}: {told})",
                     "`prepare` shards one order over all ranks, which is the same on each",
                     "Give every rank the whole data set and the same sampler; do not shard it "
                     "before.",
                 )
-            )
-    return int(found[0][0])
+            ]
+    return []
 
 
 def _drawn_from(loader: Any, sampler: Any) -> dict[str, Any]:
-    """Return facts of what a random sampler draws from, which all ranks must share."""
+    """Return facts of what a sampler draws from, which all ranks must share."""
     dataset = loader.dataset
     return {
         "sampler": type(sampler).__name__,
@@ -291,7 +313,7 @@ def _drawn_from(loader: Any, sampler: Any) -> dict[str, Any]:
         "size of the data set": len(dataset) if hasattr(dataset, "__len__") else None,
         "indices": _digest(getattr(sampler, "indices", None)),
         "weights": _digest(getattr(sampler, "weights", None)),
-        "indices of the subset": _digest(dataset.indices if type(dataset) is Subset else None),
+        "indices of the subset": _digest(dataset.indices if isinstance(dataset, Subset) else None),
     }
 
 
@@ -371,6 +393,8 @@ class Ordering:
             drawing.seed = agreed_seed(comm, drawing.seed, loader, drawing)
             return drawing, None
         if not draws_randomly(drawing) and not is_permuting(drawing):
+            if isinstance(drawing, (SequentialSampler, range)):
+                check_alike(comm, loader, drawing)
             return drawing, None
         if self.seedable and is_permuting(drawing):
             seed = self._seed(loader, drawing)

@@ -27,7 +27,13 @@ from accel.errors import ConfigError, Problem, nearest
 from accel.objects import Objects
 from accel.optimizer import unwrap_optimizer
 from accel.strategies.base import Strategy, Traits
-from accel.strategies.reducer import FollowTrainable, RefuseUnfrozen, RefuseUnreduced, unreduced
+from accel.strategies.reducer import (
+    FollowTrainable,
+    RefuseUnfrozen,
+    RefuseUnreduced,
+    WarnOfBypassed,
+    unreduced,
+)
 
 
 def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,8 +120,10 @@ class DDPStrategy(Strategy):
     def wrap_optimizer(
         self, optimizer: torch.optim.Optimizer, place: bool = True
     ) -> torch.optim.Optimizer:
-        """Return `optimizer`, which refuses to step by gradients that are not averaged."""
-        unwrap_optimizer(optimizer).register_step_pre_hook(RefuseUnreduced(self._unreduced_ids))
+        """Return `optimizer`, which refuses, or tells of, gradients that are not averaged."""
+        own = unwrap_optimizer(optimizer)
+        own.register_step_pre_hook(RefuseUnreduced(self._unreduced_ids))
+        own.register_step_pre_hook(WarnOfBypassed(_FOLLOWERS))
         return super().wrap_optimizer(optimizer, place)
 
     def _unreduced_ids(self) -> set[int]:

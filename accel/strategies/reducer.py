@@ -10,7 +10,9 @@ Source: https://docs.pytorch.org/docs/stable/notes/ddp.html
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +35,13 @@ class FollowTrainable:
 
     Args:
         model: in DDP.
+
+    Attributes:
+        stepped: ids of the optimizers that stepped since the latest forward pass with gradients;
+            None before the first one.
     """
+
+    stepped: tuple[int, ...] | None = None
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._known: Trainable | None = Trainable(model.module)
@@ -41,6 +49,7 @@ class FollowTrainable:
     def __call__(self, model: Any, *_: Any) -> None:
         """Compare what `model` trains with what its reducer knows."""
         if torch.is_grad_enabled():
+            self.stepped = ()  # also where this is compiled: written, and not read
             self.check(model)
 
     def check(self, model: DistributedDataParallel) -> None:
@@ -190,6 +199,92 @@ class RefuseUnreduced:
         count = sum(p.grad is not None for p in own)
         if count:
             raise ConfigError(unreduced(f"optimizer.step: {count} parameters"))
+
+
+class WarnOfBypassed:
+    """A step pre-hook of an optimizer: tells of gradients that came past a model in DDP.
+
+    The reducer averages gradients of forward passes of the prepared model alone. What calls the
+    module inside of it (``unwrap_model(model)(x)``, ``model.module.encode(x)``) and nothing else
+    trains on each rank's own gradients.
+
+    Args:
+        followers: those of all models in DDP.
+    """
+
+    def __init__(self, followers: Mapping[DistributedDataParallel, FollowTrainable]) -> None:
+        self._followers: Mapping[DistributedDataParallel, FollowTrainable] | None = followers
+        self._last: tuple[weakref.ref[torch.Tensor], int] | None = None
+        # By model: how many groups the optimizer had, and whether any held parameters of it.
+        self._held: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Warn, once, before the first such step of `optimizer`."""
+        if self._followers is None:  # told already, or of a copy
+            return
+        for model, follower in self._followers.items():
+            if not self._holds(optimizer, model):
+                continue
+            if follower.stepped is None or id(optimizer) in follower.stepped:
+                gradients = _gradients_of(optimizer, model)
+                if not self._are_of_last_step(gradients) and any(map(_is_nonzero, gradients)):
+                    self._followers = None
+                    warnings.warn(str(_bypassed(model, len(gradients))), stacklevel=5)
+                    return
+            else:
+                follower.stepped = (*follower.stepped, id(optimizer))
+        first = next((p.grad for p in _parameters_of(optimizer) if p.grad is not None), None)
+        self._last = None if first is None else (weakref.ref(first), first._version)
+
+    def _holds(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> bool:
+        num_groups = len(optimizer.param_groups)
+        known = self._held.get(model)
+        if known is None or known[0] != num_groups:
+            reduced = {id(p) for p in model.parameters()}
+            known = num_groups, any(id(p) in reduced for p in _parameters_of(optimizer))
+            self._held[model] = known
+        return known[1]
+
+    def _are_of_last_step(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Return whether the latest step was made by the same `gradients`."""
+        if self._last is None:
+            return False
+        last, version = self._last
+        return any(gradient is last() and gradient._version == version for gradient in gradients)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_followers": None, "_last": None, "_held": None}
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _gradients_of(
+    optimizer: torch.optim.Optimizer, model: DistributedDataParallel
+) -> list[torch.Tensor]:
+    """Return the gradients by which `optimizer` would step parameters that `model` reduces."""
+    names = model.parameters_to_ignore
+    reduced = {id(p) for name, p in model.module.named_parameters() if name not in names}
+    own = (p for p in _parameters_of(optimizer) if id(p) in reduced)
+    return [p.grad for p in own if p.grad is not None]
+
+
+def _is_nonzero(gradient: torch.Tensor) -> bool:
+    return bool(gradient.count_nonzero()) if not gradient.is_sparse else gradient._nnz() > 0
+
+
+def _bypassed(model: DistributedDataParallel, count: int) -> Problem:
+    name = type(model.module).__name__
+    return Problem(
+        f"optimizer.step: {count} gradients of {name} without a forward pass of the prepared model "
+        "since the last step",
+        "DDP averages gradients in its own forward and backward pass: those of "
+        "unwrap_model(model)(…) and model.module.method(…) stay each rank's own, and ranks drift "
+        "apart",
+        "Call model(…), whose forward calls the method; or average them yourself: "
+        "accelerator.reduce(p.grad, 'mean').",
+    )
 
 
 def unreduced(value: str) -> Problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any, ClassVar
 
 import pytest
@@ -305,6 +306,66 @@ def refused() -> None:
 @pytest.mark.parametrize("case", [kept, compressed, toggled, triggered, copied, compiled, refused])
 def test_reducers_are_rebuilt_with_all_that_belongs_to_them(case: Any) -> None:
     run_distributed(case, 2)
+
+
+def bypassed(path: str) -> None:
+    """What trains past the prepared model is told of, once; what does not is not."""
+    accelerator = Accelerator(cpu=True)
+    net = Net()
+    model, optimizer = accelerator.prepare(net, sgd(net))
+    second = accelerator.prepare(sgd(net.norm))
+    inputs = ones_and_threes(accelerator)
+
+    def step(forward: Any) -> None:
+        accelerator.backward(forward(inputs).square().sum())
+        optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model)
+        optimizer.step()  # by the same gradients
+        second.step()
+        with accelerator.no_sync(model):
+            step(model)
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        step(lambda values: model(values) + net.body(values))
+        optimizer.zero_grad()
+    past = {
+        "unwrapped": accelerator.unwrap_model(model),
+        "inner": lambda values: model.module.body(values),
+    }
+    with pytest.warns(UserWarning, match=r"gradients of Net without a forward pass of the prep"):
+        step(past[path])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(past[path])
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("path", ["unwrapped", "inner"])
+def test_gradients_that_come_past_ddp_are_told_of(path: str) -> None:
+    run_distributed(bypassed, 2, path)
+
+
+def compiled_around() -> None:
+    """Forward passes of a model that is compiled around DDP are seen."""
+    accelerator = Accelerator(cpu=True)
+    net = Net()
+    model, optimizer = accelerator.prepare(net, sgd(net))
+    fast = torch.compile(model, backend="eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without a forward pass of the prepared")
+        for _ in range(4):
+            accelerator.backward(fast(ones_and_threes(accelerator)).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.end_training()
+
+
+def test_a_model_compiled_around_ddp_is_not_taken_for_bypassed() -> None:
+    run_distributed(compiled_around, 2)
 
 
 # -- shards, and engines that step for themselves ------------------------------------------

@@ -18,6 +18,7 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -123,6 +124,26 @@ def test_samplers_that_shard_already_are_refused() -> None:
         assert "list that gives each rank other samples" in told[1]
         assert "num_replicas=4" in told[2]
         assert "OwnShards" in told[3]
+
+
+def sharded_data(dispatch: bool) -> list[str]:
+    rank = PartialState(cpu=True).process_index
+    found = []
+    for data in (Subset(range(12), range(rank, 12, 2)), range(12 - rank), range(12)):
+        try:
+            flat(prepare_data_loader(DataLoader(data, batch_size=2), dispatch_batches=dispatch))
+            found.append("")
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_data_that_is_sharded_by_rank_is_refused(dispatch: bool) -> None:
+    for subset, length, same in run_distributed(sharded_data, 2, dispatch):
+        assert "differs between ranks (indices of the subset: rank 0: " in subset
+        assert "differs between ranks (number of samples: rank 0: 12, rank 1: 11)" in length
+        assert same == ""
 
 
 def unsharded(drop_last: bool) -> list[list[int]]:
