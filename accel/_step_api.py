@@ -15,7 +15,7 @@ from accel.config.handlers import AutocastKwargs
 from accel.errors import ConfigError, Problem, StateError
 from accel.objects import Objects
 from accel.optimizer import unwrap_optimizer
-from accel.precision.amp import has_gradients, parameters_of
+from accel.precision.amp import StepScaler, has_gradients, parameters_of
 from accel.state import GradientState
 
 if TYPE_CHECKING:
@@ -256,8 +256,11 @@ class StepAPI:
         Raises:
             StateError: under fp16 while gradients are still accumulated.
         """
-        tensors = self._unscaled(parameters)
-        return self.strategy.clip_grad_norm_(tensors, max_norm, norm_type=norm_type)
+        tensors, held = self._unscaled(parameters)
+        norm = self.strategy.clip_grad_norm_(tensors, max_norm, norm_type=norm_type)
+        if held and isinstance(self.scaler, StepScaler):
+            self.scaler.skip_unless_finite(norm, held)
+        return norm
 
     def clip_grad_value_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float
@@ -271,13 +274,16 @@ class StepAPI:
         Raises:
             StateError: under fp16 while gradients are still accumulated.
         """
-        self.strategy.clip_grad_value_(self._unscaled(parameters), clip_value)
+        self.strategy.clip_grad_value_(self._unscaled(parameters)[0], clip_value)
 
-    def _unscaled(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return `parameters` as a list, after unscaling the optimizers that hold any of them."""
+    def _unscaled(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.optim.Optimizer]]:
+        """Unscale the optimizers that hold any of `parameters`; return these, and the former."""
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        holders: list[torch.optim.Optimizer] = []
         if self.scaler is None or not self.scaler.is_enabled():
-            return tensors
+            return tensors, holders
         if not self.gradient_state.sync_gradients:
             raise StateError(
                 "Gradients are clipped while they are accumulated, and what is added later is "
@@ -290,9 +296,10 @@ class StepAPI:
             held = {id(p) for p in parameters_of(optimizer)}
             if not held.isdisjoint(given):
                 self.unscale_gradients(optimizer)
+                holders.append(unwrap_optimizer(optimizer))
                 loose = {key: tensor for key, tensor in loose.items() if key not in held}
         self.scaler.unscale_loose(loose.values())
-        return tensors
+        return tensors, holders
 
 
 class Windows:

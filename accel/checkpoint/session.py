@@ -121,6 +121,7 @@ def save(accelerator: Accelerator, output_dir: AnyPath | None, options: SaveOpti
         )
     final = decided(comm, lambda: _save_path(accelerator, output_dir), "save_state")
     path = _require(final)
+    _warn_of_open_window(accelerator)
     _write_and_commit(accelerator, path, options)
     if project.automatic_checkpoint_naming:
         project.iteration += 1  # it is committed, whatever becomes of the old ones
@@ -129,6 +130,20 @@ def save(accelerator: Accelerator, output_dir: AnyPath | None, options: SaveOpti
                 if writes(accelerator):
                     files.prune(path.parent, project.total_limit, options.protected)
     return path
+
+
+def _warn_of_open_window(accelerator: Accelerator) -> None:
+    """Tell that gradients are not saved, where a window of micro-batches has only begun."""
+    num_steps = accelerator.gradient_accumulation_steps
+    begun = accelerator.step % num_steps
+    if begun and not accelerator.sync_gradients:
+        logger.warning_once(
+            "save_state after %d of %d micro-batches of a window: gradients are not saved, so a "
+            "run that resumes makes the next step without them. Save where "
+            "accelerator.sync_gradients is true.",
+            begun,
+            num_steps,
+        )
 
 
 def _require(path: Path | None) -> Path:

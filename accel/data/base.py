@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -193,7 +193,8 @@ class PreparedLoader(DataLoader[Any]):
     def _batches(self) -> Iterator[Any]:
         """Return torch's iterator of a pass; the data set learns the epoch before it is read."""
         epoch = telling.tell(self)
-        with self._order.opening(self.generators()):
+        order, generators = self._order, self.generators()
+        with order.opening(generators), order.seeding(self, len(generators)):
             batches = super().__iter__()
         return batches if epoch is None else telling.told(self, batches, epoch)
 
@@ -281,8 +282,8 @@ class PreparedLoader(DataLoader[Any]):
             order: "pass" ("under way", "left" early, "ended" or "none"), "now" (the present
                 states of the generators), "process" and "agreed" (those of the process's own that
                 decide the pass, or None), "drawn" (how far the sampler has drawn, or None),
-                "stream" (whether the last generator is the loader's own) and "samples" of the data
-                set (None: not known).
+                "stream" (whether the last generator is the loader's own, "began_with_stream"
+                whether it was) and "samples" of the data set (None: not known).
 
         The first three are as the pass under way, or left early, began.
         """
@@ -290,9 +291,9 @@ class PreparedLoader(DataLoader[Any]):
         ended = order.at_end is not None
         started = None if ended else order.resumed or order.started
         under_way = order.under_way > 0 or order.resumed is not None
-        now = [generator.get_state() for generator in self.generators()]
+        now = order.present(self.generators())
         epoch = self.epoch + int(order.at_end == self.epoch)
-        begun = Start(now, None, self._sampler_states(), epoch) if started is None else started
+        begun = started or replace(now, samplers=self._sampler_states(), epoch=epoch)
         kind = "ended" if ended else "none" if started is None else "left"
         drawn = begun.so_far()
         return {
@@ -301,11 +302,12 @@ class PreparedLoader(DataLoader[Any]):
             "generators": begun.generators,
             "order": {
                 "pass": "under way" if kind == "left" and under_way else kind,
-                "now": now,
+                "now": now.generators,
                 "process": begun.process,
                 "agreed": begun.agreed,
                 "drawn": None if drawn is None else asdict(drawn),
                 "stream": order.stream is not None,
+                "began_with_stream": begun.stream,
                 "samples": self._num_samples(),
             },
         }
@@ -329,12 +331,13 @@ class PreparedLoader(DataLoader[Any]):
         if state["epoch"] is not None:
             self.set_epoch(state["epoch"])
         if saved is None:  # of an earlier version, which kept the start of a pass alone
-            order.restore(Start(state["generators"]), self.generators())
+            stream = order.stream is not None
+            order.restore(Start(state["generators"], stream=stream), self.generators())
             return
         self._check_samples(saved["samples"])
         if saved["stream"] and order.stream is None and order.draws == "torch":
             order.take_stream()  # saved on several processes
-        order.restore(Start(saved["now"]), self.generators())
+        order.restore(Start(saved["now"], stream=saved["stream"]), self.generators())
         drawn = saved.get("drawn")  # none of an earlier version
         begun = Start(
             state["generators"],
@@ -343,6 +346,7 @@ class PreparedLoader(DataLoader[Any]):
             state["epoch"],
             saved["agreed"],
             drawn=None if drawn is None else Drawn(**drawn),
+            stream=saved.get("began_with_stream", saved["stream"]),
         )
         order.ended = saved["pass"] == "ended"
         if saved["pass"] == "under way":

@@ -56,6 +56,7 @@ class Start:
         agreed: states of the process's generators when indices for all ranks were drawn, or None.
         draws: the draws of the pass, where its sampler is not known; None before they begin.
         drawn: how far the sampler of a pass that is drawn again had drawn, or None.
+        stream: whether the last of `generators` is the loader's own stream of permutations.
     """
 
     generators: list[torch.Tensor]
@@ -65,6 +66,7 @@ class Start:
     agreed: dict[str, Any] | None = None
     draws: PassDraws | None = None
     drawn: Drawn | None = None
+    stream: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Generators do not travel; how far they were drawn from does.
@@ -135,12 +137,23 @@ class Order:
             found = rng.capture_host()
         elif self.draws == "torch" or (self.replay is not None and self.replay.process):
             found = {"torch": torch.get_rng_state()}
-        return Start([generator.get_state() for generator in generators], found)
+        return Start(self._states(generators), found, stream=self.stream is not None)
+
+    def _states(self, generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in generators]
+
+    def present(self, generators: Sequence[torch.Generator]) -> Start:
+        """Return the states of `generators` alone."""
+        return Start(self._states(generators), stream=self.stream is not None)
 
     def restore(self, start: Start, generators: Sequence[torch.Generator]) -> None:
         """Set `generators`, and the process's own, to the states of `start`."""
-        # A generator may come or go (with the number of processes) and change no order.
-        for generator, state in zip(generators, start.generators, strict=False):
+        # Others may come or go (with the number of processes) and change no order; the stream is
+        # the last one.
+        own, saved = list(generators), list(start.generators)
+        if self.stream is not None and own and start.stream and saved:
+            own.pop().set_state(saved.pop())
+        for generator, state in zip(own, saved, strict=False):
             generator.set_state(state)
         if start.process is not None:
             rng.restore_host(start.process)
@@ -177,7 +190,7 @@ class Order:
         if start is None:
             yield
             return
-        now = [generator.get_state() for generator in generators]
+        now = self.present(generators)
         with rng.preserved():
             self.restore(start, generators)
             try:
@@ -185,7 +198,29 @@ class Order:
                 if self.replay is not None:  # no worker has asked for indices yet
                     self._after_opening = self.capture(generators)
             finally:
-                self.restore(Start(now), generators)
+                self.restore(now, generators)
+
+    @contextlib.contextmanager
+    def seeding(self, loader: Any, num_generators: int) -> Iterator[None]:
+        """Let torch draw the workers' seed where the pass that is drawn again drew it from.
+
+        A dispatched loader of several processes has a generator for it, that of one process has
+        none: a draw more, or less, from the process's own generator would make another order.
+
+        Args:
+            loader: the loader whose iterator is made.
+            num_generators: that it and its samplers hold.
+        """
+        own, start = loader.generator, self.replay
+        if start is not None and start.process is not None:
+            here = num_generators - int(self.stream is not None)
+            saved = len(start.generators) - int(start.stream)
+            if saved != here:
+                loader.generator = torch.Generator() if saved > here else None
+        try:
+            yield
+        finally:
+            loader.generator = own
 
     def followed(self, sampler: Any, entries: Iterator[Any], chunk: int = 1) -> Iterator[Any]:
         """Yield what a sampler draws.
@@ -225,8 +260,7 @@ class Order:
             self.again = start
             stack.callback(setattr, self, "again", None)
             if after is not None:
-                now = [generator.get_state() for generator in generators]
-                stack.callback(self.restore, Start(now), generators)
+                stack.callback(self.restore, self.present(generators), generators)
                 stack.enter_context(rng.preserved())
                 self.restore(after, generators)
             elsewhere = start is not None and start.process is not None  # saved by one process

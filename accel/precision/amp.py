@@ -87,6 +87,22 @@ class StepScaler(torch.amp.GradScaler):
             self._multiply(self._gradients(chosen), self._scale.double().reciprocal().float())
             self._loose.update((p, True) for p in chosen)
 
+    def skip_unless_finite(
+        self, norm: torch.Tensor, optimizers: Iterable[torch.optim.Optimizer]
+    ) -> None:
+        """Let none of `optimizers` step where the norm by which all are clipped is not finite.
+
+        Their gradients were multiplied by it, also those of optimizers that met no overflow.
+
+        Args:
+            norm: [] of the gradients of all of them.
+            optimizers: whose gradients are unscaled.
+        """
+        overflow = (~torch.isfinite(norm.detach())).float()
+        for optimizer in optimizers:
+            for flag in self._found_inf_per_device(optimizer).values():
+                torch.maximum(flag, overflow.to(flag.device), out=flag)
+
     def _any_unscaled(self) -> bool:
         return bool(self._unscaled) or any(self._loose.values())
 

@@ -251,3 +251,29 @@ def test_a_copied_optimizer_has_gradients_of_its_own() -> None:
     twin.step()
     assert parameter.unique().tolist() == [-2.0]
     assert accelerator.scaler.get_scale() == 2 * SCALE
+
+
+def clipped_together(engines: dict[str, Any]) -> list[float]:
+    """Two optimizers that are clipped by one norm, which an overflow of the first makes NaN."""
+    accelerator = started(engines)
+    first, second = Net(), Net()
+    first, second, *optimizers = accelerator.prepare(first, second, sgd(first), sgd(second))
+    for broken in (True, False):
+        factor = math.nan if broken and accelerator.is_last_process else 1.0
+        loss = first(ONES).sum() * factor + second(ONES).sum()
+        accelerator.backward(loss)
+        parameters = [*first.parameters(), *second.parameters()]
+        accelerator.clip_grad_norm_(parameters, 100.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            assert optimizer.step_was_skipped is broken
+            optimizer.zero_grad()
+    found = [weight(accelerator, model) for model in (first, second)]
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_an_overflow_skips_all_that_is_clipped_with_it(engine: str) -> None:
+    for found in run_distributed(clipped_together, 2, ENGINES[engine]):
+        assert found == [-1.0, -1.0]

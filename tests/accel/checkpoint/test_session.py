@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from accel import Accelerator
 from accel.checkpoint import files
 from accel.errors import CheckpointError, ConfigError
 from tests.accel.checkpoint.parts import automatic, build, equal
@@ -175,6 +176,22 @@ def test_a_half_counted_window_is_restored(tmp_path: Path) -> None:
     run.accelerator.step = 0
     run.accelerator.load_state(tmp_path)
     assert run.accelerator.step == 3
+
+
+def test_gradients_of_an_open_window_are_told_to_be_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.save_state(tmp_path)
+    told = []
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+        caplog.clear()
+        accelerator.save_state(tmp_path)
+        told.append("after 1 of 2 micro-batches of a window" in caplog.text)
+    assert told == [True, False]
 
 
 class Positioned(DataLoader[Any]):

@@ -456,11 +456,23 @@ def test_stateful_loaders_saved_between_epochs_keep_their_order(tmp_path: Path) 
     assert run_distributed(saved_between, 2, str(tmp_path / "state")) == [True, True]
 
 
-def saved_elsewhere(folder: str, saving: bool) -> list[int]:
-    accelerator = Accelerator(cpu=True)
+class Drawing(Sampler[int]):
+    """Draws from torch's own generator when a pass begins."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __iter__(self):
+        return iter(torch.randperm(32).tolist())
+
+
+def saved_elsewhere(folder: str, saving: bool, dispatch: bool, known: bool) -> list[int]:
+    config = DataLoaderConfiguration(dispatch_batches=dispatch)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
     torch.manual_seed(3 if saving else 4)
     size = 8 // accelerator.num_processes
-    loader = accelerator.prepare(DataLoader(range(32), batch_size=size, shuffle=True))
+    order: dict[str, Any] = {"shuffle": True} if known else {"sampler": Drawing()}
+    loader = accelerator.prepare(DataLoader(range(32), batch_size=size, **order))
     if not saving:
         accelerator.load_state(folder)
         return accelerator.gather(torch.tensor(flat(skip_first_batches(loader, 2)))).tolist()
@@ -474,10 +486,13 @@ def saved_elsewhere(folder: str, saving: bool) -> list[int]:
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, 2), (2, 1)])
-def test_a_pass_is_gone_on_with_on_another_number_of_processes(one, other, tmp_path) -> None:
+@pytest.mark.parametrize(("dispatch", "known"), [(False, True), (True, True), (True, False)])
+def test_a_pass_is_gone_on_with_on_another_number_of_processes(
+    one: int, other: int, dispatch: bool, known: bool, tmp_path: Path
+) -> None:
     folder = str(tmp_path / "state")
-    seen = run_distributed(saved_elsewhere, one, folder, True)[0]
-    rest = run_distributed(saved_elsewhere, other, folder, False)[0]
+    seen = run_distributed(saved_elsewhere, one, folder, True, dispatch, known)[0]
+    rest = run_distributed(saved_elsewhere, other, folder, False, dispatch, known)[0]
     assert sorted(seen + rest) == list(range(32))
 
 
