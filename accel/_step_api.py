@@ -82,8 +82,10 @@ class StepAPI:
         dropped, and backward passes through `models` exchange none.
 
         The end of a loader ends a window with the micro-batch of its last batch, also where batches
-        are fetched ahead of their micro-batches. Of loaders that are read side by side, as in
-        ``zip(train, other)``, the first one counts.
+        are fetched ahead of their micro-batches: the batches given less the micro-batches are those
+        that wait. A loop that takes them one by one may skip some, but the first of a pass with
+        `skip_first_batches`. Of loaders that are read side by side, as in ``zip(train, other)``,
+        the first one counts.
 
         Args:
             models: the models that the micro-batch trains.
@@ -356,10 +358,12 @@ class _MicroBatchContext:
     def _ends_window(self) -> bool:
         """Count this micro-batch; return whether it is the last of its window."""
         windows, state = self._windows, self._windows.state
-        at_end = self._sync is None and state._take_micro_batch() and state.sync_with_dataloader
-        windows.step = 0 if at_end or self._sync else windows.step + 1
+        is_last = state.num_steps != 1 and state._take_micro_batch(self._sync is None)
         if self._sync is not None:
+            windows.step = 0 if self._sync else windows.step + 1
             return self._sync
+        at_end = is_last and state.sync_with_dataloader
+        windows.step = 0 if at_end else windows.step + 1
         return at_end or windows.step % state.num_steps == 0
 
     def __exit__(self, *error: object) -> None:

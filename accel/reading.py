@@ -1,7 +1,7 @@
 """Which micro-batch is the last of the loader that a training loop is driven by.
 
 Loops fetch batches in many ways: several ahead of their micro-batches, from loaders side by side
-(``zip``), from loaders within loops over others. What is noted here, while gradients are
+(``zip``), from loaders within loops over others. What is counted here, while gradients are
 accumulated, tells where the pass of the loop's own loader ends, and that it ends once.
 """
 
@@ -9,58 +9,56 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from accel.tree import iterate
+import torch
 
 
 class Reading:
-    """One pass over a loader: which of its batches wait for their micro-batch.
+    """One pass over a loader, and how many of its batches wait for their micro-batch.
+
+    That is the batches given less the micro-batches taken. A loop that took the first batch of the
+    pass before it fetched the second takes batches one by one: those that it fetches on over, it
+    skips.
 
     Attributes:
         started: when the pass gave its first batch.
         fetched: when it gave its latest; 0 before.
+        waiting: the batches that wait for their micro-batch.
         beside: loaders that were being read when this one gave a batch: none of them is read
             within a loop over this one.
     """
 
     def __init__(self) -> None:
-        self.started = self.fetched = 0
+        self.started = self.fetched = self.waiting = 0
         self.beside: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._waiting: deque[list[weakref.ref[Any]]] = deque()
         self._burst = self._taken = 0  # batches, then micro-batches, in a row
-        self._keeps = False  # whether batches that were fetched together are trained one by one
+        # Micro-batches per batch of a loop that takes one by one; 0: of one that fetches ahead.
+        self._usual: int | None = None
 
-    @property
-    def waiting(self) -> int:
-        """The batches that were fetched ahead and wait for their micro-batch."""
-        if not self._keeps:
-            self._drop_unused()
-        return len(self._waiting)
-
-    def give(self, batch: Any, now: int) -> None:
+    def give(self, now: int) -> None:
         """Note that the pass gives a batch at the time `now`."""
         self.started = self.started or now
         self.fetched = now
         if self._taken:
-            self._drop_unused()
+            if self._usual is None:
+                self._usual = self._taken if self._burst == 1 else 0
             self._burst = self._taken = 0
         self._burst += 1
-        self._waiting.append([weakref.ref(tensor) for tensor in iterate(batch)])
+        self.waiting += 1
 
-    def take(self) -> None:
-        """Note a micro-batch: of the first batch that waits."""
-        self._keeps = self._keeps or 0 < self._taken < self._burst
+    def take(self) -> bool:
+        """Note a micro-batch; return whether it shows that batches were not skipped after all."""
         self._taken += 1
-        if self.waiting:
-            self._waiting.popleft()
-
-    def _drop_unused(self) -> None:
-        """Forget batches that the loop let go of: it skipped them."""
-        alive = [refs for refs in self._waiting if any(ref() is not None for ref in refs)]
-        self._waiting = deque(alive)
+        self.waiting = max(0, self.waiting - 1)
+        if not self._usual or self._burst == 1:
+            return False
+        if self._taken <= self._usual:
+            self.waiting = 0
+            return False
+        self._usual, self.waiting = 0, max(0, self._burst - self._taken)
+        return True
 
 
 class Reader:
@@ -73,64 +71,96 @@ class Reader:
     def __init__(self) -> None:
         self._now = 0
         self._block = 0  # when the latest micro-batch began
+        self._was_last = False  # whether it was the last of its pass
         self._driver: Reading | None = None
         self._confirmed = False
         self._late = 0  # batches that wait for a micro-batch though their pass has ended
         self._ended: weakref.ref[Any] | None = None  # the loader of that pass
+        self._beside: weakref.WeakSet[Any] = weakref.WeakSet()  # what was read beside it
+        self._ended_at = 0
+        self._proven = False  # whether micro-batches of it are known
         self._other_ended = 0  # when a pass that does not drive the loop ended
 
-    def give(self, loader: Any, batch: Any, reading: Sequence[Any], is_open: bool) -> None:
+    def give(self, loader: Any, reading: Sequence[Any], is_open: bool) -> None:
         """Note that a loader gives a batch.
 
         Args:
             loader: one of `reading`.
-            batch: nested tensors.
             reading: the loaders whose passes are under way, the outermost first.
             is_open: whether a window of micro-batches is.
         """
-        if self._late and loader.reading.fetched == 0:
+        if self._late and loader.reading.fetched == 0 and self._is_ended(loader):
             self._late, late = 0, self._late
-            if is_open and self._ended is not None and self._ended() is loader:
+            if is_open and self._proven:
                 warnings.warn(
                     f"{late} batches of the last pass came to no accumulate() block, so its last "
-                    "window of micro-batches is still open. Enter a block for every batch, or let "
-                    "go of batches that are skipped.",
+                    "window of micro-batches is still open. Enter a block for every batch; leave "
+                    "out the first ones of a pass with skip_first_batches().",
                     stacklevel=4,
                 )
         self._now += 1
         for other in reading:
             if other is not loader:
                 loader.reading.beside.add(other)
-        loader.reading.give(batch, self._now)
+        loader.reading.give(self._now)
 
-    def take(self, reading: Sequence[Any]) -> bool:
-        """Note a micro-batch; return whether it is the last of the pass that drives the loop."""
+    def take(self, reading: Sequence[Any], is_counted: bool) -> bool:
+        """Note a micro-batch; return whether it is the last of the pass that drives the loop.
+
+        Args:
+            reading: the loaders whose passes are under way, the outermost first.
+            is_counted: whether the answer decides; else the caller says where windows end.
+        """
         passes = {id(one): one for one in reading if getattr(one, "reading", None) is not None}
         fetched = sorted(passes.values(), key=lambda loader: loader.reading.fetched)
         self._choose([loader for loader in fetched if loader.reading.fetched > self._block])
         self._now += 1
         self._block = self._now
         for loader in fetched:
-            loader.reading.take()
+            if loader.reading.take() and loader.reading is self._driver and self._was_last:
+                warnings.warn(
+                    "Batches that were fetched ahead were taken for skipped ones, since the loop "
+                    "took the first batch of the pass alone: its last window of micro-batches "
+                    "ended too early. Give accumulate(sync_gradients=...) where windows end.",
+                    stacklevel=6,
+                )
+        is_last = self._is_last(reading, fetched)
+        self._was_last = is_last and is_counted
+        return is_last
+
+    def _is_last(self, reading: Sequence[Any], fetched: Sequence[Any]) -> bool:
+        if self._late and any(self._follows_the_ended(one) for one in fetched):
+            self._late = 0
         if self._late:
+            self._proven = True
             self._late -= 1
             return self._late == 0
         if not reading:
             return False
         driver = next((one for one in fetched if one.reading is self._driver), reading[-1])
-        is_last = not any(one is driver and one.reading.waiting for one in fetched)
-        return is_last and bool(driver.end_of_dataloader)
+        waits = any(one is driver and one.reading.waiting for one in fetched)
+        return bool(driver.end_of_dataloader) and not waits
 
-    def leave(self, loader: Any, is_open: bool) -> None:
+    def _is_ended(self, loader: Any) -> bool:
+        return self._ended is not None and self._ended() is loader
+
+    def _follows_the_ended(self, loader: Any) -> bool:
+        """Return whether a loop over `loader` came after the pass whose batches wait."""
+        return loader.reading.started > self._ended_at and loader not in self._beside
+
+    def leave(self, loader: Any, reading: Sequence[Any], is_open: bool) -> None:
         """Note that a pass ends, though micro-batches of it may follow.
 
         Args:
             loader: what is read.
+            reading: the loaders whose passes are under way, this one among them.
             is_open: whether a window of micro-batches is.
         """
         drives = self._driver is not None and loader.reading is self._driver
-        if loader.end_of_dataloader and drives:
+        if loader.end_of_dataloader and (drives or self._may_drive(loader, reading)):
             self._late, self._ended = loader.reading.waiting, weakref.ref(loader)
+            self._beside, self._ended_at = loader.reading.beside, self._now
+            self._proven = drives
         elif loader.end_of_dataloader:
             self._other_ended = self._now
         elif drives and is_open and self._other_ended > self._block:
@@ -140,6 +170,17 @@ class Reader:
                 "zip() the shorter loader first, or repeat it.",
                 stacklevel=4,
             )
+        if drives:
+            self._driver, self._confirmed = None, False
+
+    def _may_drive(self, loader: Any, reading: Sequence[Any]) -> bool:
+        """Return whether micro-batches may come of a pass that ended before the first of them.
+
+        Not of an evaluation: gradients are disabled, or a training pass is under way or unfinished.
+        """
+        if self._driver is not None or (self._late and self._proven):
+            return False
+        return torch.is_grad_enabled() and all(other is loader for other in reading)
 
     def _choose(self, fresh: Sequence[Any]) -> None:
         """Choose what drives the loop among what gave batches since the latest micro-batch."""

@@ -417,17 +417,21 @@ class GradientState:
     def _being_read(self) -> list[Any]:
         return [loader for reference in self._loaders if (loader := reference()) is not None]
 
-    def _note_batch(self, dataloader: Any, batch: Any) -> None:
+    def _note_batch(self, dataloader: Any) -> None:
         """Note that `dataloader` gives a batch; needed where several make a window."""
-        self._reader.give(dataloader, batch, self._being_read(), not self.sync_gradients)
+        self._reader.give(dataloader, self._being_read(), not self.sync_gradients)
 
     def _note_end(self, dataloader: Any) -> None:
         """Note that a pass over `dataloader` ends."""
-        self._reader.leave(dataloader, not self.sync_gradients)
+        self._reader.leave(dataloader, self._being_read(), not self.sync_gradients)
 
-    def _take_micro_batch(self) -> bool:
-        """Note a micro-batch; return whether the end of a loader ends its window."""
-        return self._reader.take(self._being_read())
+    def _take_micro_batch(self, is_counted: bool) -> bool:
+        """Note a micro-batch; return whether the end of a loader ends its window.
+
+        Args:
+            is_counted: whether the answer decides; else the caller says where windows end.
+        """
+        return self._reader.take(self._being_read(), is_counted)
 
     def _add_dataloader(self, dataloader: Any) -> None:
         """Make `dataloader` the active one."""

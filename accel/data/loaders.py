@@ -123,13 +123,13 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
                 while (following := next(batches, _END)) is not _END:
                     current = current if place is None else place(current)
                     if state.num_steps != 1:
-                        state._note_batch(self, current)
+                        state._note_batch(self)
                     yield current
                     current = following
                 self._end(current_pass, self._last_remainder(current))
                 current = current if place is None else place(current)
                 if state.num_steps != 1:
-                    state._note_batch(self, current)
+                    state._note_batch(self)
                 yield current
             self._complete(current_pass)
         finally:
@@ -303,7 +303,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
                 if mine.start < found.size:
                     batch = self._cut(found, mine)
                     if windows.num_steps != 1:
-                        windows._note_batch(self, batch)
+                        windows._note_batch(self)
                     yield batch
             self._complete(current_pass)
         finally:

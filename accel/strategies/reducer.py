@@ -64,10 +64,10 @@ class FollowTrainable:
             self._known = Trainable(model.module)
         if not self._known.changed() or "reducer" not in model.__dict__:
             return
-        # Frozen as a whole for a while, as a discriminator in its generator's step: no hook fires.
-        if not self._known.any_trained():
-            return
         now = Trainable(model.module)
+        # Frozen as a whole for a while, as a discriminator in its generator's step: no hook fires.
+        if not now.trained:
+            return
         ConfigError.raise_if(_problems(model))
         _synchronize_new(model, self._known, now)
         if model.static_graph and not model.require_backward_grad_sync:
@@ -106,7 +106,7 @@ def rebuild(model: DistributedDataParallel, before: Trainable, now: Trainable) -
     parameters, sparse = model._build_params_for_reducer()
     _verify_param_shape_across_processes(model.process_group, parameters, model.logger)
     kept = {id(p) for p in now.trained}
-    _average(model, [p for p in before.trained if id(p) not in kept and p.grad is not None])
+    _average(model, [p for p in before.trained if id(p) not in kept])
     hooks, static = list(model._comm_hooks), model.static_graph
     model.reducer._remove_autograd_hooks()
     mapping = model._build_debug_param_to_name_mapping(parameters)
@@ -139,11 +139,23 @@ def _synchronize_new(model: DistributedDataParallel, before: Trainable, now: Tra
 
 
 def _average(model: DistributedDataParallel, parameters: list[torch.nn.Parameter]) -> None:
-    """Average gradients that were accumulated before their parameters were frozen."""
-    for parameter in parameters:
-        assert parameter.grad is not None
-        parameter.grad /= dist.get_world_size(model.process_group)
-        dist.all_reduce(parameter.grad, group=model.process_group)
+    """Average gradients that were accumulated before their parameters were frozen.
+
+    A rank that did not use a parameter has no gradient of it, and counts as one of zeros; where
+    none has used it, there is none. Called with the same parameters on every rank.
+    """
+    if not parameters:
+        return
+    group = model.process_group
+    used = torch.tensor([p.grad is not None for p in parameters], device=parameters[0].device)
+    used = used.to(torch.uint8)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+    for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+        if is_used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad /= dist.get_world_size(group)
+            dist.all_reduce(parameter.grad, group=group)
 
 
 class RefuseUnfrozen:

@@ -39,10 +39,6 @@ class Trainable:
             or not _same(self._module_dicts, self._children)
         )
 
-    def any_trained(self) -> bool:
-        """Return whether any parameter requires gradients now."""
-        return any(map(requires_grad, self.parameters))
-
     @property
     def trained(self) -> list[torch.nn.Parameter]:
         """Those that required gradients."""

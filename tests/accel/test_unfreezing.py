@@ -277,6 +277,52 @@ def compiled() -> None:
     accelerator.end_training()
 
 
+def probed() -> None:
+    """A new head over a model that is frozen as a whole is averaged, too."""
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    net = accelerator.unwrap_model(model)
+    net.requires_grad_(False)
+    torch.manual_seed(accelerator.process_index)
+    net.norm = torch.nn.Linear(WIDTH, WIDTH)
+    optimizer.add_param_group({"params": net.norm.parameters()})
+    for index in range(3):
+        accelerator.backward(loss_of(model(inputs_of(2 * index + accelerator.process_index))))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(*accelerator.gather(net.norm.weight.detach()[None]))
+    accelerator.end_training()
+
+
+class Branches(torch.nn.Module):
+    """Each rank uses a layer of its own, and one is used by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.nn.ModuleList(torch.nn.Linear(2, 1 + i, bias=False) for i in range(3))
+        self.shared = torch.nn.Linear(2, 1, bias=False)
+
+    def forward(self, inputs: torch.Tensor, rank: int) -> torch.Tensor:
+        return self.own[rank](inputs).sum() + self.shared(inputs).sum()
+
+
+def frozen_within_a_window() -> None:
+    """Gradients of layers that only some ranks used are averaged with zeros of the others."""
+    handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    net, rank = Branches(), accelerator.process_index
+    model = accelerator.prepare(net)
+    inputs = torch.full((1, 2), rank + 1.0)
+    with accelerator.no_sync(model):
+        model(inputs, rank).backward()
+    net.own.requires_grad_(False)
+    model(inputs, rank).backward()
+    found = [None if p.grad is None else p.grad.unique().tolist() for p in net.own.parameters()]
+    assert found == [[0.5], [1.0], None]
+    accelerator.end_training()
+
+
 def refused() -> None:
     accelerator = Accelerator(cpu=True)
     frozen = accelerator.prepare(Net().requires_grad_(False))
@@ -303,7 +349,20 @@ def refused() -> None:
     accelerator.end_training()
 
 
-@pytest.mark.parametrize("case", [kept, compressed, toggled, triggered, copied, compiled, refused])
+CASES = [
+    kept,
+    compressed,
+    toggled,
+    triggered,
+    copied,
+    compiled,
+    probed,
+    frozen_within_a_window,
+    refused,
+]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_reducers_are_rebuilt_with_all_that_belongs_to_them(case: Any) -> None:
     run_distributed(case, 2)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -39,6 +41,56 @@ def ahead_and_changed(train: Any, other: Any, micro_batch: Callable[[Any], None]
     while window := [[tensor.double() for tensor in batch] for batch in islice(batches, 2)]:
         for batch in window:
             micro_batch([tensor.float() for tensor in batch])
+
+
+def ahead_with_the_last_in_hand(train: Any, other: Any, micro_batch: Callable[[Any], None]) -> None:
+    """Convert batches in windows of four, while the loop holds on to the latest as it was given."""
+    window = []
+    for index, batch in enumerate(train, start=1):
+        window.append([tensor.double() for tensor in batch])
+        if len(window) == 4 or index == len(train):
+            for changed in window:
+                micro_batch([tensor.float() for tensor in changed])
+            window.clear()
+
+
+def whole(train: Any, other: Any, micro_batch: Callable[[Any], None]) -> None:
+    for batch in list(train):
+        micro_batch(batch)
+
+
+def whole_and_changed(train: Any, other: Any, micro_batch: Callable[[Any], None]) -> None:
+    for batch in [[tensor * 2 for tensor in batch] for batch in train]:
+        micro_batch(batch)
+
+
+def one_ahead_and_changed(train: Any, other: Any, micro_batch: Callable[[Any], None]) -> None:
+    changed = ([tensor * 2 for tensor in batch] for batch in train)
+    one_ahead(changed, other, micro_batch)
+
+
+def two_ahead_evaluated(train: Any, other: Any, micro_batch: Callable[[Any], None]) -> None:
+    """Evaluate before each micro-batch, also when the pass over `train` has ended."""
+    batches = iter(train)
+    fetched = deque(islice(batches, 2))
+    while fetched:
+        fetched.extend(islice(batches, 1))
+        with torch.no_grad():
+            for _ in other:
+                pass
+        micro_batch(fetched.popleft())
+
+
+def whole_evaluated(train: Any, other: Any, micro_batch: Callable[[Any], None]) -> None:
+    """Evaluate between the pass over `train` and its micro-batches."""
+    batches = list(train)
+    with torch.no_grad():
+        for _ in other:
+            pass
+    for batch in batches:
+        micro_batch(batch)
+        for _ in other:
+            pass
 
 
 def one_ahead(train: Any, other: Any, micro_batch: Callable[[Any], None]) -> None:
@@ -159,7 +211,14 @@ def expected(num_batches: int) -> list[bool]:
 LOOPS = [
     (ahead, 1),
     (ahead_to_the_end, 1),
+    (ahead_and_changed, 1),
+    (ahead_with_the_last_in_hand, 1),
+    (whole, 1),
+    (whole_and_changed, 1),
+    (whole_evaluated, 3),
     (one_ahead, 1),
+    (one_ahead_and_changed, 1),
+    (two_ahead_evaluated, 3),
     (zipped, 0),  # as many as the other
     (zipped, 9),
     (repeated, 3),
@@ -192,10 +251,6 @@ def test_a_pass_ends_its_last_window_once(world_size: int, dispatch: bool) -> No
         assert wrong == {}
 
 
-def test_batches_that_are_copied_ahead_are_known_from_the_first_window_on() -> None:
-    assert ends(ahead_and_changed, 6, 1, False) == [expected(6)] * 3
-
-
 def test_a_loader_within_a_loop_over_another_ends_its_windows() -> None:
     assert ends(around, 5, 2, False) == [expected(5) * 2] * 3
 
@@ -203,8 +258,8 @@ def test_a_loader_within_a_loop_over_another_ends_its_windows() -> None:
 def test_a_pass_that_a_shorter_second_loader_ends_is_told_of() -> None:
     """Its last window stays open, and the next pass goes on with it."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    train = accelerator.prepare(DataLoader(torch.arange(9.0)))
-    other = accelerator.prepare(DataLoader(torch.arange(3.0)))
+    train = accelerator.prepare(DataLoader(TensorDataset(torch.arange(9.0))))
+    other = accelerator.prepare(DataLoader(TensorDataset(torch.arange(3.0))))
     found = []
 
     def two_passes() -> None:
@@ -244,5 +299,113 @@ def test_a_window_that_a_skipped_last_batch_leaves_open_is_told_of() -> None:
                 with accelerator.accumulate():
                     pass
 
-    with pytest.warns(UserWarning, match="1 batches of the last pass"):
+    with pytest.warns(UserWarning, match="2 batches of the last pass"):
         two_passes()
+
+
+def test_first_batches_that_are_skipped_leave_the_window_open_and_are_told_of() -> None:
+    """They cannot be told from batches that are fetched ahead."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    loader = accelerator.prepare(DataLoader(torch.arange(3.0).view(3, 1)))
+    found = []
+
+    def two_passes() -> None:
+        for skipped in (1, 0):
+            for index, _batch in enumerate(loader):
+                if index < skipped:
+                    continue
+                with accelerator.accumulate():
+                    found.append(accelerator.sync_gradients)
+
+    with pytest.warns(UserWarning, match="1 batches of the last pass.*skip_first_batches"):
+        two_passes()
+    assert found == [False, False, False, True, True]
+
+
+def test_a_window_that_ends_too_early_is_told_of() -> None:
+    """A loop that takes the first batch alone, and fetches the others ahead."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    loader = accelerator.prepare(DataLoader(torch.arange(4.0).view(4, 1)))
+    found = []
+
+    def one_pass() -> None:
+        batches = iter(loader)
+        for size in (1, 3):
+            for _batch in list(islice(batches, size)):
+                with accelerator.accumulate():
+                    found.append(accelerator.sync_gradients)
+
+    with pytest.warns(UserWarning, match="ended too early"):
+        one_pass()
+    assert found == [False, True, False, True]
+
+
+def test_windows_of_the_caller_are_not_told_of() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(5.0))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for size in (1, 2, 5) * 2:
+            batches = iter(loader)
+            while window := list(islice(batches, size)):
+                for _batch in window:
+                    with accelerator.accumulate(sync_gradients=False):
+                        pass
+
+
+def test_an_evaluation_is_not_fetched_ahead() -> None:
+    """Micro-batches of a loader that is not prepared end windows by their count."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    evaluation = accelerator.prepare(DataLoader(TensorDataset(torch.arange(3.0))))
+    with torch.no_grad():
+        for _ in evaluation:
+            pass
+    found = []
+    for _ in range(8):
+        with accelerator.accumulate():
+            found.append(accelerator.sync_gradients)
+    assert found == [False, False, False, True] * 2
+
+
+def test_another_loop_does_not_end_with_the_batches_that_the_last_one_skipped() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    first, second = (
+        accelerator.prepare(DataLoader(TensorDataset(torch.arange(4.0)))) for _ in range(2)
+    )
+    for index, _batch in enumerate(first):
+        if index < 3:
+            with accelerator.accumulate():
+                pass
+    found = []
+    for _batch in second:
+        with accelerator.accumulate():
+            found.append(accelerator.sync_gradients)
+    assert found == [False, False, True, True]
+
+
+def bytes_held(step: Callable[[int], Any], num_batches: int) -> int:
+    """Return the bytes held after the last of `num_batches` beyond those after the tenth."""
+    tracemalloc.start()
+    try:
+        for index in range(num_batches):
+            step(index)
+            if index == 10:
+                before = tracemalloc.get_traced_memory()[0]
+        return tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_batches_without_a_micro_batch_take_no_memory(explicit: bool) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(2100.0))))
+    batches = iter(loader)
+
+    def step(index: int) -> None:
+        next(batches)
+        if explicit:
+            with accelerator.accumulate(sync_gradients=index % 4 == 3):
+                pass
+
+    assert bytes_held(step, 2000) < 200_000
