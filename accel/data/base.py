@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from accel import rng
 from accel.data import telling, workers
 from accel.data.draws import Drawn
 from accel.data.order import DrawnSampler, Order, Start, held_generators
@@ -394,12 +395,14 @@ class PreparedLoader(DataLoader[Any]):
         return found
 
     def _synchronize(self) -> None:
-        if self.rng_types:
-            synchronize_rng_states(self.rng_types, self.synchronized_generator)
         order = self._order
         start = order.resumed
         if start is None and self._goes_on and order.under_way == 1:
             start = order.started  # the pass that was left early
+        if start is not None:
+            start.keep_drawn()
+        if self.rng_types:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
         order.resumed, order.replay = None, start
         if start is None:
             start = order.capture(self.generators())
@@ -436,10 +439,11 @@ class PreparedLoader(DataLoader[Any]):
         Args:
             current: the pass.
             remainder: what `remainder` says.
-            size: samples of the batch over all processes, repetitions included; None: a full batch.
+            size: samples of the batch over all processes, repetitions included; None or 0: a full
+                batch.
         """
         self.remainder = remainder
-        self._last_size = self.total_batch_size if size is None else size
+        self._last_size = size or self.total_batch_size
         self.end_of_dataloader = True
         self._order.at_end = current.epoch
         GradientState()._follow_dataloader()
@@ -454,6 +458,8 @@ class PreparedLoader(DataLoader[Any]):
         if self._goes_on and order.ended and not current.given and order.started is not None:
             # The checkpoint was saved at the end of the pass that this one goes on with.
             order.restore(order.started, self.generators())
+            if order.started.agreed is not None:  # for all ranks, indices were drawn
+                rng.restore_host(order.started.agreed)
             return
         self._finish(current)
 

@@ -74,6 +74,10 @@ class Start:
         """Return how far the sampler has drawn; None where its order needs no such record."""
         return self.drawn if self.draws is None else self.draws.drawn()
 
+    def keep_drawn(self) -> None:
+        """Note how far the sampler has drawn, before generators are set to draw again."""
+        self.drawn, self.draws = self.so_far(), None
+
 
 class Order:
     """The order of a loader's samples; shared by a loader and its skipping copies.
