@@ -91,7 +91,7 @@ class ProcessAPI(ProcessControl):
             return None
         if not state.in_dataloader:
             real, size = state.broken_off
-            return _LastBatch(real, size, in_hand=False) if real > 0 else None
+            return _LastBatch(real, size, in_hand=False) if 0 < real < size else None
         if not state.end_of_dataloader:
             return None
         if state.remainder == -1:
@@ -101,7 +101,7 @@ class ProcessAPI(ProcessControl):
             )
         loader = state.active_dataloader
         size = 0 if loader is None else loader._last_size
-        return _LastBatch(state.remainder, size) if state.remainder > 0 and size else None
+        return _LastBatch(state.remainder, size) if 0 < state.remainder < size else None
 
     def _without_repetitions(self, rows: Any, last: _LastBatch | None, even: bool = True) -> Any:
         """Return the rows [k * size, ...] of the real samples alone.

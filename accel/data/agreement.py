@@ -45,7 +45,8 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
     """The entries of a sampler as rank 0 draws them, on every rank.
 
     For samplers that may draw differently on each rank. They are drawn at the start of a pass and
-    broadcast in one collective (without a length: in one for each 4096 entries).
+    broadcast in one collective (without a length: in one for each 4096 entries). The length is rank
+    0's, as it was when the loader was prepared, or at the start of the last pass.
 
     Args:
         batch_sampler: a sampler, or a batch sampler, of whose order nothing is known.
@@ -62,6 +63,12 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
         self.comm = comm
         self.num_samples = num_samples
         self._compared = False
+        own = length_of(batch_sampler)
+        self._lengths = own, own if self._alone else comm.broadcast_objects([own])[0]
+
+    @property
+    def _alone(self) -> bool:
+        return self.comm is None or self.comm.world_size == 1
 
     @property
     def batch_size(self) -> int | None:  # type: ignore[override]
@@ -74,7 +81,10 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
         return bool(getattr(self.batch_sampler, "drop_last", False))
 
     def __len__(self) -> int:
-        return len(self.batch_sampler)
+        own, agreed = self._lengths
+        if agreed is not None and length_of(self.batch_sampler) == own:
+            return agreed
+        return len(self.batch_sampler)  # another epoch's, which is not agreed on yet
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group does not travel; what was prepared keeps to this process then.
@@ -95,9 +105,10 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
                 drawn = list(itertools.islice(entries, limit))
             except Exception as error:  # told to the others below, so that nobody waits
                 failure = error
-            agreed = self._agreed(drawn, failure)
+            # The sampler may end elsewhere on other ranks: rank 0 says where the pass does.
+            agreed, is_last = self._agreed(drawn, length, len(drawn) < limit, failure)
             yield from agreed
-            if len(agreed) < limit:
+            if is_last:
                 return
 
     def _choose_start(self) -> None:
@@ -108,29 +119,33 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
         elif self.order.started is not None:
             self.order.started.agreed = rng.capture_host()
 
-    def _agreed(self, drawn: list[Any], failure: Exception | None) -> list[Any]:
-        if self.comm is None or self.comm.world_size == 1:
+    def _agreed(
+        self, drawn: list[Any], length: int | None, is_last: bool, failure: Exception | None
+    ) -> tuple[list[Any], bool]:
+        """Return rank 0's entries, and whether they are the last."""
+        if self.comm is None or self._alone:
             if failure is not None:
                 raise failure
-            return drawn
+            return drawn, is_last
         told = None if failure is None else f"{type(failure).__name__}: {failure}"
         compare = not self._compared and self._comparable()
-        if compare:
+        found = self.comm.broadcast_objects([(drawn, told, is_last, length, compare)])[0]
+        ranks = [found[:2]]
+        if found[4]:
             self._compared = True
-            found = self.comm.all_gather_object((drawn, told))
-        else:
-            found = self.comm.broadcast_objects([(drawn, told)])
+            ranks = self.comm.all_gather_object((drawn, told))
         if failure is not None:
             raise failure
-        failed = {rank: text for rank, (_, text) in enumerate(found) if text is not None}
+        failed = {rank: text for rank, (_, text) in enumerate(ranks) if text is not None}
         if failed:
             rank, text = next(iter(failed.items()))
             raise StateError(f"Rank {rank} failed to draw sample indices for all: {text}")
-        if compare:
+        if found[4]:
             ConfigError.raise_if(
-                shard_problems(self.batch_sampler, [d for d, _ in found], self.num_samples)
+                shard_problems(self.batch_sampler, [d for d, _ in ranks], self.num_samples)
             )
-        return list(found[0][0])
+        self._lengths = length, found[3]
+        return list(found[0]), found[2]
 
     def _comparable(self) -> bool:
         length = length_of(self.batch_sampler)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from accel import rng
 from accel.data import telling, workers
 from accel.data.draws import Drawn
 from accel.data.order import DrawnSampler, Order, Start, check_samplers, held_generators
+from accel.data.passes import Pass, begun_after
 from accel.data.samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
@@ -81,31 +83,6 @@ def index_arguments(loader: DataLoader[Any], sampler: Any) -> dict[str, Any]:
 _PASSES_BEFORE_WARNING = 2
 
 
-@dataclass
-class _Pass:
-    """A pass under way, and what it restores of a pass around it when it ends.
-
-    Attributes:
-        epoch: its number.
-        end_of_dataloader: of the pass around it.
-        remainder: of the pass around it.
-        reading: of the pass around it.
-        started: of the pass around it, None where there is none.
-        at_end: of the pass around it.
-        given: whether it gave a batch.
-        whole: whether it gave all its batches.
-    """
-
-    epoch: int
-    end_of_dataloader: bool
-    remainder: int
-    reading: Reading | None
-    started: Start | None
-    at_end: int | None
-    given: bool = False
-    whole: bool = False
-
-
 class PreparedLoader(DataLoader[Any]):
     """What the prepared loaders have in common.
 
@@ -139,6 +116,7 @@ class PreparedLoader(DataLoader[Any]):
         self.end_of_dataloader = False
         self.remainder = -1
         self.reading: Reading | None = None
+        self._passes: list[Pass] = []  # that are under way
         self._last_size = 0
         self._non_blocking = non_blocking
         self._order = Order()
@@ -231,7 +209,7 @@ class PreparedLoader(DataLoader[Any]):
     def __getstate__(self) -> dict[str, Any]:
         # Neither live workers nor process groups travel; what a rank reads was decided before.
         nothing = {"_iterator": None, "torch_device_mesh": None, "reading": None}
-        return {**self.__dict__, **nothing}
+        return {**self.__dict__, **nothing, "_passes": []}
 
     @property
     def epoch(self) -> int:
@@ -396,26 +374,30 @@ class PreparedLoader(DataLoader[Any]):
     def __len__(self) -> int:
         return max(0, super().__len__() - self.skip_batches)
 
-    def _enter(self) -> _Pass:
+    def _enter(self) -> Pass:
         """Start a pass; return what `_leave` takes."""
+        telling.heed(self)
         order, epoch = self._order, self.epoch
         around = order.started if order.under_way else None
-        found = _Pass(
+        found = Pass(
             epoch, self.end_of_dataloader, self.remainder, self.reading, around, order.at_end
         )
         self.end_of_dataloader, self.remainder, self.reading = False, -1, Reading()
         GradientState()._add_dataloader(self)
-        order.under_way += 1
+        self._passes.append(found)
+        order.live.append(found)
         order.at_end = None
         return found
 
     def _synchronize(self) -> None:
-        if self.rng_types:
-            synchronize_rng_states(self.rng_types, self.synchronized_generator)
         order = self._order
         start = order.resumed
         if start is None and self._goes_on and order.under_way == 1:
             start = order.started  # the pass that was left early
+        if start is not None:
+            start.keep_drawn()
+        if self.rng_types:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
         order.resumed, order.replay = None, start
         if start is None:
             start = order.capture(self.generators())
@@ -446,56 +428,74 @@ class PreparedLoader(DataLoader[Any]):
         """Return `units`, which are read one ahead; stateful loaders note their state."""
         return units
 
-    def _end(self, current: _Pass, remainder: int, size: int | None = None) -> None:
+    def _end(self, current: Pass, remainder: int, size: int | None = None) -> None:
         """Say that the batch given next is the last.
 
         Args:
             current: the pass.
             remainder: what `remainder` says.
-            size: samples of the batch over all processes, repetitions included; None: a full batch.
+            size: samples of the batch over all processes, repetitions included; None or 0: a full
+                batch.
         """
-        self.remainder = remainder
-        self._last_size = self.total_batch_size if size is None else size
-        self.end_of_dataloader = True
-        self._order.at_end = current.epoch
+        shown, ordered = self._showing(current)
+        shown.remainder = remainder
+        self._last_size = size or self.total_batch_size
+        shown.end_of_dataloader = True
+        ordered.at_end = current.epoch
         GradientState()._follow_dataloader()
 
-    def _complete(self, current: _Pass) -> None:
+    def _complete(self, current: Pass) -> None:
         """End a whole pass: go on to the next epoch, unless the caller has chosen one meanwhile."""
         order = self._order
         current.whole = True
-        GradientState()._note_end(self)
-        self.end_of_dataloader = False
+        shown, _ = self._showing(current)
+        if shown is self:
+            GradientState()._note_end(self)
+        shown.end_of_dataloader = False
         GradientState()._follow_dataloader()
         if self._goes_on and order.ended and not current.given and order.started is not None:
             # The checkpoint was saved at the end of the pass that this one goes on with.
             order.restore(order.started, self.generators())
+            if order.started.agreed is not None:  # for all ranks, indices were drawn
+                rng.restore_host(order.started.agreed)
             return
         self._finish(current)
 
-    def _finish(self, current: _Pass) -> None:
+    def _finish(self, current: Pass) -> None:
         order = self._order
         order.ended = False
         order.left = 0
         if self.epoch == current.epoch:
             self._advance(current.epoch + 1)
 
-    def _leave(self, current: _Pass) -> None:
-        """End a pass, whole or broken off."""
+    def _showing(self, current: Pass) -> tuple[Any, Any]:
+        """Return what shows the values of a pass: the loader, and its order.
+
+        Where others began since, as an iterator that is dropped later, it is what they restore.
+        """
         order = self._order
-        order.under_way -= 1
-        order.replay = None
-        if self.end_of_dataloader:  # the caller keeps the last batch, and left: gather_for_metrics
-            GradientState().broken_off = self.remainder, self._last_size
+        return begun_after(current, self._passes) or self, begun_after(current, order.live) or order
+
+    def _leave(self, current: Pass) -> None:
+        """End a pass, whole or broken off."""
+        order, state = self._order, GradientState()
+        shown, ordered = self._showing(current)
+        self._passes.remove(current)
+        order.live.remove(current)
+        if ordered is order:
+            order.replay = None
+        if shown.end_of_dataloader:  # the caller keeps the last batch, and left
+            if shown is self:
+                state.broken_off = self.remainder, self._last_size  # for gather_for_metrics
             current.whole = True  # nothing was left to read, as where loaders are zipped
             self._finish(current)
-        order.at_end = current.at_end
+        ordered.at_end = current.at_end
         if current.whole or order.under_way:
-            order.started = current.started
+            ordered.started = current.started
         elif not self._goes_on:
             order.left += 1
-        state = GradientState()
-        state._note_end(self)
-        self.end_of_dataloader, self.remainder = current.end_of_dataloader, current.remainder
-        self.reading = current.reading
+        if shown is self:
+            state._note_end(self)
+        shown.end_of_dataloader, shown.remainder = current.end_of_dataloader, current.remainder
+        shown.reading = current.reading
         state._remove_dataloader(self)

@@ -16,7 +16,9 @@ from accel.data.iterable import IterableDatasetShard
 from accel.data.layout import SampleLayout, cut_samples, num_samples
 from accel.data.rounds import RoundReader
 from accel.data.samplers import (
+    BatchSamplerShard,
     CompletedBatchSampler,
+    SamplerShard,
     added_indices,
     last_batch_remainder,
     samplers,
@@ -126,7 +128,8 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
                         state._note_batch(self)
                     yield current
                     current = following
-                self._end(current_pass, self._last_remainder(current))
+                remainder = self._last_remainder(current)
+                self._end(current_pass, remainder, None if self._completes else remainder)
                 current = current if place is None else place(current)
                 if state.num_steps != 1:
                     state._note_batch(self)
@@ -142,6 +145,14 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         if self.device.type == "cpu" and all(t.device.type == "cpu" for t in iterate(batch)):
             return None
         return partial(send_to_device, device=self.device, non_blocking=self._non_blocking)
+
+    @property
+    def _completes(self) -> bool:
+        """Whether a short last round may be completed; one that is not is real as a whole."""
+        if isinstance(self.dataset, IterableDataset):
+            return isinstance(self.dataset, IterableDatasetShard)
+        shards = (BatchSamplerShard, SamplerShard)
+        return any(isinstance(inner, shards) for inner in samplers(index_sampler(self)))
 
     def _last_remainder(self, batch: Any) -> int:
         """Return how many samples the last round has, whose batch is `batch`; 0 if it is full."""

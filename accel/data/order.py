@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from accel import rng
 from accel.data.draws import Drawn, PassDraws
+from accel.data.passes import Pass
 from accel.data.samplers import (
     CompletedBatchSampler,
     SeedableRandomSampler,
@@ -76,6 +77,10 @@ class Start:
         """Return how far the sampler has drawn; None where its order needs no such record."""
         return self.drawn if self.draws is None else self.draws.drawn()
 
+    def keep_drawn(self) -> None:
+        """Note how far the sampler has drawn, before generators are set to draw again."""
+        self.drawn, self.draws = self.so_far(), None
+
 
 class Order:
     """The order of a loader's samples; shared by a loader and its skipping copies.
@@ -90,7 +95,7 @@ class Order:
         passes: passes that were completed; the epoch, where no sampler has one.
         started: the start of the pass under way or left early; None after a completed pass.
         at_end: the epoch of the pass whose last batch is in hand, or None.
-        under_way: how many passes are under way (more than one where they are nested).
+        live: the passes that are under way (more than one where they are nested).
         resumed: the start of a pass that a checkpoint was saved in; the next pass draws its order.
         replay: the start that the pass now beginning draws again, until it has drawn.
         again: the start that a sampler is drawing again at this moment, or None.
@@ -114,7 +119,7 @@ class Order:
         self.passes = 0
         self.started: Start | None = None
         self.at_end: int | None = None
-        self.under_way = 0
+        self.live: list[Pass] = []
         self.resumed: Start | None = None
         self.replay: Start | None = None
         self.again: Start | None = None
@@ -127,6 +132,14 @@ class Order:
         self.loaded_into: tuple[int, int] = (0, 0)
         self.warned: set[str] = set()
         self._after_opening: Start | None = None
+
+    @property
+    def under_way(self) -> int:
+        """How many passes are under way."""
+        return len(self.live)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "live": []}  # passes do not travel
 
     # -- states ----------------------------------------------------------------------------
 

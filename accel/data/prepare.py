@@ -233,7 +233,9 @@ def _sampler_shard(
     split_batches: bool,
     even_batches: bool,
 ) -> Any:
-    if dataloader.batch_sampler is None and not isinstance(sampler, BatchSampler):
+    # The caller's, as one that ranks agree on is a batch sampler by class.
+    single = not isinstance(index_sampler(dataloader), BatchSampler)
+    if dataloader.batch_sampler is None and single:
         return SamplerShard(sampler, count, index, even_batches)
     return BatchSamplerShard(sampler, count, index, split_batches, even_batches)
 

@@ -393,6 +393,11 @@ class SamplerShard(Sampler[Any]):
         """See `BatchSamplerShard.remainder`."""
         return self._shard.remainder
 
+    @property
+    def round_size(self) -> int:
+        """See `BatchSamplerShard.round_size`."""
+        return self._shard.round_size
+
     def __iter__(self) -> Iterator[Any]:
         return (entry for (entry,) in self._shard)
 
@@ -444,10 +449,10 @@ def sampler_epoch(sampler: Any) -> int | None:
 
 
 def total_batch_size(sampler: Any) -> int:
-    """Return how many samples all processes together read in a full round; 1 for single indices."""
+    """Return how many samples all processes together read in a full round."""
     found = 1
     for inner in samplers(sampler):
-        if isinstance(inner, BatchSamplerShard):
+        if isinstance(inner, (BatchSamplerShard, SamplerShard)):
             return inner.round_size
         found = max(found, getattr(inner, "batch_size", None) or 1)
     return found

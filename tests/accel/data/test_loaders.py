@@ -18,6 +18,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from accel import GradientAccumulationPlugin
 from accel.checkpoint.loaders import load_loader_state, loader_state
 from accel.data.loaders import (
     PreparedLoader,
@@ -150,6 +151,22 @@ def test_nested_and_broken_off_passes_restore_the_outer_one() -> None:
         assert state.end_of_dataloader == (number == 2)
         assert len(state.dataloader_references) == 2
     assert state.dataloader_references == [None]
+
+
+def test_an_iterator_that_is_dropped_within_a_later_pass_changes_nothing() -> None:
+    state = GradientState(GradientAccumulationPlugin(num_steps=2))
+    loader = prepared(6, 2)
+    dropped = iter(loader)
+    next(dropped)
+    ends = []
+    for batch in loader:
+        if batch[0] == 2:
+            del dropped
+        ends.append((loader.end_of_dataloader, state.end_of_dataloader, loader.order_state()))
+    assert [end[:2] for end in ends] == [(False, False)] * 2 + [(True, True)]
+    assert [end[2]["order"]["pass"] for end in ends] == ["under way"] * 2 + ["ended"]
+    assert (loader.reading, loader.end_of_dataloader, state.in_dataloader) == (None, False, False)
+    assert loader.epoch == 1
 
 
 def test_a_failing_data_set_leaves_no_active_loader() -> None:
