@@ -53,12 +53,12 @@ def newest(wanted: Recipe) -> Path | None:
 
 def _unfit(run_dir: Path, wanted: Recipe) -> str | None:
     """Return why `resume=auto` does not resume a run; None if it does."""
-    if not rundir.is_run(run_dir) and not _has_checkpoints(run_dir):
+    if not rundir.is_run(run_dir) and not _has_checkpoints(run_dir, wanted):
         return "it was cut off before its recipe was written"
     try:
         _, plain = Job.read(run_dir)
     except ConfigError as error:
-        if not _has_checkpoints(run_dir):
+        if not _has_checkpoints(run_dir, wanted):
             return str(error)
         rule = f"a run with checkpoints has lost its recipe ({error})"
         remedy = "Restore the file, move the directory away, or start without resume."
@@ -77,9 +77,12 @@ def _unfit(run_dir: Path, wanted: Recipe) -> str | None:
     return None
 
 
-def _has_checkpoints(run_dir: Path) -> bool:
-    found = files.checkpoints(run_dir / files.FOLDER)
-    return any((path / files.MANIFEST).exists() for path in found)
+def _has_checkpoints(run_dir: Path, wanted: Recipe) -> bool:
+    """Return whether a run has checkpoints, in its directory or where `wanted` has them."""
+    elsewhere = wanted.checkpoint.project.project_dir
+    places = [run_dir] if elsewhere is None else [run_dir, Path(elsewhere)]
+    found = [path for place in places for path in files.checkpoints(place / files.FOLDER)]
+    return any((path / files.MANIFEST).exists() for path in filter(rundir.owner(run_dir), found))
 
 
 def is_finished(run_dir: Path, wanted: Recipe) -> str | None:

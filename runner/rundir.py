@@ -127,6 +127,15 @@ def newest_checkpoint(run_dir: str | os.PathLike[str]) -> Path | None:
     return files.newest_complete(checkpoint_folder(run_dir), owner(Path(run_dir)))
 
 
+def own_checkpoints(run_dir: Path) -> list[Path]:
+    """Return a run's checkpoints, complete or not; without a recipe those in its directory."""
+    try:
+        folder = checkpoint_folder(run_dir)
+    except ConfigError:
+        folder = run_dir / files.FOLDER
+    return list(filter(owner(run_dir), files.checkpoints(folder)))
+
+
 def owner(run_dir: Path) -> Callable[[Path], bool]:
     """Return what tells whether a checkpoint is one of a run.
 
