@@ -220,7 +220,7 @@ def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool
     found = resumable.newest(examined.recipe)
     if found is None:
         return replace(examined, recipe=replace(examined.recipe, resume=None)), False
-    examined = replace(examined, overrides=tuple(new), origin=rundir.fingerprint(found))
+    examined = replace(examined, overrides=tuple(new), origin=rundir.fingerprint(found), auto=True)
     return _resumed(examined, str(found)), True
 
 
@@ -265,8 +265,13 @@ def require(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None:
 
 def _train_one(examined: Examined, goes_on: bool, overrides: Sequence[str]) -> int:
     if goes_on:  # its recipe is the frozen one: there is nothing for Hydra to compose
-        origin = examined.origin
-        return start(examined.recipe, examined.overrides, examined.config_name, origin=origin)
+        return start(
+            examined.recipe,
+            examined.overrides,
+            examined.config_name,
+            origin=examined.origin,
+            auto=examined.auto,
+        )
     codes: list[int] = []
 
     def task(_: DictConfig) -> None:  # what Hydra composes is what has been examined
@@ -308,6 +313,7 @@ def start(
     *,
     fresh: bool = False,
     origin: bytes | None = None,
+    auto: bool = False,
     on_claimed: Callable[[Path], object] = lambda run_dir: None,
 ) -> int:
     """Claim or find the run directory, freeze the job there and launch it.
@@ -318,6 +324,7 @@ def start(
         config_name: the primary file.
         fresh: whether the job gets processes of its own in any case.
         origin: of a run to resume, what its files held when the recipe was composed from them.
+        auto: whether `resume=auto` has found that run.
         on_claimed: called with the run directory.
 
     Returns:
@@ -326,7 +333,13 @@ def start(
     from runner import starting
 
     return starting.start(
-        recipe, overrides, config_name, fresh=fresh, origin=origin, on_claimed=on_claimed
+        recipe,
+        overrides,
+        config_name,
+        fresh=fresh,
+        origin=origin,
+        auto=auto,
+        on_claimed=on_claimed,
     )
 
 

@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel.checkpoint import files
 from accel.env import Environment
 from accel.errors import ConfigError, Problem
 from runner import recipe as recipes
-from runner import signatures, variables
+from runner import rundir, signatures, variables
 from runner.factory import Factory, factory_of, nodes_of
 from runner.registry import register
 from runner.schema import ENGINES, Recipe
@@ -149,11 +150,25 @@ def _check_deepspeed(recipe: Recipe, batch_plan: BatchPlan) -> None:
 
 
 def _check_states_folder(recipe: Recipe) -> None:
-    """Raise if a new run cannot write its states where the recipe wants them."""
+    """Raise if a new run cannot write its states where the recipe wants them.
+
+    A folder that holds checkpoints is that of another run: the two would take, prune and overwrite
+    each other's.
+    """
     wanted = recipe.checkpoint.project.project_dir
     if wanted is None or recipe.resume is not None:
         return
-    place = Path(wanted).absolute()
+    place = Path(wanted).expanduser().absolute()
+    present = files.checkpoints(place / files.FOLDER)
+    if present:
+        value = f"checkpoint.project.project_dir={wanted}"
+        rule = f"a run has a folder of its own, and {present[-1].parent} holds checkpoints"
+        run = rundir.run_of(present[-1])
+        remedy = (
+            "Give another folder, or leave it out: output_dir= moves a run with its checkpoints. "
+            f"To go on with the run there{f' ({run})' if run else ''}: resume=<its directory>."
+        )
+        raise ConfigError(Problem(value, rule, remedy))
     while not place.exists() and place != place.parent:
         place = place.parent
     try:

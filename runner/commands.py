@@ -233,7 +233,7 @@ def _session(request: Request) -> Iterator[Session]:
         with _engine(recipe, job.run_dir) as accelerator:
             checkpoint = find_checkpoint(job.run_dir, request.checkpoint)
             step = restored_step(checkpoint, recipe)
-            print(f"weights: {described(checkpoint)}")
+            print(f"weights: {described(checkpoint, job.run_dir)}")
             step.models = {
                 name: accelerator.prepare_model(model, evaluation_mode=True)
                 for name, model in step.models.items()

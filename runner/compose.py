@@ -31,6 +31,7 @@ class Examined:
         config_name: the primary file.
         composed: whether there is anything to check further; False where composing failed.
         origin: of a run to resume, what its files held; None for a new one.
+        auto: whether `resume=auto` has found that run.
     """
 
     recipe: Recipe
@@ -39,6 +40,7 @@ class Examined:
     config_name: str
     composed: bool = True
     origin: bytes | None = None
+    auto: bool = False
 
 
 def anew(overrides: Sequence[str], config_name: str, number: int = 0) -> Examined:
@@ -106,7 +108,7 @@ def _resumed(run_dir: str | Path, overrides: Sequence[str], trains: bool) -> Exa
     except OmegaConfBaseException as error:
         problems.append(unresolved(error))
         return Examined(Recipe(), problems, tuple(merged), job.config_name, composed=False)
-    found, wrong = recipe.examine(changed)
+    found, wrong = recipe.examine(resume.same_places(frozen, job.cwd, changed))
     kept = resume.refusals(frozen, recipe.to_plain(found)) if trains and not wrong else []
     return Examined(found, [*problems, *wrong, *kept], tuple(merged), job.config_name)
 

@@ -78,7 +78,10 @@ def follow(place: Adopted) -> int:
     folder = torchrun.receive()
     if folder is None:
         return DONE
-    console_logs.leave_terminal_to_rank_zero(run_dir_of(folder), place.rank)
+    try:
+        console_logs.leave_terminal_to_rank_zero(run_dir_of(folder), place.rank)
+    except FileNotFoundError:  # rank 0 was refused, has told why and removed it
+        return FAILED
     return run_adopted(folder, place)
 
 
@@ -96,7 +99,8 @@ def run_adopted(folder: Path, place: Adopted) -> int:
 
     code = run_here(folder, place.rank)
     if code not in CLEAN:
-        if place.rank == 0:
+        is_new = folder == run_dir_of(folder)  # a resumed run keeps its files, whatever comes
+        if place.rank == 0 and is_new:
             leftovers.remove(run_dir_of(folder), code)
         worker.leave(code)
     return code

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import shutil
 from pathlib import Path
 
 from accel.checkpoint import files
+from runner import rundir
 from runner.outcomes import FAILED, REFUSED
 
 # What a run writes before its first step is made. The last is written at that step.
@@ -27,7 +29,7 @@ def worth_keeping(run_dir: Path, code: int) -> bool:
         return True
     known = BEFORE_TRAINING | ({METRICS} if code == REFUSED else set())
     found = [path for path in run_dir.iterdir() if not path.name.startswith(".attempt-")]
-    checkpoints = files.checkpoints(run_dir / files.FOLDER)
+    checkpoints = rundir.own_checkpoints(run_dir)
     logs = any((run_dir / "logs").glob("rank_*.log")) and code == FAILED
     return bool(checkpoints) or logs or any(path.name not in known for path in found)
 
@@ -35,11 +37,14 @@ def worth_keeping(run_dir: Path, code: int) -> bool:
 def remove(run_dir: Path, code: int) -> None:
     """Remove the directory of a new run that ended with `code`, unless it is worth keeping.
 
-    Folders that held nothing else go along.
+    Folders that held nothing else go along. It is out of sight at once: another rank that is about
+    to write a word of its end there finds no directory, and makes none.
     """
     if not run_dir.is_dir() or worth_keeping(run_dir, code):
         return
-    shutil.rmtree(run_dir)
+    hidden = run_dir.with_name(f".{run_dir.name}.removed-{secrets.token_hex(4)}")
+    run_dir.rename(hidden)
+    shutil.rmtree(hidden)
     with contextlib.suppress(OSError):  # other runs lie there
         run_dir.parent.rmdir()
         run_dir.parent.parent.rmdir()

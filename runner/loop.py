@@ -114,7 +114,7 @@ class Loop:
         self.monitor = recipe.checkpoint.monitor or step.monitor
         self.mode = recipe.checkpoint.mode or step.mode
         folder = Path(accelerator.project_dir or self.run_dir) / "checkpoints"
-        self.saver = Saver(accelerator, recipe.checkpoint, folder, self.state)
+        self.saver = Saver(accelerator, recipe.checkpoint, folder, self.state, self.run_dir)
         self.recorder = Recorder(accelerator, recipe, self.run_dir, self.state)
         self._skipped_steps = self._samples_at_log = self._samples_before = 0
         self._seconds_before = 0.0

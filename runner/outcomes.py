@@ -84,6 +84,9 @@ class Outcome:
         name = f"{launch}_rank_{self.rank}.json"
         try:
             self._write(log_folder(run_dir) / name)
+        except FileNotFoundError:
+            if run_dir.is_dir():
+                raise
         except OSError as error:
             if error.errno not in FULL:
                 raise
@@ -111,9 +114,13 @@ def how(status: int) -> str:
 
 
 def log_folder(run_dir: Path) -> Path:
-    """Return the run's folder for logs; make it where it is not there."""
+    """Return the run's folder for logs; make it where it is not there.
+
+    Raises:
+        FileNotFoundError: if there is no run directory (any more).
+    """
     folder = run_dir / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     return folder
 
 
@@ -232,7 +239,9 @@ def tell(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> None:
 
 def tell_interrupted(run_dir: Path) -> None:
     """Say on standard error that a run was cut off by Ctrl-C, and how it goes on."""
-    if any(run_dir.glob("checkpoints/checkpoint_*")):
+    from runner import rundir
+
+    if rundir.own_checkpoints(run_dir):
         command = f"runner resume={shlex.quote(str(run_dir))}"
         line = f"Interrupted. From its last checkpoint the run goes on with: {command}"
     else:

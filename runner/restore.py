@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +51,7 @@ def load(
     job, recipe = Job.load(rundir.existing(run_dir))
     path = find_checkpoint(job.run_dir, checkpoint)
     step = restored_step(path, recipe)
-    print(f"runner.load: the weights of {described(path)}", file=sys.stderr)
+    print(f"runner.load: the weights of {described(path, job.run_dir)}", file=sys.stderr)
     models = dict(step.models)
     return (next(iter(models.values())) if len(models) == 1 else models), recipe
 
@@ -94,37 +96,40 @@ def find_checkpoint(run_dir: Path, which: str | os.PathLike[str] | None = None) 
     Raises:
         CheckpointError: if there is none, or it is not whole.
     """
-    folder = rundir.checkpoint_folder(run_dir)
+    folder, owns = rundir.checkpoint_folder(run_dir), rundir.owner(run_dir)
+    newest = functools.partial(files.newest_complete, folder, owns)
     if which in (BEST, None):
         try:
-            best = _best(folder)
+            best = _best(folder, owns)
             if best is not None or which == BEST:
                 return _whole(best, run_dir, BEST)
         except CheckpointError as error:
-            if which == BEST or files.newest_complete(folder) is None:
+            if which == BEST or newest() is None:
                 raise
             logger.warning("The best state is passed over for the last. %s", error)
     if which in (LAST, None):
-        return _existing(files.newest_complete(folder), run_dir, LAST)
+        return _existing(newest(), run_dir, LAST)
     path = Path(which or LAST)
     inside = folder / path
+    if inside.is_dir() and not path.is_absolute() and not owns(inside):
+        return _existing(None, run_dir, os.fspath(path))
     return _whole(inside if inside.is_dir() else path.absolute(), run_dir, os.fspath(path))
 
 
-def described(path: Path) -> str:
+def described(path: Path, run_dir: Path) -> str:
     """Return e.g. "runs/digits/…/checkpoints/checkpoint_3 (step 60, the best)"."""
     step = files.read_manifest(path).metadata.get("step")
     words = [] if step is None else [f"step {step}"]
-    if path == _best(path.parent, tolerant=True):
+    if path == _best(path.parent, rundir.owner(run_dir), tolerant=True):
         words.append("the best")
     return f"{path} ({', '.join(words)})" if words else str(path)
 
 
-def _best(folder: Path, tolerant: bool = False) -> Path | None:
+def _best(folder: Path, owns: Callable[[Path], bool], tolerant: bool = False) -> Path | None:
     from runner.saving import read_best
 
     try:
-        best = read_best(folder)
+        best = read_best(folder, owns)
     except CheckpointError:
         if tolerant:
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +53,16 @@ def newest(wanted: Recipe) -> Path | None:
 
 def _unfit(run_dir: Path, wanted: Recipe) -> str | None:
     """Return why `resume=auto` does not resume a run; None if it does."""
-    if not rundir.is_run(run_dir) and not _has_checkpoints(run_dir):
+    if not rundir.is_run(run_dir) and not _has_checkpoints(run_dir, wanted):
         return "it was cut off before its recipe was written"
     try:
-        _, plain = Job.read(run_dir)
+        different = _differences(run_dir, wanted, resume.SAME_RUN)
     except ConfigError as error:
-        if not _has_checkpoints(run_dir):
+        if not _has_checkpoints(run_dir, wanted):
             return str(error)
         rule = f"a run with checkpoints has lost its recipe ({error})"
         remedy = "Restore the file, move the directory away, or start without resume."
         raise ConfigError(Problem("resume=auto", rule, remedy)) from error
-    different = resume.differences(plain, recipe.frozen_plain(wanted), resume.SAME_RUN)
     if different:
         more = f" and {len(different) - MOST_KEYS} more" if len(different) > MOST_KEYS else ""
         keys = [f"{key} is {there} there, {here} here" for key, there, here in different]
@@ -77,9 +76,12 @@ def _unfit(run_dir: Path, wanted: Recipe) -> str | None:
     return None
 
 
-def _has_checkpoints(run_dir: Path) -> bool:
-    found = files.checkpoints(run_dir / files.FOLDER)
-    return any((path / files.MANIFEST).exists() for path in found)
+def _has_checkpoints(run_dir: Path, wanted: Recipe) -> bool:
+    """Return whether a run has checkpoints, in its directory or where `wanted` has them."""
+    elsewhere = wanted.checkpoint.project.project_dir
+    places = [run_dir] if elsewhere is None else [run_dir, Path(elsewhere)]
+    found = [path for place in places for path in files.checkpoints(place / files.FOLDER)]
+    return any((path / files.MANIFEST).exists() for path in filter(rundir.owner(run_dir), found))
 
 
 def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
@@ -102,19 +104,19 @@ def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
     return None
 
 
-def require_effect(run_dir: Path, wanted: Recipe, reason: str) -> None:
+def require_effect(run_dir: Path, wanted: Recipe, reason: str, auto: bool = False) -> None:
     """Refuse what a command line changes in a finished run, where it changes nothing any more.
 
     Args:
         run_dir: the run.
         wanted: the recipe that it would be resumed with.
         reason: why nothing is left to do.
+        auto: whether `resume=auto` has found the run: what makes no other run of it may differ.
 
     Raises:
         ConfigError: naming every key but those of limits, which have been looked at.
     """
-    _, plain = Job.read(run_dir)
-    idle = (*resume.LIMITS, ("distributed",))
+    idle = resume.SAME_RUN if auto else (*resume.LIMITS, ("distributed",))
     ConfigError.raise_if(
         [
             Problem(
@@ -122,15 +124,22 @@ def require_effect(run_dir: Path, wanted: Recipe, reason: str) -> None:
                 f"the run is finished ({reason}), so it changes nothing any more ({key}={there})",
                 f"Leave {key} out, raise trainer.epochs or max_steps, or start a new run.",
             )
-            for key, there, here in resume.differences(plain, recipe.frozen_plain(wanted), idle)
+            for key, there, here in _differences(run_dir, wanted, idle)
         ]
     )
 
 
 def _changed(run_dir: Path, wanted: Recipe) -> bool:
-    """Return whether a run would be resumed with another recipe than it has."""
-    _, plain = Job.read(run_dir)
-    return bool(resume.differences(plain, recipe.frozen_plain(wanted), resume.PER_INVOCATION))
+    """Return whether a run would be resumed with a recipe that computes something else."""
+    return bool(_differences(run_dir, wanted, (*resume.PER_INVOCATION, *resume.ELSEWHERE)))
+
+
+def _differences(
+    run_dir: Path, wanted: Recipe, but_for: Sequence[tuple[str, ...]]
+) -> list[tuple[str, Any, Any]]:
+    job, plain = Job.read(run_dir)
+    here = resume.same_places(plain, job.cwd, recipe.frozen_plain(wanted))
+    return resume.differences(plain, here, but_for)
 
 
 def reopen(run_dir: Path, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,14 @@ from accel.errors import Problem
 PER_INVOCATION = (("resume",), ("trainer", "stop_after"), ("trainer", "max_time"))
 # How far a run goes. They may change from one invocation to the next, also of a finished run.
 LIMITS = (*PER_INVOCATION, ("trainer", "epochs"), ("trainer", "max_steps"))
-# What makes no other run of it for `resume=auto`: how far it goes, where it is computed and told.
-SAME_RUN = (
-    *LIMITS,
+# Where a run is computed and told: nothing of what it computes.
+ELSEWHERE = (
     *(("name",), ("output_dir",), ("tags",), ("distributed",), ("tracker",), ("profile",)),
     *(("dataloader", "num_workers"), ("dataloader", "pin_memory")),
     *(("dataloader", "prefetch_factor"), ("dataloader", "persistent_workers")),
 )
+# What makes no other run of it for `resume=auto`: that, and how far it goes.
+SAME_RUN = (*LIMITS, *ELSEWHERE)
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,30 @@ def imposed(changed: Any, after: Any, keys: Iterable[str]) -> Any:
             if isinstance(source, Mapping) and leaf in source:
                 target[leaf] = source[leaf]
     return changed
+
+
+def absolute(path: str | None, cwd: str | os.PathLike[str]) -> str | None:
+    """Return the absolute path of a folder that a recipe names, seen from `cwd`; None stays."""
+    return None if path is None else os.path.abspath(os.path.join(cwd, os.path.expanduser(path)))
+
+
+def same_places(there: Any, cwd: str, here: Any) -> Any:
+    """Return `here` with each folder that is the same one as in `there` written as there.
+
+    Args:
+        there: the recipe of a run, as plain containers.
+        cwd: where that run was started: its relative folders are seen from there.
+        here: another recipe; its relative folders are seen from the working directory.
+    """
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
+        result = dict(here)
+        for key in ("output_dir", "project_dir", "logging_dir", "checkpoint", "project"):
+            if key in there and key in here:
+                result[key] = same_places(there[key], cwd, here[key])
+        return result
+    if not isinstance(there, str) or not isinstance(here, str):
+        return here
+    return there if absolute(there, cwd) == absolute(here, os.getcwd()) else here
 
 
 def without_limits(recipe: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import platform
 import secrets
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 from accel.checkpoint import files
 from accel.env import read
-from accel.errors import ConfigError, Problem
+from accel.errors import CheckpointError, ConfigError, Problem
 from runner import attempt
 from runner.attempt import CONFIG
 from runner.job import ENVIRONMENT, JOB, Job
@@ -124,7 +124,48 @@ def checkpoint_folder(run_dir: str | os.PathLike[str]) -> Path:
 
 def newest_checkpoint(run_dir: str | os.PathLike[str]) -> Path | None:
     """Return a run's newest complete checkpoint; broken ones are named and passed over."""
-    return files.newest_complete(checkpoint_folder(run_dir))
+    return files.newest_complete(checkpoint_folder(run_dir), owner(Path(run_dir)))
+
+
+def own_checkpoints(run_dir: Path) -> list[Path]:
+    """Return a run's checkpoints, complete or not; without a recipe those in its directory."""
+    try:
+        folder = checkpoint_folder(run_dir)
+    except ConfigError:
+        folder = run_dir / files.FOLDER
+    return list(filter(owner(run_dir), files.checkpoints(folder)))
+
+
+def owner(run_dir: Path) -> Callable[[Path], bool]:
+    """Return what tells whether a checkpoint is one of a run.
+
+    What lies in the run directory is. Elsewhere those of other runs may lie in the same folder: a
+    checkpoint says which run has written it (those of early versions, and broken ones, do not).
+    """
+    inside, names = os.path.realpath(run_dir), _names(run_dir)
+
+    def owns(path: Path) -> bool:
+        return Path(os.path.realpath(path)).is_relative_to(inside) or run_of(path) in names
+
+    return owns
+
+
+def run_of(path: Path) -> str | None:
+    """Return the name of the run that has written a checkpoint; None: it does not say."""
+    try:
+        found = files.read_manifest(path).metadata.get("run")
+    except CheckpointError:
+        return None
+    return None if found is None else str(found)
+
+
+def _names(run_dir: Path) -> set[str | None]:
+    """Return what a run is called: as its directory is, and was when it was started."""
+    try:
+        recorded = Path(json.loads(attempt.read(run_dir, JOB) or b"{}")["run_dir"]).name
+    except (ValueError, KeyError, TypeError):
+        recorded = run_dir.name
+    return {None, run_dir.name, recorded}
 
 
 def existing(run_dir: str | os.PathLike[str], asked_by: str = "") -> Path:

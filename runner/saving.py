@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +14,7 @@ from accel.checkpoint import files
 from accel.checkpoint.common import read_model
 from accel.errors import CheckpointError, Problem
 from accel.ops import broadcast_object_list
+from runner import rundir
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -82,15 +83,24 @@ class Best:
         files.write_atomically(folder / POINTER, text.encode())
 
 
-def read_best(folder: Path) -> Best | None:
+def _any(path: Path) -> bool:
+    return True
+
+
+def read_best(folder: Path, owns: Callable[[Path], bool] = _any) -> Best | None:
     """Return the best checkpoint that `folder` names; None if it names none that is there.
 
-    Where its pointer is missing or damaged, what the newest checkpoint knows of the best counts.
+    Where its pointer is missing or damaged, or names the checkpoint of another run, what the newest
+    checkpoint knows of the best counts.
+
+    Args:
+        folder: where checkpoints lie.
+        owns: whether a checkpoint is one of the run; `rundir.owner` gives it.
 
     Raises:
         CheckpointError: if the pointer is damaged, and no checkpoint knows of a best.
     """
-    pointer, known = folder / POINTER, _known(folder)
+    pointer, known = folder / POINTER, _known(folder, owns)
     try:
         best = _pointed(json.loads(pointer.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -104,7 +114,8 @@ def read_best(folder: Path) -> Best | None:
         return known
     if known is not None and known.step > best.step:
         return known  # cut off between a save and its pointer
-    return best if (folder / best.checkpoint).is_dir() else known
+    pointed = folder / best.checkpoint
+    return best if pointed.is_dir() and owns(pointed) else known
 
 
 def _pointed(content: Any) -> Best:
@@ -134,10 +145,10 @@ def _at(pointer: Path) -> Best | None:
         return None
 
 
-def _known(folder: Path) -> Best | None:
+def _known(folder: Path, owns: Callable[[Path], bool]) -> Best | None:
     """Return the best state that the newest checkpoint knows of, if a checkpoint holds it."""
     manifests = {}
-    for path in reversed(files.checkpoints(folder)):
+    for path in filter(owns, reversed(files.checkpoints(folder))):
         with contextlib.suppress(CheckpointError):
             manifests[path.name] = files.read_manifest(path).metadata
     known = next(iter(manifests.values()), {}).get("best")
@@ -157,15 +168,22 @@ class Saver:
         settings: the recipe's node.
         folder: where checkpoints lie.
         state: where the run stands.
+        run_dir: the run directory.
     """
 
     def __init__(
-        self, accelerator: Accelerator, settings: Checkpoint, folder: Path, state: TrainState
+        self,
+        accelerator: Accelerator,
+        settings: Checkpoint,
+        folder: Path,
+        state: TrainState,
+        run_dir: Path,
     ) -> None:
         self._accelerator = accelerator
         self._settings = settings
         self.folder = folder
         self._state = state
+        self._owns = rundir.owner(run_dir)
         self.saved_step = -1
         self.last: str | None = None
         self.best: Best | None = None
@@ -185,13 +203,22 @@ class Saver:
         )
 
     def save(self, metadata: Mapping[str, Any]) -> str:
-        """Write a checkpoint; return its path. Every process must call this together."""
+        """Write a checkpoint; return its path. Every process must call this together.
+
+        Raises:
+            CheckpointError: if it would overwrite that of another run.
+        """
         automatic = self._accelerator.project_configuration.automatic_checkpoint_naming
-        own = str(self.folder / f"checkpoint_{self._state.step}")
+        own = self.folder / f"checkpoint_{self._state.step}"
+        others = [path for path in files.checkpoints(self.folder) if not self._owns(path)]
+        if own in others and not automatic:
+            rule = f"it is a checkpoint of another run ({rundir.run_of(own)})"
+            remedy = "Give each run a checkpoint.project.project_dir of its own."
+            raise CheckpointError(str(Problem(str(own), rule, remedy)))
         self.last = self._accelerator.save_state(
-            None if automatic else own,
+            None if automatic else str(own),
             metadata={**metadata, "best": self._known_best(metadata.get("monitor", "loss"))},
-            protected=[] if self.best is None else [self.best_path],
+            protected=others if self.best is None else [*others, self.best_path],
         )
         self.saved_step = self._state.step
         return self.last
@@ -278,7 +305,8 @@ class Saver:
     def _find_best(self) -> Best | None:
         """Return the checkpoint of the best step that the resumed state knows."""
         step, value = self._state.best_step, self._state.best
-        for path in dict.fromkeys([*self._pointed(), *reversed(files.checkpoints(self.folder))]):
+        present = filter(self._owns, reversed(files.checkpoints(self.folder)))
+        for path in dict.fromkeys([*self._pointed(), *present]):
             try:
                 metadata = files.read_manifest(path).metadata
                 if metadata.get("step") != step:
@@ -295,7 +323,7 @@ class Saver:
     def _pointed(self) -> list[Path]:
         """Return the checkpoint that the pointer names, if that can be read."""
         try:
-            best = read_best(self.folder)
+            best = read_best(self.folder, self._owns)
         except CheckpointError as error:
             logger.warning("%s It is written anew.", error)
             return []

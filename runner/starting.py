@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel.errors import AccelError, ConfigError, Problem
-from runner import attempt, job, launch, leftovers, lock, processes, resumable, rundir, trust
+from runner import (
+    attempt,
+    job,
+    launch,
+    leftovers,
+    lock,
+    processes,
+    resumable,
+    resume,
+    rundir,
+    trust,
+)
 from runner.job import Job
 from runner.outcomes import DONE, REFUSED
 
@@ -29,6 +40,7 @@ def start(
     *,
     fresh: bool = False,
     origin: bytes | None = None,
+    auto: bool = False,
     on_claimed: OnClaimed = lambda run_dir: None,
 ) -> int:
     """Claim a run directory, or lock that of the run to resume; freeze the job there and launch it.
@@ -42,6 +54,7 @@ def start(
         fresh: whether the job gets processes of its own in any case.
         origin: of a run to resume, what its files held when the recipe was composed from them;
             None: what they hold now.
+        auto: whether `resume=auto` has found the run to resume.
         on_claimed: called with the run directory.
 
     Returns:
@@ -56,13 +69,14 @@ def start(
         run_dir = Path(recipe.resume)
         origin = rundir.fingerprint(run_dir) if origin is None else origin
         asked = _job(run_dir, overrides, config_name)
-        return _resume(asked, replace(recipe, resume=None), origin, fresh, on_claimed)
+        frozen = _placed(replace(recipe, resume=None), Job.read(run_dir)[0].cwd)
+        return _resume(asked, frozen, origin, fresh, auto, on_claimed)
     run_dir = rundir.claim(recipe.output_dir, recipe.name)
     asked = _job(run_dir, overrides, config_name)
     try:
         with lock.held(run_dir):
             on_claimed(run_dir)
-            frozen = replace(recipe, resume=None)
+            frozen = _placed(replace(recipe, resume=None), asked.cwd)
             attempt.commit(_staged(asked, frozen).place)
             code = launch.launch(asked, frozen, fresh=fresh)
     except (AccelError, OSError):
@@ -72,12 +86,22 @@ def start(
     return code
 
 
-def _resume(asked: Job, recipe: Recipe, origin: bytes, fresh: bool, on_claimed: OnClaimed) -> int:
+def _placed(recipe: Recipe, cwd: str) -> Recipe:
+    """Return a recipe with absolute folders of states and logs: it may be resumed from anywhere."""
+    project = replace(recipe.checkpoint.project)
+    project.project_dir = resume.absolute(project.project_dir, cwd)
+    project.logging_dir = resume.absolute(project.logging_dir, cwd)
+    return replace(recipe, checkpoint=replace(recipe.checkpoint, project=project))
+
+
+def _resume(
+    asked: Job, recipe: Recipe, origin: bytes, fresh: bool, auto: bool, on_claimed: OnClaimed
+) -> int:
     """Resume a run. Its files stay what they are until its workers commit the new job."""
     run_dir = asked.run_dir
     reason = resumable.is_finished(run_dir, recipe)
     if reason is not None:
-        resumable.require_effect(run_dir, recipe, reason)
+        resumable.require_effect(run_dir, recipe, reason, auto)
         launch.release_followers()
         on_claimed(run_dir)
         print(f"{run_dir} is finished: {reason}. Nothing is left to do.", flush=True)

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,23 @@ def plan(overrides: Sequence[str], config_name: str) -> Plan:
     basic = chosen["sweeper"] == BASIC
     lists = hydra_setup.expand(overrides) if basic else hydra_setup.probes(overrides)
     known = [compose.anew(job, config_name, number) for number, job in enumerate(lists)]
+    ConfigError.raise_if(_shared_folders(known))
     return Plan(known, len(known) if basic else None, chosen["launcher"])
+
+
+def _shared_folders(jobs: Sequence[Examined]) -> list[Problem]:
+    """Return the problems of folders for checkpoints that several jobs of a sweep would share."""
+    folders = [job.recipe.checkpoint.project.project_dir for job in jobs]
+    counts = Counter(folder for folder in folders if folder is not None)
+    return [
+        Problem(
+            f"checkpoint.project.project_dir={folder} with --multirun",
+            f"a run has a folder of its own, and {number} jobs would share this one",
+            "Leave it out: output_dir= moves the runs with their checkpoints.",
+        )
+        for folder, number in counts.items()
+        if number > 1
+    ]
 
 
 def misplaced(overrides: Sequence[str]) -> list[Problem]:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from accel.config.training import ProjectConfiguration
 from accel.errors import ConfigError
 from runner import attempt, lock, resumable
-from runner.schema import Recipe, Trainer
+from runner.schema import Checkpoint, DataLoader, Distributed, Recipe, Trainer
 from tests.runner.test_rundir import add_checkpoint, new_run
 
 FIRST, SECOND, THIRD = (f"20260101-00000{second}-0000" for second in (1, 2, 3))
@@ -144,3 +145,44 @@ def test_a_finished_run_that_is_resumed_is_none_from_the_commit_on(tmp_path: Pat
     assert json.loads((run_dir / "summary.json").read_text())["step"] == 20
     resumable.reopen(run_dir, run_dir)  # no finished run: nothing to say
     assert not list(run_dir.glob(f"{attempt.PREFIX}*"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tags": ["a"]},
+        {"dataloader": DataLoader(num_workers=1)},
+        {"distributed": Distributed(kind="multi_cpu")},
+    ],
+)
+def test_where_a_finished_run_is_computed_neither_reopens_nor_refuses_it(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    early = {"stopped": "callback", "reason": "no better for 3 epochs"}
+    run_dir = finished(new_run(tmp_path, trainer=Trainer(epochs=9)), **early)
+    wanted = Recipe(name="digits", trainer=Trainer(epochs=9), **change)
+    reason = resumable.is_finished(run_dir, wanted)
+    assert reason == "no better for 3 epochs (step 20)"
+    resumable.require_effect(run_dir, wanted, reason, auto=True)
+    if "distributed" not in change:
+        with pytest.raises(ConfigError, match="changes nothing any more"):
+            resumable.require_effect(run_dir, wanted, reason)
+
+
+def test_a_folder_is_the_same_however_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = new_run(tmp_path, stamp=FIRST, output_dir="runs", checkpoint=placed("cks"))
+    add_checkpoint(tmp_path / "cks" / "checkpoints", 7)
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    for same in (str(tmp_path / "cks"), "../cks"):
+        assert auto(tmp_path, checkpoint=placed(same)) == run_dir
+    assert auto(tmp_path, checkpoint=placed("other")) is None
+    finished(run_dir)
+    wanted = Recipe(name="digits", output_dir="../runs", checkpoint=placed("../cks"))
+    resumable.require_effect(run_dir, wanted, "done")
+
+
+def placed(folder: str) -> Checkpoint:
+    return Checkpoint(project=ProjectConfiguration(project_dir=folder))

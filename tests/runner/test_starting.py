@@ -212,3 +212,30 @@ def test_a_full_disk_is_told_before_anything_is_started(
     assert "Make room there" in told
     assert "Traceback" not in told
     assert not run_dirs(tmp_path)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_relative_folder_of_states_stays_where_it_was(
+    early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str | None] = []
+
+    def train(job: Job) -> int:
+        folder = Job.load(job.place)[1].checkpoint.project.project_dir
+        seen.append(folder)
+        if len(seen) == 1:
+            add_checkpoint(tmp_path / "cks" / "checkpoints", 0)
+        return 75
+
+    launched(monkeypatch, train)
+    assert cli.main([*LITTLE, "checkpoint.project.project_dir=cks"]) == 75
+    (run_dir,) = run_dirs(tmp_path)
+    if early:  # as earlier versions have frozen it
+        for name in ("config.yaml", "job.json"):
+            text = (run_dir / name).read_text()
+            (run_dir / name).write_text(text.replace(str(tmp_path / "cks"), "cks"))
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    assert cli.main([f"resume={run_dir}"]) == 75
+    assert cli.main([f"resume={run_dir}", "checkpoint.project.project_dir=../cks"]) == 75
+    assert seen == [str(tmp_path / "cks")] * 3

@@ -1,0 +1,117 @@
+"""Runs with one folder for checkpoints: none takes, prunes or overwrites another's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from accel.checkpoint import files
+from accel.config.training import ProjectConfiguration
+from accel.errors import CheckpointError
+from runner import app, build, rundir
+from runner.restore import described, find_checkpoint
+from runner.saving import Best, read_best
+from runner.schema import Checkpoint, Recipe
+from tests.runner.loops import recipe_of, run
+from tests.runner.test_rundir import new_run
+
+NAMES = ("20260101-000001-aaaa", "20260101-000002-bbbb")
+
+
+def shared(folder: Path, **fields: bool) -> Checkpoint:
+    return Checkpoint(project=ProjectConfiguration(project_dir=str(folder / "all"), **fields))  # type: ignore[arg-type]
+
+
+def add(folder: Path, number: int, step: int, run: str | None) -> Path:
+    path = folder / f"checkpoint_{number}"
+    staged = files.stage(path)
+    (staged / "model.safetensors").write_bytes(b"weights")
+    best = {"step": step, "metric": "loss", "value": 1.0}
+    files.seal(staged, {}, {"step": step, "run": run, "best": best})
+    files.publish(staged, path)
+    return path
+
+
+def two_runs(folder: Path) -> tuple[Path, Path, Path]:
+    first, second = (new_run(folder, stamp=name, checkpoint=shared(folder)) for name in NAMES)
+    return first, second, folder / "all" / "checkpoints"
+
+
+def test_a_run_goes_on_from_checkpoints_of_its_own(tmp_path: Path) -> None:
+    first, second, folder = two_runs(tmp_path)
+    own = add(folder, 0, 6, first.name)
+    assert rundir.newest_checkpoint(second) is None
+    other = add(folder, 1, 24, second.name)
+    Best(other.name, 24, "loss", 0.5).write(folder)
+    assert rundir.newest_checkpoint(first) == own
+    assert rundir.newest_checkpoint(second) == other
+    for which in (None, "best", "last", "checkpoint_0"):
+        assert find_checkpoint(first, which) == own
+    for which in (None, "best", "last", "checkpoint_1", str(other)):
+        assert find_checkpoint(second, which) == other
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        find_checkpoint(first, "checkpoint_1")
+    assert described(own, first).endswith("(step 6, the best)")
+    found = read_best(folder, rundir.owner(first))
+    assert found is not None
+    assert found.checkpoint == own.name
+
+
+def test_a_run_that_was_moved_and_one_of_an_early_version_keep_theirs(tmp_path: Path) -> None:
+    first, _, folder = two_runs(tmp_path)
+    own = add(folder, 0, 6, first.name)
+    moved = first.rename(first.with_name("kept"))
+    assert rundir.newest_checkpoint(moved) == own
+    inside = new_run(tmp_path, name="inside", stamp=NAMES[0])
+    own = add(inside / "checkpoints", 3, 6, "what it was called")
+    assert rundir.newest_checkpoint(inside) == own
+    early = add(folder, 4, 8, None)
+    assert rundir.newest_checkpoint(moved) == early
+
+
+def test_a_new_run_wants_a_folder_of_its_own(tmp_path: Path) -> None:
+    recipe = Recipe(checkpoint=shared(tmp_path))
+    assert build.check_machine(recipe) == []
+    add(tmp_path / "all" / "checkpoints", 0, 6, NAMES[0])
+    (problem,) = build.check_machine(recipe)
+    assert "holds checkpoints" in str(problem)
+    assert NAMES[0] in str(problem)
+
+
+def test_jobs_of_a_sweep_share_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = ["-m", "seed=0,1", f"checkpoint.project.project_dir={tmp_path / 'all'}"]
+    assert app.run(line) == 2
+    assert "2 jobs would share this one" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_started_at_one_time_neither_overwrites_the_other(tmp_path: Path) -> None:
+    project = {"automatic_checkpoint_naming": False}
+    recipe = recipe_of(trainer__max_steps=5, trainer__epochs=None)
+    recipe.checkpoint = shared(tmp_path, **project)
+    run(tmp_path / NAMES[0], recipe)
+    folder = tmp_path / "all" / "checkpoints"
+    best = (folder / "best.json").read_text()
+    before = (folder / "checkpoint_5" / files.MANIFEST).read_text()
+    with pytest.raises(CheckpointError, match=f"of another run \\({NAMES[0]}\\)"):
+        run(tmp_path / NAMES[1], recipe)
+    assert (folder / "checkpoint_5" / files.MANIFEST).read_text() == before
+    assert (folder / "best.json").read_text() == best
+    assert json.loads(best)["checkpoint"] == "checkpoint_5"
+
+
+def test_old_checkpoints_of_another_run_are_not_pruned(tmp_path: Path) -> None:
+    folder = tmp_path / "all" / "checkpoints"
+    for number in range(2):
+        add(folder, number, number, NAMES[1])
+    recipe = recipe_of(trainer__max_steps=4, trainer__epochs=None, checkpoint__every_steps=1)
+    project = ProjectConfiguration(str(tmp_path / "all"), None, True, 2, 2)
+    recipe.checkpoint.project = project
+    run(tmp_path / NAMES[0], recipe)
+    left = {path.name for path in files.checkpoints(folder)}
+    assert {"checkpoint_0", "checkpoint_1"} < left
