@@ -272,7 +272,7 @@ class Loop:
             if type(callback).on_step is not Callback.on_step
         ]
         self.schedulers = schedulers
-        accelerator.register_for_checkpointing(self._run_state(schedulers))
+        accelerator.register_for_checkpointing(self._run_state())
 
     def _make_schedulers(self) -> dict[str, Any]:
         total = self.plan.total_steps
@@ -288,9 +288,9 @@ class Loop:
             )
         return schedulers
 
-    def _run_state(self, schedulers: Mapping[str, Any]) -> RunState:
+    def _run_state(self) -> RunState:
         parts: dict[str, Stateful] = {"train": self.state, "meter": self.meter, OWN: self._hyper}
-        parts |= {f"scheduler.{name}": scheduler for name, scheduler in schedulers.items()}
+        parts |= {f"scheduler.{name}": part for name, part in self._hyper.parts.items()}
         for name, callback in self.callbacks.items():
             if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
                 parts[f"callbacks.{name}"] = callback
