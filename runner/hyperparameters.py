@@ -32,7 +32,65 @@ MOMENTA = ("betas", "momentum", "max_momentum", "base_momentum")
 # Options of optimizers that may change although they are no plain numbers: any state fits them.
 SWITCHES = ("nesterov", "maximize", "foreach", "fused", "decoupled_weight_decay")
 
+# What a ReduceLROnPlateau has found out so far; the rest of its state are its options.
+MEASURED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
+
 Groups = list[dict[str, Any]]
+
+
+class ScheduleState:
+    """A scheduler as a part of a checkpoint: it takes up no state of another class of scheduler.
+
+    Args:
+        scheduler: it.
+
+    Attributes:
+        replaced: whether the restored state was that of another class, and was left.
+        num_steps: optimizer steps that the restored schedule had followed; None: it followed
+            measurements, or nothing was restored.
+    """
+
+    NOTE = "runner"  # checkpoints of earlier versions lack it
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._fresh = {
+            name: value
+            for name, value in (_state_of(scheduler) if _is_plateau(scheduler) else {}).items()
+            if name not in MEASURED
+        }
+        self.replaced = False
+        self.num_steps: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's state, its class, and how many steps it has followed."""
+        scheduler = self._scheduler
+        steps = getattr(scheduler, "last_epoch", None) if _is_replayed(scheduler) else None
+        note = {"class": self._class, "num_steps": steps if isinstance(steps, int) else None}
+        return {**scheduler.state_dict(), self.NOTE: note}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the scheduler, if the state is that of its class."""
+        state = dict(state)
+        note = state.pop(self.NOTE, {"class": self._class})
+        self.replaced = note["class"] != self._class
+        if not self.replaced:
+            self._scheduler.load_state_dict(state)
+        steps = getattr(self._scheduler, "last_epoch", None)
+        if "num_steps" in note:
+            self.num_steps = note["num_steps"]
+        elif _is_replayed(self._scheduler) and isinstance(steps, int):
+            self.num_steps = steps
+
+    def reconfigure(self) -> None:
+        """Give a scheduler that follows measurements the options of the recipe again."""
+        if self._fresh and not self.replaced:
+            self._scheduler.load_state_dict(self._fresh)
+
+    @property
+    def _class(self) -> str:
+        kind = type(self._scheduler)
+        return f"{kind.__module__}.{kind.__qualname__}"
 
 
 class Hyperparameters:
@@ -47,6 +105,7 @@ class Hyperparameters:
 
     Attributes:
         saved: the same of the checkpoint; None: it tells nothing.
+        parts: the schedulers as they are saved, by the name of their optimizer.
     """
 
     def __init__(
@@ -67,6 +126,7 @@ class Hyperparameters:
         self.saved: dict[str, Any] | None = None
         self._scheduled: dict[str, Groups] = {}
         self._schedules: dict[str, Any] = {}
+        self.parts: dict[str, ScheduleState] = {}
 
     def scheduled(self, step: Step, schedulers: Mapping[str, Any]) -> None:
         """Note what the schedules make of the options before the first step."""
@@ -74,10 +134,11 @@ class Hyperparameters:
             name: _options(optimizer.param_groups) for name, optimizer in step.optimizers.items()
         }
         self._schedules = {
-            name: copy.deepcopy(dict(scheduler.state_dict()))
+            name: _state_of(scheduler)
             for name, scheduler in schedulers.items()
             if _is_replayed(scheduler)
         }
+        self.parts = {name: ScheduleState(scheduler) for name, scheduler in schedulers.items()}
 
     def knows(self, part: str) -> bool:
         """Return whether `resume` has brought a part that has no state to where it should be."""
@@ -142,7 +203,11 @@ class Hyperparameters:
                     group[option] = _like(group.get(option), new[option])
             scheduler = schedulers.get(name)
             scheduled = {"lr", "betas", "momentum"} if _is_replayed(scheduler) else {"lr"}
-            if another or any(options & scheduled for options in changed):
+            part = self.parts.get(name)
+            replaced = part is not None and part.replaced
+            if another and part is not None:
+                part.reconfigure()
+            if another or replaced or any(options & scheduled for options in changed):
                 self._set_rates(name, optimizer, scheduler, before, num_steps)
 
     def _set_rates(
@@ -164,9 +229,8 @@ class Hyperparameters:
                 if "lr" in new and old.get("lr"):
                     group["lr"] = group["lr"] * (new["lr"] / old["lr"])
             return
-        made = getattr(scheduler, "last_epoch", None)
-        known = self.saved is not None and self.saved["schedule"][0] is not None
-        made = made if isinstance(made, int) and known else num_steps
+        followed = self.parts[name].num_steps
+        made = num_steps if followed is None else followed
         for group, start in zip(groups, self._scheduled[name], strict=True):
             for option in (*RATES, *MOMENTA):
                 if option in start:
@@ -240,7 +304,15 @@ def set_scaler(scaler: Any, settings: GradScalerKwargs) -> None:
 
 
 def _is_replayed(scheduler: Any) -> bool:
-    return isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+    return isinstance(scheduler, LRScheduler) and not _is_plateau(scheduler)
+
+
+def _is_plateau(scheduler: Any) -> bool:
+    return isinstance(scheduler, ReduceLROnPlateau)
+
+
+def _state_of(scheduler: Any) -> dict[str, Any]:
+    return copy.deepcopy(dict(scheduler.state_dict()))
 
 
 def _options(groups: list[dict[str, Any]]) -> Groups:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accel.errors import ConfigError, Problem
 from accel.rng import preserved, set_seed
-from runner import mishaps, returned
+from runner import engine, mishaps, returned
 from runner import summary as summaries
 from runner.batch_plan import plan_batches
 from runner.batches import EvalBatches, TrainBatches
@@ -173,7 +171,7 @@ class Loop:
         self._evaluate_if_due()  # the run was cut off between a step and its evaluation
         anomalies = torch.autograd.set_detect_anomaly(self.recipe.trainer.detect_anomaly)
         translated = mishaps.translated(self.step.models, lambda: self.state.step)
-        with anomalies, translated, self._profiler() as profiler:
+        with anomalies, translated, engine.profiler(self) as profiler:
             while self.stopped is None:
                 self._train_epoch(profiler)
 
@@ -274,7 +272,7 @@ class Loop:
             if type(callback).on_step is not Callback.on_step
         ]
         self.schedulers = schedulers
-        accelerator.register_for_checkpointing(self._run_state(schedulers))
+        accelerator.register_for_checkpointing(self._run_state())
 
     def _make_schedulers(self) -> dict[str, Any]:
         total = self.plan.total_steps
@@ -290,9 +288,9 @@ class Loop:
             )
         return schedulers
 
-    def _run_state(self, schedulers: Mapping[str, Any]) -> RunState:
+    def _run_state(self) -> RunState:
         parts: dict[str, Stateful] = {"train": self.state, "meter": self.meter, OWN: self._hyper}
-        parts |= {f"scheduler.{name}": scheduler for name, scheduler in schedulers.items()}
+        parts |= {f"scheduler.{name}": part for name, part in self._hyper.parts.items()}
         for name, callback in self.callbacks.items():
             if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
                 parts[f"callbacks.{name}"] = callback
@@ -334,17 +332,8 @@ class Loop:
         if self._on_begin is not None:
             self._on_begin()
         self.saver.begin()
+        self._point()  # what was resumed may have been measured here for the first time
         self.recorder.begin()
-
-    def _profiler(self) -> AbstractContextManager[Any]:
-        """Return the profiler's context; its traces go below the run directory."""
-        handler = self.recipe.profile
-        if handler is None:
-            return contextlib.nullcontext()
-        if handler.output_trace_dir is not None or handler.on_trace_ready is None:
-            folder = self.run_dir / (handler.output_trace_dir or "profile")
-            handler = replace(handler, output_trace_dir=str(folder))
-        return self.accelerator.profile(handler)
 
     def _call(self, event: str, *values: Any) -> None:
         """Tell the callbacks that answer `event`; what they draw at random changes no training."""
@@ -453,7 +442,8 @@ class Loop:
         self.metrics[split] = metrics
         self.recorder.write(split, metrics, self.seconds)
         self.display.evaluation(split, self.state.step, self.state.epoch_number, metrics, mark)
-        self._call("on_evaluate", split, metrics)
+        with self.stop_flag.progress.slowly("on_evaluate"):
+            self._call("on_evaluate", split, metrics)
 
     # -- checkpoints -----------------------------------------------------------------------
 
@@ -475,11 +465,15 @@ class Loop:
                     "metrics": self.metrics.get("validation", {}),
                 }
             )
-            if self._improved and state.best is not None:
-                self.saver.point(self.monitor, state.best)
-            self._improved = False
+            self._point()
         with self.stop_flag.progress.slowly("on_checkpoint"):
             self._call("on_checkpoint", path)
+
+    def _point(self) -> None:
+        """Make the newest checkpoint the best one, if its state was measured to be."""
+        if self._improved and self.state.best is not None:
+            self.saver.point(self.monitor, self.state.best)
+        self._improved = False
 
     # -- the end ---------------------------------------------------------------------------
 

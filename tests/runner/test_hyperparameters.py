@@ -119,6 +119,53 @@ def test_a_new_schedule_holds_from_the_next_step_on(tmp_path: Path, first: Any, 
     assert rates(tmp_path / "a")[STOP:] == pytest.approx(rates(tmp_path / "b")[STOP:], rel=1e-12)
 
 
+@pytest.mark.parametrize("then", [stepwise(3), cosine], ids=["step", "lambda"])
+def test_a_schedule_in_place_of_measurements_counts_steps(tmp_path: Path, then: Any) -> None:
+    """A plateau's `last_epoch` counts evaluations, and its state fits no other scheduler."""
+    loops.run(
+        tmp_path / "a",
+        recipe_of(trainer__stop_after=STOP, scheduler={"name": "plateau"}),
+        make_scheduler=loops.plateau,
+    )
+    changes = {"scheduler": {"name": "another"}}
+    loops.run(
+        tmp_path / "a",
+        recipe_of(**changes),
+        make_scheduler=then,
+        resume_from=newest(tmp_path / "a"),
+    )
+    loops.run(tmp_path / "b", recipe_of(**changes), make_scheduler=then)
+    assert rates(tmp_path / "a")[STOP:] == pytest.approx(rates(tmp_path / "b")[STOP:], rel=1e-12)
+
+
+def test_measurements_in_place_of_a_schedule_start_anew(tmp_path: Path) -> None:
+    resumed(
+        tmp_path,
+        {"make_scheduler": loops.scheduler},
+        {"make_scheduler": loops.plateau},
+        {"scheduler": {"name": "plateau"}},
+    )
+    assert rates(tmp_path)[STOP] == pytest.approx(0.02 * (1 - 0.9 * STOP / 20))
+
+
+def test_new_options_of_a_schedule_that_follows_measurements_hold(tmp_path: Path) -> None:
+    def patient(optimizer: Any, num_steps: int) -> Any:
+        return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=7)
+
+    loops.run(
+        tmp_path,
+        recipe_of(trainer__stop_after=STOP, scheduler={"name": "plateau"}),
+        make_scheduler=loops.plateau,
+    )
+    changes = {"scheduler": {"name": "plateau", "patience": 7}}
+    loop = loops.build(
+        tmp_path, recipe_of(**changes), make_scheduler=patient, resume_from=newest(tmp_path)
+    )
+    loop.run()
+    found = loop.schedulers["optimizer"]
+    assert (found.patience, found.factor, found.last_epoch) == (7, 0.25, 4)
+
+
 def test_a_longer_run_follows_the_longer_schedule_at_once(tmp_path: Path) -> None:
     made = {"make_scheduler": annealed}
     resumed(tmp_path / "a", made, made, {"trainer__epochs": 8})

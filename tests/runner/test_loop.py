@@ -313,6 +313,44 @@ def test_the_best_state_outlives_pruning_and_is_the_one_tested(tmp_path: Path) -
     assert torch.equal(seen[0], best["0.weight"])
 
 
+class StopAt(Callback):
+    """Asks for a stop, as a signal does, at a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, loop: Loop) -> None:
+        if loop.state.step == self.step:
+            loop.stop_flag.request("SIGTERM")
+
+
+def test_a_best_state_that_is_measured_after_a_resume_is_that_of_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    recipe = recipe_of(trainer__epochs=3, checkpoint__at_end=False)
+    stopped = run(tmp_path, recipe, callbacks={"stop": StopAt(5)})
+    assert (stopped["stopped"], stopped["step"]) == ("signal", 5)
+    assert not records(tmp_path, "validation")  # left to the next invocation
+    cut_off = newest(tmp_path).name
+    summary = run(tmp_path, recipe, objective=Worsening(), resume_from=newest(tmp_path))
+    pointer = json.loads((tmp_path / "checkpoints" / "best.json").read_text())
+    assert summary["best"]["step"] == 5
+    assert (pointer["checkpoint"], pointer["step"], pointer["value"]) == (cut_off, 5, 1.0)
+    assert steps_saved(tmp_path) == [5, 10, 15]
+
+
+def test_callbacks_that_hear_of_an_evaluation_may_take_long(tmp_path: Path) -> None:
+    phases = []
+
+    class Look(Callback):
+        def on_evaluate(self, loop: Loop, split: str, metrics: Mapping[str, float]) -> None:
+            progress = loop.stop_flag.progress
+            phases.append((progress.phase, progress.is_slow))
+
+    run(tmp_path, recipe_of(trainer__max_steps=6), callbacks={"look": Look()})
+    assert phases[0] == ("on_evaluate", True)  # of a validation in mid-run
+
+
 def test_a_resumed_run_knows_the_best_state(tmp_path: Path) -> None:
     recipe = recipe_of(trainer__epochs=3, trainer__stop_after=10)
     run(tmp_path, recipe, objective=Worsening())
