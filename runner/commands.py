@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -115,7 +116,9 @@ def predict(arguments: Sequence[str]) -> int:
     """
     request = _parse_predict(arguments)
     count = write_predictions(request)
-    print(f"{count} predictions written to {request.output}")
+    streamed = request.output is not None and _is_stream(request.output)  # perhaps standard output
+    told = sys.stderr if streamed else sys.stdout
+    print(f"{count} predictions written to {request.output}", file=told)
     return 0
 
 
@@ -136,26 +139,40 @@ def write_predictions(request: Request) -> int:
     """Write predictions as .jsonl, in the order of the data set, and return how many.
 
     A line is ``{"index": i, …}`` with the entries of the step's prediction for that sample, or
-    ``"prediction"`` where it is a single value. The file appears once it is complete.
+    ``"prediction"`` where it is a single value. The file appears once it is complete; a pipe is
+    written into.
     """
     output = _require_output(request.output)
+    if _is_stream(output):
+        with _opened(output, output) as file:
+            return _write_lines(request, file)
+    output = Path(os.path.realpath(output))  # a link stays one
     partial = output.parent / f".{output.name}.partial"
-    from accel.checkpoint import space
+    from accel.checkpoint import files, space
 
     try:
-        with (
-            space.told("the predictions", output.parent),
-            _opened(partial, output) as file,
-            _session(request) as session,
-        ):
-            count = 0
-            for count, record in enumerate(_predictions(session), start=1):
-                line = rundir.finite({"index": count - 1, **record})
-                file.write(json.dumps(line, allow_nan=False) + "\n")
-        partial.replace(output)
+        with space.told("the predictions", output.parent):
+            with _opened(partial, output) as file:
+                count = _write_lines(request, file)
+            files.replace_file(partial, output)
     finally:
         partial.unlink(missing_ok=True)
     return count
+
+
+def _write_lines(request: Request, file: TextIO) -> int:
+    count = 0
+    with _session(request) as session:
+        for count, record in enumerate(_predictions(session), start=1):
+            line = rundir.finite({"index": count - 1, **record})
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+    return count
+
+
+def _is_stream(output: Path) -> bool:
+    """Return whether an output is a pipe or a terminal, which is written into as it is."""
+    mode = output.stat().st_mode if output.exists() else 0
+    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
 
 
 def _require_output(output: Path | None) -> Path:
@@ -170,6 +187,8 @@ def _opened(partial: Path, output: Path) -> TextIO:
     try:
         if output.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if output.exists() and not output.is_file() and not _is_stream(output):
+            raise OSError(errno.EINVAL, "it is neither a file nor a pipe")
         return partial.open("w", encoding="utf-8")
     except OSError as error:
         rule = f"it cannot be written ({error.strerror})"

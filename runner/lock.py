@@ -5,9 +5,11 @@ of the workers, or rank 0 of those that torchrun has started. Whoever comes seco
 told the holder's process, host and command. Reading a run (`eval`, `predict`, `runner.load`) needs
 no lock.
 
-What is promised: these are POSIX record locks. The kernel drops them when the holder ends, however
-it ends (SIGKILL, out of memory, a crash), and children that it has forked do not inherit them: a
-lock never outlives its holder, and is never to be removed by hand. Workers lock a second byte of
+What is promised: these are open file description locks where there are some (Linux), else POSIX
+record locks. The kernel drops them when the holder ends, however it ends (SIGKILL, out of memory, a
+crash), and children that it has forked close the file: a lock never outlives its holder, and is
+never to be removed by hand. Where there are record locks alone, the holder loses them if its own
+code opens and closes the file, as a copy of the run directory does. Workers lock a second byte of
 the file (shared): where only the parent was killed, the next command waits until they are gone.
 Over NFS and other network file systems the locks hold between nodes as far as the mount offers
 them (NFSv4, NFSv3 with lockd, Lustre with ``flock``, GPFS, CephFS); a node that loses power keeps
@@ -21,11 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
 import platform
 import shlex
+import struct
 import sys
 import threading
 import time
@@ -71,8 +75,12 @@ class Holder:
 
 # Files that this process has locked, and as whom; the process id tells a forked child apart. Record
 # locks do not exclude threads of one process, and closing any file descriptor of the file drops
-# them: so a locked file is opened here alone, and once.
+# them: so this module opens a locked file once.
 _HELD: dict[str, tuple[int, Holder]] = {}
+# Their file descriptors. A forked child closes its own copies, which would keep the locks.
+_OPEN: set[int] = set()
+# `struct flock` of Linux where off_t is a long: type, whence, start, length, process id (0).
+_FLOCK = "hhlli0l"
 _GUARD = threading.Lock()
 
 
@@ -96,7 +104,7 @@ def held(run_dir: Path) -> Iterator[None]:
             _sign(descriptor, me, run_dir)
             yield
         finally:
-            os.close(descriptor)
+            _close(descriptor)
     finally:
         with _GUARD:
             _HELD.pop(path, None)
@@ -138,7 +146,7 @@ def shared(run_dir: Path) -> Iterator[None]:
         if descriptor is not None:
             with _GUARD:
                 _HELD.pop(path, None)
-                os.close(descriptor)
+                _close(descriptor)
 
 
 def _shared(path: str) -> int | None:
@@ -151,6 +159,7 @@ def _shared(path: str) -> int | None:
     try:
         if _tried(descriptor, WORKERS, False, WORKER_SECONDS):
             _HELD[path] = os.getpid(), _me()
+            _keep(descriptor)
             return descriptor
     except OSError as error:
         logger.debug("%s: %s", path, error)  # locks are not offered: who holds it has said so
@@ -160,10 +169,35 @@ def _shared(path: str) -> int | None:
 
 def _open(path: str, run_dir: Path) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return _keep(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
     except OSError as error:
         remedy = "Make it writable, or start a new run elsewhere."
         raise _unwritable(run_dir, error, remedy) from error
+
+
+def _keep(descriptor: int) -> int:
+    """Note a file descriptor that is to be closed in forked children."""
+    _at_fork()
+    _OPEN.add(descriptor)
+    return descriptor
+
+
+def _close(descriptor: int) -> None:
+    """Close a file descriptor, unless a fork has done so."""
+    if descriptor in _OPEN:
+        _OPEN.remove(descriptor)
+        os.close(descriptor)
+
+
+@functools.cache
+def _at_fork() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    for descriptor in tuple(_OPEN):
+        _close(descriptor)
 
 
 def _sign(descriptor: int, me: Holder, run_dir: Path) -> None:
@@ -193,7 +227,7 @@ def _take(descriptor: int, run_dir: Path) -> None:
         if not _tried(descriptor, WORKERS, True, WORKER_SECONDS):
             rule = f"workers of an earlier command have not ended ({_read(descriptor)})"
             raise ConfigError(Problem(str(run_dir), rule, "Wait for them, or end them."))
-        _records().lockf(descriptor, _records().LOCK_UN, 1, WORKERS)  # for its own workers
+        _lock(descriptor, "F_UNLCK", WORKERS)  # for its own workers
     except OSError as error:
         if error.errno not in NOT_OFFERED:
             raise
@@ -211,11 +245,10 @@ def _tried(descriptor: int, byte: int, exclusive: bool, seconds: float) -> bool:
     Raises:
         OSError: where the file system or the system offers no locks.
     """
-    records, deadline = _records(), time.monotonic() + seconds
-    kind = (records.LOCK_EX if exclusive else records.LOCK_SH) | records.LOCK_NB
+    deadline, kind = time.monotonic() + seconds, "F_WRLCK" if exclusive else "F_RDLCK"
     while True:
         try:
-            records.lockf(descriptor, kind, 1, byte)
+            _lock(descriptor, kind, byte)
             return True
         except OSError as error:
             if error.errno not in TAKEN:
@@ -223,6 +256,25 @@ def _tried(descriptor: int, byte: int, exclusive: bool, seconds: float) -> bool:
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.02)
+
+
+def _lock(descriptor: int, kind: str, byte: int) -> None:
+    """Set or drop the lock of a byte, without waiting: F_WRLCK, F_RDLCK or F_UNLCK.
+
+    Raises:
+        OSError: if another has it, or there are no locks.
+    """
+    records = _records()
+    if sys.platform == "linux" and struct.calcsize("l") == 8:
+        order = struct.pack(_FLOCK, getattr(records, kind), os.SEEK_SET, byte, 1, 0)
+        try:
+            records.fcntl(descriptor, records.F_OFD_SETLK, order)
+            return
+        except OSError as error:
+            if error.errno not in NOT_OFFERED:
+                raise
+    names = {"F_WRLCK": "LOCK_EX", "F_RDLCK": "LOCK_SH", "F_UNLCK": "LOCK_UN"}
+    records.lockf(descriptor, getattr(records, names[kind]) | records.LOCK_NB, 1, byte)
 
 
 def _records() -> Any:

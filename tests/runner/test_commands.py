@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -146,3 +149,40 @@ def test_predictions_of_any_shape_become_rows() -> None:
     assert list(commands._rows(torch.tensor([0.5]))) == [{"prediction": 0.5}]
     with pytest.raises(ConfigError, match="rows"):
         list(commands._rows({"a": torch.ones(2), "b": torch.ones(3)}))
+
+
+def written(tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(commands, "_session", lambda request: contextlib.nullcontext())
+    monkeypatch.setattr(commands, "_predictions", lambda session: iter([{"label": 3}]))
+    return commands.write_predictions(commands.Request(tmp_path, output=output))
+
+
+def test_a_pipe_is_written_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert written(tmp_path, pipe, monkeypatch) == 1
+        assert json.loads(os.read(reader, 1000)) == {"index": 0, "label": 3}
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_a_link_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target)
+    assert written(tmp_path, link, monkeypatch) == 1
+    assert link.is_symlink()
+    assert predictions(target) == [{"index": 0, "label": 3}]
+
+
+def test_what_is_neither_file_nor_pipe_is_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+        with pytest.raises(ConfigError, match="neither a file nor a pipe"):
+            written(tmp_path, tmp_path / "socket", monkeypatch)
+        assert (tmp_path / "socket").is_socket()
