@@ -76,6 +76,10 @@ class Plan:
     launcher: str
 
 
+def _no_resume(value: str) -> Problem:
+    return Problem(value, "a sweep starts new runs", "Resume each run by itself.")
+
+
 def plan(overrides: Sequence[str], config_name: str) -> Plan:
     """Examine what is known of a sweep, inside a Hydra session.
 
@@ -85,8 +89,7 @@ def plan(overrides: Sequence[str], config_name: str) -> Plan:
     from runner import compose, diagnose, hydra_setup
 
     if any(hydra_setup.key_of(override) == "resume" for override in overrides):
-        rule = "a sweep starts new runs"
-        raise ConfigError(Problem("resume with --multirun", rule, "Resume each run by itself."))
+        raise ConfigError(_no_resume("resume with --multirun"))
     ConfigError.raise_if(diagnose.unreadable(overrides))
     ConfigError.raise_if(_not_installed(overrides))
     chosen = hydra_setup.hydra_choices(overrides, config_name)
@@ -94,6 +97,8 @@ def plan(overrides: Sequence[str], config_name: str) -> Plan:
     basic = chosen["sweeper"] == BASIC
     lists = hydra_setup.expand(overrides) if basic else hydra_setup.probes(overrides)
     known = [compose.anew(job, config_name, number) for number, job in enumerate(lists)]
+    if any(job.recipe is not None and job.recipe.resume is not None for job in known):
+        raise ConfigError(_no_resume("resume: in a file, with --multirun"))
     ConfigError.raise_if(_shared_folders(known))
     return Plan(known, len(known) if basic else None, chosen["launcher"])
 

@@ -23,8 +23,9 @@ from runner import keys
 from runner.schema import Recipe
 
 TEXT_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:null")
-# A word between the separators of lists and sweeps, without quotes, spaces or interpolations.
-WORD = re.compile(r"(?<![^\[,=(\s])([^\s,\[\](){}'\"$=]+)(?![^\],)\s])")
+# A single word between the separators of lists and sweeps, without quotes or interpolations;
+# several words are text already.
+WORD = re.compile(r"(?:^|(?<=[\[,=(]))(\s*)([^\s,\[\](){}'\"$=]+)(\s*)(?=[\],)]|$)")
 
 
 @cache
@@ -60,10 +61,11 @@ def _quoted(override: str) -> str:
 
 
 def _in_quotes(word: re.Match[str]) -> str:
-    text = word.group(1)
+    before, text, after = word.groups()
     if text == "choice" or re.fullmatch(r"null", text, re.IGNORECASE):
-        return text
-    return f"'{text}'" if _tag(text) not in TEXT_TAGS or _is_number(text) else text
+        return word.group()
+    is_text = _tag(text) in TEXT_TAGS and not _is_number(text)
+    return word.group() if is_text else f"{before}'{text}'{after}"
 
 
 def _is_number(text: str) -> bool:
@@ -72,7 +74,10 @@ def _is_number(text: str) -> bool:
 
 
 def _tag(text: str) -> str:
-    node = yaml.compose(text, Loader=get_yaml_loader())
+    try:
+        node = yaml.compose(text, Loader=get_yaml_loader())
+    except yaml.YAMLError:  # as of "@me" or "*all", which Hydra takes for text
+        return TEXT_TAGS[0]
     return str(node.tag) if isinstance(node, yaml.ScalarNode) else TEXT_TAGS[0]
 
 

@@ -185,6 +185,10 @@ def _locate(name: str, key: str) -> Any:
         module = ".".join(parts[:length])
         try:
             found: Any = importlib.import_module(module)
+        except SystemExit as error:  # with 0 an untrained run would look complete
+            rule = f"importing {module} ended in SystemExit({error.code!r})"
+            remedy = "Call sys.exit under `if __name__ == '__main__'` alone."
+            raise ConfigError(Problem(f"{key}={name}", rule, remedy)) from error
         except ModuleNotFoundError as error:
             if error.name is not None and module.startswith(error.name):
                 continue

@@ -132,7 +132,11 @@ class SkipBatchSampler(AroundBatchSampler, Sampler[Any]):
         return self.entries(iter(self.batch_sampler))
 
     def entries(self, inner: Iterator[Any]) -> Iterator[Any]:
-        """Return the entries, given those of the sampler inside."""
+        """Return the entries.
+
+        Args:
+            inner: those of the sampler inside, none of which is drawn yet.
+        """
         return itertools.islice(inner, self.skip_batches, None)
 
     def __len__(self) -> int:

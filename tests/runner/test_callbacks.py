@@ -73,8 +73,9 @@ def test_a_run_with_progress_goes_on(tmp_path: Path) -> None:
 
 
 def test_patience_is_counted_over_a_resume(tmp_path: Path) -> None:
-    recipe = recipe_of(trainer__epochs=9, trainer__stop_after=10)
-    for values, step in (((1.0, 2.0), 10), ((2.0,), 15)):
+    recipe = recipe_of(trainer__epochs=9)
+    for values, step, stop in (((1.0, 2.0), 10, 10), ((2.0,), 15, None)):
+        recipe.trainer.stop_after = stop
         summary = run(
             tmp_path,
             recipe,

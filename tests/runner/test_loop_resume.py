@@ -51,6 +51,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, cut: int) -> None
     run(whole, recipe_of(trainer__max_steps=12), data=noisy(), **options)
     recipe = recipe_of(trainer__max_steps=12, trainer__stop_after=cut)
     run(parts, recipe, data=noisy(), **options)
+    recipe.trainer.stop_after = None
     run(parts, recipe, data=noisy(), resume_from=newest(parts), **options)
     assert losses(parts) == losses(whole)
     assert [r["step"] for r in records(parts)] == list(range(1, 13))
@@ -78,6 +79,7 @@ def test_values_between_log_points_survive(tmp_path: Path) -> None:
     run(whole, recipe_of(trainer__max_steps=8, trainer__log_every=4))
     recipe = recipe_of(trainer__max_steps=8, trainer__log_every=4, trainer__stop_after=6)
     run(parts, recipe)
+    recipe.trainer.stop_after = None
     run(parts, recipe, resume_from=newest(parts))
     assert losses(parts) == losses(whole)
 
@@ -108,6 +110,7 @@ def test_steps_after_the_checkpoint_are_not_logged_twice(tmp_path: Path) -> None
 def test_callbacks_are_restored_and_may_come_and_go(tmp_path: Path) -> None:
     recipe = recipe_of(trainer__epochs=2, trainer__stop_after=5)
     run(tmp_path, recipe, callbacks={"kept": Spy(), "dropped": Spy()})
+    recipe.trainer.stop_after = None
     spies = {"kept": Spy(), "added": Spy()}
     out = io.StringIO()
     shown = Display(console=Console(file=out, width=200))

@@ -213,6 +213,17 @@ def test_what_does_not_work_is_refused_by_name(
     assert not any(tmp_path.iterdir())
 
 
+def test_a_file_that_resumes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    path = tmp_path / "conf" / "experiment" / "mine.yaml"
+    path.write_text("# @package _global_\nresume: auto\n")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["-m", "experiment=mine", "seed=1,2"]) == 2
+    assert "resume: in a file, with --multirun: a sweep starts new runs" in capsys.readouterr().err
+
+
 def test_what_a_sweeper_will_sample_is_checked_as_far_as_it_is_known() -> None:
     with hydra_setup.session():
         found = hydra_setup.probes(

@@ -37,6 +37,13 @@ def test_a_name_is_what_was_typed_also_where_it_is_read_again(word: str, tmp_pat
     assert recipe.read_yaml(path)["name"] == word
 
 
+@pytest.mark.parametrize("text", ["2 layers", "1e3 x", "@me", "*all"])
+def test_text_that_hydra_reads_as_such_stays_as_it_is(text: str) -> None:
+    assert quoted([f"name={text}", f"tags=[{text},7]"]) == [f"name={text}", f"tags=[{text},'7']"]
+    with hydra_setup.session():
+        assert compose.require(compose.anew([f"tags=[{text}, 7]"], "config")).tags == [text, "7"]
+
+
 def test_only_what_is_not_text_yet_gets_quotes() -> None:
     kept = [
         "name=abc",

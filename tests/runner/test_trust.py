@@ -153,6 +153,18 @@ def test_a_package_that_cannot_be_imported_is_named(
         trust.import_packages()
 
 
+def test_a_target_that_ends_the_process_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package(tmp_path, "wine_e", "")
+    (tmp_path / "wine_e" / "script.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(trust.VARIABLE, "wine_e")
+    paths.settle()
+    with pytest.raises(ConfigError, match=r"importing wine_e.script ended in SystemExit\(0\)"):
+        trust.resolve("wine_e.script.net", "model")
+
+
 def test_an_error_inside_a_package_is_the_users_to_see(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
