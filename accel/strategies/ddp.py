@@ -154,7 +154,7 @@ class DDPStrategy(Strategy):
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Return a context in which backward passes through `model` exchange no gradients."""
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel) and _knows_its_graph(model):
             return model.no_sync()
         return contextlib.nullcontext()
 
@@ -212,6 +212,16 @@ def _follow(model: DistributedDataParallel) -> None:
     if model not in _FOLLOWERS:
         _FOLLOWERS[model] = FollowTrainable(model)
         model.register_forward_pre_hook(_FOLLOWERS[model])
+
+
+def _knows_its_graph(model: DistributedDataParallel) -> bool:
+    """Return whether `model` may leave gradients alone: a static graph is first recorded.
+
+    torch records it in a backward that synchronises, and fails if none came before. The gradients
+    of that first micro-batch are averaged at once; averaging them again with the window's changes
+    nothing, because they are then the same on every process.
+    """
+    return not model.static_graph or model._static_graph_delay_allreduce_enqueued
 
 
 def _detach(model: DistributedDataParallel) -> None:

@@ -82,6 +82,18 @@ def test_training_is_that_of_one_process(world_size: int, batch_size: int, steps
         assert found_kind == "DistributedDataParallel"
 
 
+def train_static(steps: int) -> tuple[torch.Tensor, float, str]:
+    return train(6, steps, static_graph=True)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_static_graph_accumulates(steps: int) -> None:
+    """torch alone fails with INTERNAL ASSERT where the first backward does not synchronise."""
+    expected, _, _ = train(6, steps)
+    for found, _, _ in run_distributed(train_static, 2, steps):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def wrapped() -> dict[str, Any]:
     handler = DistributedDataParallelKwargs(
         broadcast_buffers=False,
