@@ -196,9 +196,15 @@ class PreparedLoader(DataLoader[Any]):
                 with self._order.opening(self.generators()):
                     for _ in self._index_sampler:
                         pass
+            for _ in self._compared(iter(())):
+                pass
             self._complete(current)
         finally:
             self._leave(current)
+
+    def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return `batches`, the first of which may be compared with those of other ranks."""
+        return batches
 
     _entries_per_batch = 1
 
