@@ -85,7 +85,7 @@ def check_split(dataset: Any) -> None:
         ConfigError: if it is.
     """
     for part in _streams(dataset, _DEPTH):
-        cut = getattr(part, "_distributed", None)
+        cut: Any = getattr(part, "_distributed", None)
         size = getattr(cut, "world_size", None)
         if isinstance(size, int) and size > 1:
             raise ConfigError(
