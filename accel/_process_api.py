@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ class ProcessAPI(ProcessControl):
     strategy: Strategy
     _trigger: bool = False
     _kept_repetitions: bool = False  # whether that was told
+    _kept_ambiguous: bool = False  # as above, for loaders that end together
 
     # -- what they exchange --------------------------------------------------------------------
 
@@ -61,6 +63,8 @@ class ProcessAPI(ProcessControl):
         with it, as in ``batch = next(iter(loader))``, this holds for data of as many samples, until
         the next pass over a loader begins. Data may have any number of rows per sample (flattened
         predictions), the same for all samples; of other data everything is kept, with one warning.
+        So it is where loaders read side by side, as by ``zip``, end together with as many samples
+        each, of which other numbers are real.
 
         Args:
             input_data: nested tensors [n, ...], or any objects.
@@ -84,48 +88,68 @@ class ProcessAPI(ProcessControl):
             data = recursively_apply(_distinct, data, copies, self.comm.world_size)
         return recursively_apply(self._without_repetitions, data, last)
 
-    def _last_batch(self) -> _LastBatch | None:
-        """Return the counts of the last batch if it is in hand and has repetitions, else None."""
+    def _last_batch(self) -> list[_LastBatch]:
+        """Return the counts of the last batches in hand, one of which has repetitions; else []."""
         state = self.gradient_state
         if self.comm.world_size == 1:  # a short batch is not completed
-            return None
+            return []
         if not state.in_dataloader:
             real, size = state.broken_off
-            return _LastBatch(real, size, in_hand=False) if 0 < real < size else None
+            return [_LastBatch(real, size, in_hand=False)] if 0 < real < size else []
         if not state.end_of_dataloader:
-            return None
+            return []
         if state.remainder == -1:
             logger.warning_once(
                 "gather_for_metrics: the length of the data set is not known, so samples that "
                 "complete the last batch cannot be told apart and stay."
             )
-        loader = state.active_dataloader
-        size = 0 if loader is None else loader._last_size
-        return _LastBatch(state.remainder, size) if 0 < state.remainder < size else None
+        counts = [(one.remainder, one._last_size) for one in state._ended_together()]
+        found = [_LastBatch(real if 0 < real < n else n, n) for real, n in counts if n]
+        return found if any(last.real < last.size for last in found) else []
 
-    def _without_repetitions(self, rows: Any, last: _LastBatch | None, even: bool = True) -> Any:
+    def _without_repetitions(
+        self, rows: Any, ended: Sequence[_LastBatch], even: bool = True
+    ) -> Any:
         """Return the rows [k * size, ...] of the real samples alone.
 
         Args:
             rows: a list or tensor.
-            last: the batch that they belong to; None: all samples are real.
+            ended: the batches one of which they belong to; none: all samples are real.
             even: whether each process gave as many rows.
         """
-        if last is None:
+        if not ended:
             return rows
-        if even and len(rows) % last.size == 0:
-            return rows[: len(rows) // last.size * last.real]
-        if last.in_hand and not self._kept_repetitions:
+        fits = [last for last in ended if even and len(rows) % last.size == 0]
+        fits = [last for last in fits if len(rows) == last.size] or fits
+        kept = {len(rows) // last.size * last.real for last in fits}
+        if len(kept) == 1:
+            return rows[: kept.pop()]
+        if kept:
+            self._tell_ambiguous(len(rows), fits)
+        elif ended[0].in_hand and not self._kept_repetitions:
             self._kept_repetitions = True
             logger.warning(
                 "gather_for_metrics: %d rows for the %d samples of the last batch, of which %d are "
                 "real: each sample must have as many rows, so nothing was dropped and repeated "
                 "samples stay. Gather a fixed number of rows per sample.",
                 len(rows),
-                last.size,
-                last.real,
+                ended[0].size,
+                ended[0].real,
             )
         return rows
+
+    def _tell_ambiguous(self, num_rows: int, ended: Sequence[_LastBatch]) -> None:
+        if self._kept_ambiguous:
+            return
+        self._kept_ambiguous = True
+        logger.warning(
+            "gather_for_metrics: %d rows, where loaders that are read side by side end together "
+            "with %s real samples: rows do not tell whose they are, so nothing was dropped and "
+            "repeated samples stay. Gather with gather() and cut the last batch by the length of "
+            "its data set, or read the loaders one after the other.",
+            num_rows,
+            " and ".join(str(last.real) for last in ended),
+        )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return the elementwise reduction of nested tensors over processes, times `scale`.

@@ -78,6 +78,7 @@ class Reader:
         self._ended: weakref.ref[Any] | None = None  # the loader of that pass
         self._beside: weakref.WeakSet[Any] = weakref.WeakSet()  # what was read beside it
         self._ended_at = 0
+        self._undriven = False  # whether the latest micro-batch came of no prepared loader
         self._proven = False  # whether micro-batches of it are known
         self._other_ended = 0  # when a pass that does not drive the loop ended
 
@@ -131,6 +132,7 @@ class Reader:
     def _is_last(self, reading: Sequence[Any], fetched: Sequence[Any]) -> bool:
         if self._late and any(self._follows_the_ended(one) for one in fetched):
             self._late = 0
+        self._undriven = not self._late and not reading
         if self._late:
             self._proven = True
             self._late -= 1
@@ -176,9 +178,10 @@ class Reader:
     def _may_drive(self, loader: Any, reading: Sequence[Any]) -> bool:
         """Return whether micro-batches may come of a pass that ended before the first of them.
 
-        Not of an evaluation: gradients are disabled, or a training pass is under way or unfinished.
+        Not of an evaluation: gradients are disabled, or a training pass is under way or unfinished,
+        or micro-batches come of a loader that is not prepared.
         """
-        if self._driver is not None or (self._late and self._proven):
+        if self._undriven or self._driver is not None or (self._late and self._proven):
             return False
         return torch.is_grad_enabled() and all(other is loader for other in reading)
 

@@ -417,6 +417,25 @@ class GradientState:
     def _being_read(self) -> list[Any]:
         return [loader for reference in self._loaders if (loader := reference()) is not None]
 
+    def _begun_within(self, dataloader: Any) -> list[Any]:
+        """Return the loaders that are read, and began after `dataloader` did."""
+        found = self._being_read()
+        return found[found.index(dataloader) + 1 :] if dataloader in found else []
+
+    def _ended_together(self) -> list[Any]:
+        """Return the loaders whose last batches are in hand, the active one first.
+
+        A loop within a loop has one. Loaders that are read side by side, as by `zip`, give batches
+        in turns: the ones that began first end while the others are being read.
+        """
+        active = self.active_dataloader
+        beside = [
+            one
+            for one in self._being_read()
+            if one is not active and one.end_of_dataloader and active in one._ended_beside
+        ]
+        return [active, *beside] if active is not None else []
+
     def _note_batch(self, dataloader: Any) -> None:
         """Note that `dataloader` gives a batch; needed where several make a window."""
         self._reader.give(dataloader, self._being_read(), not self.sync_gradients)

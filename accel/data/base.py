@@ -118,6 +118,7 @@ class PreparedLoader(DataLoader[Any]):
         self.reading: Reading | None = None
         self._passes: list[Pass] = []  # that are under way
         self._last_size = 0
+        self._ended_beside: list[Any] = []  # loaders that are read in turns with this one
         self._non_blocking = non_blocking
         self._order = Order()
         self._goes_on = False  # whether passes begin where an earlier one was cut off
@@ -196,9 +197,15 @@ class PreparedLoader(DataLoader[Any]):
                 with self._order.opening(self.generators()):
                     for _ in self._index_sampler:
                         pass
+            for _ in self._compared(iter(())):
+                pass
             self._complete(current)
         finally:
             self._leave(current)
+
+    def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return `batches`, the first of which may be compared with those of other ranks."""
+        return batches
 
     _entries_per_batch = 1
 
@@ -209,7 +216,7 @@ class PreparedLoader(DataLoader[Any]):
     def __getstate__(self) -> dict[str, Any]:
         # Neither live workers nor process groups travel; what a rank reads was decided before.
         nothing = {"_iterator": None, "torch_device_mesh": None, "reading": None}
-        return {**self.__dict__, **nothing, "_passes": []}
+        return {**self.__dict__, **nothing, "_passes": [], "_ended_beside": []}
 
     @property
     def epoch(self) -> int:
@@ -441,6 +448,7 @@ class PreparedLoader(DataLoader[Any]):
         shown.remainder = remainder
         self._last_size = size or self.total_batch_size
         shown.end_of_dataloader = True
+        self._ended_beside = GradientState()._begun_within(self)
         ordered.at_end = current.epoch
         GradientState()._follow_dataloader()
 
@@ -480,6 +488,7 @@ class PreparedLoader(DataLoader[Any]):
         """End a pass, whole or broken off."""
         order, state = self._order, GradientState()
         shown, ordered = self._showing(current)
+        self._ended_beside = []
         self._passes.remove(current)
         order.live.remove(current)
         if ordered is order:

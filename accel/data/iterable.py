@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, IterDataPipe
 
 from accel.data.samplers import cycle_to, split_problems
 from accel.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from accel.data.streams import FirstRound
 
 _MANY = 100  # a pipeline has fewer stages; a longer list is data
 
@@ -34,6 +37,8 @@ class IterableDatasetShard(IterableDataset[Any]):
     Attributes:
         remainder: after a whole pass in this process, how many samples of the last round over all
             processes are real; 0 where all are. -1 before.
+        first_round: takes note of the first samples, until ranks have compared them; None: nothing
+            does.
 
     Raises:
         ConfigError: if the batch size cannot be split.
@@ -59,6 +64,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.split_batches = split_batches
         self.even_batches = even_batches
         self.remainder = -1
+        self.first_round: FirstRound | None = None
 
     @property
     def round_size(self) -> int:
@@ -96,11 +102,15 @@ class IterableDatasetShard(IterableDataset[Any]):
         return slice(self.process_index * size, (self.process_index + 1) * size)
 
     def __iter__(self) -> Iterator[Any]:
-        size, mine = self.round_size, self._mine()
+        size, mine, noted = self.round_size, self._mine(), self.first_round
+        if noted is not None:
+            noted.begin()
         stream = iter(self.dataset)
         first: list[Any] = []
         real = 0
         while samples := list(itertools.islice(stream, size)):
+            if noted is not None and not first:
+                noted.note(samples)
             first = first or samples
             if len(samples) < size:
                 if self.drop_last:
@@ -109,6 +119,8 @@ class IterableDatasetShard(IterableDataset[Any]):
                     real = len(samples)
                     samples += cycle_to(first, size - real)
             yield from samples[mine]
+        if noted is not None and not first:
+            noted.note([])
         self.remainder = real  # at the end: a pass inside this one must not disturb it
 
     def set_epoch(self, epoch: int) -> None:
@@ -167,10 +179,10 @@ def _speaks_of_workers(value: Any, depth: int) -> bool:
     codes = [getattr(method, "__code__", None) for method in methods]
     if any(_names_workers(code) for code in codes if code is not None):
         return True
-    return depth > 0 and any(_speaks_of_workers(item, depth - 1) for item in _held(value))
+    return depth > 0 and any(_speaks_of_workers(item, depth - 1) for item in held_by(value))
 
 
-def _held(value: Any) -> list[Any]:
+def held_by(value: Any) -> list[Any]:
     """Return the data sets, stages and functions that `value` is made of."""
     if isinstance(value, (list, tuple)):
         parts = list(value[:_MANY])

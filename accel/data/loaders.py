@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from accel.data import streams
 from accel.data.base import PreparedLoader, data_rank, index_sampler
 from accel.data.iterable import IterableDatasetShard
 from accel.data.layout import SampleLayout, cut_samples, num_samples
@@ -115,7 +116,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         try:
             self._synchronize()
             skipped = 0 if self._position() else self.skip_batches
-            batches = self._followed(self._batches())
+            batches = self._followed(self._compared(self._batches()))
             for _ in itertools.islice(batches, skipped):
                 pass
             current = next(batches, _END)
@@ -137,6 +138,13 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
             self._complete(current_pass)
         finally:
             self._leave(current_pass)
+
+    def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return `batches`; the first ones of a stream are compared with those of other ranks."""
+        shard = self.dataset
+        if not isinstance(shard, IterableDatasetShard) or shard.first_round is None:
+            return batches
+        return streams.compared(shard, batches, PartialState().comm)
 
     def _placement(self, batch: Any) -> Callable[[Any], Any] | None:
         """Return what puts a batch on the device, None where batches like `batch` are there."""

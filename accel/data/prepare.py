@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from accel.data import streams
 from accel.data.agreement import Ordering
 from accel.data.base import (
     PreparedLoader,
@@ -58,6 +59,10 @@ def prepare_data_loader(
     at the start of a pass, unless an attribute `same_on_every_rank` says that they need not be. A
     `DistributedSampler` gives the order of all its ranks.
 
+    An iterable data set yields the same stream on every rank. One that shards by rank itself, or
+    shuffles in another order on each rank, is warned of; `same_on_every_rank = True` on it says
+    that all is well (the loader of a stream with shards of its own is left unprepared).
+
     Args:
         dataloader: the loader to share out; one that is prepared already is returned as it is.
         device: where batches are put; None: where the process state says.
@@ -90,7 +95,8 @@ def prepare_data_loader(
 
     Raises:
         ConfigError: if batches cannot be split, cannot be made even, or would be read repeatedly by
-            several workers; if the sampler shards already, or differs between ranks.
+            several workers; if the sampler shards already, or differs between ranks; if a data set
+            of Hugging Face is split by node.
         MissingPackageError: if a stateful loader is asked for and torchdata is not installed.
     """
     if isinstance(dataloader, PreparedLoader):
@@ -112,8 +118,11 @@ def prepare_data_loader(
     arguments = loader_arguments(dataloader)
     dataset: Any = dataloader.dataset
     if streamed:
-        if count > 1 and not dispatched:
+        if count > 1 and dispatched:
+            streams.check_dispatched(state.comm, dataset)
+        elif count > 1:
             dataset = _stream_shard(dataloader, count, index, split_batches, even_batches)
+            dataset.first_round = streams.first_round(state.comm, dataloader)
             arguments["batch_size"] = dataloader.batch_size and dataset.round_size // count
     else:
         if count > 1 and not dispatched:

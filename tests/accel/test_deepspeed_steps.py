@@ -274,3 +274,63 @@ def starts_no_program() -> None:
 
 def test_a_step_starts_no_program() -> None:
     run_distributed(starts_no_program, 2)
+
+
+def scales_in_place(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def scales_data(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+
+
+def sets_gradients(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def loads(model: torch.nn.Module) -> None:
+    state = {name: value * 0.5 for name, value in accelerator_state(model).items()}
+    model.accel_test.strategy.load_model_state(model, state)
+
+
+def accelerator_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.accel_test.get_state_dict(model))
+
+
+def told_of_changes(stage: int, precision: str, change: Any, steps: int = 3) -> list[str]:
+    accelerator, model, optimizer = started(precision, zero_stage=stage)
+    model.accel_test = accelerator
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for inputs, targets in data(GLOBAL_BATCH, steps=steps):
+            inputs, targets = own(accelerator, inputs), own(accelerator, targets)
+            accelerator.backward(error_of(model(inputs), targets))
+            if change is not None:
+                change(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    del model.accel_test
+    accelerator.end_training()
+    return [str(w.message) for w in caught if "under DeepSpeed's ZeRO" in str(w.message)]
+
+
+def changes_by_hand() -> None:
+    for stage, precision in ((1, "no"), (2, "bf16"), (0, "bf16")):
+        for change in (scales_in_place, scales_data):
+            told = told_of_changes(stage, precision, change)
+            assert len(told) == 1, (stage, precision, change)
+            assert "weights that were changed by hand since the last step" in told[0]
+        for change in (None, loads):
+            assert told_of_changes(stage, precision, change) == [], (stage, precision, change)
+    (told_once,) = told_of_changes(2, "no", sets_gradients)
+    assert "gradients that were set in parameter.grad" in told_once
+    assert told_of_changes(0, "no", scales_in_place) == []  # which hold
+    assert told_of_changes(3, "no", None) == []
+
+
+def test_changes_by_hand_that_a_step_overwrites_are_told_of() -> None:
+    run_distributed(changes_by_hand, 2)

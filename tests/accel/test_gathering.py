@@ -217,3 +217,59 @@ def test_rows_that_belong_to_no_sample_are_told_of_once() -> None:
     assert second == []
     (message,) = first
     assert "14 rows for the 10 samples of the last batch, of which 9 are real" in message
+
+
+def read_together(shape: str, lengths: tuple[int, int], sizes: tuple[int, int]) -> Any:
+    accelerator = Accelerator(cpu=True)
+    told = Told()
+    logging.getLogger("accel").addHandler(told)
+    first, second = accelerator.prepare(
+        *(DataLoader(range(n), batch_size=k) for n, k in zip(lengths, sizes, strict=True))
+    )
+    found: list[list[int]] = [[], []]
+    if shape == "zip":
+        for pair in zip(first, second, strict=False):
+            for rows, batch in zip(found, pair, strict=True):
+                rows += accelerator.gather_for_metrics(batch).tolist()
+    else:
+        for batch in first:
+            found[0] += accelerator.gather_for_metrics(batch).tolist()
+            found[1] = [
+                row for inner in second for row in accelerator.gather_for_metrics(inner).tolist()
+            ]
+    logging.getLogger("accel").removeHandler(told)
+    accelerator.end_training()
+    return [sorted(rows) for rows in found], [text for text in told.texts if "side by side" in text]
+
+
+class Told(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def test_loaders_that_end_together_with_other_counts_keep_everything() -> None:
+    found, told = run_distributed(read_together, 2, "zip", (10, 11), (4, 4))[0]
+    for rows, length in zip(found, (10, 11), strict=True):
+        assert len(rows) == 16
+        assert set(rows) == set(range(length))
+    assert len(told) == 1
+    assert "2 real samples" in told[0] or "3 and 2 real samples" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "sizes"),
+    [
+        ("zip", (10, 10), (4, 4)),
+        ("zip", (10, 15), (4, 6)),  # the number of rows tells which
+        ("zip", (16, 22), (4, 6)),
+        ("nested", (10, 11), (4, 4)),
+    ],
+)
+def test_other_loaders_that_end_together_count_every_sample_once(shape, lengths, sizes) -> None:
+    found, told = run_distributed(read_together, 2, shape, lengths, sizes)[0]
+    assert found == [list(range(length)) for length in lengths]
+    assert told == []

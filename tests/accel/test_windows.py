@@ -409,3 +409,17 @@ def test_batches_without_a_micro_batch_take_no_memory(explicit: bool) -> None:
                 pass
 
     assert bytes_held(step, 2000) < 200_000
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_an_evaluation_beside_an_unprepared_loader_ends_no_window(after: int) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    evaluated = accelerator.prepare(DataLoader(range(6), batch_size=2))
+    found = []
+    for number in range(12):  # batches of a loader that is not prepared
+        with accelerator.accumulate():
+            found.append(accelerator.sync_gradients)
+        if number % 4 == after:
+            for _ in evaluated:  # gradients stay enabled
+                pass
+    assert found == [False, False, False, True] * 3

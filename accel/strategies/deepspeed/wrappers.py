@@ -13,6 +13,7 @@ import torch
 from accel.errors import ConfigError, Problem
 from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler
+from accel.strategies.deepspeed.byhand import ByHand
 from accel.strategies.deepspeed.dummies import DummyOptim
 from accel.strategies.trainable import Trainable
 
@@ -56,6 +57,7 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
             inner.param_groups = engine.basic_optimizer.param_groups
         self._given = weakref.ref(given)
         self.trainable = Trainable(engine.module)
+        self._by_hand = ByHand(engine)
         super().__init__(inner, device_placement=False)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -78,7 +80,9 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
         if not self.gradient_state.sync_gradients:
             return
         self.engine.set_gradient_accumulation_boundary(True)
+        self._by_hand.check()
         self.engine.step()
+        self._by_hand.note()
         self.window_ended = False
         self.step_was_skipped = not self.engine.was_step_applied()
         self._set_clipping(self._clipping)

@@ -1,0 +1,241 @@
+"""Streams that ranks do not see alike are told of, all others are read in silence."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel.data.prepare import prepare_data_loader, skip_first_batches
+from accel.data.streams import shards_by_rank
+from accel.errors import ConfigError
+from accel.state import PartialState
+from tests.helpers import run_distributed
+
+
+class Numbers(IterableDataset):
+    def __init__(self, items=range(40)) -> None:
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+class ByRank(Numbers):
+    def __iter__(self):
+        return itertools.islice(self.items, dist.get_rank(), None, dist.get_world_size())
+
+
+class ByEnvironment(Numbers):
+    def __iter__(self):
+        rank, count = PartialState().process_index, int(os.environ.get("WORLD_SIZE", 2))
+        return (item for number, item in enumerate(self.items) if number % count == rank)
+
+
+class ByAttribute(Numbers):
+    """Shares out only if it is told to."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, world_size
+
+    def __iter__(self):
+        return itertools.islice(self.items, self.rank, None, self.world_size)
+
+
+class Shuffled(Numbers):
+    """Draws an order from a generator of its own, seeded by rank or not at all."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator_of_order = random.Random(seed)
+
+    def __iter__(self):
+        items = list(self.items)
+        self.generator_of_order.shuffle(items)
+        for item in items:
+            yield {"text": f"number {item}", "x": torch.full((3,), float(item))}
+
+
+class Augmented(Numbers):
+    def __init__(self, labels: bool, often: float = 1.0) -> None:
+        super().__init__()
+        self.labels = labels
+        self.often = often
+
+    def __iter__(self):
+        for item in self.items:
+            noise = torch.randn(3) * (torch.rand(()) < self.often)
+            image = torch.full((3,), float(item)) + noise
+            yield (image, item % 5) if self.labels else image
+
+
+class Logging(Numbers):
+    """Asks for its rank, and does not shard."""
+
+    def __iter__(self):
+        for item in self.items:
+            if item == 0 and PartialState().process_index == 0:
+                str(dist.get_rank())
+            yield item
+
+
+class Whole(ByRank):
+    """Names both and yields everything."""
+
+    same_on_every_rank = True
+
+    def __iter__(self):
+        assert dist.get_rank() < dist.get_world_size()
+        return iter(self.items)
+
+
+def seeded(seed: int, kind, *arguments):
+    torch.manual_seed(seed)
+    return kind(*arguments)
+
+
+def rank() -> int:
+    return PartialState().process_index
+
+
+def differing() -> dict[str, IterableDataset]:
+    return {
+        "by rank": ByRank(),
+        "by environment": ByEnvironment(),
+        "by attribute": ByAttribute(rank(), 2),
+        "items by rank": Numbers(list(range(rank(), 40, 2))),
+        "shuffled apart": Shuffled(rank()),
+        "short": Numbers(range(1 if rank() else 40)),
+        "empty": Numbers(range(0 if rank() else 40)),
+    }
+
+
+def alike() -> dict[str, IterableDataset]:
+    return {
+        "numbers": Numbers(),
+        "constant": Numbers([7] * 40),
+        "shuffled alike": Shuffled(3),
+        "augmented with labels": seeded(rank(), Augmented, True),
+        "augmented": seeded(rank(), Augmented, False),
+        "augmented now and then": seeded(rank(), Augmented, False, 0.5),
+        "unsharded": ByAttribute(),
+        "logging": Logging(),
+        "declared": Whole(),
+        "short on all": Numbers(range(1)),
+        "empty on all": Numbers(range(0)),
+    }
+
+
+def told_of(make, dispatch: bool, batch_size: int | None = 4, workers: int = 0) -> dict:
+    PartialState(cpu=True)
+    found = {}
+    for name, data in make().items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            own = DataLoader(data, batch_size=batch_size, num_workers=workers)
+            loader = prepare_data_loader(own, dispatch_batches=dispatch)
+            for _ in itertools.chain(loader, loader):
+                pass
+        found[name] = [str(entry.message) for entry in caught if entry.category is UserWarning]
+    return found
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, None])
+def test_streams_that_differ_between_ranks_are_told_of_once(batch_size) -> None:
+    for found in run_distributed(told_of, 2, differing, False, batch_size):
+        # With two samples in a round, or one in hand of it, the first may be alike by chance.
+        for name, told in found.items():
+            assert len(told) == 1, (name, told)
+            assert "differ between ranks" in told[0] or "samples on the ranks" in told[0], name
+            assert "sharded by rank already, or shuffled in another order" in told[0]
+            assert "same_on_every_rank = True" in told[0]
+
+
+def test_streams_that_worker_processes_read_are_compared() -> None:
+    for found in run_distributed(told_of, 2, by_workers, False, 4, 1):
+        assert [len(told) for told in found.values()] == [1, 0]
+
+
+def by_workers() -> dict[str, IterableDataset]:
+    return {"differing": ByAttribute(rank(), 2), "alike": Shuffled(3)}
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_streams_that_ranks_see_alike_are_read_in_silence(dispatch: bool) -> None:
+    for found in run_distributed(told_of, 2, alike, dispatch):
+        assert found == {name: [] for name in found}
+
+
+def test_streams_that_shard_by_rank_are_told_of_where_the_main_process_reads() -> None:
+    for found in run_distributed(told_of, 2, differing, True):
+        silent = [name for name, told in found.items() if not told]
+        assert silent == ["shuffled apart", "empty"]  # it reads all of these
+        for name in set(found) - set(silent):
+            assert len(found[name]) == 1
+            assert "what it leaves to the others is never read" in found[name][0]
+
+
+class Split(Numbers):
+    def __init__(self) -> None:
+        super().__init__()
+        self._distributed = SimpleNamespace(rank=0, world_size=2)
+
+
+def refused(dispatch: bool) -> str:
+    PartialState(cpu=True)
+    try:
+        prepare_data_loader(DataLoader(Split()), dispatch_batches=dispatch)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_data_set_that_is_split_by_node_is_refused(dispatch: bool) -> None:
+    for told in run_distributed(refused, 2, dispatch):
+        assert "split by node already (rank 0 of 2)" in told
+
+
+def skipped_first() -> list[list]:
+    PartialState(cpu=True)
+    loader = prepare_data_loader(DataLoader(Numbers(), batch_size=4), dispatch_batches=False)
+    rest = skip_first_batches(loader, 2)
+    return [torch.cat(list(part)).tolist() for part in (rest, loader)]
+
+
+def test_the_samples_are_those_of_an_unchecked_stream() -> None:
+    first, second = run_distributed(skipped_first, 2)
+    assert first[0] == [*range(16, 20), *range(24, 28), *range(32, 36)]
+    assert sorted(first[1] + second[1]) == list(range(40))
+
+
+def sharding_stage(samples, rank=0, world_size=2):
+    yield from itertools.islice(samples, rank, None, world_size)
+
+
+def seed_of_rank(rank=0, world_size=2):
+    return rank + world_size
+
+
+class Pipeline(IterableDataset):
+    def __init__(self, *stages) -> None:
+        self.stages = stages
+
+    def __iter__(self):
+        return iter(self.stages)
+
+
+def test_stages_are_looked_through() -> None:
+    assert shards_by_rank(Pipeline(Numbers(), sharding_stage))
+    assert shards_by_rank(Pipeline(ByRank()))
+    assert not shards_by_rank(Pipeline(Numbers(), seed_of_rank))
+    assert not shards_by_rank(Pipeline(Numbers(), Logging()))
+    assert not shards_by_rank(Pipeline(ByAttribute()))
