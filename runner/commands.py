@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from accel.errors import ConfigError, Problem
 from runner import compose, diagnose, hydra_setup, rundir, startup
+from runner.flags import CommandParser
 from runner.job import Job
 from runner.restore import described, find_checkpoint, restored_step
 from runner.schema import Distributed, Recipe
@@ -328,7 +329,7 @@ def _batches(
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=f"runner {command}", description=description, allow_abbrev=False
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run directory")

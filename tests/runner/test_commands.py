@@ -58,6 +58,35 @@ def test_eval_prints_a_table(run_dir: Path, capsys: pytest.CaptureFixture[str]) 
     assert "validation" not in printed
 
 
+@pytest.mark.parametrize("command", [("eval",), ("predict", "--output", "p.jsonl")])
+def test_code_that_ends_the_process_is_no_success(
+    command: tuple[str, ...],
+    run_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def leave(recipe: object) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(build, "build_data", leave)
+    assert app.run([*command, str(run_dir)]) == 1
+    told = capsys.readouterr().err
+    assert "SystemExit: 0" in told
+    assert f'File "{__file__}", line ' in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_and_wrong_flags_of_a_command_end_as_before(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run(["eval", "--help"]) == 0
+    assert "Measure a trained run." in capsys.readouterr().out
+    assert app.run(["eval", str(run_dir), "--split", "none"]) == 2
+    assert "invalid choice" in capsys.readouterr().err
+
+
 def test_overrides_change_the_recipe_that_is_measured(run_dir: Path) -> None:
     plain = commands.measure(commands.Request(run_dir, splits=("test",)))["test"]
     request = commands.Request(
