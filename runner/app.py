@@ -373,7 +373,10 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], float | None]) -> i
     def guarded(config: DictConfig) -> float | None:
         try:
             return task(config)
-        except (Exception, SystemExit) as error:  # Hydra would wrap it in its own words; it is raised below
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # Hydra would wrap it in its own words; it is raised below
             raised.append(error)
             raise SystemExit(FAILED) from error
 

@@ -329,9 +329,7 @@ def _batches(
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog=f"runner {command}", description=description, allow_abbrev=False
-    )
+    parser = CommandParser(prog=f"runner {command}", description=description, allow_abbrev=False)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run directory")
     parser.add_argument(
         "overrides", metavar="KEY=VALUE", nargs="*", help="changes to the run's recipe"
