@@ -58,9 +58,9 @@ def _run(arguments: Sequence[str]) -> int:
         return INTERRUPTED
     except BrokenPipeError:  # the reader (`| head`) has seen enough
         return FAILED
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else FAILED if end.code else DONE
-    except Exception as error:
+    except command_line.Told as end:
+        return end.code
+    except (Exception, SystemExit) as error:  # with SystemExit(0) it would look complete
         print("".join(outcomes.user_traceback(error)), end="", file=sys.stderr)
         return FAILED
 
@@ -368,12 +368,15 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], float | None]) -> i
 
     from runner import diagnose, hydra_setup, sweeps
 
-    raised: list[Exception] = []
+    raised: list[Exception | SystemExit] = []
 
     def guarded(config: DictConfig) -> float | None:
         try:
             return task(config)
-        except Exception as error:  # Hydra would wrap it in its own words; it is raised below
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # Hydra would wrap it in its own words; it is raised below
             raised.append(error)
             raise SystemExit(FAILED) from error
 

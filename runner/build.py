@@ -102,6 +102,7 @@ def check_machine(recipe: Recipe) -> list[Problem]:
         lambda: _check_precision(recipe, resolve_device(processes.device(distributed), 0).type),
         lambda: _check_clipping(recipe),
         lambda: ConfigError.raise_if(variables.problems(recipe, Environment.read())),
+        lambda: processes.check_interface(distributed),
         lambda: _check_states_folder(recipe),
         lambda: filter_trackers(recipe.tracker.log_with, logging_dir=recipe.output_dir),
     )

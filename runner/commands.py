@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from accel.errors import ConfigError, Problem
 from runner import compose, diagnose, hydra_setup, rundir, startup
+from runner.flags import CommandParser
 from runner.job import Job
 from runner.restore import described, find_checkpoint, restored_step
 from runner.schema import Distributed, Recipe
@@ -32,6 +33,15 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "validation", "test")
 MEASURED = ("validation", "test")
+# Keys that change nothing of an evaluation or a prediction: what only training reads. An engine is
+# switched off: checkpoints hold whole tensors.
+ONLY_TRAINING = (
+    *("name", "output_dir", "resume", "tags", "optimizer", "scheduler", "checkpoint", "tracker"),
+    *("callbacks", "profile", "fsdp", "deepspeed", "tensor_parallel"),
+    *(f"trainer.{key}" for key in ("epochs", "max_steps", "max_time", "stop_after", "eval_every")),
+    *(f"trainer.{key}" for key in ("log_every", "clip_grad_norm", "clip_grad_value", "drop_last")),
+    *(f"trainer.{key}" for key in ("stop_on_nan", "detect_anomaly", "hang_timeout")),
+)
 
 
 @dataclass(frozen=True)
@@ -262,6 +272,7 @@ def _session(request: Request) -> Iterator[Session]:
 
 
 def _overridden(request: Request) -> Recipe:
+    _require_effect(request.overrides)
     for line in diagnose.overridden(request.overrides):
         print(line, file=sys.stderr)
     with hydra_setup.session():
@@ -270,6 +281,24 @@ def _overridden(request: Request) -> Recipe:
 
     ConfigError.raise_if(build.check_factories(recipe))
     return recipe
+
+
+def _require_effect(overrides: Sequence[str]) -> None:
+    """Refuse overrides of what only training reads.
+
+    Raises:
+        ConfigError: naming every one.
+    """
+    rule = "only training reads it: no metric and no prediction depends on it"
+    ConfigError.raise_if(
+        [
+            Problem(override, rule, "Leave it out.")
+            for override in overrides
+            if any(
+                f"{hydra_setup.key_of(override)}.".startswith(f"{key}.") for key in ONLY_TRAINING
+            )
+        ]
+    )
 
 
 def _in_one_process(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
@@ -328,9 +357,7 @@ def _batches(
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"runner {command}", description=description, allow_abbrev=False
-    )
+    parser = CommandParser(prog=f"runner {command}", description=description, allow_abbrev=False)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run directory")
     parser.add_argument(
         "overrides", metavar="KEY=VALUE", nargs="*", help="changes to the run's recipe"

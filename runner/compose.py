@@ -98,8 +98,10 @@ def _resumed(run_dir: str | Path, overrides: Sequence[str], trains: bool) -> Exa
     limits = {".".join(path) for path in resume.PER_INVOCATION}
     own = [o for o in job.overrides if hydra_setup.key_of(o) not in limits]
     merged = hydra_setup.merge(own, overrides)
+    before, lost = diagnose.examine(own, job.config_name)
+    if lost:  # a file that the run was composed from is gone: its recorded recipe is the base
+        return _onto(frozen, job, overrides, trains)
     after, problems = diagnose.examine(merged, job.config_name)
-    before, _ = diagnose.examine(own, job.config_name)
     try:
         today = _plain(after)
         changed = resume.carry_over(frozen, _plain(before), today)
@@ -108,6 +110,41 @@ def _resumed(run_dir: str | Path, overrides: Sequence[str], trains: bool) -> Exa
     except OmegaConfBaseException as error:
         problems.append(unresolved(error))
         return Examined(Recipe(), problems, tuple(merged), job.config_name, composed=False)
+    return _changed(frozen, changed, job, problems, merged, trains)
+
+
+def _onto(frozen: dict[str, Any], job: Job, overrides: Sequence[str], trains: bool) -> Examined:
+    """Return a run's recorded recipe with new overrides: groups from today's files, then values."""
+    merged = hydra_setup.merge(job.overrides, overrides)
+    groups = hydra_setup.groups()
+    choices = [o for o in overrides if hydra_setup.key_of(o) in groups]
+    values = [o for o in overrides if o not in choices]
+    changed: Any = frozen
+    problems: list[Problem] = []
+    try:
+        if choices:
+            after, problems = diagnose.examine(choices, hydra_setup.PRIMARY)
+            before, _ = diagnose.examine([], hydra_setup.PRIMARY)
+            today = _plain(after)
+            changed = resume.carry_over(frozen, _plain(before), today)
+            changed |= {g: today[g] for o in choices if (g := hydra_setup.key_of(o)) in today}
+        config, wrong = diagnose.applied(values, changed)
+        changed = hydra_setup.plain(config)
+    except OmegaConfBaseException as error:
+        problems.append(unresolved(error))
+        return Examined(Recipe(), problems, tuple(merged), job.config_name, composed=False)
+    return _changed(frozen, changed, job, [*problems, *wrong], merged, trains)
+
+
+def _changed(
+    frozen: dict[str, Any],
+    changed: Any,
+    job: Job,
+    problems: Sequence[Problem],
+    merged: Sequence[str],
+    trains: bool,
+) -> Examined:
+    """Return what a run is resumed with, and what of it is wrong or cannot change."""
     found, wrong = recipe.examine(resume.same_places(frozen, job.cwd, changed))
     kept = resume.refusals(frozen, recipe.to_plain(found)) if trains and not wrong else []
     return Examined(found, [*problems, *wrong, *kept], tuple(merged), job.config_name)

@@ -7,7 +7,7 @@ overrides are therefore looked at one by one, and what is left is composed and c
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
@@ -126,6 +126,33 @@ def explain(
     for parsed in values:
         problems += _apply(parsed, config)
     return config, problems or translate(error, config_name)
+
+
+def applied(overrides: Sequence[str], plain: Mapping[str, Any]) -> tuple[DictConfig, list[Problem]]:
+    """Set values in a recipe, inside a session.
+
+    Args:
+        overrides: of values, no choices of files.
+        plain: the recipe as plain containers.
+
+    Returns:
+        The recipe with all that is right, and the problems.
+    """
+    config = OmegaConf.merge(hydra_setup.schema(), plain)
+    assert isinstance(config, DictConfig)
+    overrides, problems = habits.pairs(overrides)
+    problems += [*hydra_setup.hydra_problems(overrides), *_switches(overrides)]
+    for override in unique(overrides):
+        if hydra_setup.hydra_problems([override]):
+            continue
+        try:
+            parsed = hydra_setup.parse(hydra_setup.opened([override]))[0]
+        except HydraException as failure:
+            problems.append(_unreadable(override, failure))
+            continue
+        wrong = _sweep_problem(parsed, override)
+        problems += _apply(parsed, config) if wrong is None else [wrong]
+    return config, problems
 
 
 def options_of(group: str) -> list[str]:

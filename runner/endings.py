@@ -31,8 +31,9 @@ class LoaderWorkerError(AccelError, RuntimeError):
 def not_silent() -> Iterator[None]:
     """Raise an `EndedByOwnCodeError` where code in the context would end this process silently.
 
-    That is `os._exit(0)`, with which an untrained run would look complete, and `os.exec*`. Child
-    processes are left alone. Code that is imported in the context keeps what it finds there.
+    That is `os._exit(0)`, with which an untrained run would look complete, and `os.exec*`, also by
+    the module `posix` that `os` takes them from. Child processes are left alone. Code that is
+    imported in the context keeps what it finds there.
     """
     owner, exit_now = os.getpid(), os._exit
 
@@ -54,15 +55,16 @@ def not_silent() -> Iterator[None]:
 
         return call
 
-    before = {name: getattr(os, name) for name in ("_exit", *_REPLACING)}
+    guards = {"_exit": leave, **{name: replacing(getattr(os, name)) for name in _REPLACING}}
+    places = [os, *(sys.modules[name] for name in ("posix", "nt") if name in sys.modules)]
+    before = [(place, name, getattr(place, name)) for place in places for name in guards]
     try:
-        os._exit = leave
-        for name in _REPLACING:
-            setattr(os, name, replacing(before[name]))
+        for place, name, _ in before:
+            setattr(place, name, guards[name])
         yield
     finally:
-        for name, function in before.items():
-            setattr(os, name, function)
+        for place, name, function in before:
+            setattr(place, name, function)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -12,6 +13,18 @@ from runner import habits
 
 COMMANDS = ("eval", "predict")
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+
+
+class Told(Exception):
+    """A command's parser has printed its help, or what it refuses; nothing else is to be done.
+
+    Attributes:
+        code: the exit code.
+    """
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,6 +50,15 @@ def _parser() -> _Parser:
     add("-i", "--info", choices=INFO)
     add("--hydra-help", action="store_true")
     return parser
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Raises `Told` instead of exiting: a SystemExit is that of the user's code alone."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        if message:
+            self._print_message(message, sys.stderr)
+        raise Told(status)
 
 
 def long_flags() -> list[str]:

@@ -117,7 +117,7 @@ class Loop:
         self._skipped_steps = self._samples_at_log = self._samples_before = 0
         self._seconds_before = 0.0
         self._rates: dict[str, float] = {}
-        self._improved = False
+        self._improved = self._told_nan = False
         max_time = parse_duration(recipe.trainer.max_time)
         self.deadline = None if max_time is None else time.monotonic() + max_time
 
@@ -414,6 +414,12 @@ class Loop:
             return
         state.evaluated_step = state.step
         value = monitored_value(metrics, self.monitor)
+        if value != value and not self._told_nan:
+            self._told_nan = True
+            self.display.note(
+                f"{self.monitor} is not a number (validation, step {state.step}): such a state is "
+                "never the best, and counts as no improvement."
+            )
         improved = state.improves(value, self.mode)
         if improved:
             state.best, state.best_step = value, state.step

@@ -1,33 +1,32 @@
 """Factories' names and arguments, checked from source text: nothing is imported. Free of torch.
 
-What cannot be read so (code that is made at run time, packages that are not installed) is left to
-`build.check_factories`, which imports.
+What text does not tell for certain (names that are made at run time, decorators, packages that are
+not installed) is left to `build.check_factories`, which imports.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
-import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from accel.errors import ConfigError, Problem
-from runner import build, factory, signatures, trust
+from runner import build, factory, signatures, source_text, trust
 from runner.registry import Registry
 from runner.schema import Recipe
 from runner.signatures import Signature
+from runner.source_text import Module
 
 TYPES: dict[str, Any] = {
     **{kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict)},
     **{"None": None, "Sequence": Sequence, "Mapping": Mapping, "Callable": Callable, "Any": Any},
     **{"Optional": typing.Optional, "Union": typing.Union, "Literal": typing.Literal},
 }
-Function = ast.FunctionDef | ast.ClassDef
+HOMES = ("builtins", "typing", "collections.abc")
+UNKNOWN = object()
 
 
 def problems(recipe: Recipe) -> list[Problem]:
@@ -87,58 +86,15 @@ def signature_of(dotted: str, num_given: int = 0) -> Signature | None:
         dotted: ``package.module.attribute``.
         num_given: how many first parameters the runner gives.
     """
-    found = _definition(dotted)
-    if isinstance(found, ast.ClassDef):
-        inits = [n for n in found.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
-        if not inits:
-            return None
-        return _signature(inits[-1], num_given + 1)
-    return None if found is None else _signature(found, num_given)
-
-
-def _definition(dotted: str, depth: int = 0) -> Function | None:
-    """Return the definition that a dotted name leads to, through imports of modules."""
-    module, _, name = dotted.rpartition(".")
-    path = _source(module)
-    if path is None or depth > 5:
+    found = source_text.definition(dotted)
+    function = None if found is None else source_text.called(*found)
+    if found is None or function is None:
         return None
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
-            return node
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if (alias.asname or alias.name) == name:
-                    origin = _origin(node, package)
-                    return _definition(f"{origin}.{alias.name}", depth + 1)
-    return None
+    own = isinstance(found[0], ast.ClassDef)  # `self` is given, too
+    return _signature(function, found[1], num_given + own)
 
 
-def _origin(node: ast.ImportFrom, package: str) -> str:
-    if not node.level:
-        return node.module or ""
-    parts = package.split(".")
-    base = parts[: len(parts) - node.level + 1]
-    return ".".join([*base, *([node.module] if node.module else [])])
-
-
-def _source(module: str) -> Path | None:
-    """Return the file of a module; only the place of its top-level package is looked up."""
-    top, *rest = module.split(".")
-    if not top or top == "__main__":
-        return None
-    loaded = sys.modules.get(top)
-    spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(top)
-    folders = list(spec.submodule_search_locations or []) if spec is not None else []
-    for folder in folders:
-        path = Path(folder, *rest)
-        for candidate in (path / "__init__.py", path.with_suffix(".py")):
-            if candidate.is_file():
-                return candidate
-    return None
-
-
-def _signature(function: ast.FunctionDef, num_given: int) -> Signature:
+def _signature(function: ast.FunctionDef, module: Module, num_given: int) -> Signature:
     arguments = function.args
     named = [*arguments.posonlyargs, *arguments.args]
     defaults: list[ast.expr | None] = [None] * (len(named) - len(arguments.defaults))
@@ -150,23 +106,35 @@ def _signature(function: ast.FunctionDef, num_given: int) -> Signature:
         argument.arg: inspect.Parameter(
             argument.arg,
             inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if default is None else ast.unparse(default),
+            default=inspect.Parameter.empty if default is None else _default(default),
         )
         for argument, default in pairs
         if argument.arg not in positional
     }
     hints = {
         argument.arg: hint
-        for argument, _ in pairs
-        if argument.annotation is not None
-        for hint in _hint(argument.annotation)
+        for argument, default in pairs
+        if argument.annotation is not None and _default(default) is not UNKNOWN
+        for hint in _hint(argument.annotation, module)
     }
     return Signature(parameters, arguments.kwarg is not None, hints)
 
 
-def _hint(annotation: ast.expr) -> Iterator[Any]:
+def _default(node: ast.expr | None) -> Any:
+    """Return the value of a default, None where there is none."""
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return UNKNOWN
+
+
+def _hint(annotation: ast.expr, module: Module) -> Iterator[Any]:
     """Yield the type that an annotation of plain names stands for; nothing for any other."""
-    names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+    names = [node for node in ast.walk(annotation) if isinstance(node, ast.Name)]
+    known = all(
+        node.id in TYPES and module.dotted(node) in {f"{home}.{node.id}" for home in HOMES}
+        for node in names
+    )
     plain = (ast.Name, ast.Constant, ast.BinOp, ast.BitOr, ast.Subscript, ast.Tuple, ast.Load)
-    if names <= TYPES.keys() and all(isinstance(node, plain) for node in ast.walk(annotation)):
+    if known and all(isinstance(node, plain) for node in ast.walk(annotation)):
         yield eval(compile(ast.Expression(annotation), "<annotation>", "eval"), dict(TYPES))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
+from accel import env
 from accel.env import Environment
 from accel.errors import ConfigError, Problem
 from runner.schema import Distributed, Recipe
 
 DEFAULT_CPU_PROCESSES = 2
+INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,23 @@ def count(distributed: Distributed) -> int:
         number = place.world_size
     ConfigError.raise_if(problems)
     return number
+
+
+def check_interface(distributed: Distributed) -> None:
+    """Raise if processes on the CPU are to meet at a network interface that is not there.
+
+    Raises:
+        ConfigError: naming those that are.
+    """
+    given = env.read(INTERFACE)
+    if not given or device(distributed) != "cpu" or count(distributed) == 1:
+        return
+    present = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in given.split(",") if name and name not in present]
+    if missing:
+        rule = f"gloo finds no network interface {missing[0]!r} on this machine"
+        remedy = f"Unset it, or name one of: {', '.join(present)}."
+        raise ConfigError(Problem(f"{INTERFACE}={given}", rule, remedy))
 
 
 def replicas(recipe: Recipe, num_processes: int) -> int:

@@ -129,6 +129,33 @@ def require_effect(run_dir: Path, wanted: Recipe, reason: str, auto: bool = Fals
     )
 
 
+def require_reach(run_dir: Path, checkpoint: Path, wanted: Recipe) -> None:
+    """Refuse limits that a run has passed already: nothing that was trained is taken back.
+
+    Args:
+        run_dir: the run, which is not finished.
+        checkpoint: the one it would be resumed from.
+        wanted: the recipe that it would be resumed with.
+
+    Raises:
+        ConfigError: naming the limits.
+    """
+    found = files.read_manifest(checkpoint).metadata
+    step, epoch = found.get("step"), found.get("epoch")
+    trainer, problems = wanted.trainer, []
+    within = bool(found.get("samples_in_epoch"))
+    for key, limit, reached, beyond in (
+        ("max_steps", trainer.max_steps, step, False),
+        ("epochs", trainer.epochs, epoch, within),
+    ):
+        if limit is not None and isinstance(reached, int) and reached + beyond > limit:
+            rule = f"the run is at step {step}, epoch {epoch} completed: it goes on from there"
+            remedy = f"Give trainer.{key} at least {reached + beyond}, or leave it out."
+            value = f"trainer.{key}={limit} with resume={str(run_dir)!r}"
+            problems.append(Problem(value, rule, remedy))
+    ConfigError.raise_if(problems)
+
+
 def _changed(run_dir: Path, wanted: Recipe) -> bool:
     """Return whether a run would be resumed with a recipe that computes something else."""
     return bool(_differences(run_dir, wanted, (*resume.PER_INVOCATION, *resume.ELSEWHERE)))

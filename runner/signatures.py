@@ -14,6 +14,8 @@ from accel.errors import Problem, nearest
 
 SCALARS = (bool, int, float, str)
 SEQUENCES = (list, tuple, Sequence)
+# Packages whose decorators hand on what a function takes, as `torch.no_grad` does.
+KEEP_SIGNATURE = ("accel", "contextlib", "functools", "runner", "torch", "typing")
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,51 @@ def read(factory: Callable[..., Any], num_given: int = 0, given: Collection[str]
         parameters = list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):  # some built-in functions tell no signature
         return Signature({}, True, {})
+    hints = _hints(factory)
+    if _may_change(factory):
+        parameters, hints = _uncertain(factory, parameters), {}
     named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     own = {p.name: p for p in parameters[num_given:] if p.kind in named and p.name not in given}
     is_open = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
-    return Signature(own, is_open, _hints(factory))
+    return Signature(own, is_open, hints)
+
+
+def _may_change(factory: Callable[..., Any]) -> bool:
+    """Return whether a decorator of the user's stands before a factory: it may take others."""
+    function: Any = _function(factory)
+    while hasattr(function, "__wrapped__") and not hasattr(function, "__signature__"):
+        home = str(getattr(function, "__globals__", {}).get("__name__", "functools"))
+        if home.partition(".")[0] not in KEEP_SIGNATURE:
+            return True
+        function = function.__wrapped__
+    return False
+
+
+def _uncertain(factory: Callable[..., Any], wrapped: list[Parameter]) -> list[Parameter]:
+    """Return the parameters of a decorated factory: its own, and if it hands on any, those behind.
+
+    Which of those it gives itself is not known: none is required.
+    """
+    own = list(inspect.signature(factory, follow_wrapped=False).parameters.values())
+    if isinstance(factory, type):  # the signature of a class always follows
+        own = list(inspect.signature(_function(factory), follow_wrapped=False).parameters.values())
+    if not any(p.kind is Parameter.VAR_KEYWORD for p in own):
+        return own
+    named = [p for p in wrapped if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
+    known = {p.name for p in named}
+    return [
+        *(p if p.default is not p.empty else p.replace(default=None) for p in named),
+        *(p for p in own if p.name not in known and p.kind is not Parameter.VAR_POSITIONAL),
+    ]
+
+
+def _function(factory: Callable[..., Any]) -> Any:
+    return getattr(factory, "__init__", factory) if isinstance(factory, type) else factory
 
 
 def _hints(factory: Callable[..., Any]) -> Mapping[str, Any]:
-    function = getattr(factory, "__init__", factory) if isinstance(factory, type) else factory
     try:
-        return typing.get_type_hints(function)
+        return typing.get_type_hints(_function(factory))
     except (NameError, TypeError, AttributeError):  # names that exist for type checkers only
         return {}
 
@@ -98,7 +135,11 @@ def _missing(
 def _mistyped(signature: Signature, arguments: Mapping[str, Any], key: str) -> Iterator[Problem]:
     for name, value in arguments.items():
         hint = signature.hints.get(name)
-        if name in signature.parameters and hint is not None and not fits(value, hint):
+        if name not in signature.parameters or hint is None:
+            continue
+        default = signature.parameters[name].default
+        as_default = type(value) is type(default) and value == default  # such as `size: int = None`
+        if not as_default and not fits(value, hint):
             wanted = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
             remedy = f"Correct {key}.{name}."
             if isinstance(value, str) and fits(_as_yaml(value), hint):

@@ -112,8 +112,10 @@ def _resume(
             raise ConfigError(Problem(str(run_dir), rule, "Give the command again."))
         attempt.settle(run_dir)
         job.mend(run_dir)
+        checkpoint = _checkpoint(run_dir)
+        resumable.require_reach(run_dir, checkpoint, recipe)
         on_claimed(run_dir)
-        staged = _staged(replace(asked, resume_from=str(_checkpoint(run_dir))), recipe)
+        staged = _staged(replace(asked, resume_from=str(checkpoint)), recipe)
         try:
             return launch.launch(staged, recipe, fresh=fresh)
         finally:

@@ -291,7 +291,7 @@ def _attempt(overrides: Sequence[str], config_name: str, number: int) -> tuple[i
     except KeyboardInterrupt:
         code = INTERRUPTED
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else FAILED
+        code = STOPPED if end.code == STOPPED else FAILED  # not even 0: it is not complete
     except (ConfigError, MissingPackageError) as error:
         print(error, file=sys.stderr)
         code = REFUSED

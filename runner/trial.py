@@ -51,7 +51,12 @@ def _scheduler(factory: Factory) -> None:
     import torch
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
-    factory(*((optimizer, NUM_STEPS) if factory.by_name else (optimizer,)))
+    made = factory(*((optimizer, NUM_STEPS) if factory.by_name else (optimizer,)))
+    optimizer.step()
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return
+    with blame.of_factory(factory.key, factory.place, factory.arguments):
+        made.step()  # a period of 0 divides by zero here only
 
 
 def _alone(factory: Factory) -> None:

@@ -9,6 +9,7 @@ recipe. Free of torch.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -170,7 +171,14 @@ def resolve(name: str, key: str) -> Any:
 
 
 def _home(found: Any) -> str | None:
-    """Return the dotted name of the place where an object is defined, if it tells."""
+    """Return the dotted name of the place where an object is defined, if it tells.
+
+    Of a `functools.partial` it is that of the function; of another object, that of its class.
+    """
+    if isinstance(found, functools.partial):
+        return _home(found.func)
+    if not hasattr(found, "__qualname__"):
+        found = type(found)
     module = getattr(found, "__module__", None)
     name = getattr(found, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str):

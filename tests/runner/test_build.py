@@ -232,3 +232,11 @@ def test_a_step_of_the_users_own(registered: None, tmp_path: Path) -> None:
     assert isinstance(step, OwnStep)
     assert step.rate == 0.5
     assert len(problems(step={"name": "own_a"})) == 3
+
+
+def test_a_schedule_that_fails_at_its_first_step_names_its_keys() -> None:
+    wrong = recipe(scheduler={"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 0})
+    (only,) = build.try_factories(wrong)
+    assert "scheduler.step_size=0: ZeroDivisionError" in str(only)
+    for right in ({"name": "cosine"}, {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}):
+        assert build.try_factories(recipe(scheduler=right)) == []

@@ -17,8 +17,9 @@ from torch.utils.data import default_collate
 
 import runner
 from accel.errors import CheckpointError, ConfigError
-from runner import app, build, commands
+from runner import app, build, commands, keys
 from runner.factories.digits import digits
+from runner.schema import Recipe
 from tests.runner.runs import make_run
 
 NUM_TEST = 360
@@ -56,6 +57,51 @@ def test_eval_prints_a_table(run_dir: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"{run_dir.name} · test" in printed
     assert "accuracy" in printed
     assert "validation" not in printed
+
+
+@pytest.mark.parametrize("command", [("eval",), ("predict", "--output", "p.jsonl")])
+def test_code_that_ends_the_process_is_no_success(
+    command: tuple[str, ...],
+    run_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def leave(recipe: object) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(build, "build_data", leave)
+    assert app.run([*command, str(run_dir)]) == 1
+    told = capsys.readouterr().err
+    assert "SystemExit: 0" in told
+    assert f'File "{__file__}", line ' in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_and_wrong_flags_of_a_command_end_as_before(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run(["eval", "--help"]) == 0
+    assert "Measure a trained run." in capsys.readouterr().out
+    assert app.run(["eval", str(run_dir), "--split", "none"]) == 2
+    assert "invalid choice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["optimizer.lr=3", "scheduler=null", "trainer.epochs=3", "callbacks=[]", "fsdp=null"],
+)
+def test_what_only_training_reads_is_refused(
+    override: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run(["eval", str(run_dir), override]) == 2
+    assert f"{override}: only training reads it" in capsys.readouterr().err
+
+
+def test_what_only_training_reads_is_of_the_schema() -> None:
+    known = {*keys.typed_keys(), *keys.nodes(Recipe)}
+    assert set(commands.ONLY_TRAINING) <= known
 
 
 def test_overrides_change_the_recipe_that_is_measured(run_dir: Path) -> None:

@@ -1,17 +1,20 @@
-"""Real training on two processes with data-loading children, ended from outside."""
+"""Real training on two processes, ended from outside; and what user code may not do in silence."""
 
 from __future__ import annotations
 
 import json
 import os
+import posix
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from runner import endings
 from tests.helpers import python
 from tests.signals.cells import alive, children
 
@@ -117,3 +120,14 @@ def test_sigkill_of_the_parent_leaves_nobody(training: Training) -> None:
     code, output, left = training.end(signal.SIGKILL)
     assert code == -signal.SIGKILL, output
     assert left == []
+
+
+@pytest.mark.parametrize("module", [os, posix])
+def test_an_exit_with_0_or_another_program_is_an_error(module: ModuleType) -> None:
+    before = {name: getattr(module, name) for name in ("_exit", "execv", "execve")}
+    with endings.not_silent():
+        with pytest.raises(endings.EndedByOwnCodeError, match=r"os\._exit\(0\) was called"):
+            module._exit(0)
+        with pytest.raises(endings.EndedByOwnCodeError, match=r"os\.execv\('/bin/true', …\)"):
+            module.execv("/bin/true", ["true"])
+    assert {name: getattr(module, name) for name in before} == before

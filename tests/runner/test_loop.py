@@ -213,6 +213,21 @@ def test_or_is_counted(tmp_path: Path) -> None:
     assert math.isfinite(record["loss"])
 
 
+class Unmeasurable(Fit):
+    def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        return {"loss": math.nan}
+
+
+def test_a_monitored_metric_that_is_no_number_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = recipe_of(trainer__max_steps=4, trainer__eval_every=2)
+    run(tmp_path, recipe, objective=Unmeasurable(), display=Display(enabled=True))
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("loss is not a number (validation, step 2)") == 1
+    assert told.count("is not a number") == 1
+
+
 def test_an_unknown_monitor_is_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"monitor='los'.*Did you mean 'loss'"):
         run(tmp_path, recipe_of(checkpoint__monitor="los"))

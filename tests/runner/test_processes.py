@@ -8,8 +8,8 @@ import pytest
 
 from accel import env
 from accel.errors import ConfigError
-from runner import processes
-from runner.schema import Distributed
+from runner import build, processes
+from runner.schema import Distributed, Recipe
 
 ALONE = {"RANK": None, "LOCAL_RANK": None, "WORLD_SIZE": None, "SLURM_STEP_NUM_TASKS": None}
 
@@ -88,3 +88,15 @@ def test_several_tasks_of_srun_are_refused() -> None:
 )
 def test_device(fields: dict[str, Any], device: str | None) -> None:
     assert processes.device(Distributed(**fields)) == device
+
+
+def test_an_interface_that_is_not_there_is_refused_before_workers_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    two = Distributed(kind="multi_cpu", num_processes=2)
+    (told, *_) = map(str, build.check_machine(Recipe(distributed=two)))
+    assert "GLOO_SOCKET_IFNAME=nosuch0: gloo finds no network interface 'nosuch0'" in told
+    processes.check_interface(Distributed())
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    processes.check_interface(two)

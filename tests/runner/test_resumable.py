@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from accel.checkpoint import files
 from accel.config.training import ProjectConfiguration
 from accel.errors import ConfigError
 from runner import attempt, lock, resumable
@@ -186,3 +187,28 @@ def test_a_folder_is_the_same_however_it_is_written(
 
 def placed(folder: str) -> Checkpoint:
     return Checkpoint(project=ProjectConfiguration(project_dir=folder))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "told"),
+    [
+        ({"epochs": 1}, "trainer.epochs=1"),
+        ({"epochs": 3}, "Give trainer.epochs at least 4"),
+        ({"max_steps": 60, "epochs": 9}, "Give trainer.max_steps at least 70"),
+        ({"epochs": 4}, None),
+        ({"max_steps": 70, "epochs": 9}, None),
+    ],
+)
+def test_a_limit_that_a_run_has_passed_is_refused(
+    trainer: dict[str, Any], told: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "checkpoint_0"
+    staged = files.stage(path)
+    files.seal(staged, {}, {"step": 70, "epoch": 3, "samples_in_epoch": 64})
+    files.publish(staged, path)
+    wanted = Recipe(name="digits", trainer=Trainer(**trainer))
+    if told is None:
+        resumable.require_reach(tmp_path, path, wanted)
+        return
+    with pytest.raises(ConfigError, match=told):
+        resumable.require_reach(tmp_path, path, wanted)

@@ -126,6 +126,43 @@ def test_a_key_that_is_named_has_that_value_though_todays_files_have_it_too(
             assert examined.recipe.optimizer["lr"] == rate, line
 
 
+@pytest.mark.parametrize("lost", ["experiment", "config"])
+def test_a_run_whose_files_are_gone_is_resumed_with_its_recorded_recipe(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "conf/experiment/own.yaml"
+    file.parent.mkdir(parents=True)
+    switched = "defaults:\n  - override /fsdp: full_shard\n"
+    file.write_text(f"# @package _global_\n{switched}optimizer:\n  lr: 0.1\ntags: [a]\n")
+    run_dir = make_run(tmp_path / "runs", "experiment=own", "fsdp.cpu_offload=true", "seed=3")
+    if lost == "config":  # the primary file, in place of the experiment
+        path = run_dir / "job.json"
+        path.write_text(path.read_text().replace('"config_name": "config"', '"config_name": "x"'))
+    file.rename(file.with_name("renamed.yaml"))
+    with hydra_setup.session():
+        for line, rate in (
+            (["optimizer.lr=0.3", "trainer.epochs=30"], 0.3),
+            (["tags=[b]", "fsdp.cpu_offload=false"], 0.1),
+            (["dataloader=workers"], 0.1),
+            (["model.dropout=0.5"], 0.1),
+        ):
+            examined = compose.resumed(run_dir, line)
+            assert [str(p) for p in examined.problems] == []
+            found = examined.recipe
+            assert (found.optimizer["lr"], found.seed) == (rate, 3), line
+            assert found.fsdp is not None
+            assert found.fsdp.cpu_offload is not (line[0] == "tags=[b]")
+            assert (found.dataloader.num_workers > 0) == (line[0] == "dataloader=workers")
+        for line, why in (
+            (["seed=4"], "seed=4 with resume"),
+            (["optimzer.lr=1"], "Did you mean 'optimizer.lr'?"),
+            (["precision=bf61"], "precision=bf61"),
+        ):
+            (only,) = compose.resumed(run_dir, line).problems
+            assert why in str(only)
+
+
 def test_imposed_values_are_those_of_today() -> None:
     frozen = {"a": {"b": 1, "c": 2}, "d": None}
     today = {"a": {"b": 3, "c": 4}, "d": {"e": 5}}
