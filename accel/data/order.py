@@ -41,6 +41,7 @@ _KNOWN = {
 }
 # Generators that users gave, with the index of the loader that draws from them first.
 _GIVEN: weakref.WeakKeyDictionary[torch.Generator, int] = weakref.WeakKeyDictionary()
+_GIVEN_STRONGLY: dict[torch.Generator, int] = {}  # torch 2.9's cannot be referred to weakly
 # Loaders prepared on a communicator without an index of their own.
 _COUNTED: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -424,6 +425,14 @@ def next_index(owner: Any) -> int:
     return index
 
 
+def _first_holder(generator: torch.Generator, loader_index: int) -> int:
+    """Return the index of the first loader that holds `generator`: this one, if none did before."""
+    try:
+        return _GIVEN.setdefault(generator, loader_index)
+    except TypeError:
+        return _GIVEN_STRONGLY.setdefault(generator, loader_index)
+
+
 def order_seed(generator: Any, data_seed: int | None, loader_index: int) -> int:
     """Return the seed of a loader's permutations.
 
@@ -436,7 +445,7 @@ def order_seed(generator: Any, data_seed: int | None, loader_index: int) -> int:
     if data_seed is not None:
         base, first = data_seed, 0
     elif isinstance(generator, torch.Generator):
-        base, first = generator.initial_seed(), _GIVEN.setdefault(generator, loader_index)
+        base, first = generator.initial_seed(), _first_holder(generator, loader_index)
     else:
         base, first = torch.initial_seed(), 0
     return base if loader_index == first else mix_seeds(base, loader_index)

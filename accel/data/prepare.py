@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 
 from accel.data import streams
 from accel.data.agreement import Ordering
@@ -21,6 +21,7 @@ from accel.data.base import (
 from accel.data.iterable import IterableDatasetShard, worker_problems
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accel.data.order import next_index, order_seed
+from accel.data.pipelines import as_stream
 from accel.data.samplers import (
     BatchSamplerShard,
     CompletedBatchSampler,
@@ -117,11 +118,14 @@ def prepare_data_loader(
     sampler, order = ordering.of(dataloader)
     arguments = loader_arguments(dataloader)
     dataset: Any = dataloader.dataset
+    if isinstance(dataset, IterDataPipe) and count > 1:
+        seeds = state.comm.broadcast_objects([order_seed(None, data_seed, loader_index)])
+        dataset = as_stream(dataset, seeds[0])
     if streamed:
         if count > 1 and dispatched:
             streams.check_dispatched(state.comm, dataset)
         elif count > 1:
-            dataset = _stream_shard(dataloader, count, index, split_batches, even_batches)
+            dataset = _stream_shard(dataset, dataloader, count, index, split_batches, even_batches)
             dataset.first_round = streams.first_round(state.comm, dataloader)
             arguments["batch_size"] = dataloader.batch_size and dataset.round_size // count
     else:
@@ -221,10 +225,15 @@ def _drops_last(dataloader: DataLoader[Any]) -> bool:
 
 
 def _stream_shard(
-    dataloader: DataLoader[Any], count: int, index: int, split_batches: bool, even_batches: bool
+    dataset: Any,
+    dataloader: DataLoader[Any],
+    count: int,
+    index: int,
+    split_batches: bool,
+    even_batches: bool,
 ) -> IterableDatasetShard:
     return IterableDatasetShard(
-        dataloader.dataset,
+        dataset,
         batch_size=dataloader.batch_size or 1,
         drop_last=dataloader.drop_last,
         num_processes=count,

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers import free_port, python
 
@@ -215,6 +216,8 @@ def test_no_thread_of_gloo_outlives_python(engine: str, end: str) -> None:
     assert codes == ([1, 1] if end == "raised" else [0, 0]), outputs
     for output in outputs:
         lines = [line for line in output.splitlines() if line.startswith("group")]
+        if torch.__version__ < "2.10" and lines[0] == "group False 0":
+            pytest.skip("gloo gives its threads no name in torch 2.9")
         assert lines == ["group False 1", "group True 0"], output
         assert "Exception ignored" not in output
 

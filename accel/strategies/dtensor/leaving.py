@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import _collective_utils, _redistribute, debug
+from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, debug
 
 from accel.errors import StateError
 
@@ -68,9 +68,10 @@ def leave(mesh: DeviceMesh, models: Iterable[torch.nn.Module], still_there: bool
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     for known in meshes.values():
-        registry = getattr(known._get_root_mesh(), "_pg_registry", None)
-        if registry is not None:  # from torch 2.10 on
-            registry.clear()
+        if hasattr(known, "_get_root_mesh"):  # from torch 2.10 on
+            registry = getattr(known._get_root_mesh(), "_pg_registry", None)
+            if registry is not None:  # from 2.11 on
+                registry.clear()
     forget_meshes()
 
 
@@ -113,7 +114,13 @@ def forget_meshes() -> None:
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/tensor/debug
     """
-    debug._clear_sharding_prop_cache()
+    if hasattr(debug, "_clear_sharding_prop_cache"):  # from torch 2.11 on
+        debug._clear_sharding_prop_cache()
+    else:
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator
+        propagator.propagate_op_sharding.cache.cache_clear()
+        if hasattr(debug, "_clear_fast_path_sharding_prop_cache"):  # 2.10
+            debug._clear_fast_path_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
     if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # from torch 2.10 on

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.data.streams import shards_by_rank
@@ -239,3 +240,27 @@ def test_stages_are_looked_through() -> None:
     assert not shards_by_rank(Pipeline(Numbers(), seed_of_rank))
     assert not shards_by_rank(Pipeline(Numbers(), Logging()))
     assert not shards_by_rank(Pipeline(ByAttribute()))
+
+
+def of_pipe(dispatch: bool, num_workers: int) -> list[list[int]]:
+    """Return what this rank reads of a shuffled data pipe in each of two epochs."""
+    torch.manual_seed(PartialState().process_index)  # of its shuffles, unless they are agreed
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        pipe = IterableWrapper(list(range(16))).shuffle().sharding_filter()
+    loader = DataLoader(pipe, batch_size=2, num_workers=num_workers)
+    prepared = prepare_data_loader(
+        loader, dispatch_batches=dispatch, put_on_device=False, data_seed=3
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        return [[int(i) for batch in prepared for i in batch] for _ in range(2)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_data_pipe_gives_each_sample_once_in_each_epoch(dispatch: bool, num_workers: int) -> None:
+    first, second = run_distributed(of_pipe, 2, dispatch, num_workers)
+    for epoch in (0, 1):
+        assert sorted(first[epoch] + second[epoch]) == list(range(16))
+    assert first[0] != first[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -111,6 +112,10 @@ def test_a_worker_that_hangs_is_ended(handled: list[int], monkeypatch: pytest.Mo
     batches = DataLoader.__iter__(prepared(Stuck()))
     pid = int(next(batches)[0, 0])
     del batches
+    deadline = time.monotonic() + 20.0  # older torch kills it without waiting
+    while pid in {child.pid for child in multiprocessing.active_children()}:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

@@ -170,7 +170,8 @@ def check_composed_collectives() -> None:
     # Sums: one per block and direction as above; over replicas, one of all gradients.
     accelerator = build(tp={"tp_size": 2})
     model = accelerator.prepare(Model())
-    assert counts_of(accelerator, model) == [(0, 0, 2), (0, 0, 3)]
+    scattered = int(torch.__version__ < "2.10")  # where torch 2.9 sums in two steps
+    assert counts_of(accelerator, model) == [(0, 0, 2), (0, scattered, 3)]
     with accelerator.no_sync(model):
         assert counts_of(accelerator, model) == [(0, 0, 2), (0, 0, 2)]
     accelerator.end_training()
