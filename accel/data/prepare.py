@@ -18,10 +18,9 @@ from accel.data.base import (
     index_sampler,
     loader_arguments,
 )
-from accel.data.iterable import IterableDatasetShard, worker_problems
+from accel.data.iterable import IterableDatasetShard, as_stream, worker_problems
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accel.data.order import next_index, order_seed
-from accel.data.pipelines import as_stream
 from accel.data.samplers import (
     BatchSamplerShard,
     CompletedBatchSampler,

@@ -154,7 +154,7 @@ def test_a_run_of_several_processes_is_used_in_one(tmp_path: Path) -> None:
         (["+precision.foo=1"], "foo"),
         (["model.widht=3"], "width"),
         (["precision=bf61"], "bf16"),
-        (["trainer.epochs=-1"], "at least 1"),
+        (["trainer.eval_batch_size=-1"], "at least 1"),
         (["distributed=multi_cpu"], "one process"),
     ],
 )
