@@ -377,7 +377,7 @@ class Ordering:
         """
         outer = index_sampler(loader)
         if isinstance(loader.dataset, IterableDataset):
-            return outer, Order()
+            return outer, Order(draws="all")
         inner = getattr(outer, "sampler", None)
         drawing = outer if inner is None else inner
         replaced, stream = self._drawing(loader, drawing)

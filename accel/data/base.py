@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
@@ -14,7 +15,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel import rng
 from accel.data import telling, workers
 from accel.data.draws import Drawn
-from accel.data.order import DrawnSampler, Order, Start, check_samplers, held_generators
+from accel.data.order import (
+    DrawnSampler,
+    Order,
+    Start,
+    check_samplers,
+    generator_of,
+    held_generators,
+)
 from accel.data.passes import Pass, begun_after
 from accel.data.samplers import (
     SeedableRandomSampler,
@@ -120,7 +128,7 @@ class PreparedLoader(DataLoader[Any]):
         self._last_size = 0
         self._ended_beside: list[Any] = []  # loaders that are read in turns with this one
         self._non_blocking = non_blocking
-        self._order = Order()
+        self._order = Order(draws="all" if isinstance(dataset, IterableDataset) else "none")
         self._goes_on = False  # whether passes begin where an earlier one was cut off
         self._unskipped = index_sampler(self)
         self._skipped = self._skipped_now = 0  # its entries that passes, and this one, leave out
@@ -165,17 +173,35 @@ class PreparedLoader(DataLoader[Any]):
         # torch draws the workers' seed. The pass that is gone on with did so when it began, so that
         # a second draw would make the rest of a resumed epoch differ from one that was not cut.
         order = self._order
-        goes_on = self._goes_on and order.replay is None and order.draws in ("none", "agreed")
+        seeded = isinstance(self.dataset, IterableDataset) or order.draws in ("none", "agreed")
+        goes_on = self._goes_on and order.replay is None and seeded
         with preserved() if goes_on else contextlib.nullcontext(), workers.starting(self):
             return workers.supervised(super()._get_iterator())
 
-    def _batches(self) -> Iterator[Any]:
-        """Return torch's iterator of a pass; the data set learns the epoch before it is read."""
+    def _batches(self, skipped: int = 0) -> Iterator[Any]:
+        """Return torch's iterator of a pass; the data set learns the epoch before it is read.
+
+        Args:
+            skipped: how many batches of this process the caller leaves out.
+        """
         epoch = telling.tell(self)
         order, generators = self._order, self.generators()
         with order.opening(generators), order.seeding(self, len(generators)):
-            batches = super().__iter__()
+            batches: Iterator[Any] = super().__iter__()
+        if order.replay is not None and isinstance(self.dataset, IterableDataset):
+            batches = self._read_again(batches, (skipped + 1) * self._entries_per_batch)
         return batches if epoch is None else telling.told(self, batches, epoch)
+
+    def _read_again(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
+        """Yield a stream's batches, the first `count` of which an earlier pass had read.
+
+        They are read with the generators as that pass found them: all but the last are left out.
+        """
+        with self._order.drawing(self.generators()):
+            yield from itertools.islice(batches, count - 1)
+            last = list(itertools.islice(batches, 1))
+        yield from last
+        yield from batches
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if not self._order.read_elsewhere:
@@ -252,8 +278,10 @@ class PreparedLoader(DataLoader[Any]):
             warnings.warn(str(problem), stacklevel=4)
 
     def generators(self) -> list[torch.Generator]:
-        """Return the generators that the loader and its samplers draw from."""
-        return held_generators(self.generator, index_sampler(self), self._order)
+        """Return the generators that a stream, the loader and its samplers draw from."""
+        held = held_generators(self.generator, index_sampler(self), self._order)
+        own = generator_of(self.dataset)
+        return held if own is None else [own, *(other for other in held if other is not own)]
 
     def order_state(self) -> dict[str, Any]:
         """Return what decides the order of the samples.

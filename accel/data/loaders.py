@@ -116,7 +116,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         try:
             self._synchronize()
             skipped = 0 if self._position() else self.skip_batches
-            batches = self._followed(self._compared(self._batches()))
+            batches = self._followed(self._compared(self._batches(skipped)))
             for _ in itertools.islice(batches, skipped):
                 pass
             current = next(batches, _END)
@@ -365,7 +365,8 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         position = self._position()
         if position.get("rounds") is not None:
             reader.load_state_dict(position["rounds"])
-        batches = reader.read(self._batches(), 0 if position else self.skip_batches)
+        skipped = 0 if position else self.skip_batches
+        batches = reader.read(self._batches(skipped), skipped)
         for (batch, size, real), following in with_next(self._followed(batches)):
             if following is None:
                 real -= added_indices(index_sampler(self))

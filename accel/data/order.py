@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -348,6 +349,16 @@ def held_generators(
     found = [generator, *(getattr(inner, "generator", None) for inner in samplers(sampler))]
     found.append(order.stream)
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+def generator_of(dataset: Any) -> torch.Generator | None:
+    """Return the attribute `generator` of an iterable data set, as sharded as it may be."""
+    if not isinstance(dataset, IterableDataset):
+        return None
+    found = getattr(dataset, "generator", None)
+    if found is None:  # that of a shard
+        found = getattr(getattr(dataset, "dataset", None), "generator", None)
+    return found if isinstance(found, torch.Generator) else None
 
 
 def length_of(sampler: Any) -> int | None:

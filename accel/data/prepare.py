@@ -18,9 +18,9 @@ from accel.data.base import (
     index_sampler,
     loader_arguments,
 )
-from accel.data.iterable import IterableDatasetShard, as_stream, worker_problems
+from accel.data.iterable import IterableDatasetShard, worker_problems
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
-from accel.data.order import next_index, order_seed
+from accel.data.order import generator_of, next_index, order_seed
 from accel.data.samplers import (
     BatchSamplerShard,
     CompletedBatchSampler,
@@ -117,14 +117,11 @@ def prepare_data_loader(
     sampler, order = ordering.of(dataloader)
     arguments = loader_arguments(dataloader)
     dataset: Any = dataloader.dataset
-    if isinstance(dataset, IterDataPipe) and count > 1:
-        seeds = state.comm.broadcast_objects([order_seed(None, data_seed, loader_index)])
-        dataset = as_stream(dataset, seeds[0])
     if streamed:
         if count > 1 and dispatched:
             streams.check_dispatched(state.comm, dataset)
         elif count > 1:
-            dataset = _stream_shard(dataset, dataloader, count, index, split_batches, even_batches)
+            dataset = _stream_shard(dataloader, count, index, split_batches, even_batches)
             dataset.first_round = streams.first_round(state.comm, dataloader)
             arguments["batch_size"] = dataloader.batch_size and dataset.round_size // count
     else:
@@ -204,6 +201,16 @@ def _check(dataloader: DataLoader[Any], count: int, split_batches: bool) -> None
         problems += worker_problems(
             dataloader.dataset, dataloader.num_workers, dataloader.worker_init_fn
         )
+    if isinstance(dataloader.dataset, IterDataPipe) and count > 1:
+        problems.append(
+            Problem(
+                f"a data pipe ({dataloader.dataset}) for {count} processes",
+                "torch's loader shares the seed of its shuffles in a collective of its own, and "
+                "shares it out by worker, only where every rank reads the pipe itself",
+                "Read it in the `__iter__` of an `IterableDataset` that seeds it alike on every "
+                "rank (torch.utils.data.graph_settings), or leave the loader out of `prepare`.",
+            )
+        )
     ConfigError.raise_if(problems)
     kind = type(dataloader)
     if kind.__iter__ not in (DataLoader.__iter__, SkipDataLoader.__iter__):
@@ -224,15 +231,10 @@ def _drops_last(dataloader: DataLoader[Any]) -> bool:
 
 
 def _stream_shard(
-    dataset: Any,
-    dataloader: DataLoader[Any],
-    count: int,
-    index: int,
-    split_batches: bool,
-    even_batches: bool,
+    dataloader: DataLoader[Any], count: int, index: int, split_batches: bool, even_batches: bool
 ) -> IterableDatasetShard:
     return IterableDatasetShard(
-        dataset,
+        dataloader.dataset,
         batch_size=dataloader.batch_size or 1,
         drop_last=dataloader.drop_last,
         num_processes=count,
@@ -259,13 +261,10 @@ def _sampler_shard(
 
 def _generator(dataset: Any, sampler: Any) -> torch.Generator | None:
     """Return the generator that "generator" in `rng_types` means, if there is one."""
-    if isinstance(dataset, IterableDatasetShard):
-        dataset = dataset.dataset
     if isinstance(dataset, IterableDataset):
-        found = getattr(dataset, "generator", None)
-    else:
-        inner = getattr(sampler, "sampler", None)
-        found = getattr(sampler if inner is None else inner, "generator", None)
+        return generator_of(dataset)
+    inner = getattr(sampler, "sampler", None)
+    found = getattr(sampler if inner is None else inner, "generator", None)
     return found if isinstance(found, torch.Generator) else None
 
 

@@ -242,25 +242,16 @@ def test_stages_are_looked_through() -> None:
     assert not shards_by_rank(Pipeline(ByAttribute()))
 
 
-def of_pipe(dispatch: bool, num_workers: int) -> list[list[int]]:
-    """Return what this rank reads of a shuffled data pipe in each of two epochs."""
-    torch.manual_seed(PartialState().process_index)  # of its shuffles, unless they are agreed
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        pipe = IterableWrapper(list(range(16))).shuffle().sharding_filter()
-    loader = DataLoader(pipe, batch_size=2, num_workers=num_workers)
-    prepared = prepare_data_loader(
-        loader, dispatch_batches=dispatch, put_on_device=False, data_seed=3
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        return [[int(i) for batch in prepared for i in batch] for _ in range(2)]
+def of_pipe() -> str:
+    pipe = IterableWrapper(list(range(16))).shuffle().sharding_filter()
+    try:
+        prepare_data_loader(DataLoader(pipe, batch_size=2))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("dispatch", [False, True])
-def test_a_data_pipe_gives_each_sample_once_in_each_epoch(dispatch: bool, num_workers: int) -> None:
-    first, second = run_distributed(of_pipe, 2, dispatch, num_workers)
-    for epoch in (0, 1):
-        assert sorted(first[epoch] + second[epoch]) == list(range(16))
-    assert first[0] != first[1]
+def test_a_data_pipe_of_several_processes_is_refused() -> None:
+    """Torch's loader waits in a collective of its own that ranks which do not read never enter."""
+    for told in run_distributed(of_pipe, 2):
+        assert "a data pipe (ShardingFilterIterDataPipe) for 2 processes" in told
