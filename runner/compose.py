@@ -105,8 +105,7 @@ def _resumed(run_dir: str | Path, overrides: Sequence[str], trains: bool) -> Exa
     try:
         today = _plain(after)
         changed = resume.carry_over(frozen, _plain(before), today)
-        chosen = {hydra_setup.key_of(o) for o in overrides} - set(hydra_setup.groups())
-        changed = resume.imposed(changed, today, chosen)
+        changed = resume.imposed(changed, today, {hydra_setup.key_of(o) for o in overrides})
     except OmegaConfBaseException as error:
         problems.append(unresolved(error))
         return Examined(Recipe(), problems, tuple(merged), job.config_name, composed=False)
@@ -127,7 +126,7 @@ def _onto(frozen: dict[str, Any], job: Job, overrides: Sequence[str], trains: bo
             before, _ = diagnose.examine([], hydra_setup.PRIMARY)
             today = _plain(after)
             changed = resume.carry_over(frozen, _plain(before), today)
-            changed |= {g: today[g] for o in choices if (g := hydra_setup.key_of(o)) in today}
+            changed = resume.imposed(changed, today, {hydra_setup.key_of(o) for o in choices})
         config, wrong = diagnose.applied(values, changed)
         changed = hydra_setup.plain(config)
     except OmegaConfBaseException as error:

@@ -183,6 +183,9 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, str]]:
     elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
         if isinstance(node.value, ast.Name):  # such as `factory.__signature__ = …`
             yield node.value.id, way
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        given = [*node.value.args, *(keyword.value for keyword in node.value.keywords)]
+        yield from ((name.id, way) for name in given if isinstance(name, ast.Name))  # changes it
     elif isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
         yield node.name, way
     elif isinstance(node, ast.MatchMapping) and node.rest:

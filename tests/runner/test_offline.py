@@ -170,6 +170,22 @@ int = float
 def net(width: int):
     return nn.Linear(1, 1)
 """
+HANDED = """
+from __future__ import annotations
+import torch
+from torch import nn
+
+class Handed(nn.Module):
+    def __init__(self, depth: int = 1):
+        super().__init__()
+
+def widened(kind):
+    kind.__init__ = lambda self, width: nn.Module.__init__(self) or self.register_parameter(
+        "weight", nn.Parameter(torch.zeros(width))
+    )
+
+widened(Handed)
+"""
 NAMES = (
     *(
         "decorated",
@@ -181,8 +197,19 @@ NAMES = (
         "starred",
         "only_starred",
     ),
-    *("old", "Keg", "wide", "short", "Made", "Inherits", "New", "Changed", "Rebound", "instance"),
-    *("implicit", "made", "lazy.net"),
+    *(
+        "old",
+        "Keg",
+        "wide",
+        "short",
+        "Made",
+        "Inherits",
+        "New",
+        "Changed",
+        "Rebound",
+        "instance",
+    ),
+    *("implicit", "made", "lazy.net", "handed.Handed"),
 )
 
 
@@ -191,7 +218,7 @@ def cellar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "cellar"
     folder.mkdir()
     modules = {"__init__": FACTORIES, "casks": CASKS, "stars": STARS, "lazy": DYNAMIC}
-    for name, text in {**modules, "plain": PLAIN, "shadowed": SHADOWED}.items():
+    for name, text in {**modules, "plain": PLAIN, "handed": HANDED, "shadowed": SHADOWED}.items():
         (folder / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])

@@ -163,6 +163,39 @@ def test_a_run_whose_files_are_gone_is_resumed_with_its_recorded_recipe(
             assert why in str(only)
 
 
+def test_a_group_that_is_named_is_chosen_though_todays_files_choose_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "conf/experiment/own.yaml"
+    file.parent.mkdir(parents=True)
+    text = "# @package _global_\ndefaults:\n  - override /scheduler: {}\n"
+    file.write_text(text.format("constant"))
+    run_dir = make_run(tmp_path / "runs", "experiment=own")
+    file.write_text(text.format("cosine"))
+    with hydra_setup.session():
+        for line, name in ((["scheduler=cosine"], "cosine"), (["tags=[a]"], "constant")):
+            examined = compose.resumed(run_dir, line)
+            assert not examined.problems
+            assert examined.recipe.scheduler["name"] == name
+
+
+def test_a_group_of_a_run_whose_files_are_gone_is_refused_what_cannot_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "conf/dataloader/mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("defaults: [default]\ndata_seed: 7\n")
+    run_dir = make_run(tmp_path / "runs", "dataloader=mine")
+    for gone in (False, True):
+        if gone:
+            file.unlink()
+        with hydra_setup.session():
+            told = "\n".join(map(str, compose.resumed(run_dir, ["dataloader=default"]).problems))
+        assert "dataloader.data_seed=None with resume: the order of the data" in told
+
+
 def test_imposed_values_are_those_of_today() -> None:
     frozen = {"a": {"b": 1, "c": 2}, "d": None}
     today = {"a": {"b": 3, "c": 4}, "d": {"e": 5}}
