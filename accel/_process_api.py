@@ -63,8 +63,8 @@ class ProcessAPI(ProcessControl):
         with it, as in ``batch = next(iter(loader))``, this holds for data of as many samples, until
         the next pass over a loader begins. Data may have any number of rows per sample (flattened
         predictions), the same for all samples; of other data everything is kept, with one warning.
-        So it is where loaders read side by side, as by ``zip``, end together with as many samples
-        each, of which other numbers are real.
+        So it is where loaders are read side by side, as by ``zip``, with as many samples each in
+        hand, of which other numbers are real.
 
         Args:
             input_data: nested tensors [n, ...], or any objects.
@@ -96,15 +96,16 @@ class ProcessAPI(ProcessControl):
         if not state.in_dataloader:
             real, size = state.broken_off
             return [_LastBatch(real, size, in_hand=False)] if 0 < real < size else []
-        if not state.end_of_dataloader:
+        active: Any = state.active_dataloader
+        read = [active, *active._read_in_turns()]
+        if not any(one.end_of_dataloader for one in read):
             return []
-        if state.remainder == -1:
+        if any(one.end_of_dataloader and one.remainder == -1 for one in read):
             logger.warning_once(
                 "gather_for_metrics: the length of the data set is not known, so samples that "
                 "complete the last batch cannot be told apart and stay."
             )
-        counts = [(one.remainder, one._last_size) for one in state._ended_together()]
-        found = [_LastBatch(real if 0 < real < n else n, n) for real, n in counts if n]
+        found = [_LastBatch(*one.in_hand) for one in read]
         return found if any(last.real < last.size for last in found) else []
 
     def _without_repetitions(

@@ -417,25 +417,6 @@ class GradientState:
     def _being_read(self) -> list[Any]:
         return [loader for reference in self._loaders if (loader := reference()) is not None]
 
-    def _begun_within(self, dataloader: Any) -> list[Any]:
-        """Return the loaders that are read, and began after `dataloader` did."""
-        found = self._being_read()
-        return found[found.index(dataloader) + 1 :] if dataloader in found else []
-
-    def _ended_together(self) -> list[Any]:
-        """Return the loaders whose last batches are in hand, the active one first.
-
-        A loop within a loop has one. Loaders that are read side by side, as by `zip`, give batches
-        in turns: the ones that began first end while the others are being read.
-        """
-        active = self.active_dataloader
-        beside = [
-            one
-            for one in self._being_read()
-            if one is not active and one.end_of_dataloader and active in one._ended_beside
-        ]
-        return [active, *beside] if active is not None else []
-
     def _note_batch(self, dataloader: Any) -> None:
         """Note that `dataloader` gives a batch; needed where several make a window."""
         self._reader.give(dataloader, self._being_read(), not self.sync_gradients)
@@ -452,11 +433,17 @@ class GradientState:
         """
         return self._reader.take(self._being_read(), is_counted)
 
-    def _add_dataloader(self, dataloader: Any) -> None:
-        """Make `dataloader` the active one."""
+    def _add_dataloader(self, dataloader: Any) -> list[tuple[Any, int]]:
+        """Make `dataloader` the active one.
+
+        Returns:
+            The others that are read, with the batches that they have given.
+        """
+        others = [(one, one.batches_given) for one in self._being_read() if one is not dataloader]
         self.broken_off = 0, 0
         self._loaders.append(weakref.ref(dataloader, self._forget))
         self._follow_dataloader()
+        return others
 
     def _remove_dataloader(self, dataloader: Any) -> None:
         """Take out the innermost entry of `dataloader`; the one around it becomes active."""

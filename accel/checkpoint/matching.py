@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from accel.data.base import index_sampler
 from accel.data.iterable import IterableDatasetShard
-from accel.data.samplers import inner_sampler
+from accel.data.samplers import index_sampler, inner_sampler
 
 Description = dict[str, Any]
 

@@ -27,6 +27,9 @@ from accel.data.passes import Pass, begun_after
 from accel.data.samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
+    index_arguments,
+    index_sampler,
+    loader_arguments,
     sampler_epoch,
     samplers,
     set_sampler_epoch,
@@ -34,59 +37,7 @@ from accel.data.samplers import (
 from accel.errors import Problem
 from accel.reading import Reading
 from accel.rng import preserved, synchronize_rng_states
-from accel.state import GradientState, PartialState
-
-_LOADER_ARGUMENTS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-    "snapshot_every_n_steps",  # StatefulDataLoader
-)
-
-_SHARED_DATA_AXES = ("tp", "cp", "sp", "pp")
-
-
-def data_rank(state: PartialState, mesh: Any = None) -> tuple[int, int]:
-    """Return how many shares the data has and which is this process's."""
-    if mesh is None:
-        return state.num_processes, state.process_index
-    count, index = 1, 0
-    for axis in mesh.mesh_dim_names or ():
-        if axis not in _SHARED_DATA_AXES:
-            size = mesh[axis].size()
-            count, index = count * size, index * size + mesh.get_local_rank(axis)
-    return count, index
-
-
-def loader_arguments(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments that build a loader like `loader`, without data set and samplers."""
-    found = {name: getattr(loader, name) for name in _LOADER_ARGUMENTS if hasattr(loader, name)}
-    if not found.get("pin_memory_device"):
-        found.pop("pin_memory_device", None)
-    if isinstance(loader.dataset, IterableDataset):
-        found.update(batch_size=loader.batch_size, drop_last=loader.drop_last)
-    return found
-
-
-def index_sampler(loader: DataLoader[Any]) -> Any:
-    """Return what yields a loader's indices: its batch sampler, or its sampler without one."""
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-
-def index_arguments(loader: DataLoader[Any], sampler: Any) -> dict[str, Any]:
-    """Return the arguments that make `sampler` yield the indices of a loader like `loader`."""
-    if loader.batch_sampler is None:
-        return {"batch_size": None, "sampler": sampler}
-    return {"batch_sampler": sampler}
-
+from accel.state import GradientState
 
 _PASSES_BEFORE_WARNING = 2
 
@@ -126,7 +77,6 @@ class PreparedLoader(DataLoader[Any]):
         self.reading: Reading | None = None
         self._passes: list[Pass] = []  # that are under way
         self._last_size = 0
-        self._ended_beside: list[Any] = []  # loaders that are read in turns with this one
         self._non_blocking = non_blocking
         self._order = Order(draws="all" if isinstance(dataset, IterableDataset) else "none")
         self._goes_on = False  # whether passes begin where an earlier one was cut off
@@ -188,7 +138,7 @@ class PreparedLoader(DataLoader[Any]):
         order, generators = self._order, self.generators()
         with order.opening(generators), order.seeding(self, len(generators)):
             batches: Iterator[Any] = super().__iter__()
-        if order.replay is not None and isinstance(self.dataset, IterableDataset):
+        if isinstance(self.dataset, IterableDataset) and order.replay is not None:
             batches = self._read_again(batches, (skipped + 1) * self._entries_per_batch)
         return batches if epoch is None else telling.told(self, batches, epoch)
 
@@ -242,7 +192,7 @@ class PreparedLoader(DataLoader[Any]):
     def __getstate__(self) -> dict[str, Any]:
         # Neither live workers nor process groups travel; what a rank reads was decided before.
         nothing = {"_iterator": None, "torch_device_mesh": None, "reading": None}
-        return {**self.__dict__, **nothing, "_passes": [], "_ended_beside": []}
+        return {**self.__dict__, **nothing, "_passes": []}
 
     @property
     def epoch(self) -> int:
@@ -418,7 +368,7 @@ class PreparedLoader(DataLoader[Any]):
             epoch, self.end_of_dataloader, self.remainder, self.reading, around, order.at_end
         )
         self.end_of_dataloader, self.remainder, self.reading = False, -1, Reading()
-        GradientState()._add_dataloader(self)
+        found.others = GradientState()._add_dataloader(self)
         self._passes.append(found)
         order.live.append(found)
         order.at_end = None
@@ -459,6 +409,26 @@ class PreparedLoader(DataLoader[Any]):
                 )
             )
 
+    @property
+    def batches_given(self) -> int:
+        """How many batches the pass under way has given."""
+        return self._passes[-1].given if self._passes else 0
+
+    @property
+    def in_hand(self) -> tuple[int, int]:
+        """Real samples, and all, of the batch in hand over all processes."""
+        size = self._last_size if self.end_of_dataloader else self.total_batch_size
+        real = self.remainder if self.end_of_dataloader else size
+        return (real if 0 < real < size else size), size
+
+    def _read_in_turns(self) -> list[PreparedLoader]:
+        """Return the loaders that give batches in turns with this one, begun last, as by `zip`.
+
+        A loop around another gives none while the inner one is read.
+        """
+        others = self._passes[-1].others if self._passes else []
+        return [one for one, given in others if one.batches_given > given]
+
     def _followed(self, units: Iterator[Any]) -> Iterator[Any]:
         """Return `units`, which are read one ahead; stateful loaders note their state."""
         return units
@@ -476,7 +446,6 @@ class PreparedLoader(DataLoader[Any]):
         shown.remainder = remainder
         self._last_size = size or self.total_batch_size
         shown.end_of_dataloader = True
-        self._ended_beside = GradientState()._begun_within(self)
         ordered.at_end = current.epoch
         GradientState()._follow_dataloader()
 
@@ -516,7 +485,6 @@ class PreparedLoader(DataLoader[Any]):
         """End a pass, whole or broken off."""
         order, state = self._order, GradientState()
         shown, ordered = self._showing(current)
-        self._ended_beside = []
         self._passes.remove(current)
         order.live.remove(current)
         if ordered is order:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel.data import streams
-from accel.data.base import PreparedLoader, data_rank, index_sampler
+from accel.data.base import PreparedLoader
 from accel.data.iterable import IterableDatasetShard
 from accel.data.layout import SampleLayout, cut_samples, num_samples
 from accel.data.rounds import RoundReader
@@ -21,6 +21,7 @@ from accel.data.samplers import (
     CompletedBatchSampler,
     SamplerShard,
     added_indices,
+    index_sampler,
     last_batch_remainder,
     samplers,
     total_batch_size,
@@ -50,6 +51,21 @@ _DISPATCHER_ARGUMENTS = (
     "process_index",
 )
 _END = object()
+
+
+_SHARED_DATA_AXES = ("tp", "cp", "sp", "pp")
+
+
+def data_rank(state: PartialState, mesh: Any = None) -> tuple[int, int]:
+    """Return how many shares the data has and which is this process's."""
+    if mesh is None:
+        return state.num_processes, state.process_index
+    count, index = 1, 0
+    for axis in mesh.mesh_dim_names or ():
+        if axis not in _SHARED_DATA_AXES:
+            size = mesh[axis].size()
+            count, index = count * size, index * size + mesh.get_local_rank(axis)
+    return count, index
 
 
 class _MaybeStateful(DataLoader[Any]):
@@ -121,10 +137,10 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
                 pass
             current = next(batches, _END)
             if current is not _END:
-                current_pass.given = True
                 place = self._placement(current)
                 while (following := next(batches, _END)) is not _END:
                     current = current if place is None else place(current)
+                    current_pass.given += 1
                     if state.num_steps != 1:
                         state._note_batch(self)
                     yield current
@@ -132,6 +148,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
                 remainder = self._last_remainder(current)
                 self._end(current_pass, remainder, None if self._completes else remainder)
                 current = current if place is None else place(current)
+                current_pass.given += 1
                 if state.num_steps != 1:
                     state._note_batch(self)
                 yield current
@@ -315,7 +332,8 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
             rounds = self._rounds() if state.is_main_process else iter(())
             while (found := self._exchange(state, rounds)) is not None:
                 mine = self._slice(found.size)
-                following, current_pass.given = found.following, True
+                following = found.following
+                current_pass.given += 1
                 if following is None or self._slice(following).start >= following:
                     remainder = found.real if found.real < self._round_size(found) else 0
                     self._end(current_pass, remainder, found.size)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from accel.reading import Reading
 
@@ -23,8 +23,9 @@ class Pass:
         reading: of the pass around it.
         started: of the pass around it, None where there is none.
         at_end: of the pass around it.
-        given: whether it gave a batch.
+        given: how many batches it gave.
         whole: whether it gave all its batches.
+        others: the loaders that were read when it began, with the batches that they had given.
     """
 
     epoch: int
@@ -33,8 +34,9 @@ class Pass:
     reading: Reading | None
     started: Start | None
     at_end: int | None
-    given: bool = False
+    given: int = 0
     whole: bool = False
+    others: list[tuple[Any, int]] = field(default_factory=list)
 
 
 def begun_after(current: Pass, passes: Sequence[Pass]) -> Pass | None:

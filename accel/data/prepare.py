@@ -13,19 +13,23 @@ from accel.data import streams
 from accel.data.agreement import Ordering
 from accel.data.base import (
     PreparedLoader,
-    data_rank,
-    index_arguments,
-    index_sampler,
-    loader_arguments,
 )
 from accel.data.iterable import IterableDatasetShard, worker_problems
-from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
+from accel.data.loaders import (
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    SkipDataLoader,
+    data_rank,
+)
 from accel.data.order import generator_of, next_index, order_seed
 from accel.data.samplers import (
     BatchSamplerShard,
     CompletedBatchSampler,
     SamplerShard,
     SkipBatchSampler,
+    index_arguments,
+    index_sampler,
+    loader_arguments,
     split_problems,
 )
 from accel.enums import RNGType
@@ -204,7 +208,7 @@ def _check(dataloader: DataLoader[Any], count: int, split_batches: bool) -> None
     if isinstance(dataloader.dataset, IterDataPipe) and count > 1:
         problems.append(
             Problem(
-                f"a data pipe ({dataloader.dataset}) for {count} processes",
+                f"a data pipe of torch for {count} processes",
                 "torch's loader shares the seed of its shuffles in a collective of its own, and "
                 "shares it out by worker, only where every rank reads the pipe itself",
                 "Read it in the `__iter__` of an `IterableDataset` that seeds it alike on every "

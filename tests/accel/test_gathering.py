@@ -260,6 +260,24 @@ def test_loaders_that_end_together_with_other_counts_keep_everything() -> None:
     assert "2 real samples" in told[0] or "3 and 2 real samples" in told[0]
 
 
+@pytest.mark.parametrize("lengths", [(10, 40), (40, 10)])
+def test_of_zipped_loaders_one_of_which_goes_on_everything_is_kept(lengths: Any) -> None:
+    found, told = run_distributed(read_together, 2, "zip", lengths, (4, 4))[0]
+    for rows, length in zip(found, lengths, strict=True):
+        assert len(rows) == 16
+        assert set(rows) == set(range(min(length, 16)))
+    assert len(told) == 1
+    assert "2 and 8 real samples" in told[0] or "8 and 2 real samples" in told[0]
+
+
+@pytest.mark.parametrize("lengths", [(10, 60), (40, 15)])
+def test_of_zipped_loaders_of_other_batches_one_may_go_on(lengths: Any) -> None:
+    found, told = run_distributed(read_together, 2, "zip", lengths, (4, 6))[0]
+    read = (range(10), range(24)) if lengths == (10, 60) else (range(16), range(15))
+    assert found == [list(rows) for rows in read]
+    assert told == []
+
+
 @pytest.mark.parametrize(
     ("shape", "lengths", "sizes"),
     [

@@ -252,6 +252,7 @@ def test_an_incomplete_launch_is_refused_before_anything_hangs() -> None:
 class Loader:
     """What the state asks of a loader."""
 
+    batches_given = 0
     end_of_dataloader = False
     remainder = -1
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.checkpoint.optimizers import ParameterNames, load_by_name, parameters
-from accel.data.base import data_rank
+from accel.data.loaders import data_rank
 from accel.device import synchronize
 from accel.errors import ConfigError, Problem
 from accel.objects import Objects
