@@ -22,10 +22,11 @@ def test_however_a_run_ended_it_can_be_used(tmp_path: Path) -> None:
         command, capture_output=True, text=True, timeout=550, cwd=ROOT, env=environment
     )
     print(answer.stdout)
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    reason = warm.cannot_trace()
-    if reason is not None:
-        pytest.skip(f"{reason}: nothing was killed at a system call; all else holds")
+    assert answer.returncode in (0, 2), answer.stdout + answer.stderr
+    if answer.returncode == 2:
+        skipped = [line for line in answer.stdout.splitlines() if line.startswith("skipped: ")]
+        assert skipped, answer.stdout + answer.stderr
+        pytest.skip(f"{'; '.join(skipped)}; all else holds")
 
 
 def test_a_trace_names_the_calls_that_change_files(tmp_path: Path) -> None:
