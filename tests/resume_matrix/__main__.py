@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,8 +83,9 @@ def _made(templates: Templates) -> Known:
 def _mutilated(templates: Templates, known: Known) -> Iterator[list[Cell]]:
     """Yield the cells that tell whether the oracles see what no command may do."""
     from tests.resume_matrix import states as ends
+    from tests.resume_matrix import warm
     from tests.resume_matrix.cells import cells
-    from tests.resume_matrix.held import held
+    from tests.resume_matrix.held import held, kept, runs
     from tests.resume_matrix.mutilations import MUTILATIONS
 
     for state, mutilate in MUTILATIONS.items():
@@ -92,6 +94,18 @@ def _mutilated(templates: Templates, known: Known) -> Iterator[list[Cell]]:
         mutilate(copy)
         found = cells(state, copy, before, known)
         yield [_seen(state, cell.use, cell.wrong) for cell in found]
+    copy = templates.copy("finished", "other-steps")
+    others = list(known.values())[1:] + list(known.values())[:1]
+    mixed = {
+        name: replace(other, step=weights.step)
+        for (name, weights), other in zip(known.items(), others, strict=True)
+    }
+    state = "mutilated: what other weights give"
+    found = cells(state, copy, held(copy), mixed, ("eval", "predict"))
+    (run_dir,) = runs(copy)
+    answer = warm.run(["load", str(run_dir), str(kept(run_dir)[3])], copy)  # the best is step 6
+    found.append(Cell(state, "load", "" if answer.code == 0 else answer.output))
+    yield [_seen(state, cell.use, cell.wrong) for cell in found]
     copy = templates.copy("stopped", "codes")
     for code in (0, -11, 99):
         answer = Answer(code, "the disk is full")
