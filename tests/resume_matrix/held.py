@@ -90,14 +90,16 @@ def newest(run_dir: Path) -> int | None:
 
 
 def chosen(run_dir: Path) -> Path:
-    """Return the checkpoint that a run is used by: its best, else its newest."""
-    whole = list(kept(run_dir).values())
-    best = run_dir / "checkpoints" / "best.json"
-    if best.exists():
-        path = best.parent / json.loads(best.read_text())["checkpoint"]
-        if path in whole:
-            return path
-    return whole[-1]
+    """Return the checkpoint that a run is used by: of those kept, the one of the least loss.
+
+    `best.json` may name an older one where the command was killed between a save and it.
+    """
+
+    def loss(path: Path) -> float:
+        metadata = json.loads((path / "manifest.json").read_text())["metadata"]
+        return float(metadata["metrics"]["loss"])
+
+    return min(kept(run_dir).values(), key=loss)
 
 
 def digest(path: Path) -> str:
