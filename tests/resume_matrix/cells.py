@@ -8,17 +8,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel.checkpoint import files
-from tests.resume_matrix.warm import run
+from tests.resume_matrix.held import (
+    NAME,
+    STEPS_PER_EPOCH,
+    Held,
+    Known,
+    chosen,
+    digest,
+    kept,
+    lost,
+    measured,
+    newest,
+    predicted,
+    runs,
+    strange,
+)
+from tests.resume_matrix.warm import Answer, run
 
-NAME = "tiny"
 # Two epochs of three steps, a checkpoint after each.
 RECIPE = (
     *(f"name={NAME}", "model.width=2", "model.dropout=0", "data.augment=false"),
     *("tracker.log_with=[]", "trainer.log_every=1", "trainer.epochs=2"),
     *("trainer.limit_train_batches=3", "trainer.limit_eval_batches=1"),
 )
-STEPS_PER_EPOCH = 3
 USES = ("resume", "resume=auto", "eval", "predict", "load")
 
 
@@ -35,18 +47,6 @@ class Cell:
     state: str
     use: str
     wrong: str
-
-
-def runs(folder: Path) -> list[Path]:
-    """Return the run directories below a working directory, oldest first."""
-    found = [path for path in folder.glob(f"runs/{NAME}/*") if not path.name.startswith(".")]
-    return sorted(found)
-
-
-def steps_kept(run_dir: Path) -> int | None:
-    """Return the step of a run's newest complete checkpoint; None if it has none."""
-    found = files.newest_complete(run_dir / files.FOLDER)
-    return None if found is None else int(files.read_manifest(found).metadata["step"])
 
 
 def trained(run_dir: Path) -> list[int]:
@@ -67,14 +67,24 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
-def cells(state: str, folder: Path, uses: tuple[str, ...] = USES) -> list[Cell]:
-    """Use what a command has left in `folder`, each time in a copy."""
+def cells(
+    state: str, folder: Path, before: Held, known: Known, uses: tuple[str, ...] = USES
+) -> list[Cell]:
+    """Use what a command has left in `folder`, each time in a copy.
+
+    Args:
+        state: how the run ended.
+        folder: the working directory.
+        before: what it held, recorded before that command, and must still hold.
+        known: the weights that a run may have.
+        uses: what to do with it.
+    """
     found = []
     for use in uses:
         copy = folder.with_name(f"{folder.name}-{use.replace('=', '-')}")
         shutil.copytree(folder, copy)
         try:
-            wrong = CHECKS[use](copy)
+            wrong = lost(copy, before, known) or CHECKS[use](copy, known)
         except Exception as error:  # a check that cannot be made has failed
             wrong = f"{type(error).__name__}: {error}"
         shutil.rmtree(copy)
@@ -82,33 +92,35 @@ def cells(state: str, folder: Path, uses: tuple[str, ...] = USES) -> list[Cell]:
     return found
 
 
-def _resume(folder: Path) -> str:
+def _resume(folder: Path, known: Known) -> str:
     """Each run with a state is trained to its end, once; any other is refused."""
-    for run_dir in runs(folder):
-        kept = steps_kept(run_dir)
+    before = runs(folder)
+    for run_dir in before:
+        step = newest(run_dir)
         answer = run([f"resume={run_dir}"], folder)
-        if kept is None:
-            wrong = _refused(answer.code, answer.output)
-        else:
-            wrong = _ended(answer.code, answer.output, run_dir, kept)
+        wrong = refused(answer) if step is None else _ended(answer, run_dir, step, known)
         if wrong:
             return wrong
-    return ""
+    return "" if runs(folder) == before else f"runs were {before}, are {runs(folder)}"
 
 
-def _auto(folder: Path) -> str:
+def _auto(folder: Path, known: Known) -> str:
     """The run that has a state is trained to its end; without one a new run is."""
-    before = {run_dir: steps_kept(run_dir) for run_dir in runs(folder)}
-    resumable = [run_dir for run_dir, kept in before.items() if kept is not None]
+    before = {run_dir: newest(run_dir) for run_dir in runs(folder)}
+    resumable = [run_dir for run_dir, step in before.items() if step is not None]
+    others = {path: tree(path) for path in before if path not in resumable[-1:]}
     limit = _limit(resumable[-1]) if resumable else 2
     line = [*RECIPE[:-3], f"trainer.epochs={limit}", *RECIPE[-2:], "resume=auto"]
     answer = run(line, folder)
+    changed = [path for path, was in others.items() if not path.exists() or tree(path) != was]
+    if changed:
+        return f"other runs were changed: {changed}"
     if resumable:
         if set(runs(folder)) != set(before):
-            return f"a new run was started: {answer.output[-300:]}"
-        return _ended(answer.code, answer.output, resumable[-1], before[resumable[-1]] or 0)
+            return f"other runs than before: {answer.output[-300:]}"
+        return _ended(answer, resumable[-1], before[resumable[-1]] or 0, known)
     (new,) = set(runs(folder)) - set(before)
-    return _ended(answer.code, answer.output, new, 0)
+    return _ended(answer, new, 0, known)
 
 
 def _limit(run_dir: Path) -> int:
@@ -120,46 +132,77 @@ def _limit(run_dir: Path) -> int:
     raise AssertionError(f"{run_dir} has no recipe")
 
 
-def _ended(code: int, output: str, run_dir: Path, kept: int) -> str:
-    """Return what is wrong with a run that a command has resumed from step `kept`."""
-    if code != 0:
-        return f"code {code}: {output[-300:]}"
-    last = _limit(run_dir) * STEPS_PER_EPOCH
-    summary = json.loads((run_dir / "summary.json").read_text())
-    if not (summary["complete"] and summary["step"] == last):
-        return f"ended at step {summary['step']} of {last}"
+def reached(run_dir: Path, last: int, known: Known) -> str:
+    """Return why a run that a command has ended with code 0 is not complete; empty: it is."""
+    path = run_dir / "summary.json"
+    if not path.exists():
+        return "it has no summary"
+    summary = json.loads(path.read_text())
+    if not (summary["complete"] is True and summary["step"] == last):
+        return f"ended at step {summary['step']} of {last}, complete: {summary['complete']}"
     if set(summary["metrics"]) != {"validation", "test"} or not summary["samples_per_second"]:
         return f"summary: {summary['metrics']}, {summary['samples_per_second']} samples/s"
     if trained(run_dir) != list(range(1, last + 1)):
         return f"trained steps {trained(run_dir)}"
-    if kept and "finished" not in output and f"(step {kept}," not in output:
-        return f"not resumed from step {kept}: {output[:400]}"
+    if newest(run_dir) != last:
+        return f"ended at step {last}, kept is {newest(run_dir)}"
+    return strange(run_dir, known)
+
+
+def _ended(answer: Answer, run_dir: Path, step: int, known: Known) -> str:
+    """Return what is wrong with a run that a command has resumed from a step."""
+    if answer.code != 0:
+        return f"code {answer.code}: {answer.output[-300:]}"
+    wrong = reached(run_dir, _limit(run_dir) * STEPS_PER_EPOCH, known)
+    if wrong:
+        return wrong
+    if step and "finished" not in answer.output and f"(step {step}," not in answer.output:
+        return f"not resumed from step {step}: {answer.output[:400]}"
     before = tree(run_dir)
     again = run([f"resume={run_dir}"], run_dir.parents[2])
     if again.code != 0 or "finished" not in again.output:
         return f"finished, then code {again.code}: {again.output[-300:]}"
-    changed = [name for name, was in tree(run_dir).items() if before.get(name) != was]
+    changed = _changed(before, tree(run_dir))
     return f"a finished run was changed: {changed}" if changed else ""
 
 
-def _refused(code: int, output: str) -> str:
-    if code not in (1, 2) or "Traceback" in output:
-        return f"without a state: code {code}: {output[-300:]}"
+def _changed(
+    before: dict[str, tuple[int, bytes]], after: dict[str, tuple[int, bytes]]
+) -> list[str]:
+    names = before.keys() | after.keys()
+    return sorted(name for name in names if before.get(name) != after.get(name))
+
+
+def refused(answer: Answer) -> str:
+    """Return what is wrong with the refusal of a run that has no state."""
+    if answer.code not in (1, 2) or "Traceback" in answer.output:
+        return f"without a state: code {answer.code}: {answer.output[-300:]}"
     return ""
 
 
-def _using(*arguments: str) -> Callable[[Path], str]:
-    def check(folder: Path) -> str:
+def _using(
+    line: Callable[[Path, Path], list[str]], wrong_with: Callable[[Path, Path, Answer, Known], str]
+) -> Callable[[Path, Known], str]:
+    """Return the check of a command that uses each run, and changes none.
+
+    Args:
+        line: the command's arguments, given the working directory and the run.
+        wrong_with: returns what is wrong with what it did with a run that has a state, given
+            the working directory, the checkpoint that it should use, and its answer.
+    """
+
+    def check(folder: Path, known: Known) -> str:
         for run_dir in runs(folder):
-            line = [argument.format(run=run_dir, folder=folder) for argument in arguments]
-            before, kept = tree(run_dir), steps_kept(run_dir)
-            answer = run(line, folder)
+            before = tree(run_dir)
+            answer = run(line(folder, run_dir), folder)
             wrong = ""
-            if kept is None:
-                wrong = _refused(answer.code, answer.output)
+            if not kept(run_dir):
+                wrong = refused(answer)
             elif answer.code != 0:
                 wrong = f"code {answer.code}: {answer.output[-300:]}"
-            changed = [name for name, was in tree(run_dir).items() if before.get(name) != was]
+            else:
+                wrong = wrong_with(folder, chosen(run_dir), answer, known)
+            changed = _changed(before, tree(run_dir))
             if wrong or changed:
                 return wrong or f"it changed {changed}"
         return ""
@@ -167,10 +210,35 @@ def _using(*arguments: str) -> Callable[[Path], str]:
     return check
 
 
-CHECKS: dict[str, Callable[[Path], str]] = {
+def _measured(folder: Path, path: Path, answer: Answer, known: Known) -> str:
+    expected = known[digest(path / "model.safetensors")].metrics
+    found = measured(answer.output)
+    return "" if found == expected else f"measured {found}, {path} has {expected}"
+
+
+def _predicted(folder: Path, path: Path, answer: Answer, known: Known) -> str:
+    expected = known[digest(path / "model.safetensors")].predictions
+    same = predicted(folder / "predicted.jsonl") == expected
+    return "" if same else f"the predictions are not those of {path}"
+
+
+def _loaded(folder: Path, path: Path, answer: Answer, known: Known) -> str:
+    return ""  # the command has compared the weights, and its code is 0
+
+
+def _load_line(folder: Path, run_dir: Path) -> list[str]:
+    return ["load", str(run_dir), *(str(chosen(run_dir)) for _ in list(kept(run_dir))[:1])]
+
+
+CHECKS: dict[str, Callable[[Path, Known], str]] = {
     "resume": _resume,
     "resume=auto": _auto,
-    "eval": _using("eval", "{run}"),
-    "predict": _using("predict", "{run}", "--output", "{folder}/predicted.jsonl"),
-    "load": _using("load", "{run}"),
+    "eval": _using(lambda folder, run_dir: ["eval", str(run_dir)], _measured),
+    "predict": _using(
+        lambda folder, run_dir: [
+            *("predict", str(run_dir), "--output", str(folder / "predicted.jsonl")),
+        ],
+        _predicted,
+    ),
+    "load": _using(_load_line, _loaded),
 }

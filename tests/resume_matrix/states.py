@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.resume_matrix import warm
-from tests.resume_matrix.cells import RECIPE, runs, trained, tree
+from tests.resume_matrix.cells import RECIPE, reached, tree
+from tests.resume_matrix.held import (
+    Held,
+    Known,
+    Weights,
+    digest,
+    kept,
+    measured,
+    predicted,
+    runs,
+)
 from tests.resume_matrix.warm import Answer, Call, run
 
 # What a command that fails may leave in a run: how it failed, and who had locked it.
 OWN_WORDS = ("logs", ".lock", ".")
+LONGER = "trainer.epochs=3"
+LAST = 9  # the step at which a run of `LONGER` ends
+
+
+class NoSmallDiskError(Exception):
+    """This user may mount none."""
 
 
 class Templates:
@@ -28,19 +47,53 @@ class Templates:
         self.folder = folder
         self.made: dict[str, Path] = {}
 
-    def get(self, kind: str, *overrides: str) -> Path:
-        """Return the folder with a run that was started with the recipe and `overrides`."""
-        if kind not in self.made:
-            path = self.folder / kind
-            path.mkdir()
+    def make(self, kind: str, *starts: tuple[str, ...]) -> None:
+        """Make the folder with runs that were started with the recipe and overrides."""
+        path = self.made[kind] = self.folder / kind
+        path.mkdir()
+        for overrides in starts:
             answer = run([*RECIPE, *overrides], path)
             assert answer.code == 0, answer.output
-            self.made[kind] = path
-        return self.made[kind]
+            time.sleep(1.1)  # the next has a later name
+
+    def known(self) -> Known:
+        """Return the weights that the templates have, and have once they are resumed."""
+        found: dict[str, Weights] = {}
+        for kind in ("finished", "stopped"):
+            folder = self.copy(kind, f"known-{kind}")
+            _learn(folder, found)
+            answer = run(resume_line(folder), folder)
+            assert answer.code == 0, answer.output
+            _learn(folder, found)
+        steps = sorted(weights.step for weights in found.values())
+        assert steps == [3, 6, 6, 9, 9], steps  # weights at step 6 or 9 differ by the schedule
+        return found
 
     def copy(self, kind: str, name: str) -> Path:
         """Return a copy of a template under another name."""
         return Path(shutil.copytree(self.made[kind], self.folder / name))
+
+
+def _learn(folder: Path, found: dict[str, Weights]) -> None:
+    """Add the weights of the run in `folder`, and what they give."""
+    (run_dir,) = runs(folder)
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    told = {row["step"]: row for row in records if row["split"] == "validation"}
+    for step, path in kept(run_dir).items():
+        name = digest(path / "model.safetensors")
+        if name in found:
+            continue
+        output = folder / "predicted.jsonl"
+        use = ["--checkpoint", path.name]
+        answer = run(["eval", str(run_dir), *use], folder)
+        metrics = measured(answer.output)
+        assert answer.code == 0, answer.output
+        assert set(metrics) == {"validation", "test"}, answer.output
+        for metric, value in metrics["validation"].items():  # rounded; a run does not round
+            assert math.isclose(value, told[step][metric], abs_tol=1e-4), (metrics, told[step])
+        answer = run(["predict", str(run_dir), *use, "--output", str(output)], folder)
+        assert answer.code == 0, answer.output
+        found[name] = Weights(step, metrics, predicted(output))
 
 
 def failed_resume(folder: Path, *overrides: str) -> str:
@@ -76,26 +129,38 @@ def start_line() -> list[str]:
 def resume_line(folder: Path) -> list[str]:
     """Return a command that resumes the run in `folder` with another recipe."""
     (run_dir,) = runs(folder)
-    return [f"resume={run_dir}", "trainer.epochs=3"]
+    return [f"resume={run_dir}", LONGER]
 
 
-def trace_start(folder: Path) -> list[Call]:
-    """Return the changing calls of a start in `folder`, which is empty."""
-    answer, trace = warm.traced(start_line(), folder)
+def trace(line: list[str], folder: Path) -> list[Call]:
+    """Return the changing calls of a command in `folder`."""
+    answer, found = warm.traced(line, folder)
     assert answer.code == 0, answer.output
-    return warm.changing_calls(trace, folder)
+    return warm.changing_calls(found, folder)
 
 
-def trace_resume(folder: Path) -> list[Call]:
-    """Return the changing calls of a resume of the run in `folder`."""
-    answer, trace = warm.traced(resume_line(folder), folder)
-    assert answer.code == 0, answer.output
-    return warm.changing_calls(trace, folder)
+def ended_by_disk(answer: Answer, folder: Path, before: Held, known: Known) -> str:
+    """Return what is wrong with how a command ended that had a full disk.
+
+    The runner exits with 1 if a disk is full and says so; with 0 only if it did all of its work.
+    """
+    if answer.code == 0:
+        return complete(folder, before, known)
+    if answer.code not in (1, 2) or "disk is full" not in answer.output:
+        return f"code {answer.code}: {answer.output[-300:]}"
+    return ""
 
 
-def two_at_once(folder: Path) -> str:
+def complete(folder: Path, before: Held, known: Known) -> str:
+    """Return why the run that a command has ended with code 0 is not complete; empty: it is."""
+    found = runs(folder)
+    if len(found) != 1:
+        return f"code 0, and the runs are {found}"
+    return reached(found[0], LAST if before.runs else LAST - 3, known)
+
+
+def two_at_once(folder: Path, line: list[str], known: Known) -> str:
     """Resume the run in `folder` by two commands; return what is wrong with how they end."""
-    line = resume_line(folder)
     outputs = [folder.parent / f"{folder.name}.{number}.out" for number in (1, 2)]
     children = [warm.begin(line, folder, output) for output in outputs]
     pairs = zip(children, outputs, strict=True)
@@ -107,8 +172,7 @@ def two_at_once(folder: Path) -> str:
     if second.code not in (0, 2) or not any(words in second.output for words in told):
         return f"the second: code {second.code}: {second.output[-300:]}"
     (run_dir,) = runs(folder)
-    steps = trained(run_dir)
-    return "" if steps == list(range(1, 10)) else f"steps {steps}"
+    return reached(run_dir, LAST, known)
 
 
 @contextlib.contextmanager
@@ -116,12 +180,12 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
     """Have a disk of some size at `folder` in the context; what it holds stays afterwards.
 
     Raises:
-        OSError: if this user may mount none.
+        NoSmallDiskError: if this user may mount none.
     """
     mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
     answer = subprocess.run(mount, capture_output=True, text=True, timeout=60)
     if answer.returncode:
-        raise OSError(f"no small disk can be mounted: {answer.stderr.strip()}")
+        raise NoSmallDiskError(f"no small disk can be mounted: {answer.stderr.strip()}")
     kept = folder.with_name(f"{folder.name}.kept")
     try:
         yield

@@ -19,8 +19,10 @@ from pathlib import Path
 STRACE = shutil.which("strace")
 # Calls that change a file or a folder. A kill comes on entering one.
 CHANGING = (
-    *("openat", "write", "pwrite64", "ftruncate", "fsync", "rename", "renameat", "renameat2"),
-    *("mkdir", "mkdirat", "rmdir", "unlink", "unlinkat", "link", "linkat", "close"),
+    *("open", "openat", "creat", "close", "fsync", "fdatasync", "truncate", "ftruncate"),
+    *("write", "writev", "pwrite64", "pwritev", "pwritev2", "sendfile", "copy_file_range"),
+    *("fallocate", "rename", "renameat", "renameat2", "mkdir", "mkdirat", "rmdir", "unlink"),
+    *("unlinkat", "link", "linkat", "symlink", "symlinkat"),
 )
 TIMEOUT = 120.0
 
@@ -49,6 +51,7 @@ class Call:
 
 def import_everything() -> None:
     """Import what a run imports."""
+    import safetensors.torch
     import sklearn.datasets
     import torch._dynamo
     import torch.utils.data
@@ -57,14 +60,15 @@ def import_everything() -> None:
     from runner import app, build, cli, commands, compose, launch, loop, starting, worker
 
     parts = (app, build, cli, commands, compose, launch, loop, starting, worker, runner)
-    assert all((*parts, sklearn.datasets, torch._dynamo, torch.utils.data))
+    assert all((*parts, safetensors.torch, sklearn.datasets, torch._dynamo, torch.utils.data))
 
 
 def begin(arguments: list[str], folder: Path, output: Path, gate: int | None = None) -> int:
     """Fork a process that runs a command in `folder`, and return its id.
 
     Args:
-        arguments: of the runner's command line; or "load" and a run directory.
+        arguments: of the runner's command line; or "load", a run directory and, if it has one,
+            the checkpoint whose weights must be loaded.
         folder: the working directory.
         output: receives what it prints.
         gate: the file descriptor from which it reads one byte before it begins.
@@ -93,6 +97,7 @@ def begin(arguments: list[str], folder: Path, output: Path, gate: int | None = N
 
 def _run(arguments: list[str]) -> int:
     import torch
+    from safetensors.torch import load_file
 
     import runner
     from accel.errors import AccelError
@@ -102,10 +107,18 @@ def _run(arguments: list[str]) -> int:
     if arguments[0] != "load":
         return cli.main(arguments)
     try:
-        runner.load(arguments[1])
+        model, _ = runner.load(arguments[1])
     except AccelError as error:
         print(error)
         return 1
+    for path in arguments[2:]:
+        expected, found = load_file(f"{path}/model.safetensors"), model.state_dict()
+        if not expected or expected.keys() != found.keys():
+            print(f"loaded {sorted(found)}, {path} holds {sorted(expected)}")
+            return 3
+        if not all(torch.equal(found[name], value) for name, value in expected.items()):
+            print(f"the weights loaded are not those of {path}")
+            return 3
     return 0
 
 
@@ -141,7 +154,7 @@ def traced(arguments: list[str], folder: Path, *options: str) -> tuple[Answer, s
     output, trace = (folder.parent / f"{folder.name}.{kind}" for kind in ("out", "trace"))
     read, write = os.pipe()
     child = begin(arguments, folder, output, read)
-    calls = ",".join(CHANGING)
+    calls = ",".join(f"?{name}" for name in CHANGING)  # not every machine has each
     command = [STRACE, "-qq", "-y", "-p", str(child), "-o", str(trace), "-e", f"trace={calls}"]
     tracer = subprocess.Popen([*command, *options], stderr=subprocess.DEVNULL)
     status = Path(f"/proc/{child}/status")
@@ -165,13 +178,13 @@ def changing_calls(trace: str, folder: Path) -> list[Call]:
             continue
         name = match[1]
         seen[name] = seen.get(name, 0) + 1
-        reads = name == "openat" and not re.search(r"O_(CREAT|TRUNC|WRONLY|RDWR)", line)
+        reads = name in ("open", "openat") and not re.search(r"O_(CREAT|TRUNC|WRONLY|RDWR)", line)
         if str(folder) in line and name != "close" and not reads:
             found.append(Call(name, seen[name], line[:100]))
     return found
 
 
-def killed_at(call: Call, arguments: list[str], folder: Path) -> Answer:
-    """Run a command that is killed on entering a system call."""
+def killed_at(call: Call, arguments: list[str], folder: Path) -> tuple[Answer, str]:
+    """Run a command that is killed on entering a system call; return the trace, too."""
     option = f"inject={call.name}:signal=KILL:when={call.number}"
-    return traced(arguments, folder, "-e", option)[0]
+    return traced(arguments, folder, "-e", option)
