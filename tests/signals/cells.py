@@ -37,6 +37,7 @@ WAITING_PART = {
     "save": "callbacks.small",
 }
 WORKERS = 2  # of each rank
+WORKERS_SECONDS = 60.0  # until each of them has read a sample
 # Where a run is not to save when it is struck, it has saved before: once in so many steps.
 EVERY_STEPS = 2
 # A busy machine takes twenty times what an idle one takes.
@@ -142,6 +143,7 @@ class Run:
             arguments += ["distributed=multi_cpu", f"distributed.num_processes={cell.processes}"]
         self.process = self._started("output", *RECIPE, *arguments)
         self.mishaps: list[str] = []
+        self.arrival, self.begun = 0.0, time.monotonic()
 
     def _started(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         """Start a run that prints into a file: an orphan would keep a pipe open."""
@@ -184,6 +186,7 @@ class Run:
         if not targets:
             self.mishaps.append("there is nobody to strike")
         begun = time.monotonic()
+        self.arrival = begun - self.begun
         for pid in targets:
             try:
                 os.kill(pid, self.cell.signal)
@@ -222,7 +225,7 @@ class Run:
             return each
 
         if expected:  # the last of them may not have read a sample yet
-            wait_until(lambda: all(len(mine) >= expected for mine in found()), 60.0)
+            wait_until(lambda: all(len(mine) >= expected for mine in found()), WORKERS_SECONDS)
         return found()
 
     def _rank(self, rank: int) -> int:
@@ -277,6 +280,7 @@ class Run:
             left,
             seconds,
             workers,
+            self.arrival,
             tuple(self.mishaps),
             output=(self.folder / "output").read_text(errors="replace"),
         )
