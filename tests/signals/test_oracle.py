@@ -40,6 +40,12 @@ def write(run_dir: Path, steps: tuple[int, ...], rows: int) -> Path:
     return run_dir
 
 
+@pytest.fixture(autouse=True)
+def _no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is to outlive the machine."""
+    monkeypatch.setattr(os, "fsync", lambda target: None)
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     return write(tmp_path / "run", (3,), 3)
