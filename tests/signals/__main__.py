@@ -8,7 +8,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.signals.cells import Cell, Result, cells, run
+from tests.signals.cells import Cell, cells, run
+from tests.signals.oracle import Result
 
 
 def main() -> int:
@@ -21,7 +22,10 @@ def main() -> int:
     chosen = [
         cell for cell in cells(tuple(asked.processes)) if set(asked.words) <= set(str(cell).split())
     ]
-    print("signal  target loaders phase   procs   exit saved resumable orphans seconds", flush=True)
+    print(
+        "signal  target loaders phase   procs   exit  made saved resumable orphans seconds",
+        flush=True,
+    )
     with ThreadPoolExecutor(asked.jobs) as pool:
         results = list(pool.map(_told, chosen))
     good = sum(results)
@@ -32,17 +36,24 @@ def main() -> int:
 def _told(cell: Cell) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         result = run(cell, Path(folder))
-    fits = result.fits(cell)
-    print(_line(cell, result), "" if fits else f"expected {cell.expected}", flush=True)
-    if not fits:
-        print("    " + "\n    ".join(result.output.splitlines()[-8:]), flush=True)
-    return fits
+    problems = result.problems(cell.expected)
+    told = [_line(cell, result), *(f"    {problem}" for problem in problems)]
+    if problems:
+        output = result.output if result.resumed is None else result.resumed.output
+        told += [f"    | {line}" for line in output.splitlines()[-8:]]
+    print("\n".join(told), flush=True)
+    return not problems
 
 
 def _line(cell: Cell, result: Result) -> str:
-    saved, resumable = ("yes" if flag else "no" for flag in (result.saved, result.resumable))
+    made = max((steps[-1] for steps in result.made if steps), default=0)
+    saved = "no" if result.after.saved is None else str(result.after.saved)
+    resumable = "no" if result.after.wrong else "yes"
+    if result.resumed is not None:
+        resumable = "wrong" if result.resumed.problems(result.after.saved) else "done"
     return (
-        f"{cell} {result.code:5} {saved:5} {resumable:9} {result.orphans:7} {result.seconds:7.1f}"
+        f"{cell} {result.code:5} {made:5} {saved:5} {resumable:9} "
+        f"{len(result.orphans):7} {result.seconds:7.1f}"
     )
 
 

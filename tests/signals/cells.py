@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel.checkpoint import files
-from accel.errors import AccelError
-from runner.job import Job
 from tests.helpers import python
+from tests.signals.oracle import MARK, Expected, Result, Resumed, State, alive, command, marked
 
 ROOT = Path(__file__).resolve().parents[2]
 # A shell that starts this in the background lets it ignore Ctrl-C.
@@ -37,6 +36,10 @@ WAITING_PART = {
     "evaluation": "objective",
     "save": "callbacks.small",
 }
+WORKERS = 2  # of each rank
+WORKERS_SECONDS = 60.0  # until each of them has read a sample
+# Where a run is not to save when it is struck, it has saved before: once in so many steps.
+EVERY_STEPS = 2
 # A busy machine takes twenty times what an idle one takes.
 PATIENCE_SECONDS = 300.0
 
@@ -51,20 +54,11 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def alive(pid: int) -> bool:
-    """Return whether a process runs; one that merely waits to be collected does not."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def wait_until(condition: object, within: float = PATIENCE_SECONDS) -> bool:
+def wait_until(condition: Callable[[], bool], within: float = PATIENCE_SECONDS) -> bool:
     """Return whether `condition()` becomes true in time."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
-        if condition():  # type: ignore[operator]
+        if condition():
             return True
         time.sleep(0.02)
     return False
@@ -95,11 +89,17 @@ class Cell:
         )
 
     @property
-    def expected(self) -> tuple[int, bool]:
-        """The exit code, and whether a state is saved."""
-        if self.signal == signal.SIGINT and self.target != "loader":
-            return 130, False
-        return 75, True
+    def expected(self) -> Expected:
+        """What a person expects of it."""
+        every = self.target == "all"  # starting again takes as long as a cell: some are enough
+        workers = None if self.phase == "start" else WORKERS * self.loaders
+        if self.signal != signal.SIGINT or self.target == "loader":
+            resumes = every and self.signal == signal.SIGTERM
+            return Expected(75, saves=True, resumes=resumes, workers=workers)
+        if self.phase == "start":
+            return Expected(130, saves=False, workers=workers)
+        resumes = every and self.loaders
+        return Expected(130, saves=False, every_steps=EVERY_STEPS, resumes=resumes, workers=workers)
 
 
 def cells(processes: tuple[int, ...] = (2, 1)) -> Iterator[Cell]:
@@ -115,32 +115,6 @@ def cells(processes: tuple[int, ...] = (2, 1)) -> Iterator[Cell]:
             yield Cell(number, "loader", loaders, phase, count)
 
 
-@dataclass(frozen=True)
-class Result:
-    """What became of a run.
-
-    Attributes:
-        code: its exit code.
-        saved: whether it has left a whole checkpoint.
-        resumable: whether that and the job can be read.
-        orphans: how many of its processes were left.
-        seconds: from the signal to the end of the parent.
-        output: what it printed.
-    """
-
-    code: int
-    saved: bool
-    resumable: bool
-    orphans: int
-    seconds: float
-    output: str
-
-    def fits(self, cell: Cell) -> bool:
-        """Return whether this is what a person expects of `cell`."""
-        found = self.code, self.saved
-        return found == cell.expected and self.resumable == self.saved and self.orphans == 0
-
-
 class Run:
     """A run that waits in a phase.
 
@@ -150,24 +124,39 @@ class Run:
     """
 
     def __init__(self, cell: Cell, folder: Path) -> None:
-        self.cell, self.folder = cell, folder
-        part = WAITING_PART[cell.phase]
+        self.cell, self.folder, self.mark = cell, folder, secrets.token_hex(16)
+        part, every = WAITING_PART[cell.phase], cell.expected.every_steps
         arguments = [f"{part}.wait={cell.phase}", f"{part}.folder={folder}"]
-        arguments += [f"checkpoint.every_epochs={1 if cell.phase == 'save' else 'null'}"]
+        arguments += ["callbacks.small.tells=true", f"data.folder={folder}"]
+        if cell.phase != "save":
+            arguments.append(f"callbacks.small.folder={folder}")
+        elif every is not None:  # the one before is to be kept
+            arguments.append("callbacks.small.nth=2")
+        in_epochs = cell.phase == "save" and every is None
+        arguments.append(f"checkpoint.every_epochs={1 if in_epochs else 'null'}")
+        if every is not None:
+            arguments.append(f"checkpoint.every_steps={every}")
         arguments += ["checkpoint.save_best=false", "trainer.epochs=1000000"]
         if cell.loaders:
-            arguments.append("dataloader=workers")
+            arguments += ["dataloader=workers", f"dataloader.num_workers={WORKERS}"]
         if cell.processes > 1:
             arguments += ["distributed=multi_cpu", f"distributed.num_processes={cell.processes}"]
-        self.process = subprocess.Popen(
-            python("-c", COMMAND, *RECIPE, *arguments),
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        self.process = self._started("output", *RECIPE, *arguments)
+        self.mishaps: list[str] = []
+        self.arrival, self.begun = 0.0, time.monotonic()
+
+    def _started(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start a run that prints into a file: an orphan would keep a pipe open."""
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: self.mark}
+        with (self.folder / name).open("wb") as output:
+            return subprocess.Popen(
+                python("-c", COMMAND, *arguments),
+                cwd=self.folder,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
 
     def reached(self) -> list[Path]:
         """Return the files that ranks have left in the phase, by rank."""
@@ -178,69 +167,142 @@ class Run:
         try:
             return self._result()
         finally:
-            for pid in [self.process.pid, *children(self.process.pid)]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.process.communicate()
+            self._kill()
+
+    def _kill(self) -> None:
+        for pid in [self.process.pid, *marked(self.mark)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
 
     def _result(self) -> Result:
         waiting = 1 if self.cell.phase == "save" else self.cell.processes  # rank 0 alone writes it
-        arrived = wait_until(
-            lambda: len(self.reached()) >= waiting or self.process.poll() is not None
-        )
-        if not arrived or self.process.poll() is not None:
-            return self._ended([], time.monotonic())
-        everyone = children(self.process.pid)
+        self._await(lambda: len(self.reached()) >= waiting, "the phase was not reached")
+        if self.mishaps:
+            return self._ended(State(), (), time.monotonic())
+        workers = self._workers()
+        before = State.read(self._run_dir())
+        targets = self._targets(workers)
+        if not targets:
+            self.mishaps.append("there is nobody to strike")
         begun = time.monotonic()
-        for pid in self._targets(everyone):
-            os.kill(pid, self.cell.signal)
+        self.arrival = begun - self.begun
+        for pid in targets:
+            try:
+                os.kill(pid, self.cell.signal)
+            except ProcessLookupError:
+                self.mishaps.append(f"process {pid} had ended before it was struck")
         (self.folder / "go").touch()
         if self.cell.target == "loader":  # it is ignored: training goes on
-            seen = self._lines()
-            wait_until(lambda: self._lines() > seen + 3 or self.process.poll() is not None)
+            seen = self._last_step()
+            self._await(lambda: self._last_step() > seen + 3, "training did not go on")
+            if not all(map(alive, targets)):
+                self.mishaps.append("the loader worker has ended")
             begun = time.monotonic()
             self.process.send_signal(signal.SIGTERM)
-        return self._ended(everyone, begun)
+        counts = tuple(len(found) for found in workers)
+        return self._ended(before, counts, begun)
 
-    def _targets(self, everyone: list[int]) -> list[int]:
+    def _await(self, condition: Callable[[], bool], otherwise: str) -> None:
+        """Wait for `condition`; a run that ends or hangs meanwhile is a mishap."""
+        if not wait_until(lambda: condition() or self.process.poll() is not None):
+            self.mishaps.append(f"{otherwise} in {PATIENCE_SECONDS:.0f} seconds")
+        elif self.process.poll() is not None:
+            self.mishaps.append(f"{otherwise}: it ended before, with {self.process.returncode}")
+
+    def _workers(self) -> list[list[int]]:
+        """Return the loader workers of each rank that read what the phase reads."""
+        split = "validation" if self.cell.phase == "evaluation" else "train"
+        expected = self.cell.expected.workers
+
+        def found() -> list[list[int]]:
+            each = []
+            for rank in range(self.cell.processes):
+                told = [line.split() for line in self._told(f"workers_{rank}")]
+                below = set(children(self._rank(rank)))
+                mine = [int(pid) for pid, read in told if read == split]
+                each.append([pid for pid in mine if pid in below and alive(pid)])
+            return each
+
+        if expected:  # the last of them may not have read a sample yet
+            wait_until(lambda: all(len(mine) >= expected for mine in found()), WORKERS_SECONDS)
+        return found()
+
+    def _rank(self, rank: int) -> int:
+        """Return the process of a rank: in a save, only rank 0 waits in the phase."""
+        place = self.folder / f"{self.cell.phase}_{rank}"
+        if place.exists():
+            return int(place.read_text())
+        return int(self._told(f"steps_{rank}")[-1].split()[0])
+
+    def _targets(self, workers: list[list[int]]) -> list[int]:
         """Return who gets the signal; of all, who starts others last: children are asked first."""
-        rank = int(self.reached()[-1].read_text())
+        last = self.cell.processes - 1
         if self.cell.target == "parent":
             return [self.process.pid]
         if self.cell.target == "rank":
-            return [rank]
+            return [self._rank(last)]
         if self.cell.target == "loader":
-            return children(rank)[:1]
-        return [*reversed(everyone), self.process.pid]
+            return workers[last][:1]
+        return [*reversed(children(self.process.pid)), self.process.pid]
 
-    def _lines(self) -> int:
-        found = list(self.folder.glob("runs/*/*/metrics.jsonl"))
-        return found[0].read_text().count("\n") if found else 0
+    def _told(self, name: str) -> list[str]:
+        path = self.folder / name
+        return path.read_text().splitlines() if path.exists() else []
 
-    def _ended(self, everyone: list[int], begun: float) -> Result:
-        try:
-            output, _ = self.process.communicate(timeout=PATIENCE_SECONDS)
-        except subprocess.TimeoutExpired:
-            output = "it did not end"
+    def _made(self) -> tuple[tuple[int, ...], ...]:
+        """Return the steps that each rank has made."""
+        lines = [self._told(f"steps_{rank}") for rank in range(self.cell.processes)]
+        return tuple(tuple(int(line.split()[1]) for line in rank) for rank in lines)
+
+    def _last_step(self) -> int:
+        """Return the last step that every rank has made."""
+        return min((steps[-1] if steps else 0 for steps in self._made()), default=0)
+
+    def _run_dir(self) -> Path | None:
+        return next(self.folder.glob("runs/*/*"), None)
+
+    def _ended(self, before: State, workers: tuple[int, ...], begun: float) -> Result:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(PATIENCE_SECONDS)
         seconds = time.monotonic() - begun
-        wait_until(lambda: not any(map(alive, everyone)), 15.0)
         code = self.process.returncode
-        saved, resumable = self._state()
-        left = sum(map(alive, everyone))
-        return Result(-999 if code is None else code, saved, resumable, left, seconds, output)
+        wait_until(lambda: not marked(self.mark), 15.0)
+        left = tuple(f"{pid} {command(pid)}" for pid in marked(self.mark))
+        if code is None:
+            self.mishaps.append("it did not end")
+        self._kill()
+        result = Result(
+            -999 if code is None else code,
+            self._made(),
+            before,
+            State.read(self._run_dir()),
+            left,
+            seconds,
+            workers,
+            self.arrival,
+            tuple(self.mishaps),
+            output=(self.folder / "output").read_text(errors="replace"),
+        )
+        if self.cell.expected.resumes and not self.mishaps and result.after.saved is not None:
+            return result.with_(resumed=self._resumed(result))
+        return result
 
-    def _state(self) -> tuple[bool, bool]:
-        """Return whether there is a whole checkpoint, and whether it and the job can be read."""
-        run_dir = next(self.folder.glob("runs/*/*"), None)
-        newest = None if run_dir is None else files.newest_complete(run_dir / "checkpoints")
-        if run_dir is None or newest is None:
-            return False, False
-        try:
-            files.verify(newest)
-            Job.read(run_dir)
-        except AccelError:
-            return True, False
-        return True, True
+    def _resumed(self, result: Result) -> Resumed:
+        """Go on for one step."""
+        (self.folder / "go").touch()
+        next_step = (result.after.saved or 0) + 1
+        arguments = (f"resume={self._run_dir()}", f"trainer.stop_after={next_step}")
+        self.process = self._started("resumed", *RECIPE[:2], *arguments)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(PATIENCE_SECONDS)
+        code = self.process.poll()
+        self._kill()
+        made = tuple(
+            steps[len(earlier) :] for steps, earlier in zip(self._made(), result.made, strict=True)
+        )
+        output = (self.folder / "resumed").read_text(errors="replace")
+        return Resumed(-999 if code is None else code, made, State.read(self._run_dir()), output)
 
 
 def run(cell: Cell, folder: Path) -> Result:

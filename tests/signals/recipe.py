@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from accel.env import Environment
 from runner import Callback, Data, Objective, register
@@ -28,6 +28,15 @@ NUM_SAMPLES = 64
 def rank() -> int:
     """Return this process's rank; 0 where it is alone."""
     return Environment.read().rank or 0
+
+
+def tell(folder: str, name: str, line: str) -> None:
+    """Append a line to a file that whoever watches the run reads; whole, or not at all."""
+    target = os.open(Path(folder) / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(target, f"{line}\n".encode())
+    finally:
+        os.close(target)
 
 
 def wait_in(folder: str, phase: str) -> None:
@@ -115,10 +124,16 @@ ENDINGS: dict[str, Callable[[], Any]] = {
 
 
 class Samples(Dataset[Any]):
-    """Points on a line; reading sample `at` ends on rank `on` in the way `ending`."""
+    """Points on a line; reading sample `at` ends on rank `on` in the way `ending`.
 
-    def __init__(self, ending: str | None, on: int, at: int) -> None:
+    In a loader worker, ``workers_<rank>`` in `folder` gets its process and `split`.
+    """
+
+    def __init__(
+        self, ending: str | None, on: int, at: int, folder: str | None = None, split: str = "train"
+    ) -> None:
         self.ending, self.on, self.at = ending, on, at
+        self.folder, self.split, self.told = folder, split, 0
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -126,13 +141,20 @@ class Samples(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self.ending and rank() == self.on and index >= self.at:
             ENDINGS[self.ending]()
+        if self.folder is not None and self.told != os.getpid() and get_worker_info() is not None:
+            self.told = os.getpid()
+            tell(self.folder, f"workers_{rank()}", f"{self.told} {self.split}")
         x = torch.full((4,), index / NUM_SAMPLES)
         return x, x.sum()
 
 
 @register.data("small")
 def small_data(
-    ending: str | None = None, on: int = 1, at: int = 0, evaluated: bool = False
+    ending: str | None = None,
+    on: int = 1,
+    at: int = 0,
+    evaluated: bool = False,
+    folder: str | None = None,
 ) -> Data:
     """Return data that may end the process which reads it.
 
@@ -141,9 +163,12 @@ def small_data(
         on: the rank on which it happens.
         at: the first sample of which it happens.
         evaluated: whether in the validation data, else in the training data.
+        folder: where loader workers say who they are; None: they do not.
     """
-    plain, ending_set = Samples(None, on, at), Samples(ending, on, at)
-    return Data(plain, ending_set) if evaluated else Data(ending_set, plain)
+    first, second = (None, ending) if evaluated else (ending, None)
+    return Data(
+        Samples(first, on, at, folder, "train"), Samples(second, on, at, folder, "validation")
+    )
 
 
 @register.model("small")
@@ -211,14 +236,31 @@ class Small(Objective):
 
 @register.callback("small")
 class Waiting(Callback):
-    """Ranks wait in the first save if `wait` is "save"; rank `stops` leaves at its second step."""
+    """Ranks wait in the save number `nth` if `wait` is "save"; `stops` leaves at its second step.
 
-    def __init__(self, wait: str = "", folder: str = ".", stops: int | None = None) -> None:
+    Args:
+        wait: "save" or nothing.
+        folder: where `wait_in` meets whoever waits for the ranks.
+        stops: a rank that leaves.
+        nth: the save; 1: the first.
+        tells: whether each rank appends its process and each of its steps to ``steps_<rank>``.
+    """
+
+    def __init__(
+        self,
+        wait: str = "",
+        folder: str = ".",
+        stops: int | None = None,
+        nth: int = 1,
+        tells: bool = False,
+    ) -> None:
         self.wait, self.folder, self.stops = wait, folder, stops
+        self.nth, self.tells, self.saves = nth, tells, 0
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return nothing to save; called while a checkpoint is written."""
-        if self.wait == "save":
+        self.saves += 1
+        if self.wait == "save" and self.saves == self.nth:
             wait_in(self.folder, "save")
         return {}
 
@@ -226,6 +268,8 @@ class Waiting(Callback):
         """Take nothing over."""
 
     def on_step(self, loop: Any) -> None:
-        """Leave the others alone."""
+        """Tell the step; or leave the others alone."""
+        if self.tells:
+            tell(self.folder, f"steps_{rank()}", f"{os.getpid()} {loop.state.step}")
         if rank() == self.stops and loop.state.step == 2:
             loop.stop("rank alone")

@@ -1,0 +1,236 @@
+"""The oracle of the matrix: a run that left something else than a person expects is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from accel.checkpoint import files
+from runner import recipe
+from runner.job import Job
+from tests.helpers import python
+from tests.signals import oracle
+from tests.signals.cells import Cell, Run, wait_until
+from tests.signals.oracle import MARK, Expected, Result, Resumed, State, marked
+
+TERM = Expected(75, saves=True, resumes=True, workers=2)
+INT = Expected(130, saves=False, every_steps=2, workers=0)
+
+
+def write(run_dir: Path, steps: tuple[int, ...], rows: int) -> Path:
+    """Write a run directory with the checkpoints of `steps` and so many rows."""
+    run_dir.mkdir(exist_ok=True)
+    Job(run_dir).save(recipe.from_plain({"name": "faked"}))
+    for number, step in enumerate(steps):
+        final = run_dir / "checkpoints" / f"checkpoint_{number}"
+        final.parent.mkdir(exist_ok=True)
+        staged = files.stage(final)
+        (staged / "model.safetensors").write_bytes(bytes(64))
+        files.seal(staged, {}, {"step": step})
+        files.publish(staged, final)
+    lines = [json.dumps({"step": step, "split": "train"}) for step in range(1, rows + 1)]
+    (run_dir / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return run_dir
+
+
+@pytest.fixture(autouse=True)
+def _no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is to outlive the machine."""
+    monkeypatch.setattr(os, "fsync", lambda target: None)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return write(tmp_path / "run", (3,), 3)
+
+
+def saved(run_dir: Path) -> Result:
+    """Return what TERM in step 3 leaves in `run_dir`."""
+    resumed = Resumed(0, ((4,), (4,)), State((3, 4), (), (1, 2, 3, 4)))
+    steps = ((1, 2, 3), (1, 2, 3))
+    return Result(75, steps, State(), State.read(run_dir), (), 1.0, (2, 2), resumed=resumed)
+
+
+def interrupted(run_dir: Path) -> Result:
+    """Return what INT in step 3 leaves in `run_dir`, where the state of step 2 was saved."""
+    before = State((2,), (), (1, 2))
+    return Result(130, ((1, 2),), before, State.read(run_dir), (), 1.0, (0,))
+
+
+def told(result: Result, expected: Expected) -> str:
+    return "\n".join(result.problems(expected))
+
+
+def test_what_is_expected_is_no_problem(run_dir: Path, tmp_path: Path) -> None:
+    assert saved(run_dir).problems(TERM) == []
+    assert interrupted(write(tmp_path / "other", (2,), 2)).problems(INT) == []
+
+
+def test_a_state_of_an_earlier_step_is_told(tmp_path: Path) -> None:
+    result = saved(write(tmp_path / "run", (2,), 3))
+    assert "the state of step 2 is saved, not of 3" in told(result, TERM)
+
+
+def test_rows_that_are_missing_are_told(tmp_path: Path) -> None:
+    result = saved(write(tmp_path / "run", (3,), 2))
+    assert "rows of the steps 1 to 2, not 1 to 3" in told(result, TERM)
+
+
+def test_ranks_that_differ_in_their_steps_are_told(run_dir: Path) -> None:
+    result = saved(run_dir).with_(made=((1, 2, 3), (1, 2)))
+    assert "the ranks have made ['1 to 3', '1 to 2']" in told(result, TERM)
+
+
+def test_no_state_at_all_is_told(tmp_path: Path) -> None:
+    result = saved(write(tmp_path / "run", (), 3))
+    assert "not resumable: there is no whole checkpoint" in told(result, TERM)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "job.json", "metrics.jsonl"])
+@pytest.mark.parametrize("damage", ["cut", "garbage", "gone"])
+def test_a_damaged_file_is_told(run_dir: Path, name: str, damage: str) -> None:
+    path = run_dir / name
+    whole = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(whole[:-7] if damage == "cut" else b"a: [1\n{" + whole)
+    expected = "rows of the steps none" if (name, damage) == ("metrics.jsonl", "gone") else ""
+    assert (expected or "not resumable: ") in told(saved(run_dir), TERM)
+
+
+def test_a_recipe_with_an_unknown_key_is_told(run_dir: Path) -> None:
+    path = run_dir / "config.yaml"
+    path.write_text(path.read_text() + "trainr: {}\n")
+    assert "not resumable: " in told(saved(run_dir), TERM)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"code": 1}, "resumed: exit code 1"),
+        ({"made": ((3, 4), (3, 4))}, "resumed: made the steps ((3, 4), (3, 4)), not 4"),
+        ({"made": ((4,), ())}, "resumed: made the steps ((4,), ()), not 4 on every rank"),
+        ({"state": State((3, 4), (), (1, 2, 3, 3, 4))}, "resumed: rows of the steps 1, 2, 3, 3, 4"),
+        ({"state": State((3,), (), (1, 2, 3, 4))}, "resumed: the state of step 3 is saved"),
+    ],
+)
+def test_a_run_that_goes_on_elsewhere_is_told(run_dir: Path, change: dict, problem: str) -> None:
+    result = saved(run_dir)
+    assert result.resumed is not None
+    assert problem in told(result.with_(resumed=replace(result.resumed, **change)), TERM)
+
+
+def test_a_run_that_was_to_be_resumed_and_was_not_is_told(run_dir: Path) -> None:
+    assert told(saved(run_dir).with_(resumed=None), TERM) == "it was not resumed"
+
+
+# -- interrupted -----------------------------------------------------------------------------------
+
+
+def test_an_earlier_checkpoint_that_is_gone_is_told(tmp_path: Path) -> None:
+    result = interrupted(write(tmp_path / "run", (), 2))
+    assert "the states of the steps [2] are no longer whole" in told(result, INT)
+
+
+@pytest.mark.parametrize("content", [bytes(63), b"x" * 64])
+def test_an_earlier_checkpoint_that_is_damaged_is_told(tmp_path: Path, content: bytes) -> None:
+    run_dir = write(tmp_path / "run", (2,), 2)
+    (run_dir / "checkpoints/checkpoint_0/model.safetensors").write_bytes(content)
+    problems = told(interrupted(run_dir), INT)
+    assert "passes for whole and is not: checkpoint_0" in problems
+    assert "the states of the steps [2] are no longer whole" in problems
+
+
+def test_a_newer_checkpoint_makes_up_for_an_older_one_that_is_rotated(tmp_path: Path) -> None:
+    result = interrupted(write(tmp_path / "run", (4, 6, 8), 8))
+    before = State((2, 4, 6), (), (1, 2, 3, 4, 5, 6))
+    assert result.with_(before=before).problems(INT) == []
+
+
+def test_a_state_that_is_not_due_is_told(tmp_path: Path) -> None:
+    result = interrupted(write(tmp_path / "run", (2, 3), 3))
+    assert "the states of the steps [3] are saved" in told(result, INT)
+
+
+def test_a_state_before_anything_was_due_is_told(run_dir: Path) -> None:
+    expected = Expected(130, saves=False)
+    assert "the state of step 3 is saved, not none" in told(interrupted(run_dir), expected)
+
+
+def test_nothing_saved_before_the_signal_is_told(run_dir: Path) -> None:
+    result = interrupted(run_dir).with_(before=State())
+    assert "there was no checkpoint before the signal" in told(result, INT)
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"code": 1}, "exit code 1, not 75"),
+        ({"orphans": ("17 python",)}, "orphan: 17 python"),
+        ({"seconds": oracle.LIMIT_SECONDS + 1}, "it took 61 seconds"),
+        ({"workers": (2, 0)}, "loader workers of the ranks: (2, 0), not 2"),
+        ({"workers": ()}, "no rank has loader workers"),
+        ({"mishaps": ("there is nobody to strike",)}, "there is nobody to strike"),
+    ],
+)
+def test_processes_that_are_not_as_expected_are_told(
+    run_dir: Path, change: dict, problem: str
+) -> None:
+    assert told(saved(run_dir).with_(**change), TERM).startswith(problem)
+
+
+def test_workers_where_there_are_to_be_none_are_told(tmp_path: Path) -> None:
+    result = interrupted(write(tmp_path / "run", (2,), 2)).with_(workers=(1,))
+    assert told(result, INT) == "loader workers of the ranks: (1,), not 0"
+
+
+def test_a_process_that_starts_late_and_in_a_session_of_its_own_is_found() -> None:
+    mark = f"late-{os.getpid()}"
+    code = (
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', "
+        "'import time; time.sleep(60)'], start_new_session=True)"
+    )
+    subprocess.run(python("-c", code), env={**os.environ, MARK: mark}, check=True)
+    left = marked(mark)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert len(left) == 1
+    assert wait_until(lambda: not marked(mark), 15.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("raise SystemExit(75)", "the phase was not reached: it ended before, with 75"),
+        ("WAIT", "there is nobody to strike"),
+    ],
+)
+def test_a_cell_that_strikes_nobody_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, problem: str
+) -> None:
+    """The run is a stand-in: it ends at once, or waits in the phase and has no loader workers."""
+    if code == "WAIT":
+        code = (
+            "import os, pathlib, time\n"
+            f"place = pathlib.Path({str(tmp_path)!r})\n"
+            "(place / 'steps_0').write_text(f'{os.getpid()} 1\\n')\n"
+            "(place / 'training_0').write_text(str(os.getpid()))\n"
+            "while not (place / 'go').exists(): time.sleep(0.01)\n"
+            "raise SystemExit(75)\n"
+        )
+    monkeypatch.setattr("tests.signals.cells.COMMAND", code)
+    monkeypatch.setattr("tests.signals.cells.WORKERS_SECONDS", 0.2)
+    cell = Cell(signal.SIGTERM, "loader", True, "training", 1)
+    assert problem in Run(cell, tmp_path).result().problems(cell.expected)
