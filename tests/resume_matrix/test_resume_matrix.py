@@ -15,12 +15,13 @@ from tests.resume_matrix.held import Held
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.slow  # `test_attempt.py`, `test_starting.py` and `test_taking_over.py` do it here
 def test_however_a_run_ended_it_can_be_used(tmp_path: Path) -> None:
-    command = python("-m", "tests.resume_matrix", "--every", "45", "--offset", "20", "--sizes", "1")
+    command = python("-m", "tests.resume_matrix", "--every", "90", "--offset", "20", "--sizes", "1")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     answer = subprocess.run(
-        command, capture_output=True, text=True, timeout=550, cwd=ROOT, env=environment
+        command, capture_output=True, text=True, timeout=1100, cwd=ROOT, env=environment
     )
     print(answer.stdout)
     assert answer.returncode in (0, 2), answer.stdout + answer.stderr
