@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from accel.checkpoint import files
 from accel.env import Environment
 from accel.errors import ConfigError, Problem
+from runner import paths, rundir, signatures, variables
 from runner import recipe as recipes
-from runner import rundir, signatures, variables
 from runner.factory import Factory, factory_of, nodes_of
 from runner.registry import register
 from runner.schema import ENGINES, Recipe
@@ -177,7 +177,7 @@ def _check_states_folder(recipe: Recipe) -> None:
             return
     except OSError as error:
         value = f"checkpoint.project.project_dir={wanted}"
-        rule = f"states are written there, and that failed ({error})"
+        rule = f"states are written there, and that failed ({paths.failure(error)})"
         remedy = "Give a folder that you may write to, or leave it out."
         raise ConfigError(Problem(value, rule, remedy)) from error
 

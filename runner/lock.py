@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import ConfigError, Problem
+from runner import paths
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ def _sign(descriptor: int, me: Holder, run_dir: Path) -> None:
 
 
 def _unwritable(run_dir: Path, error: OSError, remedy: str) -> ConfigError:
-    rule = f"a run is written in its directory, and that failed ({error})"
+    rule = f"a run is written in its directory, and that failed ({paths.failure(error)})"
     return ConfigError(Problem(str(run_dir), rule, remedy))
 
 

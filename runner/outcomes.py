@@ -9,7 +9,6 @@ Free of torch.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -31,7 +30,7 @@ from accel.errors import (
     MissingPackageError,
     text_of,
 )
-from runner import frames
+from runner import frames, paths
 
 DONE = 0
 FAILED = 1
@@ -40,7 +39,6 @@ STOPPED = 75
 INTERRUPTED = 130
 # What a parent reads from an exit status: a worker that stopped with its state saved did not fail.
 CLEAN = (DONE, STOPPED)
-FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk or a quota
 # What gloo and NCCL say when another process is gone; both raise plain RuntimeErrors.
 COMMUNICATION = re.compile(
     r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|ProcessGroup|\bTCPStore\b",
@@ -88,7 +86,7 @@ class Outcome:
             if run_dir.is_dir():
                 raise
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in paths.FULL:
                 raise
             self._write(Path(tempfile.gettempdir()) / name)  # read and removed from there
 

@@ -7,12 +7,15 @@ shipped `conf/` is found from this file.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
 
 PRIMARY = "config.yaml"
 TABLE = "tool.runner"  # a table that is not closed, too, so that it is refused
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk or a quota
 
 
 def settle() -> None:
@@ -64,3 +67,9 @@ def project_conf_folders() -> list[Path]:
     shipped = conf_folder().resolve()
     folders = [Path(folder, "conf").resolve() for folder in project_folders()]
     return [folder for folder in folders if folder.is_dir() and folder != shipped]
+
+
+def failure(error: OSError) -> str:
+    """Return what a message says of a failed write: that the disk is full, if it is."""
+    full = error.errno in FULL
+    return f"the disk is full: {error}" if full else str(error)

@@ -20,7 +20,7 @@ from typing import Any
 from accel.checkpoint import files
 from accel.env import read
 from accel.errors import CheckpointError, ConfigError, Problem
-from runner import attempt
+from runner import attempt, paths
 from runner.attempt import CONFIG
 from runner.job import ENVIRONMENT, JOB, Job
 
@@ -63,7 +63,7 @@ def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
             if _created(path):
                 return path
     except OSError as error:
-        rule = f"runs are written there, and that failed ({error})"
+        rule = f"runs are written there, and that failed ({paths.failure(error)})"
         remedy = "Give output_dir=<a folder you may write to>."
         raise ConfigError(Problem(f"output_dir={str(output_dir)!r}", rule, remedy)) from error
 

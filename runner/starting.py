@@ -18,6 +18,7 @@ from runner import (
     launch,
     leftovers,
     lock,
+    paths,
     processes,
     resumable,
     resume,
@@ -152,7 +153,7 @@ def _staged(asked: Job, recipe: Recipe) -> Job:
             attempt.discard(staged.place)
             raise
     except OSError as error:
-        rule = f"a run is written there, and that failed ({error})"
+        rule = f"a run is written there, and that failed ({paths.failure(error)})"
         remedy = "Make room or give it a folder you may write to; nothing of it has changed."
         raise ConfigError(Problem(str(asked.run_dir), rule, remedy)) from error
     return staged

@@ -208,7 +208,7 @@ def test_a_full_disk_is_told_before_anything_is_started(
     monkeypatch.setattr(os, "pwrite", full)
     assert cli.main(list(LITTLE)) == 2
     told = capsys.readouterr().err
-    assert "No space left on device" in told
+    assert "the disk is full: [Errno 28] No space left on device" in told
     assert "Make room there" in told
     assert "Traceback" not in told
     assert not run_dirs(tmp_path)
