@@ -43,7 +43,7 @@ class ProcessAPI(ProcessControl):
     strategy: Strategy
     _trigger: bool = False
     _kept_repetitions: bool = False  # whether that was told
-    _kept_ambiguous: bool = False  # as above, for loaders that end together
+    _kept_ambiguous: bool = False  # as above, for loaders that are read side by side
 
     # -- what they exchange --------------------------------------------------------------------
 
@@ -144,8 +144,8 @@ class ProcessAPI(ProcessControl):
             return
         self._kept_ambiguous = True
         logger.warning(
-            "gather_for_metrics: %d rows, where loaders that are read side by side end together "
-            "with %s real samples: rows do not tell whose they are, so nothing was dropped and "
+            "gather_for_metrics: %d rows, where loaders that are read side by side have %s real "
+            "samples in hand: rows do not tell whose they are, so nothing was dropped and "
             "repeated samples stay. Gather with gather() and cut the last batch by the length of "
             "its data set, or read the loaders one after the other.",
             num_rows,

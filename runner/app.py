@@ -373,10 +373,8 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], float | None]) -> i
     def guarded(config: DictConfig) -> float | None:
         try:
             return task(config)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # Hydra would wrap it in its own words; it is raised below
+        # Hydra would wrap it in its own words; it is raised below.
+        except (Exception, SystemExit) as error:
             raised.append(error)
             raise SystemExit(FAILED) from error
 

@@ -103,9 +103,7 @@ def _resumed(run_dir: str | Path, overrides: Sequence[str], trains: bool) -> Exa
         return _onto(frozen, job, overrides, trains)
     after, problems = diagnose.examine(merged, job.config_name)
     try:
-        today = _plain(after)
-        changed = resume.carry_over(frozen, _plain(before), today)
-        changed = resume.imposed(changed, today, {hydra_setup.key_of(o) for o in overrides})
+        changed = _taken_over(frozen, before, after, overrides)
     except OmegaConfBaseException as error:
         problems.append(unresolved(error))
         return Examined(Recipe(), problems, tuple(merged), job.config_name, composed=False)
@@ -124,15 +122,22 @@ def _onto(frozen: dict[str, Any], job: Job, overrides: Sequence[str], trains: bo
         if choices:
             after, problems = diagnose.examine(choices, hydra_setup.PRIMARY)
             before, _ = diagnose.examine([], hydra_setup.PRIMARY)
-            today = _plain(after)
-            changed = resume.carry_over(frozen, _plain(before), today)
-            changed = resume.imposed(changed, today, {hydra_setup.key_of(o) for o in choices})
+            changed = _taken_over(frozen, before, after, choices)
         config, wrong = diagnose.applied(values, changed)
         changed = hydra_setup.plain(config)
     except OmegaConfBaseException as error:
         problems.append(unresolved(error))
         return Examined(Recipe(), problems, tuple(merged), job.config_name, composed=False)
     return _changed(frozen, changed, job, [*problems, *wrong], merged, trains)
+
+
+def _taken_over(
+    frozen: dict[str, Any], before: DictConfig, after: DictConfig, overrides: Sequence[str]
+) -> Any:
+    """Return `frozen` with what `overrides` change from one composition of today to the other."""
+    today = _plain(after)
+    changed = resume.carry_over(frozen, _plain(before), today)
+    return resume.imposed(changed, today, {hydra_setup.key_of(o) for o in overrides})
 
 
 def _changed(

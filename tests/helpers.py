@@ -33,6 +33,15 @@ class WorkerError(AssertionError):
     """A function failed on a rank; carries the traceback of the rank that failed first."""
 
 
+def alive(pid: int) -> bool:
+    """Return whether a process runs; one that merely waits to be collected does not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
 def free_port() -> int:
     """Return a TCP port on the loopback address that nobody listens on."""
     with socket.socket() as probe:

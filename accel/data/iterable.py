@@ -200,7 +200,14 @@ def held_by(value: Any) -> list[Any]:
     ]
 
 
+def codes_within(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and of those that it defines."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_within(constant)
+
+
 def _names_workers(code: CodeType) -> bool:
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    names = (code.co_name, *code.co_names, *code.co_varnames)
-    return any("worker" in name for name in names) or any(_names_workers(part) for part in inner)
+    names = ((part.co_name, *part.co_names, *part.co_varnames) for part in codes_within(code))
+    return any("worker" in name for name in itertools.chain.from_iterable(names))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
@@ -20,7 +19,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accel.comm.base import Communicator
-from accel.data.iterable import IterableDatasetShard, held_by
+from accel.data.draws import process_states
+from accel.data.iterable import IterableDatasetShard, codes_within, held_by
 from accel.errors import ConfigError, Problem
 
 _SAMPLES, _LEAVES = 32, 8  # of a first round, that are compared
@@ -145,12 +145,11 @@ def _names_both(code: CodeType) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    yield from (code.co_name, *code.co_names, *code.co_varnames, *code.co_freevars)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-        elif isinstance(constant, str) and len(constant) < 20:  # os.environ["RANK"]
-            yield constant
+    for part in codes_within(code):
+        yield from (part.co_name, *part.co_names, *part.co_varnames, *part.co_freevars)
+        for constant in part.co_consts:
+            if isinstance(constant, str) and len(constant) < 20:  # os.environ["RANK"]
+                yield constant
 
 
 def _plain_name(name: str) -> str:
@@ -229,7 +228,7 @@ class FirstRound:
     def begin(self) -> None:
         """Note the start of a pass."""
         if not int(self.table[0]):
-            self._before = _drawn_so_far()
+            self._before = process_states()
 
     def note(self, samples: Sequence[Any]) -> None:
         """Note the samples of a round, none where the stream is empty.
@@ -246,7 +245,7 @@ class FirstRound:
         for row, parts in enumerate(leaves):
             for column, part in enumerate(parts[:_LEAVES]):
                 digests[row * _LEAVES + column] = _signed(_hash(_bytes_of(part)))
-        random_alone = lone and bool(samples) and self._before != _drawn_so_far()
+        random_alone = lone and bool(samples) and self._before != process_states()
         table = [len(samples) + 1, int(random_alone), *digests]
         self.table.copy_(torch.tensor(table, dtype=torch.int64))
 
@@ -373,8 +372,3 @@ def _hash(data: bytes) -> int:
 
 def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
-
-
-def _drawn_so_far() -> tuple[Any, ...]:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), name, np.asarray(keys).tobytes(), rest, torch.get_rng_state().tolist()

@@ -15,8 +15,8 @@ from types import ModuleType
 import pytest
 
 from runner import endings
-from tests.helpers import python
-from tests.signals.cells import alive, children
+from tests.helpers import alive, python
+from tests.signals.cells import children
 
 ROOT = Path(__file__).resolve().parents[2]
 # A shell that starts tests in the background lets them ignore Ctrl-C.

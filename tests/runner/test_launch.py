@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from runner import launch, outcomes
-from tests.helpers import python
+from tests.helpers import alive, python
 
 ROOT = Path(__file__).resolve().parents[2]
 PARENT = """
@@ -28,15 +28,6 @@ sys.exit(launch.run_group(run_dir, 2, run_dir, f"tests.runner.jobs:{sys.argv[2]}
 
 def group(run_dir: Path, job: str, num_processes: int = 2) -> int:
     return launch.run_group(run_dir, num_processes, run_dir, f"tests.runner.jobs:{job}")
-
-
-def alive(pid: int) -> bool:
-    """Return whether a process runs; one that merely waits to be collected does not."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def pids(run_dir: Path) -> list[int]:

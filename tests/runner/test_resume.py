@@ -105,12 +105,18 @@ def test_a_resumed_run_is_refused_what_an_evaluation_is_not(tmp_path: Path) -> N
     assert (run_dir / "config.yaml").read_bytes() == before
 
 
+def own_file(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Path:
+    """Work in `folder`; return the place of a file of its own, still to be written."""
+    monkeypatch.chdir(folder)
+    file = folder / name
+    file.parent.mkdir(parents=True)
+    return file
+
+
 def test_a_key_that_is_named_has_that_value_though_todays_files_have_it_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "conf/experiment/own.yaml"
-    file.parent.mkdir(parents=True)
+    file = own_file(tmp_path, monkeypatch, "conf/experiment/own.yaml")
     file.write_text("# @package _global_\noptimizer:\n  lr: 0.1\n")
     run_dir = make_run(tmp_path / "runs", "experiment=own")
     file.write_text("# @package _global_\noptimizer:\n  lr: 0.3\n")
@@ -130,9 +136,7 @@ def test_a_key_that_is_named_has_that_value_though_todays_files_have_it_too(
 def test_a_run_whose_files_are_gone_is_resumed_with_its_recorded_recipe(
     lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "conf/experiment/own.yaml"
-    file.parent.mkdir(parents=True)
+    file = own_file(tmp_path, monkeypatch, "conf/experiment/own.yaml")
     switched = "defaults:\n  - override /fsdp: full_shard\n"
     file.write_text(f"# @package _global_\n{switched}optimizer:\n  lr: 0.1\ntags: [a]\n")
     run_dir = make_run(tmp_path / "runs", "experiment=own", "fsdp.cpu_offload=true", "seed=3")
@@ -166,9 +170,7 @@ def test_a_run_whose_files_are_gone_is_resumed_with_its_recorded_recipe(
 def test_a_group_that_is_named_is_chosen_though_todays_files_choose_it_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "conf/experiment/own.yaml"
-    file.parent.mkdir(parents=True)
+    file = own_file(tmp_path, monkeypatch, "conf/experiment/own.yaml")
     text = "# @package _global_\ndefaults:\n  - override /scheduler: {}\n"
     file.write_text(text.format("constant"))
     run_dir = make_run(tmp_path / "runs", "experiment=own")
@@ -183,9 +185,7 @@ def test_a_group_that_is_named_is_chosen_though_todays_files_choose_it_too(
 def test_a_group_of_a_run_whose_files_are_gone_is_refused_what_cannot_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "conf/dataloader/mine.yaml"
-    file.parent.mkdir(parents=True)
+    file = own_file(tmp_path, monkeypatch, "conf/dataloader/mine.yaml")
     file.write_text("defaults: [default]\ndata_seed: 7\n")
     run_dir = make_run(tmp_path / "runs", "dataloader=mine")
     for gone in (False, True):

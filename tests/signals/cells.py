@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers import python
-from tests.signals.oracle import MARK, Expected, Result, Resumed, State, alive, command, marked
+from tests.helpers import alive, python
+from tests.signals.oracle import MARK, Expected, Result, Resumed, State, command, marked
 
 ROOT = Path(__file__).resolve().parents[2]
 # A shell that starts this in the background lets it ignore Ctrl-C.

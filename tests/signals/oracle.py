@@ -12,6 +12,7 @@ from accel.checkpoint import files
 from accel.errors import AccelError
 from runner import recipe
 from runner.job import Job
+from tests.helpers import alive
 
 # The variable that marks the processes of one run: whatever they start inherits it.
 MARK = "RUNNER_SIGNALS_RUN"
@@ -28,15 +29,6 @@ def marked(mark: str) -> list[int]:
             if wanted in (place / "environ").read_bytes().split(b"\0") and alive(int(place.name)):
                 found.append(int(place.name))
     return sorted(set(found) - {os.getpid()})
-
-
-def alive(pid: int) -> bool:
-    """Return whether a process runs; one that merely waits to be collected does not."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def command(pid: int) -> str:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from accel.imports import is_available
-from tests.helpers import python, run_distributed
-from tests.signals.cells import COMMAND, PATIENCE_SECONDS, RECIPE, ROOT, alive, children, wait_until
+from tests.helpers import alive, python, run_distributed
+from tests.signals.cells import COMMAND, PATIENCE_SECONDS, RECIPE, ROOT, children, wait_until
 
 OWN = 'tests/signals/recipe.py", line '
 LOADERS = "dataloader=workers"
