@@ -43,6 +43,7 @@ class ProcessAPI(ProcessControl):
     strategy: Strategy
     _trigger: bool = False
     _kept_repetitions: bool = False  # whether that was told
+    _kept_late: bool = False  # as above, for rows that are gathered after their loop
     _kept_ambiguous: bool = False  # as above, for loaders that are read side by side
 
     # -- what they exchange --------------------------------------------------------------------
@@ -63,8 +64,10 @@ class ProcessAPI(ProcessControl):
         with it, as in ``batch = next(iter(loader))``, this holds for data of as many samples, until
         the next pass over a loader begins. Data may have any number of rows per sample (flattened
         predictions), the same for all samples; of other data everything is kept, with one warning.
-        So it is where loaders are read side by side, as by ``zip``, with as many samples each in
-        hand, of which other numbers are real.
+        So it is where loaders are read side by side, as by ``zip``, and the rows fit the samples in
+        hand of several, of which other numbers are real; and where the rows of a whole pass are
+        gathered after it. Rows must be those of a prepared loader: what a loader outside of
+        `prepare` gave, gathered with a prepared one's last batch in hand, is taken for that one's.
 
         Args:
             input_data: nested tensors [n, ...], or any objects.
@@ -119,9 +122,10 @@ class ProcessAPI(ProcessControl):
             even: whether each process gave as many rows.
         """
         if not ended:
+            if self.comm.world_size > 1:
+                self._tell_late(len(rows))
             return rows
         fits = [last for last in ended if even and len(rows) % last.size == 0]
-        fits = [last for last in fits if len(rows) == last.size] or fits
         kept = {len(rows) // last.size * last.real for last in fits}
         if len(kept) == 1:
             return rows[: kept.pop()]
@@ -138,6 +142,21 @@ class ProcessAPI(ProcessControl):
                 ended[0].real,
             )
         return rows
+
+    def _tell_late(self, num_rows: int) -> None:
+        """Warn once of the rows of a whole pass that is over."""
+        size, repeated = self.gradient_state.passed
+        if not repeated or num_rows % size or self._kept_late:
+            return
+        self._kept_late = True
+        logger.warning(
+            "gather_for_metrics: %d rows after a pass that gave %d samples, %d of them repeated to "
+            "complete the last batch: they can be dropped while that batch is in hand only, so "
+            "they stay. Call gather_for_metrics within the loop, for each batch.",
+            num_rows,
+            size,
+            repeated,
+        )
 
     def _tell_ambiguous(self, num_rows: int, ended: Sequence[_LastBatch]) -> None:
         if self._kept_ambiguous:

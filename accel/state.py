@@ -312,6 +312,8 @@ class GradientState:
         dataloader_references: all loaders that are being iterated over, the outermost first.
         broken_off: (`remainder`, samples with repetitions) of the last batch, where a pass was left
             with it in hand, as in ``batch = next(iter(loader))``; (0, 0) from the next pass on.
+        passed: (samples that the latest pass gave over all processes, how many of them were
+            repetitions), after a whole pass that had some; (0, 0) from the next pass on.
         plugin_kwargs: the settings that differ from the defaults.
         distributed_type: how the processes work together.
     """
@@ -326,6 +328,7 @@ class GradientState:
     end_of_dataloader: bool
     remainder: int
     broken_off: tuple[int, int]
+    passed: tuple[int, int]
     _loaders: list[weakref.ref[Any]]
     _reader: Reader
 
@@ -335,7 +338,7 @@ class GradientState:
         self.__dict__ = self._shared_state
         if not self.initialized:
             self.sync_gradients = True
-            self.broken_off = 0, 0
+            self.broken_off = self.passed = 0, 0
             self._loaders = []
             self._reader = Reader()
             self._follow_dataloader()
@@ -402,7 +405,7 @@ class GradientState:
     def _start_over(self) -> None:
         """Close the window of accumulation that an earlier training left open."""
         self.sync_gradients = True
-        self.broken_off = 0, 0
+        self.broken_off = self.passed = 0, 0
         self._reader = Reader()
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
@@ -440,7 +443,7 @@ class GradientState:
             The others that are read, with the batches that they have given.
         """
         others = [(one, one.batches_given) for one in self._being_read() if one is not dataloader]
-        self.broken_off = 0, 0
+        self.broken_off = self.passed = 0, 0
         self._loaders.append(weakref.ref(dataloader, self._forget))
         self._follow_dataloader()
         return others

@@ -61,6 +61,14 @@ class Communicator(ABC):
     def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
         """Return rank `source`'s list of picklable values; others give a list of its length."""
 
+    @abstractmethod
+    def post(self, key: str, value: str) -> None:
+        """Leave `value` under `key` for the other ranks. No collective: it waits for nobody."""
+
+    @abstractmethod
+    def posted(self, key: str) -> list[str] | None:
+        """Return what the ranks have posted under `key`, by rank; None until all of them have."""
+
     def save(self, value: Any, path: str | Path) -> None:
         """Write `value` with the transport's own serialisation (`torch.save` where it has none)."""
         torch.save(value, path)

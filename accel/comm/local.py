@@ -32,6 +32,9 @@ class LocalCommunicator(Communicator):
     local_world_size = 1
     backend = None
 
+    def __init__(self) -> None:
+        self._posted: dict[str, str] = {}
+
     def barrier(self) -> None:
         """Return at once."""
 
@@ -58,6 +61,14 @@ class LocalCommunicator(Communicator):
     def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
         """Return the same values in a new list."""
         return list(values)
+
+    def post(self, key: str, value: str) -> None:
+        """Keep `value` under `key`."""
+        self._posted[key] = value
+
+    def posted(self, key: str) -> list[str] | None:
+        """Return what was posted under `key` in a list, None if nothing was."""
+        return [self._posted[key]] if key in self._posted else None
 
     def close(self) -> None:
         """Note the end of the run; there is no group, so collectives go on working."""

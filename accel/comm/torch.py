@@ -251,6 +251,19 @@ class TorchCommunicator(Communicator):
         dist.broadcast_object_list(received, src=source)
         return received
 
+    def post(self, key: str, value: str) -> None:
+        """Write `value` to the store by which the processes met."""
+        self._require_open()
+        store = dist.distributed_c10d._get_default_store()
+        store.set(_posted_key(key, self.rank), value)
+
+    def posted(self, key: str) -> list[str] | None:
+        """Return what the ranks have posted under `key`, by rank; None until all of them have."""
+        self._require_open()
+        store = dist.distributed_c10d._get_default_store()
+        keys = [_posted_key(key, rank) for rank in range(self.world_size)]
+        return [store.get(one).decode() for one in keys] if store.check(keys) else None
+
     def before_exit(self, let_go: Callable[[], None]) -> None:
         """Have `let_go` called when the process ends: under gloo, whose threads must end first."""
         if self.backend != "gloo":
@@ -269,6 +282,10 @@ class TorchCommunicator(Communicator):
             dist.destroy_process_group()
             _MEETING.group = None
         self.closed = True
+
+
+def _posted_key(key: str, rank: int) -> str:
+    return f"accel/posted/{key}/{rank}"
 
 
 def _as_movable(flat: torch.Tensor) -> torch.Tensor:

@@ -456,6 +456,7 @@ class PreparedLoader(DataLoader[Any]):
         shown, _ = self._showing(current)
         if shown is self:
             GradientState()._note_end(self)
+            self._note_repetitions(current.given)
         shown.end_of_dataloader = False
         GradientState()._follow_dataloader()
         if self._goes_on and order.ended and not current.given and order.started is not None:
@@ -465,6 +466,13 @@ class PreparedLoader(DataLoader[Any]):
                 rng.restore_host(order.started.agreed)
             return
         self._finish(current)
+
+    def _note_repetitions(self, num_batches: int) -> None:
+        """Keep, for metrics that are gathered after a whole pass, how many samples it repeated."""
+        real, size = self.in_hand
+        if real < size:
+            total = (num_batches - 1) * self.total_batch_size + size
+            GradientState().passed = total, size - real
 
     def _finish(self, current: Pass) -> None:
         order = self._order

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
@@ -27,10 +29,12 @@ _SAMPLES, _LEAVES = 32, 8  # of a first round, that are compared
 _BYTES = 1 << 14  # of a leaf
 _ENTRIES = 1 << 17  # of a list that a data set holds
 _DEPTH = 4  # data sets and stages around each other
+_LOOKS = 32  # batches of a pass at which ranks look for the others' first rounds
 _RANKS = {"rank", "getrank", "processindex", "globalrank", "dprank", "nodeid"}
 _SIZES = {"worldsize", "getworldsize", "numprocesses", "numreplicas", "dpsize", "numranks", "world"}
 _SHARDING = {"splitbetweenprocesses", "splitbynode", "splitdatasetbynode"}
-_END = object()
+# How many streams were prepared for a communicator.
+_COMPARED: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 
 
 def declared_alike(dataset: Any) -> bool:
@@ -148,7 +152,7 @@ def _names(code: CodeType) -> Iterator[str]:
     for part in codes_within(code):
         yield from (part.co_name, *part.co_names, *part.co_varnames, *part.co_freevars)
         for constant in part.co_consts:
-            if isinstance(constant, str) and len(constant) < 20:  # os.environ["RANK"]
+            if isinstance(constant, str) and constant.isupper():  # os.environ["RANK"]
                 yield constant
 
 
@@ -171,12 +175,12 @@ def _lists(dataset: Any) -> dict[str, str]:
 
 def _entries(value: Any) -> list[Any]:
     if isinstance(value, (np.ndarray, torch.Tensor)):
-        if value.ndim != 1 or len(value) > _ENTRIES:
+        if value.ndim != 1 or len(value) > _ENTRIES or _is_floating(value):  # drawn, not shared out
             return []
         value = value.tolist()
     if not isinstance(value, (list, tuple, range)) or len(value) > _ENTRIES:
         return []
-    plain = (str, int, float, bytes, os.PathLike)
+    plain = (str, int, bytes, os.PathLike)
     return list(value) if all(isinstance(entry, plain) for entry in value) else []
 
 
@@ -194,6 +198,8 @@ def _lists_apart(found: Sequence[dict[str, str]]) -> str | None:
 def first_round(comm: Communicator, loader: Any) -> FirstRound | None:
     """Return what takes note of the samples that a stream yields first, None if nothing is to.
 
+    Warns of a stream that shards by rank in its own code; nothing is exchanged.
+
     Args:
         comm: how this process talks to the others.
         loader: the caller's, of a stream that each rank reads.
@@ -204,7 +210,14 @@ def first_round(comm: Communicator, loader: Any) -> FirstRound | None:
     if comm.world_size == 1:
         return None
     check_split(loader.dataset)
-    found = FirstRound()
+    _COMPARED[comm] = number = _COMPARED.get(comm, 0) + 1
+    if declared_alike(loader.dataset):
+        return None
+    if shards_by_rank(loader.dataset):
+        what = "its code asks for the rank and the number of processes"
+        warnings.warn(str(_streams_apart(loader.dataset, what)), stacklevel=4)
+        return None
+    found = FirstRound(key=f"stream/{number}")
     if loader.num_workers > 0:
         found.table.share_memory_()
     return found
@@ -215,15 +228,18 @@ class FirstRound:
     """Digests of the samples of a stream's first round, which worker processes write, too.
 
     Attributes:
+        key: under which the ranks post their tables.
         table: [2 + samples * leaves] in shared memory: the number of samples + 1 (0: nothing is
             known), whether the process's random generators were drawn from and all leaves are one
             floating tensor, and a digest of each leaf.
     """
 
+    key: str = ""
     table: torch.Tensor = dataclasses.field(
         default_factory=lambda: torch.zeros(2 + _SAMPLES * _LEAVES, dtype=torch.int64)
     )
     _before: Any = None
+    _is_posted: bool = False
 
     def begin(self) -> None:
         """Note the start of a pass."""
@@ -249,31 +265,48 @@ class FirstRound:
         table = [len(samples) + 1, int(random_alone), *digests]
         self.table.copy_(torch.tensor(table, dtype=torch.int64))
 
+    def difference(self, comm: Communicator) -> str | None:
+        """Return how the ranks' first rounds differ; "" if they do not; None: not known so far.
 
-def compared(shard: IterableDatasetShard, batches: Iterator[Any], comm: Any) -> Iterator[Any]:
-    """Yield `batches`; with the first one, compare the ranks' rounds in one collective, once.
+        It waits for nobody: a rank may read a batch that others do not.
+
+        Args:
+            comm: how this process talks to the others.
+        """
+        if comm.closed:
+            return None
+        if not self._is_posted:
+            comm.post(self.key, json.dumps(self.table.tolist()))
+            self._is_posted = True
+        found = comm.posted(self.key)
+        if found is None:
+            return None
+        return difference([json.loads(one) for one in found]) or ""
+
+
+def compared(
+    shard: IterableDatasetShard, batches: Iterator[Any], comm: Communicator
+) -> Iterator[Any]:
+    """Yield `batches`, and warn once if the ranks' streams began with different samples.
 
     Args:
         shard: this rank's part of the stream.
         batches: of this rank.
         comm: how this process talks to the others.
     """
-    noted = shard.first_round
-    if noted is None:
-        yield from batches
-        return
-    try:
-        first = next(batches, _END)
-    finally:  # the other ranks wait for it
+    for number, batch in enumerate(batches):
+        if number < _LOOKS:
+            _compare(shard, comm)
+        yield batch
+    _compare(shard, comm)
+
+
+def _compare(shard: IterableDatasetShard, comm: Communicator) -> None:
+    found = None if shard.first_round is None else shard.first_round.difference(comm)
+    if found is not None:
         shard.first_round = None
-        table = None if declared_alike(shard.dataset) else noted.table.tolist()
-        tables = comm.all_gather_object(table)
-    told = None if None in tables else difference(tables)
-    if told is not None:
-        warnings.warn(str(_streams_apart(shard.dataset, told)), stacklevel=4)
-    if first is not _END:
-        yield first
-        yield from batches
+    if found:
+        warnings.warn(str(_streams_apart(shard.dataset, found)), stacklevel=5)
 
 
 def difference(tables: Sequence[list[int]]) -> str | None:
@@ -300,10 +333,16 @@ def difference(tables: Sequence[list[int]]) -> str | None:
     for first, *others in zip(*columns, strict=True):
         if len(set(first)) > 1 and all(first == other for other in others):
             return None
-    if any(table[1] for table in tables) and not set(rows[0]).intersection(*rows[1:]):
+    if any(table[1] for table in tables) and not any(_moved(rows[0], other) for other in rows[1:]):
         return None
     differing = len(positions) - same
     return f"{differing} of the {len(positions)} samples compared at first differ between ranks"
+
+
+def _moved(rows: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Tell whether a sample that differs from the other rank's comes there at another position."""
+    known = set(others)
+    return any(mine != other and mine in known for mine, other in zip(rows, others, strict=True))
 
 
 def _rows(table: list[int]) -> list[tuple[int, ...]]:

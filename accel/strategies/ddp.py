@@ -6,6 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.Distrib
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import types
 import weakref
@@ -67,8 +68,6 @@ WRAPPERS: dict[Hook, Callable[..., Any]] = {
     Hook.BF16: lambda hook: _renamed(default_hooks.bf16_compress_wrapper(hook)),
 }
 POWER_SGD = (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD)
-# Those that hold the process group, whatever became of their strategy.
-_WRAPPED: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 # What lets the reducers of models follow the parameters that are trained.
 _FOLLOWERS: weakref.WeakKeyDictionary[DistributedDataParallel, FollowTrainable] = (
     weakref.WeakKeyDictionary()
@@ -84,7 +83,6 @@ class DDPStrategy(Strategy):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         # Models that no reducer knows: they are only evaluated, or had nothing to train.
         self._unreduced: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.comm.before_exit(_detach_all)
@@ -113,8 +111,6 @@ class DDPStrategy(Strategy):
         wrapped = DistributedDataParallel(model, device_ids=self._device_ids(model), **arguments)
         register_hook(wrapped, handler)
         _follow(wrapped)
-        self._wrapped.add(wrapped)
-        _WRAPPED.add(wrapped)
         return wrapped
 
     def wrap_optimizer(
@@ -202,9 +198,7 @@ class DDPStrategy(Strategy):
     def release(self) -> None:
         """Take the reducers from the models, so that no thread of theirs outlives the group."""
         super().release()
-        for model in self._wrapped:
-            _detach(model)
-        self._wrapped.clear()
+        _detach_all()
 
 
 def _follow(model: DistributedDataParallel) -> None:
@@ -225,20 +219,32 @@ def _knows_its_graph(model: DistributedDataParallel) -> bool:
 
 
 def _detach(model: DistributedDataParallel) -> None:
-    """Let go of the process group in `model`, whose forward is from now on that of its module.
-
-    gloo's threads end with the last reference to the group, and abort the process if that is later.
-    """
+    """Let go of the process group in `model`, whose forward is from now on that of its module."""
     model.forward = model.module.forward  # type: ignore[method-assign]
     model._comm_hooks.clear()
     for name in ("reducer", "logger", "process_group"):
         delattr(model, name)
-    _WRAPPED.discard(model)
 
 
 def _detach_all() -> None:
-    for model in list(_WRAPPED):
+    """Let go of the process group in all models that were prepared, and in copies of them.
+
+    gloo's threads end with the last reference to the group. Where that is dropped later, as with a
+    model, the process aborts, or waits for ever for a thread that waits for the interpreter.
+    """
+    for model in _prepared():
         _detach(model)
+
+
+def _prepared() -> list[DistributedDataParallel]:
+    """Return the models that follow what is trained and hold a group, whatever became of them."""
+    return [
+        found
+        for found in gc.get_objects()
+        if type(found) is DistributedDataParallel
+        and "reducer" in found.__dict__
+        and any(type(hook) is FollowTrainable for hook in found._forward_pre_hooks.values())
+    ]
 
 
 def _join_problems(joinables: Sequence[Any]) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 from unittest.mock import patch
@@ -287,6 +288,16 @@ def scales_data(model: torch.nn.Module) -> None:
         parameter.data.mul_(0.5)
 
 
+def scales_gathered(model: torch.nn.Module) -> None:
+    import deepspeed
+
+    parameters = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+        if torch.distributed.get_rank() == 0:
+            for parameter in parameters:
+                parameter.mul_(0.5)
+
+
 def sets_gradients(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -329,7 +340,12 @@ def changes_by_hand() -> None:
     (told_once,) = told_of_changes(2, "no", sets_gradients)
     assert "gradients that were set in parameter.grad" in told_once
     assert told_of_changes(0, "no", scales_in_place) == []  # which hold
-    assert told_of_changes(3, "no", None) == []
+    for precision in ("no", "bf16"):  # of stage 3, whose parameters are place holders
+        for change in (None, loads):
+            assert told_of_changes(3, precision, change) == [], (precision, change)
+        assert len(told_of_changes(3, precision, scales_in_place)) == 1, precision
+    assert told_of_changes(3, "no", scales_gathered) == []  # which holds
+    assert len(told_of_changes(3, "bf16", scales_gathered)) == (int(os.environ["RANK"]) == 0)
 
 
 def test_changes_by_hand_that_a_step_overwrites_are_told_of() -> None:

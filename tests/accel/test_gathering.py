@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.state import GradientState
+from accel.utils import DataLoaderConfiguration
 from tests.helpers import run_distributed
 
 SIZE = pytest.mark.parametrize("size", [1, 2, 3])
@@ -268,6 +269,47 @@ def test_of_zipped_loaders_one_of_which_goes_on_everything_is_kept(lengths: Any)
         assert set(rows) == set(range(min(length, 16)))
     assert len(told) == 1
     assert "2 and 8 real samples" in told[0] or "8 and 2 real samples" in told[0]
+
+
+def test_rows_that_fit_zipped_loaders_of_other_batches_are_kept() -> None:
+    """16 rows are two of each sample of the first, or one of each of the second."""
+    found, told = run_distributed(read_together, 2, "zip", (13, 27), (4, 8))[0]
+    assert found[0] == list(range(13))
+    assert len(found[1]) == 32
+    assert set(found[1]) == set(range(27))
+    assert len(told) == 1
+    assert "16 rows" in told[0]
+    assert "5 and 11 real samples" in told[0] or "11 and 5 real samples" in told[0]
+
+
+def gathered_late(length: int, dispatch: bool) -> tuple[list[int], list[str]]:
+    plugin = DataLoaderConfiguration(dispatch_batches=dispatch)
+    accelerator = Accelerator(cpu=True, dataloader_config=plugin)
+    told = Told()
+    logging.getLogger("accel").addHandler(told)
+    loader = accelerator.prepare(DataLoader(range(length), batch_size=4))
+    accelerator.gather_for_metrics(torch.zeros(8))
+    batches = list(loader)
+    found = accelerator.gather_for_metrics(torch.cat(batches)).tolist()
+    accelerator.gather_for_metrics(torch.cat(batches))
+    accelerator.gather_for_metrics(torch.zeros(1))
+    logging.getLogger("accel").removeHandler(told)
+    accelerator.end_training()
+    return found, told.texts
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_whole_pass_that_is_gathered_after_it_is_told_of_once(dispatch: bool) -> None:
+    found, told = run_distributed(gathered_late, 2, 11, dispatch)[0]
+    size = 12 if dispatch else 16
+    assert len(found) == size
+    assert set(found) == set(range(11))
+    (message,) = told
+    text = f"{size} rows after a pass that gave {size} samples, {size - 11} of them repeated"
+    assert text in message
+    found, told = run_distributed(gathered_late, 2, 16, dispatch)[0]
+    assert sorted(found) == list(range(16))
+    assert told == []
 
 
 @pytest.mark.parametrize("lengths", [(10, 60), (40, 15)])

@@ -260,6 +260,9 @@ def copied() -> None:
         gradient = twin.module.encoder.weight.grad
         assert torch.equal(*accelerator.gather(gradient[None]))
     accelerator.end_training()
+    # Else the group ends with the last of them: gloo's threads then wait for the interpreter, which
+    # waits for them.
+    assert not any("reducer" in twin.__dict__ for twin in (model, *twins))
 
 
 def compiled() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ class ByHand:
     """Warns once of changes that the next step of an engine overwrites or ignores.
 
     The step computes weights from the optimizer's own copies of them, and takes gradients that are
-    not in `parameter.grad`. Under stage 3 weights lie in shards, and are not watched.
+    not in `parameter.grad`. Under stage 3 a parameter is a place holder, and what is written to it
+    is lost; `deepspeed.zero.GatheredParameters` writes it to the shards, which are the optimizer's
+    own copies in fp32 alone.
 
     Args:
         engine: its `DeepSpeedEngine`.
@@ -29,10 +32,12 @@ class ByHand:
         stage = engine.zero_optimization_stage()
         copies = hasattr(engine.optimizer, "optimizer")  # of the weights, which it steps
         trained = [p for p in engine.module.parameters() if p.requires_grad]
-        self._weights = trained if stage < 3 and copies else []
+        self._weights = trained if copies else []
+        self._sharded = stage == 3
         self._gradients = stage in (1, 2)
         self._left = _WINDOWS
         self._versions: list[int] = []
+        self._shard_versions: list[int] = []
         self._values: list[torch.Tensor] = []
         self.note()
 
@@ -40,7 +45,9 @@ class ByHand:
         """Note the weights as a step left them."""
         self._versions = [weight._version for weight in self._weights]
         self._values = []
-        if self._left and self._weights:
+        if self._sharded:
+            self._shard_versions = [weight.ds_tensor._version for weight in self._weights]
+        elif self._left and self._weights:
             self._left -= 1
             self._values = [_start(weight).clone() for weight in self._weights]
 
@@ -74,7 +81,17 @@ class ByHand:
         if not changed:
             return False
         where = pieces(self._engine)
-        return any(not _agrees(weight, where.get(id(weight))) for weight in changed)
+        if self._sharded:
+            written = {id(w) for w, v in self._shards() if w.ds_tensor._version != v}
+            return any(
+                id(w) not in written or not _agrees(w.ds_tensor, 0, where.get(id(w)))
+                for w in changed
+            )
+        found = [(weight, where.get(id(weight))) for weight in changed]
+        return any(not _agrees(w, 0 if p is None else p.offset, p) for w, p in found)
+
+    def _shards(self) -> Iterator[tuple[Any, int]]:
+        return zip(self._weights, self._shard_versions, strict=True)
 
     def _tell(self, value: str, rule: str, remedy: str) -> None:
         stage = self._engine.zero_optimization_stage()
@@ -90,10 +107,16 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def _agrees(weight: torch.Tensor, piece: Any) -> bool:
-    """Tell whether this rank's part of a weight is what the optimizer holds of it."""
+def _agrees(values: torch.Tensor, start: int, piece: Any) -> bool:
+    """Tell whether this rank's part of a weight is what the optimizer holds of it.
+
+    Args:
+        values: they hold the part.
+        start: where it begins in the flattened values.
+        piece: where the optimizer holds it.
+    """
     if piece is None or piece.length == 0 or piece.flat.numel() < piece.start + piece.length:
         return True
-    own = weight.detach().reshape(-1)[piece.offset : piece.offset + piece.length]
+    own = values.detach().reshape(-1)[start : start + piece.length]
     held = piece.flat.detach().view(-1)[piece.start : piece.start + piece.length]
     return _same(own, held.to(own.device, own.dtype))

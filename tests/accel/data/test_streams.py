@@ -7,6 +7,7 @@ import os
 import random
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.data.streams import shards_by_rank
 from accel.errors import ConfigError
+from accel.ops import gather_object
 from accel.state import PartialState
 from tests.helpers import run_distributed
 
@@ -88,6 +90,29 @@ class Logging(Numbers):
             yield item
 
 
+class Regions(Numbers):
+    """Reads fields that are called like what ranks are told apart by."""
+
+    def __init__(self) -> None:
+        super().__init__([{"rank": 3, "region": "world", "x": n} for n in range(40)])
+        self.noise = [random.random() for _ in range(40)]
+        self.levels = torch.rand(40)
+
+    def __iter__(self):
+        for row in self.items:
+            if row["region"] == "world":
+                yield row["rank"] + row["x"]
+
+
+class Files(IterableDataset):
+    """Of which each rank reads some, whose samples are alike in all but one field."""
+
+    def __iter__(self):
+        for number in range(dist.get_rank(), 8, dist.get_world_size()):
+            for line in range(8):
+                yield torch.tensor([number * 8.0 + line]), line % 2
+
+
 class Whole(ByRank):
     """Names both and yields everything."""
 
@@ -114,6 +139,7 @@ def differing() -> dict[str, IterableDataset]:
         "by attribute": ByAttribute(rank(), 2),
         "items by rank": Numbers(list(range(rank(), 40, 2))),
         "shuffled apart": Shuffled(rank()),
+        "files by rank": Files(),
         "short": Numbers(range(1 if rank() else 40)),
         "empty": Numbers(range(0 if rank() else 40)),
     }
@@ -129,6 +155,7 @@ def alike() -> dict[str, IterableDataset]:
         "augmented now and then": seeded(rank(), Augmented, False, 0.5),
         "unsharded": ByAttribute(),
         "logging": Logging(),
+        "fields": Regions(),
         "declared": Whole(),
         "short on all": Numbers(range(1)),
         "empty on all": Numbers(range(0)),
@@ -143,8 +170,10 @@ def told_of(make, dispatch: bool, batch_size: int | None = 4, workers: int = 0) 
             warnings.simplefilter("always")
             own = DataLoader(data, batch_size=batch_size, num_workers=workers)
             loader = prepare_data_loader(own, dispatch_batches=dispatch)
-            for _ in itertools.chain(loader, loader):
-                pass
+            for _ in range(2):
+                for _ in loader:
+                    pass
+                PartialState().wait_for_everyone()  # ranks look for the others' and do not wait
         found[name] = [str(entry.message) for entry in caught if entry.category is UserWarning]
     return found
 
@@ -155,7 +184,10 @@ def test_streams_that_differ_between_ranks_are_told_of_once(batch_size) -> None:
         # With two samples in a round, or one in hand of it, the first may be alike by chance.
         for name, told in found.items():
             assert len(told) == 1, (name, told)
-            assert "differ between ranks" in told[0] or "samples on the ranks" in told[0], name
+            if name in ("by rank", "by environment", "by attribute", "files by rank"):
+                assert "its code asks for the rank and the number of processes" in told[0]
+            else:
+                assert "differ between ranks" in told[0] or "samples on the ranks" in told[0], name
             assert "sharded by rank already, or shuffled in another order" in told[0]
             assert "same_on_every_rank = True" in told[0]
 
@@ -165,8 +197,25 @@ def test_streams_that_worker_processes_read_are_compared() -> None:
         assert [len(told) for told in found.values()] == [1, 0]
 
 
+def peeked() -> list[Any]:
+    state = PartialState(cpu=True)
+    own = DataLoader(Numbers([torch.tensor([float(n)]) for n in range(16)]), batch_size=4)
+    loader = prepare_data_loader(own, dispatch_batches=False)
+    if state.process_index == 0:
+        next(iter(loader))
+    found = gather_object([f"rank {state.process_index}"])
+    return [*found, *torch.cat(list(loader)).flatten().tolist()]
+
+
+def test_one_rank_may_look_at_a_batch() -> None:
+    """No collective lies in a pass over a stream: it would meet with one of the caller's."""
+    first, second = run_distributed(peeked, 2)
+    assert first == ["rank 0", "rank 1", *range(4), *range(8, 12)]
+    assert second == ["rank 0", "rank 1", *range(4, 8), *range(12, 16)]
+
+
 def by_workers() -> dict[str, IterableDataset]:
-    return {"differing": ByAttribute(rank(), 2), "alike": Shuffled(3)}
+    return {"differing": Numbers(list(range(rank(), 40, 2))), "alike": Shuffled(3)}
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
