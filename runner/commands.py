@@ -41,6 +41,11 @@ ONLY_TRAINING = (
     *(f"trainer.{key}" for key in ("epochs", "max_steps", "max_time", "stop_after", "eval_every")),
     *(f"trainer.{key}" for key in ("log_every", "clip_grad_norm", "clip_grad_value", "drop_last")),
     *(f"trainer.{key}" for key in ("stop_on_nan", "detect_anomaly", "hang_timeout")),
+    # Not accumulation.num_steps: the micro-batch follows from it, and the batch of an evaluation.
+    *(f"trainer.accumulation.{key}" for key in ("adjust_scheduler", "sync_with_dataloader")),
+    *("trainer.accumulation.sync_each_batch", "trainer.check_gradients"),
+    *("trainer.limit_train_batches", "trainer.overfit_batches"),
+    *("dataloader.use_seedable_sampler", "dataloader.data_seed"),
 )
 
 

@@ -95,7 +95,11 @@ def test_help_and_wrong_flags_of_a_command_end_as_before(
 
 @pytest.mark.parametrize(
     "override",
-    ["optimizer.lr=3", "scheduler=null", "trainer.epochs=3", "callbacks=[]", "fsdp=null"],
+    [
+        *("optimizer.lr=3", "scheduler=null", "trainer.epochs=3", "callbacks=[]", "fsdp=null"),
+        *("trainer.accumulation.sync_each_batch=true", "dataloader.use_seedable_sampler=false"),
+        *("dataloader.data_seed=3", "trainer.check_gradients=true", "trainer.overfit_batches=1"),
+    ],
 )
 def test_what_only_training_reads_is_refused(
     override: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
@@ -107,6 +111,14 @@ def test_what_only_training_reads_is_refused(
 def test_what_only_training_reads_is_of_the_schema() -> None:
     known = {*keys.typed_keys(), *keys.nodes(Recipe)}
     assert set(commands.ONLY_TRAINING) <= known
+
+
+def test_the_batch_of_an_evaluation_follows_from_the_accumulation(run_dir: Path) -> None:
+    """So it is no key of training alone: with a limit it decides how many samples are measured."""
+    limited = ("trainer.limit_eval_batches=1", "trainer.accumulation.num_steps=8")
+    few = commands.measure(commands.Request(run_dir, limited, ("test",)))["test"]
+    many = commands.measure(commands.Request(run_dir, limited[:1], ("test",)))["test"]
+    assert few != many
 
 
 def test_overrides_change_the_recipe_that_is_measured(run_dir: Path) -> None:
