@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset, SequentialSampler
 
-from accel.data.layout import batch_length
+from accel.data.layout import batch_length, num_samples
 from accel.data.prepare import prepare_data_loader
 from accel.data.samplers import mix_seeds
 from accel.errors import ConfigError, Problem
@@ -224,11 +224,12 @@ class EvalBatches:
         share = share_of(accelerator)
         size = plan_batches(trainer, share.count, None).eval_batch
         self._total = size * share.count
+        self._streamed = isinstance(dataset, IterableDataset)
         reader = {"batch_size": self._total if config.split_batches else size}
         self.num_batches: int | None = None
         self.num_samples: int | None = None
         seeded: SeededDataset | SeededStream
-        if isinstance(dataset, IterableDataset):
+        if self._streamed:
             ConfigError.raise_if(worker_problems(dataset, recipe, share.count))
             seeded = SeededStream(dataset, seed, config.seed_samples)
             self._count_stream(dataset)
@@ -248,6 +249,17 @@ class EvalBatches:
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
         )
+
+    def size_of(self, index: int, batch: Any) -> int | None:
+        """Return the samples of batch `index` over all processes; None: they cannot be told.
+
+        Args:
+            index: of the batch in the pass, from 0.
+            batch: as collated, on one process; it is read only where the data set is a stream.
+        """
+        if self._streamed or self.num_samples is None:
+            return num_samples(batch, self._total) or None
+        return min(self._total, self.num_samples - index * self._total)
 
     def _count(self, length: int) -> None:
         batches = -(-length // self._total)

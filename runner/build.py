@@ -244,7 +244,7 @@ def step_problems(recipe: Recipe, label: str, signature: Signature) -> Iterator[
     for key in STEP_PARTS:
         parameter = signature.parameters.get(key)
         given = getattr(recipe, key) is not None
-        if parameter is None and given:
+        if parameter is None and given and not signature.open:
             yield Problem(
                 f"{key}={_label(getattr(recipe, key))} with step={label}",
                 f"{label} builds its own and takes no {key}",
@@ -293,11 +293,12 @@ def build_step(recipe: Recipe, around_model: AbstractContextManager[Any] | None 
         around_model: entered to build the recipe's model; None: nothing is.
     """
     step = _part(recipe, "step")
-    wanted = signatures.read(step.function).parameters
+    wanted = signatures.read(step.function)
     around = {"model": around_model or nullcontext()}
     parts = {}
     for key in STEP_PARTS:
-        if key in wanted:
+        handed_on = wanted.open and getattr(recipe, key) is not None
+        if key in wanted.parameters or handed_on:
             with around.get(key, nullcontext()):
                 parts[key] = _step_part(recipe, key)
     return step(**parts)

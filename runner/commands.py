@@ -13,7 +13,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -41,6 +41,11 @@ ONLY_TRAINING = (
     *(f"trainer.{key}" for key in ("epochs", "max_steps", "max_time", "stop_after", "eval_every")),
     *(f"trainer.{key}" for key in ("log_every", "clip_grad_norm", "clip_grad_value", "drop_last")),
     *(f"trainer.{key}" for key in ("stop_on_nan", "detect_anomaly", "hang_timeout")),
+    # Not accumulation.num_steps: the micro-batch follows from it, and the batch of an evaluation.
+    *(f"trainer.accumulation.{key}" for key in ("adjust_scheduler", "sync_with_dataloader")),
+    *("trainer.accumulation.sync_each_batch", "trainer.check_gradients"),
+    *("trainer.limit_train_batches", "trainer.overfit_batches"),
+    *("dataloader.use_seedable_sampler", "dataloader.data_seed"),
 )
 
 
@@ -210,38 +215,32 @@ def _predictions(session: Session) -> Iterator[dict[str, Any]]:
     """Yield the prediction of each sample."""
     import torch
 
+    from runner import returned
     from runner.evaluation import evaluation_mode
 
-    with evaluation_mode(session.step), torch.no_grad():
-        for batch in next(reversed(session.batches.values()), ()):
-            predicted = session.step.predict(batch)
-            yield from _rows(session.accelerator.gather_for_metrics(predicted))
+    step, batches = session.step, next(reversed(session.batches.values()), None)
+    if batches is None:
+        value, rule = "predict without --split", "the recipe's data has neither test nor validation"
+        raise ConfigError(Problem(value, rule, "Give --split train."))
+    owner, count, names = _predicting(step), 0, None
+    with evaluation_mode(step), torch.no_grad():
+        for index, batch in enumerate(batches):
+            rows = returned.rows(owner, step.predict(batch), batches.size_of(index, batch), names)
+            names = names or list(rows[0])
+            count += len(rows)
+            yield from rows
+    if batches.num_samples not in (None, count):
+        value = f"{type(owner).__name__}.predict returned {count} rows"
+        rule = f"the data set has {batches.num_samples} samples"
+        raise ConfigError(Problem(value, rule, "Give one row per sample of the data set."))
 
 
-def _rows(predicted: Any) -> Iterator[dict[str, Any]]:
-    """Yield one mapping per sample of nested tensors [B, ...]."""
-    columns = _lists(predicted if isinstance(predicted, Mapping) else {"prediction": predicted})
-    lengths = {len(column) for column in columns.values()}
-    if len(lengths) > 1:
-        rule = f"it returned {sorted(lengths)} rows"
-        remedy = "Return tensors [B, ...] from `predict`."
-        raise ConfigError(Problem("Step.predict", rule, remedy))
-    for values in zip(*columns.values(), strict=True):
-        yield dict(zip(columns, values, strict=True))
+def _predicting(step: Step) -> object:
+    """Return whose `predict` a person has written: the step's objective, or the step itself."""
+    from runner.step import SupervisedStep
 
-
-def _lists(columns: Mapping[Any, Any]) -> dict[str, list[Any]]:
-    """Return the rows of each column as plain values; nested columns get dotted names."""
-    found: dict[str, list[Any]] = {}
-    for name, column in columns.items():
-        if isinstance(column, Mapping):
-            found |= {f"{name}.{inner}": rows for inner, rows in _lists(column).items()}
-        elif isinstance(column, (list, tuple)) and hasattr(column[0], "tolist"):
-            nested = dict(enumerate(column))
-            found |= {f"{name}.{inner}": rows for inner, rows in _lists(nested).items()}
-        else:
-            found[str(name)] = column.tolist() if hasattr(column, "tolist") else list(column)
-    return found
+    handed_on = type(step).predict is SupervisedStep.predict
+    return getattr(step, "objective", step) if handed_on else step
 
 
 # -- the run -------------------------------------------------------------------------------

@@ -6,7 +6,10 @@ overrides are therefore looked at one by one, and what is left is composed and c
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,8 +68,13 @@ def examine(
 
 
 def unique(overrides: Sequence[str]) -> list[str]:
-    """Return the last override of each key."""
-    return list({hydra_setup.key_of(override): override for override in overrides}.values())
+    """Return the last override of each key; where that takes out the key, with the one before."""
+    last: dict[str, list[str]] = {}
+    for override in overrides:
+        key = hydra_setup.key_of(override)
+        kept = last.get(key, [])[:1] if hydra_setup.takes_out(override) else []
+        last[key] = [*(one for one in kept if one != override), override]
+    return [override for found in last.values() for override in found]
 
 
 def overridden(overrides: Sequence[str]) -> list[str]:
@@ -240,16 +248,32 @@ def _apply(parsed: Override, config: DictConfig) -> list[Problem]:
     if off is not None and keys.node_of(off) is not None:
         return [_switched_off(off, line)]
     known = keys.known_keys(content)
-    if parsed.is_add() and key in known:
+    if parsed.is_add() and key in known and not free:
         return [Problem(line, "there is such a key already", f"Leave out the +: {line[1:]}")]
     if not free and key not in known:
         return [keys.unknown_key(key, known, f"={_value(line)}")]
+    if parsed.is_delete():
+        return _take_out(key, line, known, config)
     try:
-        if parsed.is_delete():
-            return [Problem(line, "every key of a recipe has a value", "Set it to null.")]
         OmegaConf.update(config, key, parsed.value(), merge=True, force_add=free)
     except (OmegaConfBaseException, AssertionError) as failure:
         return [_bad_value(line, failure)]
+    return []
+
+
+def _take_out(key: str, line: str, known: Sequence[str], config: DictConfig) -> list[Problem]:
+    """Take an argument of a factory or another free key out, or return why not."""
+    if not keys.is_free(key):
+        remedy = _instead(key)
+        return [Problem(line, "every key of a recipe has a value", remedy)]
+    parent, _, leaf = key.rpartition(".")
+    if key not in known:
+        names = [name.rpartition(".")[2] for name in known if name.startswith(f"{parent}.")]
+        close = keys.closest(leaf, names)
+        remedy = f"Did you mean '~{parent}.{close}'?" if close else "Leave it out."
+        return [Problem(line, "there is no such key to take out", remedy)]
+    OmegaConf.set_struct(config, False)
+    del OmegaConf.select(config, parent)[leaf]
     return []
 
 
@@ -278,6 +302,24 @@ def _in_plain_words(reason: str) -> str:
     if "is not a subclass of" in reason or "Invalid type assigned" in reason:
         return NODE
     return reason
+
+
+def _instead(key: str) -> str:
+    """Return the remedy for a key of the schema that was to be taken out."""
+    parent, _, leaf = key.rpartition(".")
+    kind = keys.node_of(parent) if parent else Recipe
+    assert kind is not None
+    default = next(field.default for field in dataclasses.fields(kind) if field.name == leaf)
+    if default is None or type(None) in typing.get_args(typing.get_type_hints(kind)[leaf]):
+        return "Set it to null."
+    if isinstance(default, (bool, int, float, str)):
+        return f"Write {key}={_typed(default)}, the default."
+    return "Leave it out."
+
+
+def _typed(value: float | str) -> str:
+    """Return a plain value as a command line has it."""
+    return str(value) if isinstance(value, str) else json.dumps(value)
 
 
 def _value(line: str) -> str:

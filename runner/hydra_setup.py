@@ -178,7 +178,10 @@ def plain(config: DictConfig) -> dict[str, Any]:
 def merge(own: Sequence[str], new: Sequence[str]) -> list[str]:
     """Return `own` overrides and then `new` ones; what is chosen anew replaces a whole node."""
     chosen = {key_of(override) for override in new}
-    kept = [o for o in own if not any(_covers(key, key_of(o)) for key in chosen)]
+    out = {key_of(override) for override in new if takes_out(override)}
+    kept = [
+        o for o in own if key_of(o) in out or not any(_covers(key, key_of(o)) for key in chosen)
+    ]
     return [*kept, *new]
 
 
@@ -191,10 +194,19 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
+def takes_out(override: str) -> bool:
+    """Return whether an override takes out an argument of a factory, or another free key.
+
+    What a command line has set before it stays beside it: no file needs to have the key.
+    """
+    return override.startswith("~") and keys.is_free(key_of(override))
+
+
 def opened(overrides: Sequence[str]) -> list[str]:
     """Return overrides as Hydra wants them.
 
-    Open mappings take new keys without a ``+``, and a group is switched off by ``group=null``.
+    Open mappings take keys with or without a ``+``, present or not, and a group is switched off by
+    ``group=null``.
     """
     return [_opened(override) for override in text_values.quoted(overrides)]
 
@@ -204,6 +216,8 @@ def _opened(override: str) -> str:
     if value == "null" and key in groups():
         return f"{key}=[]" if key == "callbacks" else f"~{key}"
     mapping = value.startswith("{") and "." in key and keys.node_of(key) is None
+    if key[:1] == "+" and key[:2] != "++" and keys.is_free(key[1:]):
+        return f"+{override}"
     known = key[:1] not in ("+", "~")
     return f"++{override}" if known and (keys.is_free(key) or mapping) else override
 

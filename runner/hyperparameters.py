@@ -8,6 +8,7 @@ recipe has been changed, and the change is made again in the restored state.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from numbers import Number
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,7 @@ class ScheduleState:
         }
         self.replaced = False
         self.num_steps: int | None = None
+        self._restored_mode: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scheduler's state, its class, and how many steps it has followed."""
@@ -76,6 +78,7 @@ class ScheduleState:
         self.replaced = note["class"] != self._class
         if not self.replaced:
             self._scheduler.load_state_dict(state)
+            self._restored_mode = state.get("mode")
         steps = getattr(self._scheduler, "last_epoch", None)
         if "num_steps" in note:
             self.num_steps = note["num_steps"]
@@ -86,6 +89,24 @@ class ScheduleState:
         """Give a scheduler that follows measurements the options of the recipe again."""
         if self._fresh and not self.replaced:
             self._scheduler.load_state_dict(self._fresh)
+
+    def look_anew(self, remeasured: bool) -> bool:
+        """Forget the best of a scheduler that follows measurements, if it is of another measure.
+
+        Args:
+            remeasured: whether what it follows is measured otherwise than before.
+
+        Returns:
+            Whether there was a best of another measure.
+        """
+        scheduler = self._scheduler
+        if not _is_plateau(scheduler) or self.replaced or self._restored_mode is None:
+            return False
+        if not remeasured and scheduler.mode == self._restored_mode:
+            return False
+        scheduler.best = math.inf if scheduler.mode == "min" else -math.inf
+        scheduler.num_bad_epochs = 0
+        return True
 
     @property
     def _class(self) -> str:
@@ -122,6 +143,9 @@ class Hyperparameters:
             "schedule": to_plain([recipe.scheduler, recipe.step, total_steps]),
             "samples": {split: _size(getattr(data, split)) for split in SPLITS},
             "monitored": list(monitored),
+            "measured": to_plain(
+                [recipe.data, recipe.objective, recipe.trainer.limit_eval_batches]
+            ),
         }
         self.saved: dict[str, Any] | None = None
         self._scheduled: dict[str, Groups] = {}
@@ -173,6 +197,12 @@ class Hyperparameters:
             )
             state.best = state.best_step = None
             state.evaluated_step = -1
+        for name, part in self.parts.items():
+            if part.look_anew(self.monitors_another):
+                loop.display.note(
+                    f"The schedule of {name!r} followed another measure: its best is looked for "
+                    "anew."
+                )
 
     def apply(self, step: Step, schedulers: Mapping[str, Any], num_steps: int) -> None:
         """Make in the restored state what the recipe has changed since it was saved.
@@ -268,12 +298,24 @@ class Hyperparameters:
         ]
 
     @property
+    def measures_another(self) -> bool:
+        """Whether the validation data or the objective are others than in the checkpoint.
+
+        Arguments that change nothing of what is measured are not told from those that do.
+        """
+        if self.saved is None:
+            return False
+        before, now = self.saved, self.now
+        validation = before["samples"]["validation"] != now["samples"]["validation"]
+        # Checkpoints of earlier versions do not tell how they measured.
+        return validation or before.get("measured", now["measured"]) != now["measured"]
+
+    @property
     def monitors_another(self) -> bool:
         """Whether states are compared by another metric than when the checkpoint was written."""
         if self.saved is None:
             return False
-        validation = self.saved["samples"]["validation"] != self.now["samples"]["validation"]
-        return validation or self.saved["monitored"] != self.now["monitored"]
+        return self.measures_another or self.saved["monitored"] != self.now["monitored"]
 
 
 def limit_problems(stop_after: int | None, step: int) -> list[Problem]:

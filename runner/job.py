@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +143,18 @@ def _described(folder: Path) -> tuple[dict[str, Any], str]:
     if text is None or (kept is not None and text != kept and kept.startswith(text)):
         if kept is None:
             raise ConfigError(_no_run(folder, wrong or f"{CONFIG} is missing or empty"))
-        logger.warning("%s is missing, empty or cut off: %s has it.", folder / CONFIG, JOB)
+        _tell_once(f"{folder / CONFIG} is missing, empty or cut off: {JOB} has it.")
         text = kept
     if content is None:
-        logger.warning("%s: %s. It is put together from other files.", folder, wrong)
+        _tell_once(f"{folder}: {wrong}. It is put together from other files.")
         content = _put_together(folder)
     return content, text
+
+
+@cache
+def _tell_once(message: str) -> None:
+    """Warn of damage once a process: a command reads the same run several times."""
+    logger.warning("%s", message)
 
 
 def _job_content(folder: Path) -> tuple[dict[str, Any] | None, str]:

@@ -69,6 +69,7 @@ class Loop:
         schedulers: by the name of their optimizer.
         results: what callbacks add to summary.json.
         rows: what callbacks add to the final table.
+        remeasured: whether a resume changed the data or the objective that evaluations measure by.
         deadline: when `time.monotonic` says so, time is up; None: never.
     """
 
@@ -117,7 +118,7 @@ class Loop:
         self._skipped_steps = self._samples_at_log = self._samples_before = 0
         self._seconds_before = 0.0
         self._rates: dict[str, float] = {}
-        self._improved = self._told_nan = False
+        self._improved = self._told_nan = self.remeasured = False
         max_time = parse_duration(recipe.trainer.max_time)
         self.deadline = None if max_time is None else time.monotonic() + max_time
 
@@ -306,6 +307,7 @@ class Loop:
         state = self.state
         self.accelerator.load_state(self.resume_from)
         self._hyper.resume(self)
+        self.remeasured = self._hyper.measures_another
         state.move_to(self.plan.global_batch)
         self.metrics |= self.saver.measured(self.resume_from)
         self._seconds_before = state.seconds
@@ -449,7 +451,7 @@ class Loop:
         self.recorder.write(split, metrics, self.seconds)
         self.display.evaluation(split, self.state.step, self.state.epoch_number, metrics, mark)
         with self.stop_flag.progress.slowly("on_evaluate"):
-            self._call("on_evaluate", split, metrics)
+            self._call("on_evaluate", split, dict(metrics))
 
     # -- checkpoints -----------------------------------------------------------------------
 

@@ -137,4 +137,8 @@ def _hint(annotation: ast.expr, module: Module) -> Iterator[Any]:
     )
     plain = (ast.Name, ast.Constant, ast.BinOp, ast.BitOr, ast.Subscript, ast.Tuple, ast.Load)
     if known and all(isinstance(node, plain) for node in ast.walk(annotation)):
-        yield eval(compile(ast.Expression(annotation), "<annotation>", "eval"), dict(TYPES))
+        try:
+            hint = eval(compile(ast.Expression(annotation), "<annotation>", "eval"), dict(TYPES))
+        except (TypeError, SyntaxError, ValueError):  # a name in quotes has no `|`, and so on
+            return
+        yield hint

@@ -7,6 +7,7 @@ and imported when first asked for, so that names can be listed without importing
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ class Registry:
         self._factories: dict[str, Callable[..., Any]] = {}
 
     def __call__(self, name: str) -> Callable[[F], F]:
-        """Return a decorator that registers a function or class as `name`.
+        """Return a decorator that registers a function, class or other callable as `name`.
 
         Raises:
             ConfigError: if another factory has that name.
@@ -38,10 +39,10 @@ class Registry:
 
         def decorate(factory: F) -> F:
             taken = self._factories.get(name)
-            origin = f"{factory.__module__}:{factory.__qualname__}"
-            same = taken is not None and f"{taken.__module__}:{taken.__qualname__}" == origin
+            origin = _origin(factory)
+            same = taken is not None and _origin(taken) == origin
             if (taken is not None and not same) or self._builtin.get(name, origin) != origin:
-                other = self._builtin.get(name) or f"{taken.__module__}:{taken.__qualname__}"  # type: ignore[union-attr]
+                other = self._builtin.get(name) or _origin(taken)
                 raise ConfigError(
                     Problem(
                         f"@register.{self.kind}({name!r}) on {origin}",
@@ -90,6 +91,17 @@ class Registry:
                     f"@register.{decorator}({name!r}) in a package named by [tool.runner] imports.",
                 )
             )
+
+
+def _origin(factory: Any) -> str:
+    """Return where a factory is defined; of a partial function with what it gives."""
+    if isinstance(factory, functools.partial):
+        given = [repr(value) for value in factory.args]
+        given += [f"{name}={value!r}" for name, value in factory.keywords.items()]
+        return f"{_origin(factory.func)}({', '.join([*given, '…'])})"
+    if not hasattr(factory, "__qualname__"):
+        return f"{_origin(type(factory))}()"
+    return f"{factory.__module__}:{factory.__qualname__}"
 
 
 class _Register:

@@ -95,10 +95,14 @@ def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
     if summary.get("complete") is not True:
         return None  # what is to be done after the last step has not been done, either
     trainer, step, epoch = wanted.trainer, summary.get("step"), summary.get("epoch")
-    if trainer.max_steps is not None and isinstance(step, int) and step >= trainer.max_steps:
-        return f"trainer.max_steps={trainer.max_steps} reached at step {step}"
-    if trainer.epochs is not None and isinstance(epoch, int) and epoch >= trainer.epochs:
-        return f"trainer.epochs={trainer.epochs} completed at step {step}"
+    at = f"step {step}"
+    for limit, wanted_by, reached in (
+        (f"trainer.max_steps={trainer.max_steps} reached", trainer.max_steps, step),
+        (f"trainer.epochs={trainer.epochs} completed", trainer.epochs, epoch),
+    ):
+        if wanted_by is not None and isinstance(reached, int) and reached >= wanted_by:
+            past = f" and passed: the run is at {at}, epoch {epoch}"
+            return f"{limit} at {at}" if reached == wanted_by else limit + past
     if summary.get("stopped") == "callback" and not _changed(run_dir, wanted):
         return f"{summary.get('reason')} (step {step})"
     return None

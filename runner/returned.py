@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,3 +105,109 @@ def metrics(owner: object, value: Any) -> dict[str, float]:
             what = f"{shown(metric)} for {name!r}"
             raise _refused(owner, "summarize", what, rule, remedy) from None
     return found
+
+
+# -- predictions ---------------------------------------------------------------------------
+
+
+def rows(
+    owner: object, value: Any, num_samples: int | None, names: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """Return what `predict` returned as one mapping of plain values per sample.
+
+    Each tensor [B, ...] of nested mappings and lists is a column with a dotted name; so is a list
+    of B other values, such as texts, or tensors of different lengths.
+
+    Args:
+        owner: the step or objective that was called.
+        value: what it returned for a batch of B samples.
+        num_samples: B; None: not known.
+        names: the columns of the batches before; None: there is none.
+
+    Raises:
+        ConfigError: if a column has not one row per sample, holds what JSON has no type for, or is
+            not that of the batches before.
+    """
+    nodes = value if isinstance(value, Mapping) else {"prediction": value}
+    columns = dict(_columns(nodes, num_samples))
+    size = next(map(_num_rows, columns.values()), None) if num_samples is None else num_samples
+    rule = "a prediction has one row for each sample of the batch"
+    rule += f", which has {num_samples}" if num_samples is not None else ""
+    remedy = "Return a tensor [B, ...], or several by name, of the B samples that are given."
+    if not columns:
+        raise _refused(owner, "predict", f"{shown(value)} without values", rule, remedy)
+    found = {}
+    for name, column in columns.items():
+        what = _described(column) + (f" for {name!r}" if isinstance(value, Mapping) else "")
+        if not size or _num_rows(column) != size:
+            raise _refused(owner, "predict", what, rule, remedy)
+        try:
+            found[name] = [_plain(row) for row in _listed(column)]
+        except TypeError as error:
+            rule, remedy = f"JSON has no type for {error}", "Return tensors, numbers or texts."
+            raise _refused(owner, "predict", what, rule, remedy) from None
+    if names is not None and list(names) != list(found):
+        rule = f"the batches before gave {', '.join(names)}"
+        remedy = "Return the same names for every batch; give lists of tensors names of their own."
+        raise _refused(owner, "predict", f"values for {', '.join(found)}", rule, remedy)
+    return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
+
+
+def _columns(nodes: Mapping[Any, Any], num_samples: int | None) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each column of nested mappings and lists."""
+    for name, node in nodes.items():
+        inner = node
+        if isinstance(node, (list, tuple)) and _lists_columns(node, num_samples):
+            inner = dict(enumerate(node))
+        if isinstance(inner, Mapping):
+            yield from ((f"{name}.{key}", column) for key, column in _columns(inner, num_samples))
+        else:
+            yield str(name), node
+
+
+def _lists_columns(values: Sequence[Any], num_samples: int | None) -> bool:
+    """Return whether a list is one of columns [B, ...], not of one entry per sample."""
+    if not values or not all(map(_is_array, values)):
+        return False
+    size = _num_rows(values[0]) if num_samples is None else num_samples
+    return size is not None and all(_num_rows(column) == size for column in values)
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "tolist") and hasattr(value, "shape")
+
+
+def _num_rows(column: Any) -> int | None:
+    """Return the length of a column; None: it has no rows."""
+    if _is_array(column):
+        return int(column.shape[0]) if len(column.shape) else None
+    return len(column) if isinstance(column, (list, tuple)) else None
+
+
+def _described(column: Any) -> str:
+    if _is_array(column):
+        return f"{shown(column)} of shape {list(column.shape)}"
+    if isinstance(column, (list, tuple)):
+        return f"{shown(column)} of {len(column)}"
+    return shown(column)
+
+
+def _listed(column: Any) -> list[Any]:
+    return column.tolist() if _is_array(column) else list(column)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in types of JSON; numbers that it does not know stay.
+
+    Raises:
+        TypeError: telling the type that it has none for.
+    """
+    if value is None or isinstance(value, (bool, int, float, str, os.PathLike)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if _is_array(value):
+        return _plain(value.tolist())
+    raise TypeError(shown(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 import typing
@@ -83,14 +84,19 @@ def _uncertain(factory: Callable[..., Any], wrapped: list[Parameter]) -> list[Pa
     ]
 
 
-def _function(factory: Callable[..., Any]) -> Any:
-    return getattr(factory, "__init__", factory) if isinstance(factory, type) else factory
+def _function(factory: Any) -> Any:
+    """Return the function that a factory's arguments go to."""
+    if isinstance(factory, functools.partial):
+        return _function(factory.func)
+    if isinstance(factory, type):
+        return getattr(factory, "__init__", factory)
+    return factory if hasattr(factory, "__qualname__") else type(factory).__call__
 
 
 def _hints(factory: Callable[..., Any]) -> Mapping[str, Any]:
     try:
         return typing.get_type_hints(_function(factory))
-    except (NameError, TypeError, AttributeError):  # names that exist for type checkers only
+    except (NameError, TypeError, AttributeError, SyntaxError):  # for type checkers only
         return {}
 
 
@@ -189,6 +195,8 @@ def _fits_sequence(value: Any, hint: Any) -> bool:
     if not isinstance(value, (list, tuple)):
         return False
     kinds = typing.get_args(hint)
+    if getattr(hint, "__args__", None) is None:  # `typing.List` by itself: any elements
+        return True
     if typing.get_origin(hint) is tuple and Ellipsis not in kinds:
         return len(value) == len(kinds) and all(map(fits, value, kinds))
     return all(fits(element, kinds[0]) for element in value)

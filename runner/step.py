@@ -71,9 +71,10 @@ class Step(ABC):
 
     A class registered with ``@register.step(name)`` is called with the arguments of the recipe's
     `step` node. Parameters of its constructor called `model`, `objective`, `optimizer` or
-    `scheduler` receive what the recipe's node of that name builds; nodes that the constructor does
-    not name must be null. `optimizer` is a function ``optimizer(model) -> torch.optim.Optimizer``
-    and `scheduler` ``scheduler(optimizer, num_steps) -> LRScheduler``.
+    `scheduler` receive what the recipe's node of that name builds, and so does ``**kwargs`` where
+    the node is not null; other nodes that the constructor does not name must be null. `optimizer`
+    is a function ``optimizer(model) -> torch.optim.Optimizer`` and `scheduler`
+    ``scheduler(optimizer, num_steps) -> LRScheduler``.
 
     The contract of `train`: the update is that of the gradient of the loss over *all* samples of
     the window, on all processes: summed loss over summed weight (samples or tokens), however they

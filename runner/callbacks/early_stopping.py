@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import ConfigError, Problem, nearest
@@ -48,11 +48,19 @@ class EarlyStopping(Callback):
         self.mode = mode
         self.best: float | None = None
         self.num_waited = 0
+        self._step: int | None = None  # of the last evaluation
+        self._measured_by: Sequence[str | None] | None = None  # of a restored state
 
     def on_start(self, loop: Loop) -> None:
         """Take over what the recipe leaves to the run."""
         self.monitor = self.monitor or loop.monitor
         self.mode = self.mode or loop.mode
+        if self._step is not None and (loop.remeasured or self._follows_another()):
+            loop.display.note(
+                f"Early stopping had followed another measure: the best {self.monitor} "
+                f"({self.mode}) is looked for anew."
+            )
+            self.best, self.num_waited, self._step = None, 0, None
         if loop.data.validation is None:
             raise ConfigError(
                 Problem(
@@ -64,8 +72,9 @@ class EarlyStopping(Callback):
 
     def on_evaluate(self, loop: Loop, split: str, metrics: Mapping[str, float]) -> None:
         """Count the evaluations since the last improvement."""
-        if split != "validation":
+        if split != "validation" or loop.state.step == self._step:  # a resume may measure it again
             return
+        self._step = loop.state.step
         value = self._monitored(metrics)
         if self._improves(value):
             self.best, self.num_waited = value, 0
@@ -80,12 +89,21 @@ class EarlyStopping(Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and how long ago it was."""
-        return {"best": self.best, "num_waited": self.num_waited}
+        """Return the best value, what it measures, and how long ago it was."""
+        return {
+            **{"best": self.best, "num_waited": self.num_waited, "step": self._step},
+            **{"monitor": self.monitor, "mode": self.mode},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Take over what `state_dict` returned; early versions did not tell what was measured."""
         self.best, self.num_waited = state["best"], state["num_waited"]
+        self._step = state.get("step", -1)
+        if "monitor" in state:
+            self._measured_by = state["monitor"], state["mode"]
+
+    def _follows_another(self) -> bool:
+        return self._measured_by not in (None, (self.monitor, self.mode))
 
     def _monitored(self, metrics: Mapping[str, float]) -> float:
         if self.monitor is None or self.monitor not in metrics:

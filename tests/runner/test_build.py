@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -185,6 +187,24 @@ def test_arguments_against_a_signature(arguments: dict[str, Any], wrong: list[st
     assert [problem.value for problem in found] == wrong
 
 
+def bare(
+    a: typing.List = (),  # type: ignore[type-arg, assignment]  # noqa: UP006
+    b: typing.Tuple = (),  # type: ignore[type-arg]  # noqa: UP006
+    c: typing.Sequence = (),  # type: ignore[type-arg]
+    d: typing.Optional[typing.List] = None,  # type: ignore[type-arg]  # noqa: UP006, UP045
+    e: tuple[()] = (),
+) -> None:
+    """Take sequences of any elements, and one of none."""
+
+
+@pytest.mark.parametrize("value", [[], [1, "x"], [[1]]])
+def test_a_sequence_without_a_type_of_its_elements_has_any(value: list[Any]) -> None:
+    signature = signatures.read(bare)
+    assert signatures.check(signature, dict.fromkeys("abcd", value), "f", "bare") == []
+    found = signatures.check(signature, {**dict.fromkeys("abcd", 3), "e": [1]}, "f", "bare")
+    assert [problem.value for problem in found] == ["f.a=3", "f.b=3", "f.c=3", "f.d=3", "f.e=[1]"]
+
+
 def test_a_signature_without_one_takes_anything() -> None:
     assert signatures.check(signatures.read(dict), {"x": 1}, "f", "dict") == []
 
@@ -201,6 +221,48 @@ def test_a_name_is_registered_once(registered: None) -> None:
 
     with pytest.raises(ConfigError, match="Choose another name"):
         register.model("cnn")(first)
+
+
+class Maker:
+    """Makes models; its annotations are not those of its call."""
+
+    width: str = "wide"
+
+    def __call__(self, width: int = 4) -> torch.nn.Module:
+        return torch.nn.Linear(width, width)
+
+
+def linear(width: int, bias: bool = True) -> torch.nn.Module:
+    return torch.nn.Linear(width, width, bias)
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        functools.partial(linear, bias=False),
+        functools.partial(functools.partial(linear), bias=False),
+        Maker(),
+        functools.partial(Maker()),
+    ],
+    ids=["partial", "nested", "instance", "partial instance"],
+)
+def test_any_callable_is_registered_and_checked(factory: Any, registered: None) -> None:
+    assert register.model("callable_a")(factory) is factory
+    register.model("callable_a")(factory)
+    assert problems(model={"name": "callable_a", "width": 3}) == []
+    assert "it is of type int" in problems(model={"name": "callable_a", "width": "3"})[0]
+    assert "no such argument" in problems(model={"name": "callable_a", "width": 3, "a": 1})[0]
+    model = build._part(recipe(model={"name": "callable_a", "width": 3}), "model")()
+    assert model.weight.shape == (3, 3)
+
+
+def test_a_name_of_another_callable_is_refused_by_what_has_it(registered: None) -> None:
+    register.model("callable_a")(functools.partial(linear, 3, bias=False))
+    rule = r"the name belongs to \S*test_build:linear\(3, bias=False, …\)"
+    with pytest.raises(ConfigError, match=rule):
+        register.model("callable_a")(functools.partial(linear, 4))
+    with pytest.raises(ConfigError, match=rf"on \S*test_build:Maker\(\): {rule}"):
+        register.model("callable_a")(Maker())
 
 
 def test_names_are_listed_without_importing() -> None:
@@ -232,6 +294,26 @@ def test_a_step_of_the_users_own(registered: None, tmp_path: Path) -> None:
     assert isinstance(step, OwnStep)
     assert step.rate == 0.5
     assert len(problems(step={"name": "own_a"})) == 3
+
+
+class HandsOn(SupervisedStep):
+    """Hands on what it does not name."""
+
+    def __init__(self, rate: float = 0.1, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.rate = rate
+
+
+@pytest.mark.parametrize("scheduler", [RECIPE["scheduler"], None], ids=["cosine", "null"])
+def test_a_step_that_hands_on_what_it_is_given(registered: None, scheduler: Any) -> None:
+    register.step("hands_on")(HandsOn)
+    found = recipe(step={"name": "hands_on", "rate": 0.5}, scheduler=scheduler)
+    assert build.check_factories(found) == []
+    step = build.build_step(found)
+    assert isinstance(step, HandsOn)
+    assert step.rate == 0.5
+    assert isinstance(step.optimizers["optimizer"], torch.optim.AdamW)
+    assert bool(step.make_schedulers(10)) is (scheduler is not None)
 
 
 def test_a_schedule_that_fails_at_its_first_step_names_its_keys() -> None:

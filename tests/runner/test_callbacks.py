@@ -18,6 +18,7 @@ from runner.callbacks.text import TextBaselines, TextSample, printable
 from runner.data import Data
 from runner.display import Display
 from runner.factories.bytes_gpt import NextByte, byte_gpt, stdlib_bytes
+from runner.schema import Recipe
 from tests.runner.loops import NUM_TRAIN, Fit, Points, build, newest, recipe_of, run
 
 
@@ -86,6 +87,74 @@ def test_patience_is_counted_over_a_resume(tmp_path: Path) -> None:
         )
         assert summary["step"] == step
     assert summary["stopped"] == "callback"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "waits"),
+    [
+        ({}, {}, True),
+        ({}, {"checkpoint__monitor": "accuracy", "checkpoint__mode": "max"}, False),
+        ({"monitor": "accuracy", "mode": "max"}, {}, False),
+        ({"mode": "max"}, {}, False),
+        ({}, {"objective": {"name": "scripted", "smoothing": 0.1}}, False),
+        ({}, {"data": {"name": "points", "other": True}}, False),
+        (
+            {"monitor": "loss", "mode": "min"},
+            {"checkpoint__monitor": "accuracy", "checkpoint__mode": "max"},
+            True,
+        ),
+    ],
+    ids=["same", "run", "own", "mode", "objective", "data", "its own stays"],
+)
+def test_another_measure_is_not_compared_with_the_best_before(
+    tmp_path: Path, arguments: dict[str, Any], changes: dict[str, Any], waits: bool
+) -> None:
+    """An accuracy is no improvement of a loss, and none of it does not end the run."""
+    nodes = {"objective": {"name": "scripted"}, "data": {"name": "points"}}
+
+    class Accurate(Scripted):
+        def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
+            found = super().summarize(values)
+            return {**found, "accuracy": 0.5 - found["loss"]}
+
+    def last(callback: EarlyStopping, objective: Fit, recipe: Recipe, **options: Any) -> str:
+        summary = run(
+            tmp_path,
+            recipe,
+            data=data(),
+            objective=objective,
+            callbacks={"early_stopping": callback},
+            **options,
+        )
+        return str(summary["stopped"])
+
+    first, then = EarlyStopping(patience=3), EarlyStopping(patience=3, **arguments)
+    recipe = recipe_of(trainer__epochs=9, trainer__stop_after=15, **nodes)
+    assert last(first, Accurate(0.01, 0.2, 0.3), recipe) == "stop_after"
+    assert (first.best, first.num_waited) == (0.01, 2)
+    objective = Accurate(*((0.4, 0.4) if waits else (0.4, 0.3, 0.2)))
+    recipe = recipe_of(trainer__epochs=9, trainer__stop_after=25, **{**nodes, **changes})
+    told = io.StringIO()
+    reached = last(
+        then,
+        objective,
+        recipe,
+        resume_from=newest(tmp_path),
+        display=Display(console=Console(file=told, width=300)),
+    )
+    assert reached == ("callback" if waits else "stop_after")
+    assert ("Early stopping had followed another measure" in told.getvalue()) is not waits
+
+
+def test_what_an_early_version_saved_is_kept() -> None:
+    callback = EarlyStopping()
+    callback.load_state_dict({"best": 1.0, "num_waited": 2})
+    callback.on_start(FakeLoop())  # type: ignore[arg-type]
+    assert (callback.best, callback.num_waited) == (1.0, 2)
+
+
+class FakeLoop:
+    monitor, mode, remeasured, data = "loss", "min", False, Data(Points(1), Points(1))
 
 
 @pytest.mark.parametrize(

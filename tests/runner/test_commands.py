@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -11,15 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
 
 import runner
 from accel.errors import CheckpointError, ConfigError
-from runner import app, build, commands, keys
+from runner import app, build, commands, keys, returned
+from runner.data import Data
 from runner.factories.digits import digits
 from runner.schema import Recipe
+from runner.step import SupervisedStep
+from tests.runner.loops import Fit, Points, Stream
 from tests.runner.runs import make_run
 
 NUM_TEST = 360
@@ -90,7 +95,11 @@ def test_help_and_wrong_flags_of_a_command_end_as_before(
 
 @pytest.mark.parametrize(
     "override",
-    ["optimizer.lr=3", "scheduler=null", "trainer.epochs=3", "callbacks=[]", "fsdp=null"],
+    [
+        *("optimizer.lr=3", "scheduler=null", "trainer.epochs=3", "callbacks=[]", "fsdp=null"),
+        *("trainer.accumulation.sync_each_batch=true", "dataloader.use_seedable_sampler=false"),
+        *("dataloader.data_seed=3", "trainer.check_gradients=true", "trainer.overfit_batches=1"),
+    ],
 )
 def test_what_only_training_reads_is_refused(
     override: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
@@ -102,6 +111,14 @@ def test_what_only_training_reads_is_refused(
 def test_what_only_training_reads_is_of_the_schema() -> None:
     known = {*keys.typed_keys(), *keys.nodes(Recipe)}
     assert set(commands.ONLY_TRAINING) <= known
+
+
+def test_the_batch_of_an_evaluation_follows_from_the_accumulation(run_dir: Path) -> None:
+    """So it is no key of training alone: with a limit it decides how many samples are measured."""
+    limited = ("trainer.limit_eval_batches=1", "trainer.accumulation.num_steps=8")
+    few = commands.measure(commands.Request(run_dir, limited, ("test",)))["test"]
+    many = commands.measure(commands.Request(run_dir, limited[:1], ("test",)))["test"]
+    assert few != many
 
 
 def test_overrides_change_the_recipe_that_is_measured(run_dir: Path) -> None:
@@ -182,19 +199,117 @@ def test_what_is_not_there_is_refused(
     assert "--output" in capsys.readouterr().err
 
 
+class Predicting(SupervisedStep):
+    """A step that predicts what it is told to; it is called so in messages."""
+
+    returns: Any = staticmethod(lambda batch: None)
+
+    def predict(self, batch: Any) -> Any:
+        return type(self).returns(batch)
+
+
 def test_predictions_of_any_shape_become_rows() -> None:
     predicted = {
         "label": torch.tensor([1, 2]),
         "boxes": [torch.zeros(2, 1), torch.ones(2)],
         "nested": {"text": ["a", "b"]},
+        "found": [{"at": torch.ones(3)}, {"at": np.zeros(1)}],
+        "ragged": [torch.ones(1), torch.ones(0)],
     }
-    assert list(commands._rows(predicted)) == [
-        {"label": 1, "boxes.0": [0.0], "boxes.1": 1.0, "nested.text": "a"},
-        {"label": 2, "boxes.0": [0.0], "boxes.1": 1.0, "nested.text": "b"},
+    row = {"boxes.0": [0.0], "boxes.1": 1.0}
+    assert returned.rows(None, predicted, 2) == [
+        {"label": 1, **row, "nested.text": "a", "found": {"at": [1.0] * 3}, "ragged": [1.0]},
+        {"label": 2, **row, "nested.text": "b", "found": {"at": [0.0]}, "ragged": []},
     ]
-    assert list(commands._rows(torch.tensor([0.5]))) == [{"prediction": 0.5}]
-    with pytest.raises(ConfigError, match="rows"):
-        list(commands._rows({"a": torch.ones(2), "b": torch.ones(3)}))
+    assert returned.rows(None, torch.tensor([0.5]), None) == [{"prediction": 0.5}]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.ones(2, 3), "Fit.predict returned a Tensor of shape [2, 3]: .* which has 4. Return"),
+        (torch.ones(8), "a Tensor of shape [8]: "),
+        (torch.tensor(1.0), "a Tensor of shape []: "),
+        ({"p": torch.ones(4), "m": torch.ones(())}, "a Tensor of shape [] for 'm': "),
+        ({"p": torch.ones(4), "m": {"s": ["a"] * 3}}, "a list of 3 for 'm.s': "),
+        ([1.0, 2.0, 3.0], "a list of 3: "),
+        ({}, "a dict without values: "),
+        ("text", "a str: "),
+        (None, "None: "),
+        ({"p": [object()] * 4}, "a list of 4 for 'p': JSON has no type for an object. "),
+        (torch.ones(4, dtype=torch.complex64), "JSON has no type for a complex. "),
+        ({"other": torch.ones(4)}, "values for other: the batches before gave prediction. "),
+    ],
+)
+def test_what_has_not_one_row_per_sample_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")) as refused:
+        returned.rows(Fit(), value, 4, ["prediction"])
+    assert "Fit.predict returned " in str(refused.value)
+
+
+def test_columns_of_different_lengths_are_refused_where_the_batch_is_not_known() -> None:
+    with pytest.raises(ConfigError, match=r"a Tensor of shape \[3\] for 'b'"):
+        returned.rows(Fit(), {"a": torch.ones(2), "b": torch.ones(3)}, None)
+
+
+@pytest.mark.parametrize(
+    "returns",
+    [
+        lambda batch: batch[1][::2],
+        lambda batch: batch[1].repeat(2),
+        lambda batch: batch[1].float().mean(0, keepdim=True),
+        lambda batch: {},
+    ],
+    ids=["half", "twice", "mean", "empty"],
+)
+@pytest.mark.parametrize("before", [True, False], ids=["over", "new"])
+def test_predict_refuses_what_is_not_per_sample_and_leaves_nothing(
+    before: bool,
+    returns: Any,
+    run_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Predicting, "returns", staticmethod(returns))
+    monkeypatch.setattr(build, "build_step", functools.partial(with_class, build.build_step))
+    output = tmp_path / "p.jsonl"
+    if before:
+        output.write_text("old")
+    assert app.run(["predict", str(run_dir), "--output", str(output)]) == 2
+    assert "Predicting.predict returned" in capsys.readouterr().err
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"] * before
+
+
+def with_class(build_step: Any, *given: Any) -> Any:
+    step = build_step(*given)
+    step.__class__ = Predicting
+    return step
+
+
+def test_a_stream_is_predicted_row_by_row_and_counted(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The length that a stream claims is held against what it gives."""
+
+    class Claiming(Stream):
+        def __iter__(self) -> Any:
+            images, labels = digits().test.tensors  # type: ignore[union-attr]
+            return iter(list(zip(images, labels, strict=True))[:7])
+
+    class Counted(Claiming):
+        def __len__(self) -> int:
+            return 9
+
+    request = commands.Request(
+        run_dir, ("trainer.eval_batch_size=3",), ("test",), output=tmp_path / "p.jsonl"
+    )
+    monkeypatch.setattr(build, "build_data", lambda recipe: Data(Points(3), test=Claiming(7)))
+    assert commands.write_predictions(request) == 7
+    assert len(predictions(tmp_path / "p.jsonl")) == 7
+    monkeypatch.setattr(build, "build_data", lambda recipe: Data(Points(3), test=Counted(7)))
+    with pytest.raises(ConfigError, match="predict returned 7 rows: the data set has 9 samples"):
+        commands.write_predictions(request)
 
 
 def written(tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> int:

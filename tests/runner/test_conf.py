@@ -13,6 +13,7 @@ import pytest
 from accel.config import fp8, handlers, training
 from accel.enums import DDPCommunicationHookType, DynamoBackend
 from runner import build, compose, hydra_setup, keys, paths
+from runner.job import Job
 from runner.schema import DataLoader, Recipe
 
 CONF = paths.conf_folder()
@@ -125,6 +126,43 @@ def test_arguments_of_factories_need_no_plus() -> None:
     found = compose.require(compose.anew(overrides, "config"))
     assert found.model["width"] == 8
     assert found.distributed.ddp.comm_state_option == {"matrix_approximation_rank": 2}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "model"),
+    [
+        (["experiment=bytes_gpt", "+model.dropout=0.5"], {"dropout": 0.5}),
+        (["+model.dropout=0.5"], {"dropout": 0.5}),
+        (["++model.dropout=0.5"], {"dropout": 0.5}),
+        (["model.own=3", "+model.dropout=0.5"], {"own": 3, "dropout": 0.5}),
+        (["+model.own=3", "~model.own"], {}),
+        (["~model.dropout", "model.dropout=0.5"], {"dropout": 0.5}),
+    ],
+)
+def test_arguments_of_factories_may_have_a_plus_and_be_taken_out(
+    overrides: list[str], model: dict[str, Any]
+) -> None:
+    """Hydra composes with the file's arguments although another factory does not get them."""
+    found = compose.anew([*overrides, "model.name=byte_gpt"], "config")
+    assert found.problems == []
+    assert {**found.recipe.model, **model} == found.recipe.model
+    assert ("own" in found.recipe.model) is ("own" in model)
+
+
+def test_arguments_are_taken_out_of_a_resumed_run(tmp_path: Path) -> None:
+    """Also what no file has, but its own command line, and where its files are gone."""
+    own = ("model.own=3", "data.own=3")
+    frozen = compose.require(compose.anew(own, "config"))
+    for files in (own, (*own, "experiment=gone")):
+        job = Job(tmp_path / str(len(files)), overrides=files, cwd=str(tmp_path))
+        job.run_dir.mkdir()
+        job.save(frozen)
+        found = compose.require(compose.resumed(job.run_dir, ["~model.own", "~model.width"]))
+        width = {
+            name: value for name, value in frozen.model.items() if name not in ("own", "width")
+        }
+        assert found.model == width
+        assert found.data == frozen.data
 
 
 @pytest.mark.parametrize(

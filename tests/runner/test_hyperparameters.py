@@ -3,18 +3,22 @@ been built so, or the run says why not."""
 
 from __future__ import annotations
 
+import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.optim import lr_scheduler
 
 from accel.config.handlers import GradScalerKwargs
 from accel.errors import ConfigError
 from runner.data import Data
+from runner.display import Display
 from runner.factories.optimizers import cosine
 from runner.hyperparameters import set_scaler
 from tests.runner import loops
@@ -241,6 +245,107 @@ def test_the_best_of_another_measure_is_not_compared(tmp_path: Path) -> None:
     assert loop.state.best == loops.NUM_VALIDATION
     assert loop.state.best_step is not None
     assert loop.state.best_step > STOP
+
+
+NODES = {"data": {"name": "points"}, "objective": {"name": "fit"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "anew"),
+    [
+        ({}, False),
+        ({"trainer__epochs": 5}, False),
+        ({"data": {"name": "points", "seed": 5}}, True),
+        ({"objective": {"name": "fit", "scale": 100.0}}, True),
+        ({"trainer__limit_eval_batches": 1}, True),
+    ],
+    ids=["same", "longer", "data", "objective", "limit"],
+)
+def test_the_best_by_other_data_or_another_objective_is_looked_for_anew(
+    tmp_path: Path, changes: dict[str, Any], anew: bool
+) -> None:
+    """Values of another scale, or of other samples, are not compared with the best so far."""
+
+    class Larger(loops.Fit):
+        def summarize(self, values: Any) -> dict[str, float]:
+            return {name: 100 * value for name, value in super().summarize(values).items()}
+
+    loops.run(tmp_path, recipe_of(trainer__stop_after=STOP, **NODES))
+    told = io.StringIO()
+    loop = loops.build(
+        tmp_path,
+        recipe_of(**{**NODES, **changes}),
+        resume_from=newest(tmp_path),
+        objective=Larger(),
+        display=Display(console=Console(file=told, width=300)),
+    )
+    loop.run()
+    assert loop.remeasured is anew
+    assert ("was found by another measure" in told.getvalue()) is anew
+    assert ((loop.state.best_step or 0) > STOP) is anew  # the larger values improve on nothing else
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_checkpoint_that_does_not_tell_what_it_measured_is_taken_as_it_is(
+    tmp_path: Path, older: bool
+) -> None:
+    loop = loops.build(tmp_path, recipe_of(**NODES))
+    loop.run()
+    saved = dict(loop._hyper.now)
+    if older:
+        del saved["measured"]
+    another = loops.build(tmp_path, recipe_of(data={"name": "other"}))
+    another._prepare()
+    another._hyper.load_state_dict(saved)
+    assert another._hyper.measures_another is not older
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode", "best", "anew"),
+    [
+        ({}, "min", 0.5, False),
+        ({"checkpoint__monitor": "count", "checkpoint__mode": "max"}, "min", math.inf, True),
+        ({"data": {"name": "points", "seed": 5}}, "min", math.inf, True),
+        ({"objective": {"name": "fit", "scale": 2.0}}, "min", math.inf, True),
+        ({"scheduler": {"name": "plateau", "mode": "max"}}, "max", -math.inf, True),
+    ],
+    ids=["same", "monitor", "data", "objective", "mode"],
+)
+def test_a_schedule_does_not_compare_measures_of_two_kinds(
+    tmp_path: Path, changes: dict[str, Any], mode: Any, best: float, anew: bool
+) -> None:
+    def patient(optimizer: Any, num_steps: int) -> Any:
+        return lr_scheduler.ReduceLROnPlateau(optimizer, mode=mode, patience=9)
+
+    nodes = {**NODES, "scheduler": {"name": "plateau"}}
+    first = loops.build(
+        tmp_path,
+        recipe_of(trainer__stop_after=STOP, **nodes),
+        make_scheduler=lambda optimizer, num_steps: lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=9
+        ),
+    )
+    first._prepare()
+    plateau = first.schedulers["optimizer"]
+    plateau.best, plateau.num_bad_epochs = 0.5, 4
+    first.state.step = first.state.evaluated_step = 3
+    first.state.best, first.state.best_step = 0.5, 2
+    first._begin()
+    first._save()
+    told = io.StringIO()
+    then = loops.build(
+        tmp_path,
+        recipe_of(**{**nodes, **changes}),
+        make_scheduler=patient,
+        resume_from=newest(tmp_path),
+        display=Display(console=Console(file=told, width=300)),
+    )
+    then._prepare()
+    then._resume()
+    found = then.schedulers["optimizer"]
+    assert (found.mode, found.best) == (mode, best)
+    assert found.num_bad_epochs == (0 if anew else 4)
+    assert ("followed another measure" in told.getvalue()) is anew
 
 
 def test_constants_of_the_gradient_scaler_are_those_of_the_recipe() -> None:

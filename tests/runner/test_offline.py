@@ -170,6 +170,14 @@ int = float
 def net(width: int):
     return nn.Linear(1, 1)
 """
+QUOTED = """
+from __future__ import annotations
+from typing import Optional
+from torch import nn
+
+def net(width: int, a: "Net" | None = None, b: Optional["a b"] = 1):
+    return nn.Linear(1, 1)
+"""
 HANDED = """
 from __future__ import annotations
 import torch
@@ -218,7 +226,13 @@ def cellar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "cellar"
     folder.mkdir()
     modules = {"__init__": FACTORIES, "casks": CASKS, "stars": STARS, "lazy": DYNAMIC}
-    for name, text in {**modules, "plain": PLAIN, "handed": HANDED, "shadowed": SHADOWED}.items():
+    for name, text in {
+        **modules,
+        "plain": PLAIN,
+        "handed": HANDED,
+        "shadowed": SHADOWED,
+        "quoted": QUOTED,
+    }.items():
         (folder / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
@@ -260,6 +274,13 @@ def test_a_default_is_right_whatever_its_annotation_says(cellar: Path) -> None:
 def test_a_type_is_the_one_that_the_module_calls_so(cellar: Path) -> None:
     right = recipe("shadowed.net", width=0.5)
     assert texts([*offline.problems(right), *build.check_factories(right)]) == []
+
+
+def test_an_annotation_that_is_no_type_says_nothing(cellar: Path) -> None:
+    right = recipe("quoted.net", width=3, a=1, b="x")
+    assert texts([*offline.problems(right), *build.check_factories(right)]) == []
+    (only,) = offline.problems(recipe("quoted.net", width="wide"))
+    assert "model.width='wide': it is of type int" in str(only)
 
 
 @pytest.mark.parametrize("name", ["plain.net", "plain.Net"])

@@ -172,6 +172,18 @@ def test_a_finished_run_says_so_and_is_left_alone(
     assert tree(run_dir) == before
 
 
+def test_a_finished_run_that_is_past_a_limit_tells_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = one_run(tmp_path, monkeypatch)
+    summary = {"complete": True, "stopped": "epochs", "step": 50, "epoch": 5}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    for limit, reached in (("epochs=4", "completed"), ("max_steps=30", "reached")):
+        assert cli.main([f"resume={run_dir}", f"trainer.{limit}"]) == 0
+        told = f"trainer.{limit} {reached} and passed: the run is at step 50, epoch 5. Nothing"
+        assert told in capsys.readouterr().out
+
+
 def test_a_finished_run_that_goes_on_says_so_as_soon_as_it_has_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
