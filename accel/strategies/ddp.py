@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -72,6 +73,7 @@ POWER_SGD = (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD)
 _FOLLOWERS: weakref.WeakKeyDictionary[DistributedDataParallel, FollowTrainable] = (
     weakref.WeakKeyDictionary()
 )
+_NUMBERS = itertools.count()  # of strategies
 HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 
@@ -83,6 +85,7 @@ class DDPStrategy(Strategy):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self._number = next(_NUMBERS)
         # Models that no reducer knows: they are only evaluated, or had nothing to train.
         self._unreduced: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.comm.before_exit(_detach_all)
@@ -110,7 +113,7 @@ class DDPStrategy(Strategy):
         arguments = {k: v for k, v in handler.to_kwargs().items() if k not in HOOK_FIELDS}
         wrapped = DistributedDataParallel(model, device_ids=self._device_ids(model), **arguments)
         register_hook(wrapped, handler)
-        _follow(wrapped)
+        _follow(wrapped, self._number)
         return wrapped
 
     def wrap_optimizer(
@@ -198,13 +201,15 @@ class DDPStrategy(Strategy):
     def release(self) -> None:
         """Take the reducers from the models, so that no thread of theirs outlives the group."""
         super().release()
-        _detach_all()
+        for model, owner in _wrapped_here():
+            if owner == self._number:
+                _detach(model)
 
 
-def _follow(model: DistributedDataParallel) -> None:
+def _follow(model: DistributedDataParallel, owner: int | None = None) -> None:
     """Let the reducer of `model` follow which parameters are trained."""
     if model not in _FOLLOWERS:
-        _FOLLOWERS[model] = FollowTrainable(model)
+        _FOLLOWERS[model] = FollowTrainable(model, owner)
         model.register_forward_pre_hook(_FOLLOWERS[model])
 
 
@@ -219,7 +224,11 @@ def _knows_its_graph(model: DistributedDataParallel) -> bool:
 
 
 def _detach(model: DistributedDataParallel) -> None:
-    """Let go of the process group in `model`, whose forward is from now on that of its module."""
+    """Let go of the process group in `model`, whose forward is from now on that of its module.
+
+    gloo's threads end with the last reference to the group. Where that is dropped later, as with a
+    model, the process aborts, or waits for ever for a thread that waits for the interpreter.
+    """
     model.forward = model.module.forward  # type: ignore[method-assign]
     model._comm_hooks.clear()
     for name in ("reducer", "logger", "process_group"):
@@ -227,23 +236,22 @@ def _detach(model: DistributedDataParallel) -> None:
 
 
 def _detach_all() -> None:
-    """Let go of the process group in all models that were prepared, and in copies of them.
-
-    gloo's threads end with the last reference to the group. Where that is dropped later, as with a
-    model, the process aborts, or waits for ever for a thread that waits for the interpreter.
-    """
-    for model in _prepared():
+    for model, _ in _wrapped_here():
         _detach(model)
 
 
-def _prepared() -> list[DistributedDataParallel]:
-    """Return the models that follow what is trained and hold a group, whatever became of them."""
+def _wrapped_here() -> list[tuple[DistributedDataParallel, int]]:
+    """Return the models in DDP that strategies wrapped, and copies of them, with whose they are.
+
+    Those that hold the process group; a model that the user wrapped stays as it is.
+    """
+    models = [found for found in gc.get_objects() if type(found) is DistributedDataParallel]
     return [
-        found
-        for found in gc.get_objects()
-        if type(found) is DistributedDataParallel
-        and "reducer" in found.__dict__
-        and any(type(hook) is FollowTrainable for hook in found._forward_pre_hooks.values())
+        (model, hook.owner)
+        for model in models
+        if "reducer" in model.__dict__
+        for hook in model._forward_pre_hooks.values()
+        if type(hook) is FollowTrainable and hook.owner is not None
     ]
 
 

@@ -35,15 +35,18 @@ class FollowTrainable:
 
     Args:
         model: in DDP.
+        owner: number of the strategy that wrapped it; None: the user did.
 
     Attributes:
+        owner: as given; copies of the model keep it.
         stepped: ids of the optimizers that stepped since the latest forward pass with gradients;
             None before the first one.
     """
 
     stepped: tuple[int, ...] | None = None
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(self, model: DistributedDataParallel, owner: int | None) -> None:
+        self.owner = owner
         self._known: Trainable | None = Trainable(model.module)
 
     def __call__(self, model: Any, *_: Any) -> None:
@@ -77,7 +80,7 @@ class FollowTrainable:
         self._known = now
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_known": None}
+        return {"_known": None, "owner": self.owner}
 
 
 def _problems(model: DistributedDataParallel) -> list[Problem]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -120,6 +121,20 @@ def wrapped() -> dict[str, Any]:
         "twice": type(same.module).__name__,
         "unwrapped": type(accelerator.unwrap_model(model)).__name__,
     }
+
+
+def left_in_place() -> tuple[bool, bool]:
+    """End training in a group that the user built, of a model that the user wrapped."""
+    dist.init_process_group("gloo")
+    own = DistributedDataParallel(make_model())
+    accelerator = Accelerator(cpu=True)
+    model, same = accelerator.prepare(make_model(), own)
+    accelerator.end_training()
+    return "reducer" in model.__dict__, "reducer" in same.__dict__
+
+
+def test_a_model_that_the_user_wrapped_is_the_users_after_training() -> None:
+    assert run_distributed(left_in_place, 2) == [(False, True)] * 2
 
 
 def test_models_are_wrapped_as_the_handler_says() -> None:
