@@ -253,16 +253,17 @@ class TorchCommunicator(Communicator):
 
     def post(self, key: str, value: str) -> None:
         """Write `value` to the store by which the processes met."""
-        self._require_open()
-        store = dist.distributed_c10d._get_default_store()
-        store.set(_posted_key(key, self.rank), value)
+        self._store().set(_posted_key(key, self.rank), value)
 
     def posted(self, key: str) -> list[str] | None:
         """Return what the ranks have posted under `key`, by rank; None until all of them have."""
-        self._require_open()
-        store = dist.distributed_c10d._get_default_store()
+        store = self._store()
         keys = [_posted_key(key, rank) for rank in range(self.world_size)]
         return [store.get(one).decode() for one in keys] if store.check(keys) else None
+
+    def _store(self) -> Store:
+        self._require_open()
+        return dist.distributed_c10d._get_default_store()
 
     def before_exit(self, let_go: Callable[[], None]) -> None:
         """Have `let_go` called when the process ends: under gloo, whose threads must end first."""

@@ -34,7 +34,7 @@ _RANKS = {"rank", "getrank", "processindex", "globalrank", "dprank", "nodeid"}
 _SIZES = {"worldsize", "getworldsize", "numprocesses", "numreplicas", "dpsize", "numranks", "world"}
 _SHARDING = {"splitbetweenprocesses", "splitbynode", "splitdatasetbynode"}
 # How many streams were prepared for a communicator.
-_COMPARED: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+_PREPARED: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 
 
 def declared_alike(dataset: Any) -> bool:
@@ -210,7 +210,7 @@ def first_round(comm: Communicator, loader: Any) -> FirstRound | None:
     if comm.world_size == 1:
         return None
     check_split(loader.dataset)
-    _COMPARED[comm] = number = _COMPARED.get(comm, 0) + 1
+    _PREPARED[comm] = number = _PREPARED.get(comm, 0) + 1
     if declared_alike(loader.dataset):
         return None
     if shards_by_rank(loader.dataset):

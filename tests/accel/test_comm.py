@@ -54,8 +54,12 @@ def collect() -> dict[str, Any]:
         "sent_empty": list(comm.broadcast(torch.zeros(2, 0)).shape),
         "sent_objects": comm.broadcast_objects([rank, "x"], source=size - 1),
         "untouched": own.tolist(),
+        "unposted": comm.posted("greeting"),
     }
     comm.barrier()
+    comm.post("greeting", f"of {rank}")
+    comm.barrier()
+    assert comm.posted("greeting") == [f"of {one}" for one in range(size)]
     comm.flush()
     comm.close()
     comm.close()
@@ -81,6 +85,7 @@ def test_the_contract(size: int) -> None:
         assert result["sent_empty"] == [2, 0]
         assert result["sent_objects"] == [last, "x"]
         assert result["untouched"] == [[rank, 10 * rank]]
+        assert result["unposted"] is None
 
 
 DTYPES = (
@@ -213,6 +218,13 @@ def late_rank() -> str:
 def test_in_debug_mode_a_timeout_names_the_missing_rank() -> None:
     message = run_distributed(late_rank, 2)[0]
     assert "Ranks 1 failed to pass monitoredBarrier" in message
+
+
+def test_one_process_finds_what_it_posted() -> None:
+    comm: Communicator = LocalCommunicator()
+    assert comm.posted("greeting") is None
+    comm.post("greeting", "hello")
+    assert comm.posted("greeting") == ["hello"]
 
 
 def test_one_process_gets_copies() -> None:

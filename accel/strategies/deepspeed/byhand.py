@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -82,16 +81,11 @@ class ByHand:
             return False
         where = pieces(self._engine)
         if self._sharded:
-            written = {id(w) for w, v in self._shards() if w.ds_tensor._version != v}
-            return any(
-                id(w) not in written or not _agrees(w.ds_tensor, 0, where.get(id(w)))
-                for w in changed
-            )
-        found = [(weight, where.get(id(weight))) for weight in changed]
-        return any(not _agrees(w, 0 if p is None else p.offset, p) for w, p in found)
-
-    def _shards(self) -> Iterator[tuple[Any, int]]:
-        return zip(self._weights, self._shard_versions, strict=True)
+            shards = zip(self._weights, self._shard_versions, strict=True)
+            unwritten = {id(weight) for weight, v in shards if weight.ds_tensor._version == v}
+            if any(id(weight) in unwritten for weight in changed):
+                return True
+        return any(not _agrees(weight, where.get(id(weight))) for weight in changed)
 
     def _tell(self, value: str, rule: str, remedy: str) -> None:
         stage = self._engine.zero_optimization_stage()
@@ -107,16 +101,12 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def _agrees(values: torch.Tensor, start: int, piece: Any) -> bool:
-    """Tell whether this rank's part of a weight is what the optimizer holds of it.
-
-    Args:
-        values: they hold the part.
-        start: where it begins in the flattened values.
-        piece: where the optimizer holds it.
-    """
+def _agrees(weight: torch.Tensor, piece: Any) -> bool:
+    """Tell whether this rank's part of a weight is what the optimizer holds of it."""
     if piece is None or piece.length == 0 or piece.flat.numel() < piece.start + piece.length:
         return True
+    shard = getattr(weight, "ds_tensor", None)  # under stage 3: the part alone
+    values, start = (weight, piece.offset) if shard is None else (shard, 0)
     own = values.detach().reshape(-1)[start : start + piece.length]
     held = piece.flat.detach().view(-1)[piece.start : piece.start + piece.length]
     return _same(own, held.to(own.device, own.dtype))
