@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from runner.callbacks.base import Callback as Callback
     from runner.data import Data as Data
+    from runner.micro_batch import MicroBatch as MicroBatch
+    from runner.micro_batch import Window as Window
     from runner.objective import Objective as Objective
     from runner.registry import register as register
     from runner.restore import load as load
-    from runner.step import MicroBatch as MicroBatch
     from runner.step import Step as Step
     from runner.step import SupervisedStep as SupervisedStep
-    from runner.step import Window as Window
 
 __all__ = [
     "Callback",
@@ -35,11 +35,11 @@ __all__ = [
 _PLACES = {
     "Callback": "runner.callbacks.base",
     "Data": "runner.data",
-    "MicroBatch": "runner.step",
+    "MicroBatch": "runner.micro_batch",
     "Objective": "runner.objective",
     "Step": "runner.step",
     "SupervisedStep": "runner.step",
-    "Window": "runner.step",
+    "Window": "runner.micro_batch",
     "load": "runner.restore",
     "register": "runner.registry",
 }

@@ -131,9 +131,9 @@ def _version() -> int:
 
 
 def _command(name: str, arguments: list[str]) -> int:
-    from runner import commands
+    from runner import evaluate_predict
 
-    return int(commands.main(name, arguments))
+    return int(evaluate_predict.main(name, arguments))
 
 
 def _show(overrides: Sequence[str], config_name: str, package: str | None) -> int:
@@ -168,11 +168,11 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
     if place is not None and multirun:
         rule = "a sweep starts the processes of each job itself"
         raise ConfigError(Problem("--multirun under torchrun", rule, "Start it without torchrun."))
-    from runner import hydra_setup, sweeps
+    from runner import build, hydra_setup, sweeps
 
     if trust.asked_for():  # packages of the user's import torch
         startup.announce("runner")
-    missing = import_packages()
+    missing = trust.missing_packages()
     if multirun:
         return _train_all(overrides, config_name, missing)
     with hydra_setup.session():
@@ -180,17 +180,8 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
     missing = [*missing, *sweeps.misplaced(overrides)]
     _require_names([examined], missing)
     startup.announce(examined.recipe.name)
-    require([examined], missing)
+    build.require([examined], missing)
     return _train_one(examined, goes_on, overrides)
-
-
-def import_packages() -> list[Problem]:
-    """Import the user's packages, and return what is wrong with them."""
-    try:
-        trust.import_packages()
-    except ConfigError as error:
-        return list(error.problems)
-    return []
 
 
 def _follow(place: Adopted) -> int:
@@ -232,7 +223,7 @@ def _import_packages_named(recipe: Recipe) -> list[Problem]:
     """Import the user's packages where a recipe names factories that are not built in."""
     from runner import offline
 
-    return import_packages() if offline.unknown(recipe) else []
+    return trust.missing_packages() if offline.unknown(recipe) else []
 
 
 def _require_names(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None:
@@ -247,25 +238,11 @@ def _require_names(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None
     ConfigError.raise_if(list(problems))
 
 
-def require(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None:
-    """Raise everything that is wrong with any of the jobs, each thing once."""
-    from runner import build
-
-    problems = dict.fromkeys(missing)
-    for examined in jobs:
-        problems.update(dict.fromkeys(examined.problems))
-        if examined.composed:
-            factories = build.check_factories(examined.recipe)
-            factories = factories or build.try_factories(examined.recipe)
-            problems.update(dict.fromkeys(factories))
-        if not examined.problems:
-            problems.update(dict.fromkeys(build.check_machine(examined.recipe)))
-    ConfigError.raise_if(list(problems))
-
-
 def _train_one(examined: Examined, goes_on: bool, overrides: Sequence[str]) -> int:
+    from runner import starting
+
     if goes_on:  # its recipe is the frozen one: there is nothing for Hydra to compose
-        return start(
+        return starting.start(
             examined.recipe,
             examined.overrides,
             examined.config_name,
@@ -275,7 +252,7 @@ def _train_one(examined: Examined, goes_on: bool, overrides: Sequence[str]) -> i
     codes: list[int] = []
 
     def task(_: DictConfig) -> None:  # what Hydra composes is what has been examined
-        codes.append(start(examined.recipe, examined.overrides, examined.config_name))
+        codes.append(starting.start(examined.recipe, examined.overrides, examined.config_name))
 
     line = ["--config-name", examined.config_name, *_for_hydra(overrides)]
     return _hydra(line, task) or codes[0]
@@ -283,13 +260,13 @@ def _train_one(examined: Examined, goes_on: bool, overrides: Sequence[str]) -> i
 
 def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Problem]) -> int:
     """Train the jobs of a sweep, each in fresh processes, where Hydra's launcher puts them."""
-    from runner import hydra_setup, sweeps
+    from runner import build, hydra_setup, sweeps
 
     with hydra_setup.session():
         plan = sweeps.plan(overrides, config_name)
     _require_names(plan.known, missing)
     startup.announce(plan.known[0].recipe.name if plan.known else "")
-    require(plan.known, missing)
+    build.require(plan.known, missing)
     folder = Path(tempfile.mkdtemp(prefix="sweep-"))
     task = sweeps.Task(
         config_name, str(folder), os.getpid(), tuple(sys.orig_argv), total=plan.total
@@ -304,43 +281,6 @@ def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Pro
         return sweeps.conclude(folder, plan.total) or FAILED
     finally:
         sweeps.forget(folder)
-
-
-def start(
-    recipe: Recipe,
-    overrides: Sequence[str],
-    config_name: str,
-    *,
-    fresh: bool = False,
-    origin: bytes | None = None,
-    auto: bool = False,
-    on_claimed: Callable[[Path], object] = lambda run_dir: None,
-) -> int:
-    """Claim or find the run directory, freeze the job there and launch it.
-
-    Args:
-        recipe: checked; where `resume` is set the run goes on.
-        overrides: what the command line changed.
-        config_name: the primary file.
-        fresh: whether the job gets processes of its own in any case.
-        origin: of a run to resume, what its files held when the recipe was composed from them.
-        auto: whether `resume=auto` has found that run.
-        on_claimed: called with the run directory.
-
-    Returns:
-        The exit code.
-    """
-    from runner import starting
-
-    return starting.start(
-        recipe,
-        overrides,
-        config_name,
-        fresh=fresh,
-        origin=origin,
-        auto=auto,
-        on_claimed=on_claimed,
-    )
 
 
 def _nothing(config: DictConfig) -> None:

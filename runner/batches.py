@@ -16,8 +16,8 @@ from accel.data.samplers import mix_seeds
 from accel.errors import ConfigError, Problem
 from runner.batch_plan import BatchPlan, limited, plan_batches
 from runner.data import Data, SeededDataset, SeededStream, WindowSampler, make_loader, make_order
+from runner.micro_batch import MicroBatch, Window
 from runner.share import share_of
-from runner.step import MicroBatch, Window
 
 if TYPE_CHECKING:
     from accel import Accelerator

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,23 +14,18 @@ from accel.checkpoint import files
 from accel.env import Environment
 from accel.errors import ConfigError, Problem
 from runner import paths, rundir, signatures, variables
-from runner import recipe as recipes
-from runner.factory import Factory, factory_of, nodes_of
+from runner.factory import Factory, factory_of
+from runner.nodes import STEP_PARTS, nodes_of, step_problems
 from runner.registry import register
 from runner.schema import ENGINES, Recipe
-from runner.signatures import Signature
 from runner.wording import of_the_recipe
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from runner.batch_plan import BatchPlan
     from runner.callbacks.base import Callback
+    from runner.compose import Examined
     from runner.data import Data
     from runner.step import Step
-
-# Parameters of a step's constructor that receive what these nodes build.
-STEP_PARTS = ("model", "objective", "optimizer", "scheduler")
 
 
 @dataclass
@@ -48,36 +43,18 @@ class Parts:
     callbacks: dict[str, Callback]
 
 
-def recipe_from_config(config: DictConfig | Mapping[str, Any]) -> Recipe:
-    """Return the typed recipe that a composed configuration describes.
-
-    Raises:
-        ConfigError: naming every unknown key, every value that is not allowed, and every reference
-            that leads nowhere.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    plain: Any = config
-    if OmegaConf.is_config(config):
-        try:
-            plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        except OmegaConfBaseException as error:
-            from runner.compose import unresolved
-
-            raise ConfigError(unresolved(error)) from error
-    return recipes.from_plain(plain)
-
-
-def check(recipe: Recipe) -> None:
-    """Check what the schema cannot: factories and their arguments, batch arithmetic, the machine.
-
-    Imports the factories, and so torch.
-
-    Raises:
-        ConfigError: naming everything that is wrong.
-    """
-    ConfigError.raise_if([*check_factories(recipe), *check_machine(recipe)])
+def require(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None:
+    """Raise everything that is wrong with any of the jobs, each thing once."""
+    problems = dict.fromkeys(missing)
+    for examined in jobs:
+        problems.update(dict.fromkeys(examined.problems))
+        if examined.composed:
+            factories = check_factories(examined.recipe)
+            factories = factories or try_factories(examined.recipe)
+            problems.update(dict.fromkeys(factories))
+        if not examined.problems:
+            problems.update(dict.fromkeys(check_machine(examined.recipe)))
+    ConfigError.raise_if(list(problems))
 
 
 def check_machine(recipe: Recipe) -> list[Problem]:
@@ -233,31 +210,6 @@ def try_factories(recipe: Recipe) -> list[Problem]:
     ]
 
 
-def step_problems(recipe: Recipe, label: str, signature: Signature) -> Iterator[Problem]:
-    """Yield parts that the step needs and lacks, and those that it would not use.
-
-    Args:
-        recipe: whose parts they are.
-        label: what the step is called.
-        signature: of its factory.
-    """
-    for key in STEP_PARTS:
-        parameter = signature.parameters.get(key)
-        given = getattr(recipe, key) is not None
-        if parameter is None and given and not signature.open:
-            yield Problem(
-                f"{key}={_label(getattr(recipe, key))} with step={label}",
-                f"{label} builds its own and takes no {key}",
-                f"Set {key}=null.",
-            )
-        elif parameter is not None and parameter.default is parameter.empty and not given:
-            yield Problem(
-                f"{key}=null with step={label}",
-                f"{label} needs {'an' if key[0] in 'aeiou' else 'a'} {key}",
-                f"Choose {key}=…",
-            )
-
-
 def build_parts(recipe: Recipe, around_model: AbstractContextManager[Any] | None = None) -> Parts:
     """Build the step with its models and optimizers, the data sets and the callbacks.
 
@@ -338,9 +290,3 @@ def _without_steps(factory: Factory, optimizer: Any, num_steps: int) -> Any:
 
 def _part(recipe: Recipe, key: str) -> Factory:
     return factory_of(key, getattr(recipe, key), getattr(register, key))
-
-
-def _label(node: Any) -> str:
-    if isinstance(node, Mapping):
-        return str(node.get("name") or node.get("_target_"))
-    return str(node)

@@ -6,7 +6,6 @@ process.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import json
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from accel.errors import ConfigError, Problem
 from runner import compose, diagnose, hydra_setup, rundir, startup
-from runner.flags import CommandParser
 from runner.job import Job
 from runner.restore import described, find_checkpoint, restored_step
 from runner.schema import Distributed, Recipe
@@ -86,57 +84,6 @@ class Session:
     checkpoint: Path
 
 
-# -- commands ------------------------------------------------------------------------------
-
-
-def main(command: str, arguments: Sequence[str]) -> int:
-    """Run ``runner <command> <arguments>`` and return the exit code."""
-    return {"eval": evaluate, "predict": predict}[command](arguments)
-
-
-def evaluate(arguments: Sequence[str]) -> int:
-    """Measure a run on its data sets and print a table.
-
-    Args:
-        arguments: of the command line, without ``eval``.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: if the run or an override is refused.
-        CheckpointError: if there is no such checkpoint, or it is not whole.
-    """
-    from runner.display import Display, number
-
-    request = _parse_evaluate(arguments)
-    for split, metrics in measure(request).items():
-        rows = [(name, number(value)) for name, value in metrics.items()]
-        Display().final(f"{request.run_dir.name} · {split}", rows)
-    return 0
-
-
-def predict(arguments: Sequence[str]) -> int:
-    """Write a run's predictions for a data set, one JSON object per sample and line.
-
-    Args:
-        arguments: of the command line, without ``predict``.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: if the run, an override or the output is refused.
-        CheckpointError: if there is no such checkpoint, or it is not whole.
-    """
-    request = _parse_predict(arguments)
-    count = write_predictions(request)
-    streamed = request.output is not None and _is_stream(request.output)  # perhaps standard output
-    told = sys.stderr if streamed else sys.stdout
-    print(f"{count} predictions written to {request.output}", file=told)
-    return 0
-
-
 def measure(request: Request) -> dict[str, dict[str, float]]:
     """Return the metrics of each split of a run."""
     from runner import evaluation
@@ -158,7 +105,7 @@ def write_predictions(request: Request) -> int:
     written into.
     """
     output = _require_output(request.output)
-    if _is_stream(output):
+    if is_stream(output):
         with _opened(output, output) as file:
             return _write_lines(request, file)
     output = Path(os.path.realpath(output))  # a link stays one
@@ -184,7 +131,7 @@ def _write_lines(request: Request, file: TextIO) -> int:
     return count
 
 
-def _is_stream(output: Path) -> bool:
+def is_stream(output: Path) -> bool:
     """Return whether an output is a pipe or a terminal, which is written into as it is."""
     mode = output.stat().st_mode if output.exists() else 0
     return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
@@ -202,7 +149,7 @@ def _opened(partial: Path, output: Path) -> TextIO:
     try:
         if output.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if output.exists() and not output.is_file() and not _is_stream(output):
+        if output.exists() and not output.is_file() and not is_stream(output):
             raise OSError(errno.EINVAL, "it is neither a file nor a pipe")
         return partial.open("w", encoding="utf-8")
     except OSError as error:
@@ -350,46 +297,3 @@ def _batches(
         split: EvalBatches(accelerator, getattr(data, split), recipe, data.collate_fn, split)
         for split in wanted
     }
-
-
-# -- the command line ----------------------------------------------------------------------
-
-
-def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = CommandParser(prog=f"runner {command}", description=description, allow_abbrev=False)
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run directory")
-    parser.add_argument(
-        "overrides", metavar="KEY=VALUE", nargs="*", help="changes to the run's recipe"
-    )
-    parser.add_argument(
-        "--checkpoint", help="best, last, or a checkpoint's name or path (default: best, else last)"
-    )
-    return parser
-
-
-def _parse_evaluate(arguments: Sequence[str]) -> Request:
-    parser = _parser("eval", "Measure a trained run.")
-    parser.add_argument(
-        "--split",
-        action="append",
-        choices=SPLITS,
-        default=[],
-        help="data set to measure, may be repeated (default: validation and test)",
-    )
-    found = parser.parse_intermixed_args(list(arguments))
-    return Request(found.run_dir, tuple(found.overrides), tuple(found.split), found.checkpoint)
-
-
-def _parse_predict(arguments: Sequence[str]) -> Request:
-    parser = _parser("predict", "Write a trained run's predictions as JSON lines.")
-    parser.add_argument(
-        "--split",
-        choices=SPLITS,
-        help="data set (default: test, or validation where there is none)",
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="the .jsonl file to write"
-    )
-    found = parser.parse_intermixed_args(list(arguments))
-    splits = (found.split,) if found.split else ()
-    return Request(found.run_dir, tuple(found.overrides), splits, found.checkpoint, found.output)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from runner import diagnose, hydra_setup, keys, offline, trust
-from runner.factory import nodes_of, num_given
 from runner.flags import COMMANDS, INFO, long_flags
+from runner.nodes import nodes_of, num_given
 from runner.recipe import examine
 from runner.registry import register
 from runner.schema import Recipe

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel.accelerator import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
@@ -17,7 +17,6 @@ from runner.schema import Recipe
 
 if TYPE_CHECKING:
     from runner.batch_plan import BatchPlan
-    from runner.loop import Loop
 
 
 @contextmanager
@@ -37,17 +36,6 @@ def running(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Iterator[Ac
                 tracker.finish()
         raise
     accelerator.end_training()
-
-
-def profiler(loop: Loop) -> AbstractContextManager[Any]:
-    """Return the context of a loop's profiler; its traces go below the run directory."""
-    handler = loop.recipe.profile
-    if handler is None:
-        return nullcontext()
-    if handler.output_trace_dir is not None or handler.on_trace_ready is None:
-        folder = loop.run_dir / (handler.output_trace_dir or "profile")
-        handler = replace(handler, output_trace_dir=str(folder))
-    return loop.accelerator.profile(handler)
 
 
 def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Accelerator:

@@ -15,12 +15,26 @@ import traceback
 from pathlib import Path
 
 from accel import env
-from accel.errors import AccelError, ConfigError
+from accel.errors import AccelError, ConfigError, text_of
 from runner import trust
 
 VARIABLE = "RUNNER_FULL_TRACEBACK"
+# How torch begins an error that it brings from a loader worker.
+IN_LOADER_WORKER = re.compile(r"Caught \w+ in DataLoader (worker process \d+)\.")
 _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 _FRAME = re.compile(r'^ *File "([^"]+)", line \d+')
+
+
+def one_line(error: BaseException) -> str:
+    """Return the type of an exception and the first line of its message."""
+    text = text_of(error)
+    name = type(error).__name__
+    worker = IN_LOADER_WORKER.match(text)
+    if worker is not None:  # what happened there stands at the end of the traceback that follows
+        return f"{text.splitlines()[-1]} ({worker[1]})"
+    if isinstance(error, AccelError):
+        return text
+    return f"{name}: {text.splitlines()[0]}" if text else name
 
 
 def is_own(path: str) -> bool:

@@ -20,7 +20,7 @@ from accel.optimizer import unwrap_optimizer
 from accel.rng import preserved, set_seed
 from runner import reading
 from runner.evaluation import evaluation_mode
-from runner.step import MicroBatch, Window
+from runner.micro_batch import MicroBatch, Window
 
 if TYPE_CHECKING:
     from runner.loop import Loop

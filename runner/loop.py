@@ -17,30 +17,32 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accel.errors import ConfigError, Problem
 from accel.rng import preserved, set_seed
-from runner import engine, mishaps, returned
+from runner import mishaps, profiling, returned
 from runner import summary as summaries
 from runner.batch_plan import plan_batches
 from runner.batches import EvalBatches, TrainBatches
 from runner.callbacks.base import Callback
 from runner.display import Display
+from runner.durations import parse_duration
 from runner.evaluation import Interrupted, evaluate, monitored_value
 from runner.gradient_check import check as check_gradients
 from runner.hyperparameters import Hyperparameters
 from runner.meters import StepMeter, Stopwatch
+from runner.micro_batch import with_last
 from runner.recording import Recorder, learning_rates
 from runner.rundir import write_summary
 from runner.saving import OWN, RunState, Saver, Stateful
 from runner.share import share_of
 from runner.signals import StopFlag
-from runner.state import Stop, TrainState, parse_duration
-from runner.step import with_last
+from runner.state import Stop, TrainState
 
 if TYPE_CHECKING:
     from accel import Accelerator
     from runner.batch_plan import BatchPlan
     from runner.data import Data
+    from runner.micro_batch import Window
     from runner.schema import Recipe
-    from runner.step import Step, Window
+    from runner.step import Step
 
 TIME_IS_UP = "max_time"
 
@@ -172,7 +174,7 @@ class Loop:
         self._evaluate_if_due()  # the run was cut off between a step and its evaluation
         anomalies = torch.autograd.set_detect_anomaly(self.recipe.trainer.detect_anomaly)
         translated = mishaps.translated(self.step.models, lambda: self.state.step)
-        with anomalies, translated, engine.profiler(self) as profiler:
+        with anomalies, translated, profiling.profiler(self) as profiler:
             while self.stopped is None:
                 self._train_epoch(profiler)
 

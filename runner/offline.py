@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from accel.errors import ConfigError, Problem
-from runner import build, factory, signatures, source_text, trust
+from runner import nodes, signatures, source_text, trust
 from runner.registry import Registry
 from runner.schema import Recipe
 from runner.signatures import Signature
@@ -32,11 +32,11 @@ UNKNOWN = object()
 def problems(recipe: Recipe) -> list[Problem]:
     """Return what is wrong with the names and arguments of a recipe's factories."""
     found: list[Problem] = []
-    for key, node, registry in factory.nodes_of(recipe, found):
+    for key, node, registry in nodes.nodes_of(recipe, found):
         try:
             found += _problems(recipe, key, node, registry)
         except ConfigError as error:
-            found += factory.under(error, registry.kind, key).problems
+            found += nodes.under(error, registry.kind, key).problems
     return found
 
 
@@ -44,12 +44,12 @@ def unknown(recipe: Recipe) -> bool:
     """Return whether a recipe names factories that are not registered so far."""
     return any(
         isinstance(node, Mapping) and node.get("name") not in (None, *registry.names())
-        for _, node, registry in factory.nodes_of(recipe, [])
+        for _, node, registry in nodes.nodes_of(recipe, [])
     )
 
 
 def _problems(recipe: Recipe, key: str, node: Any, registry: Registry) -> list[Problem]:
-    name, target, arguments = factory.named(key, node, registry)
+    name, target, arguments = nodes.named(key, node, registry)
     if target is not None:
         distrusted = trust.distrust(target, f"{key}._target_")
         if distrusted is not None:
@@ -58,23 +58,23 @@ def _problems(recipe: Recipe, key: str, node: Any, registry: Registry) -> list[P
     else:
         registry.require(str(name))
         label, place = str(name), registry.built_in(str(name)) or ""
-    signature = signature_of(place.replace(":", "."), factory.num_given(key, target is None))
+    signature = signature_of(place.replace(":", "."), nodes.num_given(key, target is None))
     if signature is None:
         return []
     if key != "step":
         return signatures.check(signature, arguments, key, label)
-    rest = {n: p for n, p in signature.parameters.items() if n not in build.STEP_PARTS}
+    rest = {n: p for n, p in signature.parameters.items() if n not in nodes.STEP_PARTS}
     own = Signature(rest, signature.open, signature.hints)
     wrong = signatures.check(own, arguments, key, label)
-    return [*wrong, *build.step_problems(recipe, label, signature)]
+    return [*wrong, *nodes.step_problems(recipe, label, signature)]
 
 
 def arguments_of(registry: Registry, name: str, key: str) -> list[str]:
     """Return the names of the arguments that a recipe may give to a factory, as far as known."""
     place = registry.built_in(name)
     if place is None and name in registry.names():
-        return list(signatures.read(registry.get(name), factory.num_given(key, True)).parameters)
-    found = signature_of((place or "").replace(":", "."), factory.num_given(key, True))
+        return list(signatures.read(registry.get(name), nodes.num_given(key, True)).parameters)
+    found = signature_of((place or "").replace(":", "."), nodes.num_given(key, True))
     return [] if found is None else list(found.parameters)
 
 

@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accel.errors import (
-    AccelError,
     ConfigError,
     DiskFullError,
     MissingPackageError,
@@ -44,8 +43,6 @@ COMMUNICATION = re.compile(
     r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|ProcessGroup|\bTCPStore\b",
     re.IGNORECASE,
 )
-# How torch begins an error that it brings from a loader worker.
-IN_LOADER_WORKER = re.compile(r"Caught \w+ in DataLoader (worker process \d+)\.")
 UNREAD = "nobody reads standard output any more"
 
 
@@ -171,7 +168,7 @@ def of_error(error: BaseException, rank: int) -> Outcome:
         return Outcome(rank, time.time(), FAILED, str(error))
     if isinstance(error, BrokenPipeError) and nobody_reads():
         return Outcome(rank, time.time(), FAILED, UNREAD)
-    told = one_line(error), "".join(user_traceback(error))
+    told = frames.one_line(error), "".join(user_traceback(error))
     full = "".join(traceback.format_exception(error))
     return Outcome(
         rank, time.time(), FAILED, *told, is_consequence=_of_communication(error), full=full
@@ -200,18 +197,6 @@ def _of_communication(error: BaseException) -> bool:
             return True
         found = found.__cause__ or found.__context__
     return False
-
-
-def one_line(error: BaseException) -> str:
-    """Return the type of an exception and the first line of its message."""
-    text = text_of(error)
-    name = type(error).__name__
-    worker = IN_LOADER_WORKER.match(text)
-    if worker is not None:  # what happened there stands at the end of the traceback that follows
-        return f"{text.splitlines()[-1]} ({worker[1]})"
-    if isinstance(error, AccelError):
-        return text
-    return f"{name}: {text.splitlines()[0]}" if text else name
 
 
 def user_traceback(error: BaseException) -> list[str]:

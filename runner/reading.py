@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import default_collate, get_worker_info
 
 from accel.errors import AccelError
-from runner.outcomes import one_line
+from runner.frames import one_line
 
 
 class DataError(AccelError, RuntimeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from runner.rundir import MetricsFile
 
@@ -14,10 +14,25 @@ if TYPE_CHECKING:
 
     from accel import Accelerator
     from runner.schema import Recipe
-    from runner.state import TrainState
 
 # Logged under their own names; everything else under ``<split>/<name>``.
 COMMON = ("lr", "samples_per_second", "skipped_steps")
+
+
+class Position(Protocol):
+    """Where a run stands, as its values are logged with."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made."""
+
+    @property
+    def samples(self) -> int:
+        """Samples trained on, over all processes and epochs."""
+
+    @property
+    def epoch_number(self) -> int:
+        """The epoch that the last step belongs to, counted from 1; 0 before the first step."""
 
 
 class Recorder:
@@ -31,7 +46,7 @@ class Recorder:
     """
 
     def __init__(
-        self, accelerator: Accelerator, recipe: Recipe, run_dir: Path, state: TrainState
+        self, accelerator: Accelerator, recipe: Recipe, run_dir: Path, state: Position
     ) -> None:
         self._accelerator = accelerator
         self._recipe = recipe

@@ -33,7 +33,7 @@ from accel.config.training import (
 from accel.enums import LoggerType, PrecisionType, RNGType
 from accel.errors import ConfigError, Problem, nearest
 from runner import habits
-from runner.state import parse_duration
+from runner.durations import parse_duration
 
 DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu")
 SEEDS = 2**32  # NumPy takes no larger ones

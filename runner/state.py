@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -124,25 +123,3 @@ class Stop:
     def complete(self) -> bool:
         """Whether the run has come to its end, so that the best state is tested."""
         return self.kind not in ("stop_after", "signal")
-
-
-def parse_duration(value: Any, name: str = "trainer.max_time") -> float | None:
-    """Return `value`, seconds or "HH:MM:SS" (or "D:HH:MM:SS"), in seconds; None stays None.
-
-    Raises:
-        ConfigError: if it is neither.
-    """
-    if value is None:
-        return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-        return float(value)
-    if isinstance(value, str) and re.fullmatch(r"(\d+:)?\d+:[0-5]?\d:[0-5]?\d", value):
-        days, hours, minutes, seconds = ([0] + [int(part) for part in value.split(":")])[-4:]
-        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-    raise ConfigError(
-        Problem(
-            f"{name}={value!r}",
-            'it is a number of seconds above 0, or "HH:MM:SS"',
-            f"Give {name}=3600 or {name}=01:00:00 for an hour.",
-        )
-    )

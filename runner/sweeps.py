@@ -273,15 +273,15 @@ def _stop_here(number: int, frame: FrameType | None) -> None:
 
 def _attempt(overrides: Sequence[str], config_name: str, number: int) -> tuple[int, Path | None]:
     """Examine and train one job; return its exit code and its run directory."""
-    from runner import app, compose, hydra_setup
+    from runner import build, compose, hydra_setup, starting, trust
 
     claimed: list[Path] = []
     try:
-        missing = app.import_packages()
+        missing = trust.missing_packages()
         with hydra_setup.session():
             examined = compose.anew(overrides, config_name, number)
-        app.require([examined], missing)
-        code = app.start(
+        build.require([examined], missing)
+        code = starting.start(
             examined.recipe,
             examined.overrides,
             examined.config_name,

@@ -107,6 +107,15 @@ def import_packages() -> None:
     ConfigError.raise_if(problems)
 
 
+def missing_packages() -> list[Problem]:
+    """Import the user's packages, and return what is wrong with them."""
+    try:
+        import_packages()
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
 def distrust(name: str, key: str) -> Problem | None:
     """Return the problem with a dotted name in a recipe, or None if it may be imported.
 

@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.constants import default_pg_timeout
 
 from runner import console_logs, frames, hangs, outcomes, processes, torchrun
+from runner.durations import parse_duration
 from runner.hangs import Report, Verdict
 from runner.outcomes import FAILED, Outcome
 from runner.progress import Progress
 from runner.signals import StopFlag
 from runner.stacks import Stack
-from runner.state import parse_duration
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

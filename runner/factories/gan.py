@@ -17,8 +17,9 @@ from torch.func import functional_call
 
 from accel.loss import normalize_loss
 from runner.factories.optimizers import linear
+from runner.micro_batch import Window
 from runner.share import share_of
-from runner.step import Step, Window, clip_gradients, keep_valid
+from runner.step import Step, clip_gradients, keep_valid
 
 if TYPE_CHECKING:
     from accel import Accelerator

@@ -195,7 +195,7 @@ def factory_name(rng: random.Random) -> Mistake:
 
 def _chosen() -> Iterator[tuple[str, Callable[..., Any], int]]:
     """Yield (node, factory, how many arguments are given) of the default recipe."""
-    from runner.factory import NUM_GIVEN
+    from runner.nodes import NUM_GIVEN
 
     chosen = {**defaults(), "step": "supervised"}
     for node, registry in registries().items():

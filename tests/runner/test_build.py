@@ -154,17 +154,6 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
     assert "4" in str(only)
 
 
-def test_a_config_becomes_a_recipe() -> None:
-    from omegaconf import OmegaConf
-
-    config = OmegaConf.create({"name": "x", "tags": ["${name}"], "trainer": {"epochs": 2}})
-    assert build.recipe_from_config(config) == Recipe(
-        name="x", tags=["x"], trainer=Trainer(epochs=2)
-    )
-    with pytest.raises(ConfigError, match="nme"):
-        build.recipe_from_config(OmegaConf.create({"name": "${nme}"}))
-
-
 def scalars(
     a: int, b: float = 1.0, c: bool = False, d: str | None = None, e: Literal["x", "y"] = "x"
 ) -> None:

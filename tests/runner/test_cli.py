@@ -145,7 +145,7 @@ def test_imports_are_taken_out(arguments: list[str], imports: list[str], rest: l
 
 
 def test_commands_get_their_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner import commands
+    from runner import evaluate_predict
 
     calls: list[Any] = []
 
@@ -153,7 +153,7 @@ def test_commands_get_their_own_arguments(monkeypatch: pytest.MonkeyPatch) -> No
         calls.append((name, arguments))
         return 1
 
-    monkeypatch.setattr(commands, "main", record)
+    monkeypatch.setattr(evaluate_predict, "main", record)
     assert cli.main(["predict", "RUN", "--split", "test"]) == 1
     assert calls == [("predict", ["RUN", "--split", "test"])]
 

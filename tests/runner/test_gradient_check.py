@@ -14,7 +14,8 @@ from torch import nn
 from accel.errors import ConfigError
 from runner.display import Display
 from runner.loop import Loop
-from runner.step import MicroBatch, SupervisedStep, Window
+from runner.micro_batch import MicroBatch, Window
+from runner.step import SupervisedStep
 from tests.runner import loops
 from tests.runner.loops import recipe_of
 

@@ -11,9 +11,10 @@ import torch
 
 from accel.comm.local import LocalCommunicator
 from accel.errors import CheckpointError, ConfigError
+from runner.durations import parse_duration
 from runner.meters import NonFiniteError, StepMeter, Stopwatch
 from runner.saving import Best, RunState, read_best
-from runner.state import Stop, TrainState, parse_duration
+from runner.state import Stop, TrainState
 
 
 @pytest.mark.parametrize(

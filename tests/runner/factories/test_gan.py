@@ -8,8 +8,8 @@ from accel import Accelerator
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from runner.factories.digits import digits
 from runner.factories.gan import GANStep, frechet_distance, neighbour_accuracy
+from runner.micro_batch import MicroBatch, Window
 from runner.schema import Trainer
-from runner.step import MicroBatch, Window
 from tests.helpers import run_distributed
 
 
