@@ -1,6 +1,7 @@
 """A declarative training runner. Importing it imports no torch: names are looked up when used.
 
-Nor does it import `accel`: the command first settles where that is looked for (`runner.paths`).
+Nor does it import `accel`: the command first settles where that is looked for
+(`runner.config.paths`).
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runner.callbacks.base import Callback as Callback
-    from runner.data import Data as Data
-    from runner.micro_batch import MicroBatch as MicroBatch
-    from runner.micro_batch import Window as Window
-    from runner.objective import Objective as Objective
-    from runner.registry import register as register
-    from runner.restore import load as load
-    from runner.step import Step as Step
-    from runner.step import SupervisedStep as SupervisedStep
+    from runner.data.datasets import Data as Data
+    from runner.data.micro_batch import MicroBatch as MicroBatch
+    from runner.data.micro_batch import Window as Window
+    from runner.factories.registry import register as register
+    from runner.inference.load import load as load
+    from runner.training.callback import Callback as Callback
+    from runner.training.objective import Objective as Objective
+    from runner.training.step import Step as Step
+    from runner.training.step import SupervisedStep as SupervisedStep
 
 __all__ = [
     "Callback",
@@ -33,15 +34,15 @@ __all__ = [
 
 # No module may be called like a name of this list: importing it would put it in the name's place.
 _PLACES = {
-    "Callback": "runner.callbacks.base",
-    "Data": "runner.data",
-    "MicroBatch": "runner.micro_batch",
-    "Objective": "runner.objective",
-    "Step": "runner.step",
-    "SupervisedStep": "runner.step",
-    "Window": "runner.micro_batch",
-    "load": "runner.restore",
-    "register": "runner.registry",
+    "Callback": "runner.training.callback",
+    "Data": "runner.data.datasets",
+    "MicroBatch": "runner.data.micro_batch",
+    "Objective": "runner.training.objective",
+    "Step": "runner.training.step",
+    "SupervisedStep": "runner.training.step",
+    "Window": "runner.data.micro_batch",
+    "load": "runner.inference.load",
+    "register": "runner.factories.registry",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from runner import paths
+from runner.config import paths
 
 if __name__ == "__main__":
     paths.settle()

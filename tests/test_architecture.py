@@ -379,7 +379,11 @@ print(",".join(name for name in heavy if name in sys.modules))
     [
         ("import accel", ""),
         ("import accel.config.handlers, accel.config.training", ""),
-        ("import runner, runner.schema, runner.registry, runner.batch_plan, runner.cli", ""),
+        (
+            "import runner, runner.config.schema, runner.factories.registry"
+            ", runner.config.batch_plan, runner.cli",
+            "",
+        ),
         ("from accel import Accelerator", "torch"),
     ],
 )

@@ -1,1 +1,1 @@
-"""What happens around the loop: each callback in a file of its own."""
+"""Callbacks that a recipe switches on."""

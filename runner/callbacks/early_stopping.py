@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import ConfigError, Problem, nearest
-from runner.callbacks.base import Callback
+from runner.training.callback import Callback
 
 if TYPE_CHECKING:
-    from runner.loop import Loop
+    from runner.training.loop import Loop
 
 
 class EarlyStopping(Callback):

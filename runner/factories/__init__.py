@@ -1,1 +1,1 @@
-"""Built-in models, data sets, objectives, optimizers and steps, registered like a user's."""
+"""Factories by name: the registry, the nodes that name them, and their signatures."""

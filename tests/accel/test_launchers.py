@@ -11,8 +11,8 @@ import torch.distributed as dist
 from accel import Accelerator, PartialState
 from accel import env as environment
 from accel.errors import ConfigError, StateError
-from runner import processes
-from runner.schema import Distributed
+from runner.config import processes
+from runner.config.schema import Distributed
 from tests.helpers import free_port, run_distributed
 
 NOTHING = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))

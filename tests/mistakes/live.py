@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from runner import keys, paths
-from runner.registry import Registry, register
-from runner.schema import Recipe
+from runner.config import keys, paths
+from runner.config.schema import Recipe
+from runner.factories.registry import Registry, register
 from tests.mistakes.cases import Mistake
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -65,9 +65,9 @@ def groups() -> dict[str, list[str]]:
 
 def defaults() -> dict[str, str]:
     """Return the file that is chosen in each group where nothing is said."""
-    from runner import help_text
+    from runner.cli import help
 
-    return help_text._defaults(Path(paths.conf_folder(), paths.PRIMARY))
+    return help._defaults(Path(paths.conf_folder(), paths.PRIMARY))
 
 
 def misspelt(word: str, rng: random.Random) -> str:
@@ -195,7 +195,7 @@ def factory_name(rng: random.Random) -> Mistake:
 
 def _chosen() -> Iterator[tuple[str, Callable[..., Any], int]]:
     """Yield (node, factory, how many arguments are given) of the default recipe."""
-    from runner.nodes import NUM_GIVEN
+    from runner.factories.nodes import NUM_GIVEN
 
     chosen = {**defaults(), "step": "supervised"}
     for node, registry in registries().items():

@@ -23,10 +23,25 @@ SECONDS = 240.0
 
 IMPORTED = (
     *("sklearn.datasets", "torch", "torch._dynamo", "torch.utils.tensorboard"),
-    *("runner.app", "runner.build", "runner.callbacks.early_stopping", "runner.callbacks.text"),
-    *("runner.compose", "runner.engine", "runner.factories.bytes_gpt", "runner.factories.digits"),
-    *("runner.factories.gan", "runner.factories.optimizers", "runner.help_text", "runner.launch"),
-    *("runner.loop", "runner.worker"),
+    *(
+        "runner.cli.dispatch",
+        "runner.build.parts",
+        "runner.callbacks.early_stopping",
+        "runner.builtin.text_callbacks",
+    ),
+    *(
+        "runner.compose.composition",
+        "runner.build.accelerator",
+        "runner.builtin.bytes_gpt",
+        "runner.builtin.digits",
+    ),
+    *(
+        "runner.builtin.gan",
+        "runner.builtin.optimizers",
+        "runner.cli.help",
+        "runner.launch.launcher",
+    ),
+    *("runner.training.loop", "runner.launch.worker"),
 )
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset, Subset
 
-from runner.factories.bytes_gpt import IGNORED, byte_gpt, stdlib_bytes
+from runner.builtin.bytes_gpt import IGNORED, byte_gpt, stdlib_bytes
 from tests.parity.reference import Recipe
 
 

@@ -57,10 +57,16 @@ def import_everything() -> None:
     import torch.utils.data
 
     import runner
-    from runner import app, build, cli, commands, compose, launch, loop, starting, worker
+    from runner import cli
+    from runner.build import parts
+    from runner.cli import dispatch
+    from runner.compose import composition
+    from runner.inference import session
+    from runner.launch import launcher, start, worker
+    from runner.training import loop
 
-    parts = (app, build, cli, commands, compose, launch, loop, starting, worker, runner)
-    assert all((*parts, safetensors.torch, sklearn.datasets, torch._dynamo, torch.utils.data))
+    warm = (dispatch, parts, cli, session, composition, launcher, loop, start, worker, runner)
+    assert all((*warm, safetensors.torch, sklearn.datasets, torch._dynamo, torch.utils.data))
 
 
 def begin(arguments: list[str], folder: Path, output: Path, gate: int | None = None) -> int:

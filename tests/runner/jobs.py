@@ -13,7 +13,7 @@ from pathlib import Path
 
 from accel.env import Environment
 from accel.errors import ConfigError, Problem
-from runner.signals import StopFlag
+from runner.training.stopping import StopFlag
 
 LONG = 300.0
 

@@ -16,16 +16,16 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from accel.checkpoint.files import checkpoints
-from runner.batch_plan import plan_batches
-from runner.callbacks.base import Callback
-from runner.data import Data
-from runner.display import Display
-from runner.engine import make_accelerator
-from runner.loop import Loop
-from runner.objective import Objective
-from runner.processes import replicas
-from runner.schema import Checkpoint, DataLoader, Precision, Recipe, Tracker, Trainer
-from runner.step import SupervisedStep
+from runner.build.accelerator import make_accelerator
+from runner.config.batch_plan import plan_batches
+from runner.config.processes import replicas
+from runner.config.schema import Checkpoint, DataLoader, Precision, Recipe, Tracker, Trainer
+from runner.data.datasets import Data
+from runner.reporting.console import Display
+from runner.training.callback import Callback
+from runner.training.loop import Loop
+from runner.training.objective import Objective
+from runner.training.step import SupervisedStep
 
 NUM_TRAIN, NUM_VALIDATION = 40, 13
 

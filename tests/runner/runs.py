@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 
 from accel.accelerator import Accelerator
-from runner import build, compose, hydra_setup, rundir
-from runner.job import Job
-from runner.saving import Best
+from runner.build import parts
+from runner.compose import composition, hydra_setup
+from runner.run_dir import directory
+from runner.run_dir.job import Job
+from runner.training.checkpointing import Best
 from tests.helpers import reset_accel
 
 SMALL = ("model.dropout=0", "tracker.log_with=[]")
@@ -25,12 +27,12 @@ def make_run(folder: Path, *overrides: str, checkpoints: int = 1, best: int | No
         best: which of them is the best; None: the run keeps no best.
     """
     with hydra_setup.session():
-        recipe = compose.require(compose.anew([*SMALL, *overrides], "config"))
-    run_dir = rundir.claim(folder, recipe.name)
+        recipe = composition.require(composition.anew([*SMALL, *overrides], "config"))
+    run_dir = directory.claim(folder, recipe.name)
     Job(run_dir, overrides=(*SMALL, *overrides), cwd=str(folder)).save(recipe)
     for number in range(checkpoints):
         torch.manual_seed(number)
-        step = build.build_step(recipe)
+        step = parts.build_step(recipe)
         accelerator = Accelerator(cpu=True)
         accelerator.prepare(*step.models.values(), *step.optimizers.values())
         accelerator.save_state(run_dir / "checkpoints" / f"checkpoint_{number}")

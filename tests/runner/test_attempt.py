@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from accel.errors import ConfigError
-from runner import attempt, job, threads
-from runner.job import Job
-from runner.schema import Recipe, Trainer
-from runner.threads import Numerics
+from runner.config.schema import Recipe, Trainer
+from runner.run_dir import job, numerics, transaction
+from runner.run_dir.job import Job
+from runner.run_dir.numerics import Numerics
 
 OLD, NEW = (Recipe(trainer=Trainer(epochs=epochs)) for epochs in (1, 2))
 
@@ -39,16 +39,16 @@ def test_nothing_changes_before_the_commit(tmp_path: Path) -> None:
     assert (found, recipe) == (staged, NEW)
     assert found.run_dir == tmp_path
     assert epochs(tmp_path) == 1
-    attempt.discard(staged.place)
+    transaction.discard(staged.place)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_commit_keeps_the_recipe_before_under_a_name(tmp_path: Path) -> None:
     run(tmp_path)
-    attempt.commit(Job(tmp_path).stage(NEW).place)
-    attempt.commit(Job(tmp_path).stage(NEW).place)  # the same again: nothing to keep
+    transaction.commit(Job(tmp_path).stage(NEW).place)
+    transaction.commit(Job(tmp_path).stage(NEW).place)  # the same again: nothing to keep
     Job(tmp_path).save(OLD)
-    assert [path.name for path in attempt.kept_recipes(tmp_path)] == [
+    assert [path.name for path in transaction.kept_recipes(tmp_path)] == [
         "config.0001.yaml",
         "config.0002.yaml",
     ]
@@ -76,7 +76,7 @@ def test_a_commit_that_is_cut_off_leaves_the_old_or_the_new(
 
         monkeypatch.setattr(os, function, cut)
         try:
-            attempt.commit(staged.place)
+            transaction.commit(staged.place)
             ended = True
         except Cut:
             ended = False
@@ -86,7 +86,7 @@ def test_a_commit_that_is_cut_off_leaves_the_old_or_the_new(
             (1, "trainer.epochs=1"),
             (2, "trainer.epochs=2"),
         )
-        attempt.settle(folder)
+        transaction.settle(folder)
         job.mend(folder)
         assert Job.load(folder) == (found, recipe)
         assert not [path for path in folder.iterdir() if path.name[0] == "."]
@@ -177,7 +177,7 @@ def test_damaged_threads_are_chosen_anew_with_a_word(
 ) -> None:
     (tmp_path / "threads.json").write_text(content)
     with caplog.at_level(logging.WARNING):
-        assert threads.read(tmp_path) == Numerics()
+        assert numerics.read(tmp_path) == Numerics()
     assert "threads.json is damaged" in caplog.text
-    threads.settle(tmp_path, replace(OLD, deterministic=True), 1)
+    numerics.settle(tmp_path, replace(OLD, deterministic=True), 1)
     assert json.loads((tmp_path / "threads.json").read_text())["num_threads"] >= 1

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from accel.config.training import GradientAccumulationPlugin
 from accel.errors import ConfigError
-from runner.batch_plan import limited, plan_batches
-from runner.schema import Trainer
+from runner.config.batch_plan import limited, plan_batches
+from runner.config.schema import Trainer
 
 
 def trainer(**fields) -> Trainer:

@@ -19,11 +19,11 @@ from accel.data.samplers import SeedableRandomSampler
 from accel.errors import ConfigError
 from accel.ops import gather
 from accel.state import GradientState, PartialState
-from runner.batch_plan import plan_batches
-from runner.batches import EvalBatches, TrainBatches
-from runner.data import Data, make_order
-from runner.engine import make_accelerator
-from runner.schema import DataLoader, Recipe, Trainer
+from runner.build.accelerator import make_accelerator
+from runner.config.batch_plan import plan_batches
+from runner.config.schema import DataLoader, Recipe, Trainer
+from runner.data.batches import EvalBatches, TrainBatches
+from runner.data.datasets import Data, make_order
 from tests.helpers import run_distributed
 
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from accel.errors import ConfigError
-from runner import build, signatures
-from runner.callbacks.base import Callback
-from runner.registry import Registry, register
-from runner.schema import Recipe, Trainer
-from runner.step import Step, SupervisedStep
+from runner.build import parts
+from runner.config.schema import Recipe, Trainer
+from runner.factories import signatures
+from runner.factories.registry import Registry, register
+from runner.training.callback import Callback
+from runner.training.step import Step, SupervisedStep
 
 RECIPE: dict[str, Any] = {
     "step": {"name": "supervised"},
@@ -34,7 +35,7 @@ def recipe(**changes: Any) -> Recipe:
 
 
 def problems(**changes: Any) -> list[str]:
-    return [str(problem) for problem in build.check_factories(recipe(**changes))]
+    return [str(problem) for problem in parts.check_factories(recipe(**changes))]
 
 
 @pytest.fixture
@@ -49,34 +50,34 @@ def registered() -> Iterator[None]:
 
 def test_the_parts_of_a_recipe() -> None:
     torch.manual_seed(0)
-    parts = build.build_parts(recipe(callbacks={"early_stopping": {}}))
-    assert isinstance(parts.step, SupervisedStep)
-    assert len(parts.data.train) > 1000  # type: ignore[arg-type]
-    assert list(parts.callbacks) == ["early_stopping"]
-    assert isinstance(parts.callbacks["early_stopping"], Callback)
-    optimizer = parts.step.optimizers["optimizer"]
+    built = parts.build_parts(recipe(callbacks={"early_stopping": {}}))
+    assert isinstance(built.step, SupervisedStep)
+    assert len(built.data.train) > 1000  # type: ignore[arg-type]
+    assert list(built.callbacks) == ["early_stopping"]
+    assert isinstance(built.callbacks["early_stopping"], Callback)
+    optimizer = built.step.optimizers["optimizer"]
     assert isinstance(optimizer, torch.optim.AdamW)
-    schedule = parts.step.make_schedulers(10)["optimizer"]
+    schedule = built.step.make_schedulers(10)["optimizer"]
     assert schedule.optimizer is optimizer
 
 
 def test_targets_get_parameters_and_the_optimizer() -> None:
-    parts = build.build_parts(
+    built = parts.build_parts(
         recipe(
             optimizer={"_target_": "torch.optim.SGD", "lr": 0.5, "momentum": 0.9},
             scheduler={"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 3},
         )
     )
-    optimizer = parts.step.optimizers["optimizer"]
+    optimizer = built.step.optimizers["optimizer"]
     assert isinstance(optimizer, torch.optim.SGD)
     assert optimizer.param_groups[0]["lr"] == 0.5
-    schedule = parts.step.make_schedulers(10)["optimizer"]
+    schedule = built.step.make_schedulers(10)["optimizer"]
     assert isinstance(schedule, torch.optim.lr_scheduler.StepLR)
     assert schedule.step_size == 3
 
 
 def test_no_scheduler_is_a_constant_rate() -> None:
-    assert build.build_parts(recipe(scheduler=None)).step.make_schedulers(10) == {}
+    assert parts.build_parts(recipe(scheduler=None)).step.make_schedulers(10) == {}
 
 
 def test_nested_targets_are_built(registered: None) -> None:
@@ -87,7 +88,7 @@ def test_nested_targets_are_built(registered: None) -> None:
 
     layers = [{"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}]
     model = {"name": "holder_a", "inner": {"layers": layers}}
-    step = build.build_step(recipe(model=model))
+    step = parts.build_step(recipe(model=model))
     assert step.models["model"][0].out_features == 3  # type: ignore[index,union-attr]
 
 
@@ -139,17 +140,17 @@ def test_a_step_refuses_parts_it_would_not_use() -> None:
 
 def test_a_callback_is_switched_off_by_null() -> None:
     assert problems(callbacks={"early_stopping": None}) == []
-    assert build.build_parts(recipe(callbacks={"early_stopping": None})).callbacks == {}
+    assert parts.build_parts(recipe(callbacks={"early_stopping": None})).callbacks == {}
 
 
 def test_building_checks_again() -> None:
     with pytest.raises(ConfigError, match="no such argument"):
-        build.build_parts(recipe(model={"name": "cnn", "widht": 3}))
+        parts.build_parts(recipe(model={"name": "cnn", "widht": 3}))
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     trainer = Trainer(global_batch_size=10, micro_batch_size=4)
-    (only,) = build.check_machine(recipe(trainer=trainer))
+    (only,) = parts.check_machine(recipe(trainer=trainer))
     assert "10" in str(only)
     assert "4" in str(only)
 
@@ -241,7 +242,7 @@ def test_any_callable_is_registered_and_checked(factory: Any, registered: None) 
     assert problems(model={"name": "callable_a", "width": 3}) == []
     assert "it is of type int" in problems(model={"name": "callable_a", "width": "3"})[0]
     assert "no such argument" in problems(model={"name": "callable_a", "width": 3, "a": 1})[0]
-    model = build._part(recipe(model={"name": "callable_a", "width": 3}), "model")()
+    model = parts._part(recipe(model={"name": "callable_a", "width": 3}), "model")()
     assert model.weight.shape == (3, 3)
 
 
@@ -279,7 +280,7 @@ class OwnStep(Step):
 def test_a_step_of_the_users_own(registered: None, tmp_path: Path) -> None:
     register.step("own_a")(OwnStep)
     changes: dict[str, Any] = {"objective": None, "optimizer": None, "scheduler": None}
-    step = build.build_step(recipe(step={"name": "own_a", "rate": 0.5}, **changes))
+    step = parts.build_step(recipe(step={"name": "own_a", "rate": 0.5}, **changes))
     assert isinstance(step, OwnStep)
     assert step.rate == 0.5
     assert len(problems(step={"name": "own_a"})) == 3
@@ -297,8 +298,8 @@ class HandsOn(SupervisedStep):
 def test_a_step_that_hands_on_what_it_is_given(registered: None, scheduler: Any) -> None:
     register.step("hands_on")(HandsOn)
     found = recipe(step={"name": "hands_on", "rate": 0.5}, scheduler=scheduler)
-    assert build.check_factories(found) == []
-    step = build.build_step(found)
+    assert parts.check_factories(found) == []
+    step = parts.build_step(found)
     assert isinstance(step, HandsOn)
     assert step.rate == 0.5
     assert isinstance(step.optimizers["optimizer"], torch.optim.AdamW)
@@ -307,7 +308,7 @@ def test_a_step_that_hands_on_what_it_is_given(registered: None, scheduler: Any)
 
 def test_a_schedule_that_fails_at_its_first_step_names_its_keys() -> None:
     wrong = recipe(scheduler={"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 0})
-    (only,) = build.try_factories(wrong)
+    (only,) = parts.try_factories(wrong)
     assert "scheduler.step_size=0: ZeroDivisionError" in str(only)
     for right in ({"name": "cosine"}, {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}):
-        assert build.try_factories(recipe(scheduler=right)) == []
+        assert parts.try_factories(recipe(scheduler=right)) == []

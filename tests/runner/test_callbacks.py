@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 
 from accel.errors import ConfigError
+from runner.builtin.bytes_gpt import NextByte, byte_gpt, stdlib_bytes
+from runner.builtin.text_callbacks import TextBaselines, TextSample, printable
 from runner.callbacks.early_stopping import EarlyStopping
-from runner.callbacks.text import TextBaselines, TextSample, printable
-from runner.data import Data
-from runner.display import Display
-from runner.factories.bytes_gpt import NextByte, byte_gpt, stdlib_bytes
-from runner.schema import Recipe
+from runner.config.schema import Recipe
+from runner.data.datasets import Data
+from runner.reporting.console import Display
 from tests.runner.loops import NUM_TRAIN, Fit, Points, build, newest, recipe_of, run
 
 

@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 
-from runner import app, cli, flags, help_text, paths
-from runner.job import Job
-from runner.schema import Recipe, Trainer
+from runner import cli
+from runner.cli import dispatch, help
+from runner.cli.arguments import take_imports
+from runner.config import paths
+from runner.config.schema import Recipe, Trainer
+from runner.run_dir.job import Job
 from tests.helpers import python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +55,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
         return CODES.get(len(jobs), 0)
 
     CODES.clear()
-    monkeypatch.setattr(app, "start", record)
+    monkeypatch.setattr(dispatch, "start", record)
     return jobs
 
 
@@ -77,18 +80,18 @@ def test_help_names_groups_keys_codes_and_examples(capsys: pytest.CaptureFixture
     assert "precision     bf16 | fp16 | fp8 | no*" in out
     for expected in ("trainer.max_steps", "--multirun", "runner eval RUN_DIR", "75   stopped by"):
         assert expected in out
-    assert max(len(line) for line in out.splitlines()) <= help_text.WIDTH
+    assert max(len(line) for line in out.splitlines()) <= help.WIDTH
 
 
 def test_help_names_the_projects_own_files(tmp_path: Path) -> None:
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "tiny.yaml").write_text("name: tiny\n")
-    assert "byte_gpt | cnn* | tiny" in help_text.text()
+    assert "byte_gpt | cnn* | tiny" in help.text()
 
 
 def test_every_main_key_has_a_meaning() -> None:
-    for _, kind, names in help_text.MAIN_KEYS:
-        assert set(names) <= set(help_text._meanings(kind))
+    for _, kind, names in help.MAIN_KEYS:
+        assert set(names) <= set(help._meanings(kind))
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,13 +142,13 @@ def test_completion(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     ],
 )
 def test_imports_are_taken_out(arguments: list[str], imports: list[str], rest: list[str]) -> None:
-    found, left = flags.take_imports(arguments)
+    found, left = take_imports(arguments)
     assert found == imports
     assert left[: len(rest)] == rest
 
 
 def test_commands_get_their_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner import evaluate_predict
+    from runner.cli import evaluate_predict
 
     calls: list[Any] = []
 
@@ -218,7 +221,7 @@ def test_an_unexpected_error_keeps_its_traceback(
     def fail(*arguments: Any, **named: Any) -> int:
         raise ValueError("disk on fire")
 
-    monkeypatch.setattr(app, "start", fail)
+    monkeypatch.setattr(dispatch, "start", fail)
     assert cli.main([]) == 1
     err = capsys.readouterr().err
     assert "ValueError: disk on fire" in err
@@ -229,12 +232,12 @@ def test_an_interrupt_has_a_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     def interrupt(*arguments: Any, **named: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(app, "start", interrupt)
+    monkeypatch.setattr(dispatch, "start", interrupt)
     assert cli.main([]) == 130
 
 
 def test_what_a_started_job_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner import launch
+    from runner.launch import launcher
 
     launched: list[Any] = []
 
@@ -242,7 +245,7 @@ def test_what_a_started_job_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         launched.append((job, recipe))
         return 0
 
-    monkeypatch.setattr(launch, "launch", record)
+    monkeypatch.setattr(launcher, "launch", record)
     assert cli.main(["name=mine", "seed=3", "output_dir=out"]) == 0
     ((job, recipe),) = launched
     assert job.run_dir.parent == tmp_path / "out" / "mine"
@@ -258,19 +261,21 @@ def test_what_a_started_job_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def resumable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take every run for one with a complete checkpoint."""
-    from runner import rundir
+    from runner.run_dir import directory
 
-    monkeypatch.setattr(rundir, "newest_checkpoint", lambda run_dir: Path(run_dir, "checkpoint_0"))
+    monkeypatch.setattr(
+        directory, "newest_checkpoint", lambda run_dir: Path(run_dir, "checkpoint_0")
+    )
 
 
 def stopped(tmp_path: Path, *overrides: str, name: str = "digits") -> Path:
     """Freeze the recipe of a run that was stopped."""
-    from runner import compose, hydra_setup
+    from runner.compose import composition, hydra_setup
 
     run_dir = tmp_path / "runs" / name / "20260101-120000-aaaa"
     run_dir.mkdir(parents=True)
     with hydra_setup.session():
-        recipe = compose.require(compose.anew([f"name={name}", *overrides], "config"))
+        recipe = composition.require(composition.anew([f"name={name}", *overrides], "config"))
     Job(run_dir, (f"name={name}", *overrides)).save(recipe)
     return run_dir
 
@@ -362,7 +367,7 @@ def project(folder: Path, package: str) -> None:
 def test_a_project_of_the_users_own(
     started: list[Started], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from runner.registry import register
+    from runner.factories.registry import register
 
     project(tmp_path, "own_project_a")
     try:

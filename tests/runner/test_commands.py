@@ -19,11 +19,15 @@ from torch.utils.data import default_collate
 
 import runner
 from accel.errors import CheckpointError, ConfigError
-from runner import app, build, commands, keys, returned
-from runner.data import Data
-from runner.factories.digits import digits
-from runner.schema import Recipe
-from runner.step import SupervisedStep
+from runner.build import parts
+from runner.builtin.digits import digits
+from runner.cli import dispatch
+from runner.config import keys
+from runner.config.schema import Recipe
+from runner.data.datasets import Data
+from runner.inference import session
+from runner.training import return_checks
+from runner.training.step import SupervisedStep
 from tests.runner.loops import Fit, Points, Stream
 from tests.runner.runs import make_run
 
@@ -47,7 +51,7 @@ def predictions(path: Path) -> list[dict[str, Any]]:
 
 
 def test_eval_measures_every_sample_of_the_best_state(run_dir: Path) -> None:
-    found = commands.measure(commands.Request(run_dir))
+    found = session.measure(session.Request(run_dir))
     assert set(found) == {"validation", "test"}
     model, _ = runner.load(run_dir)
     images, labels = digits().test.tensors  # type: ignore[union-attr]
@@ -57,7 +61,7 @@ def test_eval_measures_every_sample_of_the_best_state(run_dir: Path) -> None:
 
 
 def test_eval_prints_a_table(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["eval", str(run_dir), "--split", "test", "--checkpoint", "last"]) == 0
+    assert dispatch.run(["eval", str(run_dir), "--split", "test", "--checkpoint", "last"]) == 0
     printed = capsys.readouterr().out
     assert f"{run_dir.name} · test" in printed
     assert "accuracy" in printed
@@ -76,8 +80,8 @@ def test_code_that_ends_the_process_is_no_success(
         raise SystemExit(0)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(build, "build_data", leave)
-    assert app.run([*command, str(run_dir)]) == 1
+    monkeypatch.setattr(parts, "build_data", leave)
+    assert dispatch.run([*command, str(run_dir)]) == 1
     told = capsys.readouterr().err
     assert "SystemExit: 0" in told
     assert f'File "{__file__}", line ' in told
@@ -87,9 +91,9 @@ def test_code_that_ends_the_process_is_no_success(
 def test_help_and_wrong_flags_of_a_command_end_as_before(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert app.run(["eval", "--help"]) == 0
+    assert dispatch.run(["eval", "--help"]) == 0
     assert "Measure a trained run." in capsys.readouterr().out
-    assert app.run(["eval", str(run_dir), "--split", "none"]) == 2
+    assert dispatch.run(["eval", str(run_dir), "--split", "none"]) == 2
     assert "invalid choice" in capsys.readouterr().err
 
 
@@ -104,29 +108,29 @@ def test_help_and_wrong_flags_of_a_command_end_as_before(
 def test_what_only_training_reads_is_refused(
     override: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert app.run(["eval", str(run_dir), override]) == 2
+    assert dispatch.run(["eval", str(run_dir), override]) == 2
     assert f"{override}: only training reads it" in capsys.readouterr().err
 
 
 def test_what_only_training_reads_is_of_the_schema() -> None:
     known = {*keys.typed_keys(), *keys.nodes(Recipe)}
-    assert set(commands.ONLY_TRAINING) <= known
+    assert set(session.ONLY_TRAINING) <= known
 
 
 def test_the_batch_of_an_evaluation_follows_from_the_accumulation(run_dir: Path) -> None:
     """So it is no key of training alone: with a limit it decides how many samples are measured."""
     limited = ("trainer.limit_eval_batches=1", "trainer.accumulation.num_steps=8")
-    few = commands.measure(commands.Request(run_dir, limited, ("test",)))["test"]
-    many = commands.measure(commands.Request(run_dir, limited[:1], ("test",)))["test"]
+    few = session.measure(session.Request(run_dir, limited, ("test",)))["test"]
+    many = session.measure(session.Request(run_dir, limited[:1], ("test",)))["test"]
     assert few != many
 
 
 def test_overrides_change_the_recipe_that_is_measured(run_dir: Path) -> None:
-    plain = commands.measure(commands.Request(run_dir, splits=("test",)))["test"]
-    request = commands.Request(
+    plain = session.measure(session.Request(run_dir, splits=("test",)))["test"]
+    request = session.Request(
         run_dir, ("objective.label_smoothing=0.5", "trainer.eval_batch_size=7"), ("test",)
     )
-    smoothed = commands.measure(request)["test"]
+    smoothed = session.measure(request)["test"]
     assert smoothed["loss"] != plain["loss"]
     assert smoothed["accuracy"] == plain["accuracy"]
 
@@ -136,7 +140,7 @@ def test_predict_writes_a_line_per_sample_in_order(
 ) -> None:
     output = tmp_path / "predictions.jsonl"
     arguments = ["predict", str(run_dir), "--output", str(output), "trainer.eval_batch_size=50"]
-    assert app.run(arguments) == 0
+    assert dispatch.run(arguments) == 0
     assert f"{NUM_TEST} predictions" in capsys.readouterr().out
     rows = predictions(output)
     assert [row["index"] for row in rows] == list(range(NUM_TEST))
@@ -154,14 +158,14 @@ def test_batches_are_joined_as_the_data_say(run_dir: Path, monkeypatch: pytest.M
         sizes.append(len(samples))
         return default_collate(samples)
 
-    monkeypatch.setattr(build, "build_data", lambda recipe: replace(data, collate_fn=collate))
-    commands.measure(commands.Request(run_dir, splits=("test",)))
+    monkeypatch.setattr(parts, "build_data", lambda recipe: replace(data, collate_fn=collate))
+    session.measure(session.Request(run_dir, splits=("test",)))
     assert sum(sizes) >= NUM_TEST
 
 
 def test_a_run_of_several_processes_is_used_in_one(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "distributed=multi_cpu", "distributed.num_processes=2")
-    assert commands.measure(commands.Request(run_dir, splits=("test",)))["test"]["loss"] > 0
+    assert session.measure(session.Request(run_dir, splits=("test",)))["test"]["loss"] > 0
 
 
 @pytest.mark.parametrize(
@@ -178,24 +182,24 @@ def test_a_run_of_several_processes_is_used_in_one(tmp_path: Path) -> None:
 def test_refusals_are_those_of_a_run(
     run_dir: Path, overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert app.run(["eval", str(run_dir), *overrides]) == 2
+    assert dispatch.run(["eval", str(run_dir), *overrides]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_model_that_the_weights_do_not_fit_is_refused(run_dir: Path) -> None:
     with pytest.raises(CheckpointError, match="do not fit the model 'model'"):
-        commands.measure(commands.Request(run_dir, ("model.width=16",)))
+        session.measure(session.Request(run_dir, ("model.width=16",)))
 
 
 def test_what_is_not_there_is_refused(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert app.run(["eval", str(tmp_path)]) == 2
+    assert dispatch.run(["eval", str(tmp_path)]) == 2
     assert "config.yaml" in capsys.readouterr().err
     nowhere = tmp_path / "no" / "where.jsonl"
-    assert app.run(["predict", str(run_dir), "--output", str(nowhere)]) == 2
+    assert dispatch.run(["predict", str(run_dir), "--output", str(nowhere)]) == 2
     assert "a folder that exists" in capsys.readouterr().err
-    assert app.run(["predict", str(run_dir)]) == 2
+    assert dispatch.run(["predict", str(run_dir)]) == 2
     assert "--output" in capsys.readouterr().err
 
 
@@ -217,11 +221,11 @@ def test_predictions_of_any_shape_become_rows() -> None:
         "ragged": [torch.ones(1), torch.ones(0)],
     }
     row = {"boxes.0": [0.0], "boxes.1": 1.0}
-    assert returned.rows(None, predicted, 2) == [
+    assert return_checks.rows(None, predicted, 2) == [
         {"label": 1, **row, "nested.text": "a", "found": {"at": [1.0] * 3}, "ragged": [1.0]},
         {"label": 2, **row, "nested.text": "b", "found": {"at": [0.0]}, "ragged": []},
     ]
-    assert returned.rows(None, torch.tensor([0.5]), None) == [{"prediction": 0.5}]
+    assert return_checks.rows(None, torch.tensor([0.5]), None) == [{"prediction": 0.5}]
 
 
 @pytest.mark.parametrize(
@@ -243,13 +247,13 @@ def test_predictions_of_any_shape_become_rows() -> None:
 )
 def test_what_has_not_one_row_per_sample_is_refused(value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("[", r"\[")) as refused:
-        returned.rows(Fit(), value, 4, ["prediction"])
+        return_checks.rows(Fit(), value, 4, ["prediction"])
     assert "Fit.predict returned " in str(refused.value)
 
 
 def test_columns_of_different_lengths_are_refused_where_the_batch_is_not_known() -> None:
     with pytest.raises(ConfigError, match=r"a Tensor of shape \[3\] for 'b'"):
-        returned.rows(Fit(), {"a": torch.ones(2), "b": torch.ones(3)}, None)
+        return_checks.rows(Fit(), {"a": torch.ones(2), "b": torch.ones(3)}, None)
 
 
 @pytest.mark.parametrize(
@@ -272,11 +276,11 @@ def test_predict_refuses_what_is_not_per_sample_and_leaves_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(Predicting, "returns", staticmethod(returns))
-    monkeypatch.setattr(build, "build_step", functools.partial(with_class, build.build_step))
+    monkeypatch.setattr(parts, "build_step", functools.partial(with_class, parts.build_step))
     output = tmp_path / "p.jsonl"
     if before:
         output.write_text("old")
-    assert app.run(["predict", str(run_dir), "--output", str(output)]) == 2
+    assert dispatch.run(["predict", str(run_dir), "--output", str(output)]) == 2
     assert "Predicting.predict returned" in capsys.readouterr().err
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"] * before
 
@@ -301,21 +305,21 @@ def test_a_stream_is_predicted_row_by_row_and_counted(
         def __len__(self) -> int:
             return 9
 
-    request = commands.Request(
+    request = session.Request(
         run_dir, ("trainer.eval_batch_size=3",), ("test",), output=tmp_path / "p.jsonl"
     )
-    monkeypatch.setattr(build, "build_data", lambda recipe: Data(Points(3), test=Claiming(7)))
-    assert commands.write_predictions(request) == 7
+    monkeypatch.setattr(parts, "build_data", lambda recipe: Data(Points(3), test=Claiming(7)))
+    assert session.write_predictions(request) == 7
     assert len(predictions(tmp_path / "p.jsonl")) == 7
-    monkeypatch.setattr(build, "build_data", lambda recipe: Data(Points(3), test=Counted(7)))
+    monkeypatch.setattr(parts, "build_data", lambda recipe: Data(Points(3), test=Counted(7)))
     with pytest.raises(ConfigError, match="predict returned 7 rows: the data set has 9 samples"):
-        commands.write_predictions(request)
+        session.write_predictions(request)
 
 
 def written(tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(commands, "_session", lambda request: contextlib.nullcontext())
-    monkeypatch.setattr(commands, "_predictions", lambda session: iter([{"label": 3}]))
-    return commands.write_predictions(commands.Request(tmp_path, output=output))
+    monkeypatch.setattr(session, "_session", lambda request: contextlib.nullcontext())
+    monkeypatch.setattr(session, "_predictions", lambda session: iter([{"label": 3}]))
+    return session.write_predictions(session.Request(tmp_path, output=output))
 
 
 def test_a_pipe_is_written_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

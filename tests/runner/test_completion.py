@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner import cli
-from runner.completion import candidates
+from runner.cli.completion import candidates
 
 
 @pytest.fixture(autouse=True)

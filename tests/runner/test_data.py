@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from accel.data.samplers import SeedableRandomSampler
-from runner.data import (
+from runner.config.schema import DataLoader
+from runner.data.datasets import (
     ReplayedRandomSampler,
     SeededDataset,
     SeededStream,
@@ -19,7 +20,6 @@ from runner.data import (
     make_loader,
     make_order,
 )
-from runner.schema import DataLoader
 
 
 class Drawing(Dataset):

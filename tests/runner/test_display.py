@@ -9,7 +9,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from runner.display import Display, clock, number, short
+from runner.reporting.console import Display, clock, number, short
 
 ROWS = [("directory", "runs/digits/1"), ("device", "cpu [2] · fp32")]
 
@@ -180,7 +180,7 @@ def test_there_is_no_epoch_behind_the_last() -> None:
 
 def test_the_remaining_time_knows_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("runner.display.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("runner.reporting.console.time.monotonic", lambda: now[0])
     for total, seconds, expected in (
         (1000, 60.0, "0:50"),
         (20, 60.0, "0:10"),

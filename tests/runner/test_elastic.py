@@ -11,8 +11,8 @@ from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from accel import env
-from runner.elastic import GroupAgent, handlers_kept
-from runner.signals import TORCHS_SIGNALS
+from runner.launch.worker_group import GroupAgent, handlers_kept
+from runner.training.stopping import TORCHS_SIGNALS
 
 
 class Process:

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from runner import endings
+from runner.launch import endings
 from tests.helpers import alive, python
 from tests.signals.cells import children
 

@@ -16,8 +16,16 @@ from accel.config.handlers import (
     ProfileKwargs,
 )
 from accel.config.training import GradientAccumulationPlugin, ProjectConfiguration
-from runner import engine
-from runner.schema import Checkpoint, DataLoader, Distributed, Precision, Recipe, Tracker, Trainer
+from runner.build.accelerator import make_accelerator, running
+from runner.config.schema import (
+    Checkpoint,
+    DataLoader,
+    Distributed,
+    Precision,
+    Recipe,
+    Tracker,
+    Trainer,
+)
 from tests.helpers import run_distributed
 
 
@@ -54,7 +62,7 @@ def recipe() -> Recipe:
 
 def test_handlers_and_plugins_reach_the_engine(tmp_path: Path) -> None:
     asked = recipe()
-    with engine.running(asked, tmp_path, Plan()) as accelerator:  # type: ignore[arg-type]
+    with running(asked, tmp_path, Plan()) as accelerator:  # type: ignore[arg-type]
         plan = accelerator.plan
         assert plan.device_type == "cpu"
         assert plan.mixed_precision == "fp16"
@@ -86,7 +94,7 @@ def test_a_project_folder_of_its_own_is_kept(tmp_path: Path) -> None:
         checkpoint=Checkpoint(project=ProjectConfiguration(project_dir=str(tmp_path / "states"))),
         tracker=Tracker(log_with=[]),
     )
-    accelerator = engine.make_accelerator(asked, tmp_path, Plan())  # type: ignore[arg-type]
+    accelerator = make_accelerator(asked, tmp_path, Plan())  # type: ignore[arg-type]
     assert accelerator.project_dir == str(tmp_path / "states")
 
 
@@ -103,7 +111,7 @@ def fail(folder: Path, tape: Tape) -> Accelerator:
     """Return the engine after an error in its context."""
     accelerator = None
     with contextlib.suppress(ValueError):
-        with engine.running(recipe(), folder, Plan()) as accelerator:  # type: ignore[arg-type]
+        with running(recipe(), folder, Plan()) as accelerator:  # type: ignore[arg-type]
             accelerator.trackers = [tape]  # type: ignore[list-item]
             raise ValueError
     assert accelerator is not None

@@ -17,9 +17,10 @@ from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.parallel import TorchTensorParallelPlugin
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel.errors import ConfigError
-from runner import build, processes
-from runner.display import Display
-from runner.schema import Distributed, Precision, Recipe
+from runner.build import parts
+from runner.config import processes
+from runner.config.schema import Distributed, Precision, Recipe
+from runner.reporting.console import Display
 from tests.helpers import run_distributed
 from tests.runner import loops
 
@@ -151,7 +152,7 @@ def test_fp16_under_deepspeed_wants_a_gpu() -> None:
         precision=Precision(mode="fp16"),
         distributed=Distributed(kind="multi_cpu"),
     )
-    assert "precision=fp16 with deepspeed= on a CPU" in map_values(build.check_machine(recipe))
+    assert "precision=fp16 with deepspeed= on a CPU" in map_values(parts.check_machine(recipe))
 
 
 def map_values(problems: list[Any]) -> list[str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runner import outcomes
-from runner.outcomes import Outcome
+from runner.run_dir import outcomes
+from runner.run_dir.outcomes import Outcome
 from tests.helpers import on_small_disk, python, small_disks_work
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from accel.errors import ConfigError
-from runner.display import Display
-from runner.loop import Loop
-from runner.micro_batch import MicroBatch, Window
-from runner.step import SupervisedStep
+from runner.data.micro_batch import MicroBatch, Window
+from runner.reporting.console import Display
+from runner.training.loop import Loop
+from runner.training.step import SupervisedStep
 from tests.runner import loops
 from tests.runner.loops import recipe_of
 
@@ -111,7 +111,7 @@ def test_of_a_step_that_draws_at_random_nothing_is_said(tmp_path: Path) -> None:
 
 
 def test_a_stream_is_checked_as_well(tmp_path: Path) -> None:
-    from runner.data import Data
+    from runner.data.datasets import Data
     from tests.runner.loops import Points, Stream
 
     data = Data(Stream(40), Points(12))

@@ -17,10 +17,10 @@ from torch.optim import lr_scheduler
 
 from accel.config.handlers import GradScalerKwargs
 from accel.errors import ConfigError
-from runner.data import Data
-from runner.display import Display
-from runner.factories.optimizers import cosine
-from runner.hyperparameters import set_scaler
+from runner.builtin.optimizers import cosine
+from runner.data.datasets import Data
+from runner.reporting.console import Display
+from runner.training.hyperparameters import set_scaler
 from tests.runner import loops
 from tests.runner.loops import Points, newest, recipe_of, records
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from runner import launch, outcomes
+from runner.launch import launcher
+from runner.run_dir import outcomes
 from tests.helpers import alive, python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ sys.exit(launch.run_group(run_dir, 2, run_dir, f"tests.runner.jobs:{sys.argv[2]}
 
 
 def group(run_dir: Path, job: str, num_processes: int = 2) -> int:
-    return launch.run_group(run_dir, num_processes, run_dir, f"tests.runner.jobs:{job}")
+    return launcher.run_group(run_dir, num_processes, run_dir, f"tests.runner.jobs:{job}")
 
 
 def pids(run_dir: Path) -> list[int]:
@@ -183,7 +184,7 @@ def read_all(run_dir: Path) -> list[outcomes.Outcome]:
 
 
 def test_importing_the_launcher_costs_no_torch() -> None:
-    code = "import sys, runner.launch, runner.worker; print('torch' in sys.modules)"
+    code = "import sys, runner.launch.launcher, runner.launch.worker; print('torch' in sys.modules)"
     answer = subprocess.run(
         python("-c", code), cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
     )

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from runner import launch, leftovers, outcomes, worker
-from runner.outcomes import REFUSED, Outcome
-from runner.processes import Adopted
+from runner.config.processes import Adopted
+from runner.launch import launcher, worker
+from runner.run_dir import abandoned, outcomes
+from runner.run_dir.outcomes import REFUSED, Outcome
 from tests.runner.test_rundir import add_checkpoint, new_run
 from tests.runner.test_shared_folders import add, shared
 
@@ -19,10 +20,10 @@ def test_under_a_launcher_only_a_new_run_is_removed(
 ) -> None:
     run_dir = new_run(tmp_path)
     folder = run_dir if is_new else run_dir / ".attempt-1"
-    monkeypatch.setattr(launch, "run_here", lambda folder, rank: REFUSED)
+    monkeypatch.setattr(launcher, "run_here", lambda folder, rank: REFUSED)
     monkeypatch.setattr(worker, "leave", lambda code: None)
     place = Adopted(**{name: 0 for name in Adopted.__dataclass_fields__})
-    assert launch.run_adopted(folder, place) == REFUSED
+    assert launcher.run_adopted(folder, place) == REFUSED
     assert run_dir.exists() is not is_new
 
 
@@ -33,16 +34,16 @@ def test_checkpoints_elsewhere_are_worth_keeping(
     add(tmp_path / "all" / "checkpoints", 0, 6, "another")
     outcomes.tell_interrupted(run_dir)
     assert "before the first checkpoint" in capsys.readouterr().err
-    assert not leftovers.worth_keeping(run_dir, REFUSED)
+    assert not abandoned.worth_keeping(run_dir, REFUSED)
     add(tmp_path / "all" / "checkpoints", 1, 6, run_dir.name)
     outcomes.tell_interrupted(run_dir)
     assert "resume=" in capsys.readouterr().err
-    assert leftovers.worth_keeping(run_dir, REFUSED)
+    assert abandoned.worth_keeping(run_dir, REFUSED)
     inside = new_run(tmp_path, name="inside")
     add_checkpoint(inside / "checkpoints", 0)
     (inside / "config.yaml").unlink()
     (inside / "job.json").unlink()
-    assert leftovers.worth_keeping(inside, REFUSED)
+    assert abandoned.worth_keeping(inside, REFUSED)
 
 
 def test_a_rank_that_ends_late_makes_no_directory(
@@ -52,7 +53,7 @@ def test_a_rank_that_ends_late_makes_no_directory(
     real = outcomes.log_folder
 
     def late(folder: Path) -> Path:
-        leftovers.remove(run_dir, REFUSED)
+        abandoned.remove(run_dir, REFUSED)
         return real(folder)
 
     monkeypatch.setattr(outcomes, "log_folder", late)

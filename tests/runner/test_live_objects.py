@@ -237,17 +237,19 @@ def live_objects(overrides: list[str], folder: str) -> dict[str, Any]:
     from torch.nn.parallel import DistributedDataParallel
 
     from accel.rng import set_seed
-    from runner import build, compose, engine, hydra_setup
-    from runner.batch_plan import plan_batches
-    from runner.batches import TrainBatches
+    from runner.build.accelerator import make_accelerator
+    from runner.build.parts import build_parts
+    from runner.compose import composition, hydra_setup
+    from runner.config.batch_plan import plan_batches
+    from runner.data.batches import TrainBatches
 
     with hydra_setup.session():
-        recipe = compose.require(compose.anew(overrides, "config"))
+        recipe = composition.require(composition.anew(overrides, "config"))
     set_seed(0)
-    parts = build.build_parts(recipe)
+    parts = build_parts(recipe)
     number = dist.get_world_size() if dist.is_initialized() else _world_size()
     plan = plan_batches(recipe.trainer, number, len(parts.data.train))  # type: ignore[arg-type]
-    accelerator = engine.make_accelerator(recipe, Path(folder), plan)
+    accelerator = make_accelerator(recipe, Path(folder), plan)
     model = accelerator.prepare(parts.step.models["model"])
     batches = TrainBatches(accelerator, parts.data, recipe, plan)
     profile = recipe.profile
@@ -288,7 +290,7 @@ def _world_size() -> int:
 
 
 def _first_ids_of_seed_0(dataset: Any, recipe: Any) -> list[int]:
-    from runner.data import make_order
+    from runner.data.datasets import make_order
 
     config = dataclasses.replace(recipe.dataloader, data_seed=None)
     return list(make_order(dataset, 0, config))[:8]

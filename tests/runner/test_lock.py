@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from accel.errors import ConfigError
-from runner import lock
+from runner.run_dir import lock
 from tests.helpers import python
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,13 +19,13 @@ from accel.checkpoint.files import checkpoints, read_manifest
 from accel.config.handlers import ProfileKwargs
 from accel.config.training import ProjectConfiguration
 from accel.errors import ConfigError
-from runner.callbacks.base import Callback
-from runner.data import Data
-from runner.display import Display
-from runner.loop import Loop
-from runner.meters import NonFiniteError
-from runner.schema import Checkpoint
-from runner.signals import StopFlag
+from runner.config.schema import Checkpoint
+from runner.data.datasets import Data
+from runner.reporting.console import Display
+from runner.training.callback import Callback
+from runner.training.loop import Loop
+from runner.training.metrics import NonFiniteError
+from runner.training.stopping import StopFlag
 from tests.runner.loops import (
     NUM_TRAIN,
     NUM_VALIDATION,

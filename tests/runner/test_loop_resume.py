@@ -12,8 +12,8 @@ from rich.console import Console
 
 from accel.checkpoint.files import checkpoints, read_manifest
 from accel.errors import ConfigError
-from runner.data import Data
-from runner.display import Display
+from runner.data.datasets import Data
+from runner.reporting.console import Display
 from tests.helpers import run_distributed
 from tests.runner.loops import (
     NUM_TRAIN,

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from accel.errors import ConfigError
-from runner import cli, commands
+from runner import cli
+from runner.inference import session
 from tests.helpers import python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -230,9 +231,9 @@ def test_a_sweep_resumes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("output", ["/proc/predictions.jsonl", "."])
 def test_an_output_that_cannot_be_written(output: str, tmp_path: Path) -> None:
-    request = commands.Request(tmp_path / "run", output=tmp_path / output)
+    request = session.Request(tmp_path / "run", output=tmp_path / output)
     with pytest.raises(ConfigError, match=r"^--output .*: it cannot be written \(") as caught:
-        commands.write_predictions(request)
+        session.write_predictions(request)
     assert "a folder that you may write to" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -258,7 +259,7 @@ def test_a_package_that_is_not_trusted(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_gpu_that_is_not_there(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from runner import processes
+    from runner.config import processes
 
     monkeypatch.setattr(processes, "num_accelerators", lambda: 0)
     (line,) = refused("distributed=multi_gpu", capsys=capsys)

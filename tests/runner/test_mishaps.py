@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from accel.errors import ConfigError
-from runner import frames, mishaps
-from runner.meters import NonFiniteError
+from runner.config import user_frames
+from runner.training import torch_errors
+from runner.training.metrics import NonFiniteError
 from tests.helpers import run_distributed
 
 
@@ -31,7 +32,7 @@ def train_forked() -> str:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Forked())
     try:
-        with mishaps.translated({"model": model}, lambda: 0):
+        with torch_errors.translated({"model": model}, lambda: 0):
             for _ in range(2):
                 accelerator.backward(model(torch.ones(4, 2)).sum())
     except ConfigError as error:
@@ -48,17 +49,20 @@ def test_unused_parameters_name_themselves_and_the_key() -> None:
 def test_an_anomaly_names_the_operation_and_the_line(recwarn: pytest.WarningsRecorder) -> None:
     x = torch.zeros(1, requires_grad=True)
     with pytest.raises(NonFiniteError) as caught:
-        with torch.autograd.set_detect_anomaly(True), mishaps.translated({}, lambda: 6):
+        with torch.autograd.set_detect_anomaly(True), torch_errors.translated({}, lambda: 6):
             (x.sqrt() * 0).sum().backward()
     text = str(caught.value)
     assert "SqrtBackward0 gave a gradient that is NaN at step 7 (forward: " in text
     assert f"{Path(__file__).name}:" in text
     assert not [w for w in recwarn if "Error detected" in str(w.message)]
-    assert frames.formatted(caught.value) == [] or "Traceback" in frames.formatted(caught.value)[0]
+    assert (
+        user_frames.formatted(caught.value) == []
+        or "Traceback" in user_frames.formatted(caught.value)[0]
+    )
 
 
 def test_another_error_stays_what_it_is() -> None:
-    with pytest.raises(RuntimeError, match="mat1 and mat2"), mishaps.translated({}, lambda: 0):
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), torch_errors.translated({}, lambda: 0):
         torch.ones(2, 3) @ torch.ones(2, 3)
 
 
@@ -73,4 +77,4 @@ def test_a_quoted_traceback_keeps_the_users_frames() -> None:
         "    raise KeyError(index)",
         "KeyError: 3",
     ]
-    assert frames.without_inner(lines) == [*lines[:2], *lines[5:]]
+    assert user_frames.without_inner(lines) == [*lines[:2], *lines[5:]]

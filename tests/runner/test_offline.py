@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from runner import build, offline, paths, source_text, trust
-from runner.registry import register
-from runner.schema import Recipe
+from runner.build import parts
+from runner.config import paths, trust
+from runner.config.schema import Recipe
+from runner.factories import source_text, static_checks
+from runner.factories.registry import register
 
 # Each takes `width=3` and nothing else that is needed.
 FACTORIES = """
@@ -242,7 +244,7 @@ def cellar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in [name for name in sys.modules if name.partition(".")[0] == "cellar"]:
         del sys.modules[name]
     source_text.read.cache_clear()
-    offline.signature_of.cache_clear()
+    static_checks.signature_of.cache_clear()
 
 
 def recipe(name: str, **arguments: object) -> Recipe:
@@ -259,34 +261,34 @@ def texts(problems: Iterable[object]) -> list[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_right_use_is_not_refused(name: str, cellar: Path) -> None:
     right = recipe(name, width=3)
-    assert texts(offline.problems(right)) == []
-    assert texts(build.check_factories(right)) == []
-    assert build.build_step(right).models
+    assert texts(static_checks.problems(right)) == []
+    assert texts(parts.check_factories(right)) == []
+    assert parts.build_step(right).models
 
 
 def test_a_default_is_right_whatever_its_annotation_says(cellar: Path) -> None:
     right = recipe("implicit", depth=None)
-    assert texts([*offline.problems(right), *build.check_factories(right)]) == []
-    (only,) = build.check_factories(recipe("implicit", width=None))
+    assert texts([*static_checks.problems(right), *parts.check_factories(right)]) == []
+    (only,) = parts.check_factories(recipe("implicit", width=None))
     assert "model.width=None: it is of type int" in str(only)
 
 
 def test_a_type_is_the_one_that_the_module_calls_so(cellar: Path) -> None:
     right = recipe("shadowed.net", width=0.5)
-    assert texts([*offline.problems(right), *build.check_factories(right)]) == []
+    assert texts([*static_checks.problems(right), *parts.check_factories(right)]) == []
 
 
 def test_an_annotation_that_is_no_type_says_nothing(cellar: Path) -> None:
     right = recipe("quoted.net", width=3, a=1, b="x")
-    assert texts([*offline.problems(right), *build.check_factories(right)]) == []
-    (only,) = offline.problems(recipe("quoted.net", width="wide"))
+    assert texts([*static_checks.problems(right), *parts.check_factories(right)]) == []
+    (only,) = static_checks.problems(recipe("quoted.net", width="wide"))
     assert "model.width='wide': it is of type int" in str(only)
 
 
 @pytest.mark.parametrize("name", ["plain.net", "plain.Net"])
 def test_what_is_certain_is_refused_without_an_import(name: str, cellar: Path) -> None:
     asked = recipe(name, width="wide", widht=3)
-    told = "\n".join(texts(offline.problems(asked)))
+    told = "\n".join(texts(static_checks.problems(asked)))
     assert "model.widht=3" in told
     assert "model.width='wide': it is of type int" in told
     assert "cellar" not in sys.modules
@@ -296,17 +298,17 @@ def test_every_shipped_factory_is_told_by_its_text() -> None:
     for kind in ("model", "data", "objective", "step", "optimizer", "scheduler", "callback"):
         registry = getattr(register, kind)
         for name, place in registry._builtin.items():
-            found = offline.signature_of(place.replace(":", "."))
+            found = static_checks.signature_of(place.replace(":", "."))
             assert found is not None or name in ("next_byte", "classification"), name
 
 
 def test_a_file_that_is_no_python_is_left_to_its_import(cellar: Path) -> None:
     (cellar / "plain.py").write_text("def net(width):\n")
-    assert offline.problems(recipe("plain.net", widht=3)) == []
+    assert static_checks.problems(recipe("plain.net", widht=3)) == []
     (cellar / "latin.py").write_bytes("# -*- coding: latin-1 -*-\n# \xe4\n".encode("latin-1"))
-    assert offline.problems(recipe("latin.net", widht=3)) == []
+    assert static_checks.problems(recipe("latin.net", widht=3)) == []
 
 
 def test_a_decorated_factory_says_what_its_decorator_does_not_take(cellar: Path) -> None:
-    assert "model.depth=2" in str(*build.check_factories(recipe("decorated", width=1, depth=2)))
-    assert build.check_factories(recipe("wrapped")) == []
+    assert "model.depth=2" in str(*parts.check_factories(recipe("decorated", width=1, depth=2)))
+    assert parts.check_factories(recipe("wrapped")) == []

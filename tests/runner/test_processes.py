@@ -8,8 +8,9 @@ import pytest
 
 from accel import env
 from accel.errors import ConfigError
-from runner import build, processes
-from runner.schema import Distributed, Recipe
+from runner.build import parts
+from runner.config import processes
+from runner.config.schema import Distributed, Recipe
 
 ALONE = {"RANK": None, "LOCAL_RANK": None, "WORLD_SIZE": None, "SLURM_STEP_NUM_TASKS": None}
 
@@ -95,7 +96,7 @@ def test_an_interface_that_is_not_there_is_refused_before_workers_start(
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     two = Distributed(kind="multi_cpu", num_processes=2)
-    (told, *_) = map(str, build.check_machine(Recipe(distributed=two)))
+    (told, *_) = map(str, parts.check_machine(Recipe(distributed=two)))
     assert "GLOO_SOCKET_IFNAME=nosuch0: gloo finds no network interface 'nosuch0'" in told
     processes.check_interface(Distributed())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import runner
 from accel.errors import CheckpointError, ConfigError
-from runner.restore import find_checkpoint
+from runner.inference.load import find_checkpoint
 from tests.runner.runs import make_run
 
 

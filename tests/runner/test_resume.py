@@ -7,9 +7,19 @@ from typing import Any
 
 import pytest
 
-from runner import compose, hydra_setup, keys, recipe, resume
-from runner.resume import OVERRIDES, Refused, carry_over, without_limits
-from runner.schema import Recipe
+from runner.compose import composition, hydra_setup
+from runner.config import keys, serialization
+from runner.config.carry_over import (
+    OVERRIDES,
+    TAKES_EFFECT,
+    Refused,
+    carry_over,
+    imposed,
+    refusals,
+    verdict,
+    without_limits,
+)
+from runner.config.schema import Recipe
 from tests.runner.runs import make_run
 
 
@@ -50,13 +60,13 @@ def leaves() -> list[str]:
 
 def test_the_table_knows_every_key_of_the_schema_and_no_other() -> None:
     for key in leaves():
-        found = resume.verdict(key)
-        assert found == resume.TAKES_EFFECT or isinstance(found, Refused), key
+        found = verdict(key)
+        assert found == TAKES_EFFECT or isinstance(found, Refused), key
     known = set(keys.typed_keys())
     for key in OVERRIDES:
         assert key in known or key.partition(".")[0] in keys.FACTORY_NODES, key
     with pytest.raises(KeyError):
-        resume.verdict("trainr.epochs")
+        verdict("trainr.epochs")
 
 
 def refused_keys() -> list[str]:
@@ -65,27 +75,27 @@ def refused_keys() -> list[str]:
 
 @pytest.mark.parametrize("key", refused_keys())
 def test_what_cannot_change_is_refused_with_the_reason(key: str) -> None:
-    before = recipe.to_plain(Recipe())
+    before = serialization.to_plain(Recipe())
     before["optimizer"] = {"name": "adamw", "_target_": None}
     before["step"] = {"name": "supervised", "_target_": None}
-    after = recipe.to_plain(before)
+    after = serialization.to_plain(before)
     node: Any = after
     *parents, leaf = key.split(".")
     for parent in parents:
         node = node[parent]
     node[leaf] = "other" if node[leaf] != "other" else "another"
-    (problem,) = resume.refusals(before, after)
+    (problem,) = refusals(before, after)
     assert problem.value == f"{key}=other with resume"
     assert "{" not in problem.rule + problem.remedy
 
 
 def test_the_scale_may_be_chosen_where_there_was_no_scaler() -> None:
-    before = recipe.to_plain(Recipe())
-    after = recipe.to_plain(Recipe())
+    before = serialization.to_plain(Recipe())
+    after = serialization.to_plain(Recipe())
     after["precision"]["mode"], after["precision"]["scaler"]["init_scale"] = "fp16", 16.0
-    assert resume.refusals(before, after) == []
+    assert refusals(before, after) == []
     before["precision"]["mode"] = "fp16"
-    assert [p.value for p in resume.refusals(before, after)] == [
+    assert [p.value for p in refusals(before, after)] == [
         "precision.scaler.init_scale=16.0 with resume"
     ]
 
@@ -95,13 +105,13 @@ def test_a_resumed_run_is_refused_what_an_evaluation_is_not(tmp_path: Path) -> N
     before = (run_dir / "config.yaml").read_bytes()
     with hydra_setup.session():
         line = ["seed=7", "optimizer=sgd", "optimizer.lr=0.5", "name=x"]
-        problems = compose.resumed(run_dir, line).problems
+        problems = composition.resumed(run_dir, line).problems
         told = "\n".join(map(str, problems))
         assert "seed=7 with resume: the order of the data" in told
         assert "optimizer._target_=torch.optim.SGD with resume" in told
         assert "name=x with resume: the run stays where it is (name=digits)" in told
-        assert not compose.resumed(run_dir, ["optimizer.lr=0.5"]).problems
-        assert not compose.resumed(run_dir, ["seed=7"], trains=False).problems
+        assert not composition.resumed(run_dir, ["optimizer.lr=0.5"]).problems
+        assert not composition.resumed(run_dir, ["seed=7"], trains=False).problems
     assert (run_dir / "config.yaml").read_bytes() == before
 
 
@@ -127,7 +137,7 @@ def test_a_key_that_is_named_has_that_value_though_todays_files_have_it_too(
             (["tags=[a]"], 0.1),
             (["experiment=own"], 0.1),
         ):
-            examined = compose.resumed(run_dir, line)
+            examined = composition.resumed(run_dir, line)
             assert not examined.problems
             assert examined.recipe.optimizer["lr"] == rate, line
 
@@ -151,7 +161,7 @@ def test_a_run_whose_files_are_gone_is_resumed_with_its_recorded_recipe(
             (["dataloader=workers"], 0.1),
             (["model.dropout=0.5"], 0.1),
         ):
-            examined = compose.resumed(run_dir, line)
+            examined = composition.resumed(run_dir, line)
             assert [str(p) for p in examined.problems] == []
             found = examined.recipe
             assert (found.optimizer["lr"], found.seed) == (rate, 3), line
@@ -163,7 +173,7 @@ def test_a_run_whose_files_are_gone_is_resumed_with_its_recorded_recipe(
             (["optimzer.lr=1"], "Did you mean 'optimizer.lr'?"),
             (["precision=bf61"], "precision=bf61"),
         ):
-            (only,) = compose.resumed(run_dir, line).problems
+            (only,) = composition.resumed(run_dir, line).problems
             assert why in str(only)
 
 
@@ -177,7 +187,7 @@ def test_a_group_that_is_named_is_chosen_though_todays_files_choose_it_too(
     file.write_text(text.format("cosine"))
     with hydra_setup.session():
         for line, name in ((["scheduler=cosine"], "cosine"), (["tags=[a]"], "constant")):
-            examined = compose.resumed(run_dir, line)
+            examined = composition.resumed(run_dir, line)
             assert not examined.problems
             assert examined.recipe.scheduler["name"] == name
 
@@ -192,13 +202,15 @@ def test_a_group_of_a_run_whose_files_are_gone_is_refused_what_cannot_change(
         if gone:
             file.unlink()
         with hydra_setup.session():
-            told = "\n".join(map(str, compose.resumed(run_dir, ["dataloader=default"]).problems))
+            told = "\n".join(
+                map(str, composition.resumed(run_dir, ["dataloader=default"]).problems)
+            )
         assert "dataloader.data_seed=None with resume: the order of the data" in told
 
 
 def test_imposed_values_are_those_of_today() -> None:
     frozen = {"a": {"b": 1, "c": 2}, "d": None}
     today = {"a": {"b": 3, "c": 4}, "d": {"e": 5}}
-    assert resume.imposed(frozen, today, ["a.b"]) == {"a": {"b": 3, "c": 2}, "d": None}
-    assert resume.imposed(frozen, today, ["d", "x.y", "a.z"]) == {**frozen, "d": {"e": 5}}
+    assert imposed(frozen, today, ["a.b"]) == {"a": {"b": 3, "c": 2}, "d": None}
+    assert imposed(frozen, today, ["d", "x.y", "a.z"]) == {**frozen, "d": {"e": 5}}
     assert frozen == {"a": {"b": 1, "c": 2}, "d": None}

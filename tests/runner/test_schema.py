@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.enums import DDPCommunicationHookType
 from accel.errors import ConfigError
-from runner import keys, recipe
-from runner.job import Job
-from runner.schema import Recipe, Trainer
+from runner.config import keys, serialization
+from runner.config.schema import Recipe, Trainer
+from runner.run_dir.job import Job
 
 
 def problems(plain: dict[str, Any]) -> list[str]:
-    _, found = recipe.examine(plain)
+    _, found = serialization.examine(plain)
     return [str(problem) for problem in found]
 
 
@@ -79,14 +79,16 @@ def test_everything_wrong_is_told_at_once() -> None:
 
 
 def test_a_recipe_with_problems_keeps_what_is_right() -> None:
-    found, wrong = recipe.examine({"seed": -1, "model": {"name": "x"}, "trainer": {"epochs": 3}})
+    found, wrong = serialization.examine(
+        {"seed": -1, "model": {"name": "x"}, "trainer": {"epochs": 3}}
+    )
     assert len(wrong) == 1
     assert found.model == {"name": "x"}
     assert found.trainer.epochs == 3
 
 
 def test_a_bare_no_in_yaml_is_no_precision() -> None:
-    assert recipe.from_plain({"precision": {"mode": False}}).precision.mode == "no"
+    assert serialization.from_plain({"precision": {"mode": False}}).precision.mode == "no"
 
 
 def test_what_deepspeeds_file_says_is_frozen(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_a_distrusted_callable_is_not_imported() -> None:
 
 
 def test_plain_and_back_is_the_same_recipe() -> None:
-    changed = recipe.from_plain(
+    changed = serialization.from_plain(
         {
             "distributed": {
                 "ddp": {"comm_hook": "fp16", "comm_state_option": {"a": [1, 2.5]}},
@@ -117,10 +119,10 @@ def test_plain_and_back_is_the_same_recipe() -> None:
             "trainer": {"max_time": "00:10:00"},
         }
     )
-    plain = recipe.to_plain(changed)
+    plain = serialization.to_plain(changed)
     assert plain["distributed"]["ddp"]["comm_hook"] == "fp16"
     assert plain["distributed"]["init"]["timeout"] == 600.0
-    assert recipe.from_plain(plain) == changed
+    assert serialization.from_plain(plain) == changed
     assert changed.distributed.ddp.comm_hook is DDPCommunicationHookType.FP16
 
 
@@ -142,24 +144,26 @@ ARGUMENTS = st.dictionaries(
 def test_yaml_and_back_is_the_same_recipe(arguments: dict[str, Any]) -> None:
     import tempfile
 
-    changed = recipe.from_plain(
+    changed = serialization.from_plain(
         {"model": {"name": "cnn", **arguments}, "precision": {"mode": "no"}}
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "config.yaml")
-        path.write_text(recipe.yaml_text(recipe.to_plain(changed)))
-        assert recipe.from_plain(recipe.read_yaml(path)) == changed
+        path.write_text(serialization.yaml_text(serialization.to_plain(changed)))
+        assert serialization.from_plain(serialization.read_yaml(path)) == changed
 
 
 def test_a_frozen_recipe_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("trainer: {epochs: many}\n")
     with pytest.raises(ConfigError, match="not the recipe of a run"):
-        recipe.read_yaml(path)
+        serialization.read_yaml(path)
 
 
 def test_a_job_is_read_as_it_was_saved(tmp_path: Path) -> None:
-    frozen = recipe.from_plain({"name": "x", "trainer": {"max_steps": 3}, "model": {"name": "cnn"}})
+    frozen = serialization.from_plain(
+        {"name": "x", "trainer": {"max_steps": 3}, "model": {"name": "cnn"}}
+    )
     job = Job(tmp_path, ("trainer.max_steps=3",), resume_from="somewhere", cwd="/here")
     job.save(frozen)
     assert Job.load(tmp_path) == (job, frozen)

@@ -10,10 +10,14 @@ import torch
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.errors import ConfigError
 from accel.rng import set_seed
-from runner import build, compose, engine, hydra_setup, rundir, weights, worker
-from runner.batch_plan import plan_batches
-from runner.job import Job
-from runner.schema import Recipe
+from runner.build import meta_init, parts
+from runner.build.accelerator import running
+from runner.compose import composition, hydra_setup
+from runner.config.batch_plan import plan_batches
+from runner.config.schema import Recipe
+from runner.launch import worker
+from runner.run_dir import directory
+from runner.run_dir.job import Job
 from tests.helpers import WorkerError, run_distributed
 from tests.runner import loops
 
@@ -54,7 +58,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def composed(*overrides: str) -> Recipe:
     with hydra_setup.session():
-        return compose.require(compose.anew(list(overrides), "config"))
+        return composition.require(composition.anew(list(overrides), "config"))
 
 
 def trained(
@@ -69,7 +73,7 @@ def trained(
     overrides = (*TINY, f"data.path={text}", *ENGINES[name][1], *more)
     recipe = composed(*overrides)
     resume_from = None if run_dir is None else str(loops.newest(run_dir))
-    run_dir = run_dir or rundir.claim(folder, recipe.name)
+    run_dir = run_dir or directory.claim(folder, recipe.name)
     Job(run_dir, overrides, resume_from, cwd=str(folder)).save(recipe)
     assert run_distributed(worker.run, num_processes, run_dir) == [0] * num_processes
     return run_dir
@@ -106,10 +110,10 @@ def drawn(folder: str, *overrides: str) -> tuple[bool, float]:
     """Build as a worker does; return whether there are no weights, and what is drawn next."""
     recipe = composed(*overrides)
     plan = plan_batches(recipe.trainer, 2, None)
-    with engine.running(recipe, Path(folder), plan) as accelerator:
-        assert weights.drawn_once(recipe, accelerator)
+    with running(recipe, Path(folder), plan) as accelerator:
+        assert meta_init.drawn_once(recipe, accelerator)
         set_seed(accelerator.process_index)
-        step = build.build_step(recipe, weights.on_first_process(accelerator))
+        step = parts.build_step(recipe, meta_init.on_first_process(accelerator))
         (model,) = step.models.values()
         return all(p.is_meta for p in model.parameters()), torch.rand(()).item()
 
@@ -128,10 +132,10 @@ def test_a_step_that_builds_its_own_models_draws_on_every_process(tmp_path: Path
     recipe = loops.recipe_of(model=None, fsdp=plugin)
     plan = plan_batches(recipe.trainer, 1, None)
     with (
-        engine.running(recipe, tmp_path, plan) as accelerator,
+        running(recipe, tmp_path, plan) as accelerator,
         pytest.raises(ConfigError, match="cpu_ram_efficient_loading=true with model=null"),
     ):
-        weights.drawn_once(recipe, accelerator)
+        meta_init.drawn_once(recipe, accelerator)
 
 
 def test_fp16_in_shards_skips_together(text: Path, tmp_path: Path) -> None:

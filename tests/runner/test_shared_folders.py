@@ -10,10 +10,12 @@ import pytest
 from accel.checkpoint import files
 from accel.config.training import ProjectConfiguration
 from accel.errors import CheckpointError
-from runner import app, build, rundir
-from runner.restore import described, find_checkpoint
-from runner.saving import Best, read_best
-from runner.schema import Checkpoint, Recipe
+from runner.build import parts
+from runner.cli import dispatch
+from runner.config.schema import Checkpoint, Recipe
+from runner.inference.load import described, find_checkpoint
+from runner.run_dir import directory
+from runner.training.checkpointing import Best, read_best
 from tests.runner.loops import recipe_of, run
 from tests.runner.test_rundir import new_run
 
@@ -42,11 +44,11 @@ def two_runs(folder: Path) -> tuple[Path, Path, Path]:
 def test_a_run_goes_on_from_checkpoints_of_its_own(tmp_path: Path) -> None:
     first, second, folder = two_runs(tmp_path)
     own = add(folder, 0, 6, first.name)
-    assert rundir.newest_checkpoint(second) is None
+    assert directory.newest_checkpoint(second) is None
     other = add(folder, 1, 24, second.name)
     Best(other.name, 24, "loss", 0.5).write(folder)
-    assert rundir.newest_checkpoint(first) == own
-    assert rundir.newest_checkpoint(second) == other
+    assert directory.newest_checkpoint(first) == own
+    assert directory.newest_checkpoint(second) == other
     for which in (None, "best", "last", "checkpoint_0"):
         assert find_checkpoint(first, which) == own
     for which in (None, "best", "last", "checkpoint_1", str(other)):
@@ -54,7 +56,7 @@ def test_a_run_goes_on_from_checkpoints_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such checkpoint"):
         find_checkpoint(first, "checkpoint_1")
     assert described(own, first).endswith("(step 6, the best)")
-    found = read_best(folder, rundir.owner(first))
+    found = read_best(folder, directory.owner(first))
     assert found is not None
     assert found.checkpoint == own.name
 
@@ -63,19 +65,19 @@ def test_a_run_that_was_moved_and_one_of_an_early_version_keep_theirs(tmp_path: 
     first, _, folder = two_runs(tmp_path)
     own = add(folder, 0, 6, first.name)
     moved = first.rename(first.with_name("kept"))
-    assert rundir.newest_checkpoint(moved) == own
+    assert directory.newest_checkpoint(moved) == own
     inside = new_run(tmp_path, name="inside", stamp=NAMES[0])
     own = add(inside / "checkpoints", 3, 6, "what it was called")
-    assert rundir.newest_checkpoint(inside) == own
+    assert directory.newest_checkpoint(inside) == own
     early = add(folder, 4, 8, None)
-    assert rundir.newest_checkpoint(moved) == early
+    assert directory.newest_checkpoint(moved) == early
 
 
 def test_a_new_run_wants_a_folder_of_its_own(tmp_path: Path) -> None:
     recipe = Recipe(checkpoint=shared(tmp_path))
-    assert build.check_machine(recipe) == []
+    assert parts.check_machine(recipe) == []
     add(tmp_path / "all" / "checkpoints", 0, 6, NAMES[0])
-    (problem,) = build.check_machine(recipe)
+    (problem,) = parts.check_machine(recipe)
     assert "holds checkpoints" in str(problem)
     assert NAMES[0] in str(problem)
 
@@ -85,7 +87,7 @@ def test_jobs_of_a_sweep_share_no_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     line = ["-m", "seed=0,1", f"checkpoint.project.project_dir={tmp_path / 'all'}"]
-    assert app.run(line) == 2
+    assert dispatch.run(line) == 2
     assert "2 jobs would share this one" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

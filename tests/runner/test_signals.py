@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from runner import signals
-from runner.signals import StopFlag
+from runner.training import stopping
+from runner.training.stopping import StopFlag
 from tests.helpers import run_distributed
 
 
@@ -146,7 +146,10 @@ def stops_at(asked: int, at: int, limit: int) -> tuple[int, int, str]:
 
     stop._exchange = counted  # type: ignore[method-assign]
     boundary = 0
-    signals.INTERVAL_SECONDS, before = 3600.0, signals.INTERVAL_SECONDS  # at any pace: the longest
+    stopping.INTERVAL_SECONDS, before = (
+        3600.0,
+        stopping.INTERVAL_SECONDS,
+    )  # at any pace: the longest
     try:
         for boundary in range(1, limit + 1):
             if boundary == at and processes.process_index == asked:
@@ -155,7 +158,7 @@ def stops_at(asked: int, at: int, limit: int) -> tuple[int, int, str]:
                 break
             dist.barrier()  # in place of the step
     finally:
-        signals.INTERVAL_SECONDS = before
+        stopping.INTERVAL_SECONDS = before
     assert stop.agreed(processes) == bool(stop.reason)
     leave()
     return boundary, exchanged, stop.reason
@@ -167,7 +170,7 @@ def test_all_processes_stop_at_the_same_boundary(asked: int) -> None:
     assert answers[0] == answers[1]
     boundary, exchanged, reason = answers[0]
     # Another rank's request reaches rank 0 at one exchange and is decided at that or the next.
-    assert 500 <= boundary <= 500 + 3 * signals.MAX_INTERVAL
+    assert 500 <= boundary <= 500 + 3 * stopping.MAX_INTERVAL
     assert reason == "SIGTERM"
     assert exchanged < 50
 
@@ -210,8 +213,8 @@ def removes_decisions() -> int:
     import torch.distributed as dist
 
     processes, stop = connect(), StopFlag()
-    signals.KEPT_DECISIONS, before = 5, signals.KEPT_DECISIONS
-    signals.MAX_INTERVAL, interval = 1, signals.MAX_INTERVAL
+    stopping.KEPT_DECISIONS, before = 5, stopping.KEPT_DECISIONS
+    stopping.MAX_INTERVAL, interval = 1, stopping.MAX_INTERVAL
     try:
         for _ in range(40):
             stop.agreed(processes)
@@ -221,7 +224,7 @@ def removes_decisions() -> int:
         leave()
         return kept
     finally:
-        signals.KEPT_DECISIONS, signals.MAX_INTERVAL = before, interval
+        stopping.KEPT_DECISIONS, stopping.MAX_INTERVAL = before, interval
 
 
 def test_old_decisions_are_removed() -> None:
@@ -231,7 +234,7 @@ def test_old_decisions_are_removed() -> None:
 
 def test_signals_are_held_back_and_released() -> None:
     with StopFlag().installed() as stop:
-        with signals.held_back(signals.STOP_SIGNALS):
+        with stopping.held_back(stopping.STOP_SIGNALS):
             signal.raise_signal(signal.SIGTERM)  # to this thread: others do not hold it back
             assert not stop.requested_locally()
         assert stop.requested_locally()

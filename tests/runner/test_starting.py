@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from runner import attempt, cli, launch, lock
-from runner.job import Job
-from runner.outcomes import Outcome
-from runner.schema import Recipe
+from runner import cli
+from runner.config.schema import Recipe
+from runner.launch import launcher
+from runner.run_dir import lock, transaction
+from runner.run_dir.job import Job
+from runner.run_dir.outcomes import Outcome
 from tests.resume_matrix.cells import tree
 from tests.runner.test_rundir import add_checkpoint
 
@@ -33,7 +35,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, train: Callable[[Job], int]) -> No
     def stand_in(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
         return train(job)
 
-    monkeypatch.setattr(launch, "launch", stand_in)
+    monkeypatch.setattr(launcher, "launch", stand_in)
 
 
 def run_dirs(folder: Path) -> list[Path]:
@@ -193,7 +195,7 @@ def test_a_finished_run_that_goes_on_says_so_as_soon_as_it_has_begun(
 
     def killed_after_its_first_step(job: Job) -> int:
         assert json.loads((run_dir / "summary.json").read_text()) == early
-        attempt.commit(job.place)
+        transaction.commit(job.place)
         return -9
 
     launched(monkeypatch, killed_after_its_first_step)

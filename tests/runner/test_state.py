@@ -11,10 +11,10 @@ import torch
 
 from accel.comm.local import LocalCommunicator
 from accel.errors import CheckpointError, ConfigError
-from runner.durations import parse_duration
-from runner.meters import NonFiniteError, StepMeter, Stopwatch
-from runner.saving import Best, RunState, read_best
-from runner.state import Stop, TrainState
+from runner.config.durations import parse_duration
+from runner.training.checkpointing import Best, RunState, read_best
+from runner.training.metrics import NonFiniteError, StepMeter, Stopwatch
+from runner.training.state import Stop, TrainState
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_meter_names_the_step_that_is_not_finite() -> None:
 
 def test_pauses_are_left_out_of_a_lap(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("runner.meters.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("runner.training.metrics.time.perf_counter", lambda: now[0])
     watch = Stopwatch()
     now[0] = 3.0
     with watch.paused():

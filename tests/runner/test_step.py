@@ -11,10 +11,10 @@ from torch import nn
 
 from accel.accelerator import Accelerator
 from accel.errors import ConfigError
-from runner.micro_batch import MicroBatch, Window, with_last
-from runner.objective import Objective
-from runner.schema import Trainer
-from runner.step import SupervisedStep
+from runner.config.schema import Trainer
+from runner.data.micro_batch import MicroBatch, Window, with_last
+from runner.training.objective import Objective
+from runner.training.step import SupervisedStep
 from tests.helpers import run_distributed
 
 NUM_SAMPLES = 12

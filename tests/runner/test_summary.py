@@ -8,8 +8,8 @@ import pytest
 
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.training import TorchDynamoPlugin
-from runner.schema import Recipe
-from runner.summary import final_rows, header_rows, slow_rows, summary_of
+from runner.config.schema import Recipe
+from runner.training.summary import final_rows, header_rows, slow_rows, summary_of
 from tests.runner import loops
 from tests.runner.loops import newest, recipe_of
 

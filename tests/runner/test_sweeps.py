@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from runner import cli, hydra_setup, sweeps
+from runner import cli
+from runner.compose import hydra_setup
+from runner.sweep import jobs
 from tests.helpers import python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -249,15 +251,15 @@ def test_jobs_that_left_no_word_have_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "0.json").write_text("0")
-    assert sweeps.conclude(tmp_path, 2) == 1
+    assert jobs.conclude(tmp_path, 2) == 1
     assert "1 of 2 jobs failed: 2" in capsys.readouterr().err
-    assert sweeps.conclude(tmp_path, None) == 0
-    (tmp_path / sweeps.STOP_FILE).touch()
-    assert sweeps.conclude(tmp_path, 2) == 75
+    assert jobs.conclude(tmp_path, None) == 0
+    (tmp_path / jobs.STOP_FILE).touch()
+    assert jobs.conclude(tmp_path, 2) == 75
 
 
 def test_the_task_is_a_plain_value(monkeypatch: pytest.MonkeyPatch) -> None:
     import pickle
 
-    task = sweeps.Task("config", "/tmp", 1, ("runner",), total=3)
+    task = jobs.Task("config", "/tmp", 1, ("runner",), total=3)
     assert pickle.loads(pickle.dumps(task)) == task

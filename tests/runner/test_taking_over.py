@@ -13,9 +13,9 @@ from torch import nn
 
 from accel.checkpoint import files
 from accel.errors import CheckpointError
-from runner.callbacks.base import Callback
-from runner.loop import Loop
-from runner.saving import Best, read_best
+from runner.training.callback import Callback
+from runner.training.checkpointing import Best, read_best
+from runner.training.loop import Loop
 from tests.helpers import run_distributed
 from tests.resume_matrix.cells import tree
 from tests.runner.loops import Fit, build, newest, recipe_of, records, run

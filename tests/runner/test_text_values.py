@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from runner import compose, hydra_setup, recipe
-from runner.text_values import quoted, text_keys
+from runner.compose import composition, hydra_setup
+from runner.config import serialization
+from runner.config.text_values import quoted, text_keys
 
 ODD = (
     "1_2_1",
@@ -28,20 +29,25 @@ ODD = (
 @pytest.mark.parametrize("word", ODD)
 def test_a_name_is_what_was_typed_also_where_it_is_read_again(word: str, tmp_path: Path) -> None:
     with hydra_setup.session():
-        found = compose.require(compose.anew([f"name={word}", f"tags=[{word},a]"], "config"))
+        found = composition.require(
+            composition.anew([f"name={word}", f"tags=[{word},a]"], "config")
+        )
         assert (found.name, found.tags) == (word, [word, "a"])
         jobs = hydra_setup.expand([f"name={word},b"])
-        assert [compose.anew(job, "config").recipe.name for job in jobs] == [word, "b"]
+        assert [composition.anew(job, "config").recipe.name for job in jobs] == [word, "b"]
     path = tmp_path / "config.yaml"
-    path.write_text(recipe.yaml_text(recipe.to_plain(found)))
-    assert recipe.read_yaml(path)["name"] == word
+    path.write_text(serialization.yaml_text(serialization.to_plain(found)))
+    assert serialization.read_yaml(path)["name"] == word
 
 
 @pytest.mark.parametrize("text", ["2 layers", "1e3 x", "@me", "*all"])
 def test_text_that_hydra_reads_as_such_stays_as_it_is(text: str) -> None:
     assert quoted([f"name={text}", f"tags=[{text},7]"]) == [f"name={text}", f"tags=[{text},'7']"]
     with hydra_setup.session():
-        assert compose.require(compose.anew([f"tags=[{text}, 7]"], "config")).tags == [text, "7"]
+        assert composition.require(composition.anew([f"tags=[{text}, 7]"], "config")).tags == [
+            text,
+            "7",
+        ]
 
 
 def test_only_what_is_not_text_yet_gets_quotes() -> None:
@@ -75,7 +81,7 @@ def test_a_file_whose_text_yaml_reads_as_something_else_is_refused(
     path.parent.mkdir(parents=True)
     path.write_text(content)
     with hydra_setup.session():
-        problems = compose.anew([f"{path.parent.name}=mine"], "config").problems
+        problems = composition.anew([f"{path.parent.name}=mine"], "config").problems
     (problem,) = problems
     assert problem.value.endswith(expected)
     assert "it is text, and YAML reads" in problem.rule
@@ -84,4 +90,4 @@ def test_a_file_whose_text_yaml_reads_as_something_else_is_refused(
         content.replace("1_2_1", '"1_2_1"').replace("on]", "'on']").replace("1e3", "'1e3'")
     )
     with hydra_setup.session():
-        assert not compose.anew([f"{path.parent.name}=mine"], "config").problems
+        assert not composition.anew([f"{path.parent.name}=mine"], "config").problems

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from accel import env
-from runner import threads
-from runner.schema import Distributed, Recipe
-from runner.threads import Numerics
+from runner.config.schema import Distributed, Recipe
+from runner.run_dir import numerics
+from runner.run_dir.numerics import Numerics
 
 
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(threads, "cores", lambda: 4)
+    monkeypatch.setattr(numerics, "cores", lambda: 4)
     with env.patched(OMP_NUM_THREADS=None):
         yield
 
@@ -57,22 +57,22 @@ def test_choice(
     number: int | None,
 ) -> None:
     with env.patched(OMP_NUM_THREADS=variable):
-        assert threads.choose(recipe(asked, deterministic), processes) == number
+        assert numerics.choose(recipe(asked, deterministic), processes) == number
 
 
 def test_a_deterministic_run_keeps_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads.settle(tmp_path, recipe(deterministic=True), 2)
-    monkeypatch.setattr(threads, "cores", lambda: 16)
-    threads.settle(tmp_path, recipe(deterministic=True), 2)
-    assert threads.read(tmp_path).num_threads == 2
-    threads.settle(tmp_path, recipe(), 2)
-    assert threads.read(tmp_path).num_threads == 8
+    numerics.settle(tmp_path, recipe(deterministic=True), 2)
+    monkeypatch.setattr(numerics, "cores", lambda: 16)
+    numerics.settle(tmp_path, recipe(deterministic=True), 2)
+    assert numerics.read(tmp_path).num_threads == 2
+    numerics.settle(tmp_path, recipe(), 2)
+    assert numerics.read(tmp_path).num_threads == 8
 
 
 def test_nothing_recorded(tmp_path: Path) -> None:
-    assert threads.read(tmp_path) == Numerics()
+    assert numerics.read(tmp_path) == Numerics()
 
 
 @pytest.mark.usefixtures("torch_settings")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accel.errors import ConfigError
-from runner import paths, trust
+from runner.config import paths, trust
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def package(folder: Path, name: str, source: str = "") -> None:
         "torch.nn.functional.gelu",
         "torch.optim.AdamW",
         "torch.optim.lr_scheduler.StepLR",
-        "runner.factories.digits.cnn",
+        "runner.builtin.digits.cnn",
         "runner.SupervisedStep",
     ],
 )
@@ -52,10 +52,13 @@ def test_what_the_product_brings_in_is_trusted(name: str) -> None:
         ("accel.env.set_values", "leads to accel.env.set_values"),
         ("accel.config.handlers.import_callable", "leads to accel.config.handlers"),
         ("accel.checkpoint.files.prune", "leads to accel.checkpoint.files.prune"),
-        ("runner.app.run", "leads to runner.app.run"),
-        ("runner.launch.launch", "leads to runner.launch.launch"),
-        ("runner.registry.register.model.get", "leads to runner.registry.Registry.get"),
-        ("runner.step.SupervisedStep.__init__.__globals__", "private"),
+        ("runner.cli.dispatch.run", "leads to runner.cli.dispatch.run"),
+        ("runner.launch.launcher.launch", "leads to runner.launch.launcher.launch"),
+        (
+            "runner.factories.registry.register.model.get",
+            "leads to runner.factories.registry.Registry.get",
+        ),
+        ("runner.training.step.SupervisedStep.__init__.__globals__", "private"),
         ("torch.nn.functional", "no class or function but module"),
         ("torch", "dotted name"),
         ("torch.nn.Lin ear", "dotted name"),

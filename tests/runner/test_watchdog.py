@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from accel.errors import ConfigError
-from runner import hangs, watchdog
-from runner.hangs import Report, judge
-from runner.progress import Progress
-from runner.schema import Distributed, Recipe, Trainer
-from runner.stacks import BUSY, IN_TORCH, WAITING, Place, Stack
+from runner.config.schema import Distributed, Recipe, Trainer
+from runner.launch import hangs, watchdog
+from runner.launch.hangs import Report, judge
+from runner.launch.stacks import BUSY, IN_TORCH, WAITING, Place, Stack
+from runner.training.progress import Progress
 from tests.helpers import run_distributed
 
 LIMIT = 10.0
@@ -204,13 +204,13 @@ def test_the_watchdog_comes_before_the_time_out_of_the_group() -> None:
 def watched(folder: str, limit: float) -> list[tuple[int, str, bool]]:
     """Return this rank's verdicts: rank 1 sleeps until there is one, then both make a step."""
     from accel.env import Environment
-    from runner import torchrun
+    from runner.launch import rendezvous
 
     rank, verdicts = Environment.read().rank or 0, []
     progress = Progress()
-    store = torchrun.connect("watchdog", watchdog.STORE_TIMEOUT)
+    store = rendezvous.connect("watchdog", watchdog.STORE_TIMEOUT)
     # A connection that waits serves no other thread.
-    meet, news = torchrun.connect("meet"), torchrun.connect("meet")
+    meet, news = rendezvous.connect("meet"), rendezvous.connect("meet")
 
     def tell(verdict: hangs.Verdict | None) -> None:
         verdicts.append((-1, "", False) if verdict is None else _short(verdict))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accel.errors import CheckpointError, ConfigError, DiskFullError, Problem
-from runner.wording import CALLS, of_the_recipe, translated
+from runner.config.error_keys import CALLS, of_the_recipe, translated
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ import pytest
 
 from accel import env
 from accel.errors import ConfigError, MissingPackageError, Problem
-from runner import console_logs, launch, outcomes, worker
-from runner.job import Job
-from runner.outcomes import Outcome
-from runner.processes import Adopted
-from runner.schema import Distributed, Recipe
+from runner.config.processes import Adopted
+from runner.config.schema import Distributed, Recipe
+from runner.launch import launcher, rank_logs, worker
+from runner.run_dir import outcomes
+from runner.run_dir.job import Job
+from runner.run_dir.outcomes import Outcome
 from tests.helpers import run_distributed
 
 REFUSAL = ConfigError(Problem("optimizer.lr=-1", "it is above 0", "Set optimizer.lr=0.1."))
@@ -41,7 +42,7 @@ def test_a_mistake_is_refused_without_a_traceback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(worker, "run", raising(error))
-    assert launch.run_here(tmp_path) == 2
+    assert launcher.run_here(tmp_path) == 2
     assert capsys.readouterr().err == f"{error}\n"
 
 
@@ -50,7 +51,7 @@ def test_an_error_shows_its_own_frames_alone(
 ) -> None:
     monkeypatch.setattr(worker, "run", raising(ValueError("wrong shape\nsecond line")))
     (tmp_path / "metrics.jsonl").touch()  # a step was made
-    assert launch.run_here(tmp_path) == 1
+    assert launcher.run_here(tmp_path) == 1
     printed = capsys.readouterr().err
     assert printed.startswith("Traceback")
     assert "launch.py" not in printed
@@ -66,10 +67,10 @@ def test_control_c_tells_how_to_go_on(
     monkeypatch.setattr(worker, "run", raising(KeyboardInterrupt()))
     run_dir = tmp_path / "a run"
     run_dir.mkdir()
-    assert launch.run_here(run_dir) == 130
+    assert launcher.run_here(run_dir) == 130
     assert capsys.readouterr().err.startswith("Interrupted before the first checkpoint")
     (run_dir / "checkpoints" / "checkpoint_0").mkdir(parents=True)
-    assert launch.run_here(run_dir) == 130
+    assert launcher.run_here(run_dir) == 130
     assert capsys.readouterr().err.endswith(f"runner resume='{run_dir}'\n")
 
 
@@ -78,7 +79,7 @@ def test_the_code_of_a_run_is_handed_on(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "run", lambda run_dir: code)
-    assert launch.run_here(tmp_path) == code
+    assert launcher.run_here(tmp_path) == code
 
 
 def test_outcomes_are_read_earliest_first_and_of_one_launch(tmp_path: Path) -> None:
@@ -93,11 +94,11 @@ def test_outcomes_are_read_earliest_first_and_of_one_launch(tmp_path: Path) -> N
 
 def test_the_tail_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "rank_1.log"
-    assert console_logs.tail(log) == []
+    assert rank_logs.tail(log) == []
     log.write_text("".join(f"line {number}\n" for number in range(100)))
-    assert console_logs.tail(log, 2) == ["line 98", "line 99"]
+    assert rank_logs.tail(log, 2) == ["line 98", "line 99"]
     log.write_text("before\nFatal Python error: Aborted\n\nstack\nExtension modules: many\n")
-    assert console_logs.tail(log, 3) == ["Fatal Python error: Aborted", "", "stack"]
+    assert rank_logs.tail(log, 3) == ["Fatal Python error: Aborted", "", "stack"]
 
 
 def _frame(file: str, line: int, name: str) -> str:
@@ -111,21 +112,21 @@ def test_a_crash_is_told_with_the_users_frames_of_its_thread(tmp_path: Path) -> 
     head = "Fatal Python error: Aborted"
     report = [head, "", *others, "Current thread 0x3 (most recent call first):", inner, mine, inner]
     log.write_text("\n".join([*report, "", "Extension modules: many", ""]))
-    assert console_logs.crash(log) == [head, "Current thread 0x3 (most recent call first):", mine]
-    assert console_logs.tail(log, 1) == console_logs.crash(log)
+    assert rank_logs.crash(log) == [head, "Current thread 0x3 (most recent call first):", mine]
+    assert rank_logs.tail(log, 1) == rank_logs.crash(log)
     log.write_text("\n".join([*report[:-3], inner, inner, "", mine]))
-    assert console_logs.crash(log)[2:] == [inner, inner]
+    assert rank_logs.crash(log)[2:] == [inner, inner]
 
 
 def test_a_crash_of_an_earlier_process_is_not_told_again(tmp_path: Path) -> None:
     log = tmp_path / "rank_1.log"
     log.write_text("--- rank 1, process 2, …\nFatal Python error: Aborted\n\nstack\n")
-    assert console_logs.crash(log)
+    assert rank_logs.crash(log)
     with log.open("a") as file:
         file.write("--- rank 1, process 3, …\nthe last words\n")
-    assert console_logs.crash(log) == []
-    assert console_logs.tail(log)[-1] == "the last words"
-    assert "stack" not in console_logs.tail(log)
+    assert rank_logs.crash(log) == []
+    assert rank_logs.tail(log)[-1] == "the last words"
+    assert "stack" not in rank_logs.tail(log)
 
 
 # -- where a job runs ----------------------------------------------------------------------
@@ -135,8 +136,8 @@ def test_a_crash_of_an_earlier_process_is_not_told_again(tmp_path: Path) -> None
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return what `launch` decided to do."""
     calls: list[Any] = []
-    monkeypatch.setattr(launch, "run_here", lambda *args: calls.append(("here", *args)) or 0)
-    monkeypatch.setattr(launch, "run_group", lambda *args: calls.append(("group", *args)) or 0)
+    monkeypatch.setattr(launcher, "run_here", lambda *args: calls.append(("here", *args)) or 0)
+    monkeypatch.setattr(launcher, "run_group", lambda *args: calls.append(("group", *args)) or 0)
     return calls
 
 
@@ -153,7 +154,7 @@ def test_one_process_stays_here(
     distributed: Distributed, fresh: bool, where: str, tmp_path: Path, chosen: list[Any]
 ) -> None:
     with env.patched(**ALONE):
-        code = launch.launch(Job(tmp_path), Recipe(distributed=distributed), fresh=fresh)
+        code = launcher.launch(Job(tmp_path), Recipe(distributed=distributed), fresh=fresh)
     assert code == 0
     assert [call[0] for call in chosen] == [where]
     assert (tmp_path / "threads.json").exists()
@@ -163,15 +164,16 @@ def adopt(folder: str) -> tuple[str, int]:
     """Hand the run directory from rank 0 to rank 1, then form a process group as usual."""
     import torch.distributed as dist
 
-    from runner import processes, torchrun
+    from runner.config import processes
+    from runner.launch import rendezvous
 
     place = processes.adopted()
     assert isinstance(place, Adopted)
     if place.rank == 0:
-        torchrun.publish(Path(folder))
+        rendezvous.publish(Path(folder))
         received = Path(folder)
     else:
-        received = torchrun.receive()
+        received = rendezvous.receive()
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     dist.barrier()
@@ -187,7 +189,7 @@ def test_other_ranks_of_torchrun_receive_the_run_directory(tmp_path: Path) -> No
 
 
 def test_a_target_is_named_by_module_and_function() -> None:
-    assert worker.resolve("runner.worker:run") is worker.run
+    assert worker.resolve("runner.launch.worker:run") is worker.run
 
 
 def test_handlers_are_set_for_the_run_alone(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from accel.checkpoint import files
 from accel.errors import AccelError
-from runner import recipe
-from runner.job import Job
+from runner.config import serialization
+from runner.run_dir.job import Job
 from tests.helpers import alive
 
 # The variable that marks the processes of one run: whatever they start inherits it.
@@ -100,7 +100,7 @@ def unreadable(run_dir: Path) -> str:
     try:
         Job.read(run_dir)
         text = (run_dir / "config.yaml").read_text()
-        recipe.from_plain(recipe.parse_yaml(text, run_dir / "config.yaml"))
+        serialization.from_plain(serialization.parse_yaml(text, run_dir / "config.yaml"))
         if json.loads((run_dir / "job.json").read_text())["recipe"] != text:
             return "config.yaml and job.json hold different recipes"
     except (AccelError, OSError, ValueError, KeyError, TypeError) as error:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from accel.checkpoint import files
-from runner import recipe
-from runner.job import Job
+from runner.config import serialization
+from runner.run_dir.job import Job
 from tests.helpers import python
 from tests.signals import oracle
 from tests.signals.cells import Cell, Run, wait_until
@@ -27,7 +27,7 @@ INT = Expected(130, saves=False, every_steps=2, workers=0)
 def write(run_dir: Path, steps: tuple[int, ...], rows: int) -> Path:
     """Write a run directory with the checkpoints of `steps` and so many rows."""
     run_dir.mkdir(exist_ok=True)
-    Job(run_dir).save(recipe.from_plain({"name": "faked"}))
+    Job(run_dir).save(serialization.from_plain({"name": "faked"}))
     for number, step in enumerate(steps):
         final = run_dir / "checkpoints" / f"checkpoint_{number}"
         final.parent.mkdir(exist_ok=True)

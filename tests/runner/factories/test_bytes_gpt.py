@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from accel.errors import ConfigError, StateError
-from runner.data import Data
-from runner.factories.bytes_gpt import (
+from runner.builtin.bytes_gpt import (
     IGNORED,
     Block,
     ByteWindows,
@@ -23,6 +22,7 @@ from runner.factories.bytes_gpt import (
     rotate,
     stdlib_bytes,
 )
+from runner.data.datasets import Data
 
 
 def text_of(part: object) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from accel.errors import ConfigError
-from runner.factories.digits import Classification, RandomVariants, cnn, digits, warp
+from runner.builtin.digits import Classification, RandomVariants, cnn, digits, warp
 
 
 def tensors(part: object) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ def test_warped_images_stay_near_their_originals() -> None:
 
 def test_a_warp_by_nothing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MAX_ROTATION", "MAX_SHIFT_PIXELS", "MAX_ZOOM"):
-        monkeypatch.setattr(f"runner.factories.digits.{name}", 0.0)
+        monkeypatch.setattr(f"runner.builtin.digits.{name}", 0.0)
     images = tensors(digits(augment=False).train)[0][:5]
     torch.testing.assert_close(warp(images, torch.Generator()), images)
 

@@ -6,10 +6,10 @@ from torch.utils.data import TensorDataset
 
 from accel import Accelerator
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from runner.factories.digits import digits
-from runner.factories.gan import GANStep, frechet_distance, neighbour_accuracy
-from runner.micro_batch import MicroBatch, Window
-from runner.schema import Trainer
+from runner.builtin.digits import digits
+from runner.builtin.gan import GANStep, frechet_distance, neighbour_accuracy
+from runner.config.schema import Trainer
+from runner.data.micro_batch import MicroBatch, Window
 from tests.helpers import run_distributed
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from accel.errors import ConfigError
-from runner.factories.optimizers import adamw, constant, cosine, linear
+from runner.builtin.optimizers import adamw, constant, cosine, linear
 
 
 def model() -> nn.Module:

@@ -1,0 +1,117 @@
+"""A node of a recipe that names a factory: which one, with what, and whether that fits it.
+
+Free of torch until a factory is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel.errors import ConfigError, Problem
+from runner.build import blame
+from runner.factories import signatures
+from runner.config import trust
+from runner.factories.nodes import named, num_given, under
+from runner.factories.registry import Registry
+
+
+@dataclass(frozen=True)
+class Factory:
+    """What a node of a recipe names, and what it gives to it.
+
+    Attributes:
+        key: the node.
+        label: what the factory is called in messages.
+        by_name: whether it comes from the registry.
+        function: the factory.
+        arguments: by name, as plain containers.
+    """
+
+    key: str
+    label: str
+    by_name: bool
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_given(self) -> int:
+        """How many first arguments the runner gives."""
+        return num_given(self.key, self.by_name)
+
+    def problems(self, given: tuple[str, ...] = ()) -> list[Problem]:
+        """Return what is wrong with the arguments."""
+        signature = signatures.read(self.function, self.num_given, given)
+        wrong = signatures.check(signature, self.arguments, self.key, self.label)
+        return [*wrong, *_distrusted(self.arguments, self.key)]
+
+    @property
+    def place(self) -> str:
+        """How the recipe names the factory."""
+        return f"{self.key}.name={self.label}" if self.by_name else f"{self.key}: {self.label}"
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether there are `_target_`s in the arguments."""
+        return next(_targets(self.arguments, self.key), None) is not None
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """Call the factory: with what the runner gives first, then the arguments of the recipe.
+
+        Raises:
+            ConfigError: if a value is refused, or the factory returns what the node is not for.
+        """
+        from runner.build import factory_results
+
+        with blame.of_factory(self.key, self.place, self.arguments):
+            made = self.function(*given, **named, **self._instantiated())
+        factory_results.check(self.key, self.place, made)
+        return made
+
+    def _instantiated(self) -> dict[str, Any]:
+        if not self.has_targets:
+            return dict(self.arguments)
+        from hydra.utils import instantiate
+
+        ConfigError.raise_if(_distrusted(self.arguments, self.key))
+        return dict(instantiate(dict(self.arguments), _convert_="all"))
+
+
+def factory_of(key: str, node: Any, registry: Registry) -> Factory:
+    """Return the factory that a node names.
+
+    Raises:
+        ConfigError: if there is none, or it is not trusted.
+    """
+    name, target, arguments = named(key, node, registry)
+    if target is not None:
+        label = str(target).rpartition(".")[2]
+        return Factory(key, label, False, trust.resolve(str(target), f"{key}._target_"), arguments)
+    try:
+        return Factory(key, str(name), True, registry.get(str(name)), arguments)
+    except ConfigError as error:
+        raise under(error, registry.kind, key) from error
+
+
+def _targets(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield (key, dotted name) of each `_target_` in nested arguments."""
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            yield f"{key}._target_", str(value["_target_"])
+        for name, item in value.items():
+            yield from _targets(item, f"{key}.{name}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _targets(item, f"{key}[{index}]")
+
+
+def _distrusted(arguments: Mapping[str, Any], key: str) -> list[Problem]:
+    """Return what is wrong with the `_target_`s in nested arguments."""
+    problems: list[Problem] = []
+    for place, name in _targets(arguments, key):
+        try:
+            trust.resolve(name, place)
+        except ConfigError as error:
+            problems += error.problems
+    return problems

@@ -1,0 +1,295 @@
+"""The only place where a recipe becomes objects. Free of torch until one is built or checked."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.checkpoint import files
+from accel.env import Environment
+from accel.errors import ConfigError, Problem
+from runner.config import paths
+from runner.run_dir import directory
+from runner.factories import signatures
+from runner.build import environment
+from runner.build.factory import Factory, factory_of
+from runner.factories.nodes import STEP_PARTS, nodes_of, step_problems
+from runner.factories.registry import register
+from runner.config.schema import ENGINES, Recipe
+from runner.config.error_keys import of_the_recipe
+
+if TYPE_CHECKING:
+    from runner.config.batch_plan import BatchPlan
+    from runner.training.callback import Callback
+    from runner.compose.composition import Examined
+    from runner.data.datasets import Data
+    from runner.training.step import Step
+
+
+@dataclass
+class Parts:
+    """What a recipe builds besides the engine.
+
+    Attributes:
+        step: owns models and optimizers.
+        data: the data sets.
+        callbacks: by name, in the recipe's order.
+    """
+
+    step: Step
+    data: Data
+    callbacks: dict[str, Callback]
+
+
+def require(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None:
+    """Raise everything that is wrong with any of the jobs, each thing once."""
+    problems = dict.fromkeys(missing)
+    for examined in jobs:
+        problems.update(dict.fromkeys(examined.problems))
+        if examined.composed:
+            factories = check_factories(examined.recipe)
+            factories = factories or try_factories(examined.recipe)
+            problems.update(dict.fromkeys(factories))
+        if not examined.problems:
+            problems.update(dict.fromkeys(check_machine(examined.recipe)))
+    ConfigError.raise_if(list(problems))
+
+
+def check_machine(recipe: Recipe) -> list[Problem]:
+    """Return what is wrong with processes, batch sizes, the device, the engine and the trackers.
+
+    Raises:
+        MissingPackageError: if the library of a tracker is not installed.
+    """
+    from accel.device import resolve_device
+    from accel.trackers.table import filter_trackers
+    from runner.config import processes
+    from runner.config.batch_plan import plan_batches
+
+    distributed = recipe.distributed
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: _check_deepspeed(
+            recipe,
+            plan_batches(
+                recipe.trainer, processes.replicas(recipe, processes.count(distributed)), None
+            ),
+        ),
+        lambda: _check_precision(recipe, resolve_device(processes.device(distributed), 0).type),
+        lambda: _check_clipping(recipe),
+        lambda: ConfigError.raise_if(environment.problems(recipe, Environment.read())),
+        lambda: processes.check_interface(distributed),
+        lambda: _check_states_folder(recipe),
+        lambda: filter_trackers(recipe.tracker.log_with, logging_dir=recipe.output_dir),
+    )
+    problems: list[Problem] = []
+    for attempt in checks:
+        try:
+            attempt()
+        except ConfigError as error:
+            problems += error.problems
+    return problems
+
+
+def _check_precision(recipe: Recipe, device_type: str) -> None:
+    """Raise if the engine does not compute in the recipe's precision on this kind of device."""
+    if recipe.deepspeed is not None and recipe.precision.mode == "fp16" and device_type == "cpu":
+        raise ConfigError(
+            Problem(
+                "precision=fp16 with deepspeed= on a CPU",
+                "DeepSpeed computes in fp16 on GPUs alone",
+                "Use precision=bf16 or precision=no.",
+            )
+        )
+
+
+def _check_deepspeed(recipe: Recipe, batch_plan: BatchPlan) -> None:
+    """Raise if DeepSpeed's configuration cannot be read, or decides what the recipe does."""
+    if recipe.deepspeed is None:
+        return
+    from accel.config.deepspeed_claims import Claims
+    from runner.build.accelerator import deepspeed_plugin
+
+    plugin = deepspeed_plugin(recipe, batch_plan)
+    assert plugin is not None
+    claims = Claims(plugin)
+    sections = [
+        Problem(
+            f"{plugin.place}: {name} with {name}= of the recipe",
+            "the recipe decides it",
+            f"Take the section {name} out of the configuration.",
+        )
+        for name in ("optimizer", "scheduler")
+        if name in claims.config
+    ]
+    with of_the_recipe():
+        ConfigError.raise_if([*claims.problems, *sections])
+
+
+def _check_states_folder(recipe: Recipe) -> None:
+    """Raise if a new run cannot write its states where the recipe wants them.
+
+    A folder that holds checkpoints is that of another run: the two would take, prune and overwrite
+    each other's.
+    """
+    wanted = recipe.checkpoint.project.project_dir
+    if wanted is None or recipe.resume is not None:
+        return
+    place = Path(wanted).expanduser().absolute()
+    present = files.checkpoints(place / files.FOLDER)
+    if present:
+        value = f"checkpoint.project.project_dir={wanted}"
+        rule = f"a run has a folder of its own, and {present[-1].parent} holds checkpoints"
+        run = directory.run_of(present[-1])
+        remedy = (
+            "Give another folder, or leave it out: output_dir= moves a run with its checkpoints. "
+            f"To go on with the run there{f' ({run})' if run else ''}: resume=<its directory>."
+        )
+        raise ConfigError(Problem(value, rule, remedy))
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return
+    except OSError as error:
+        value = f"checkpoint.project.project_dir={wanted}"
+        rule = f"states are written there, and that failed ({paths.failure(error)})"
+        remedy = "Give a folder that you may write to, or leave it out."
+        raise ConfigError(Problem(value, rule, remedy)) from error
+
+
+def _check_clipping(recipe: Recipe) -> None:
+    """Raise if gradients are clipped in a way that the recipe's engine does not offer."""
+    value = recipe.trainer.clip_grad_value
+    on = [name for name in ENGINES if getattr(recipe, name) is not None]
+    if value is not None and on:
+        raise ConfigError(
+            Problem(
+                f"trainer.clip_grad_value={value} with {on[0]}=",
+                "engines that spread gradients over processes clip by their norm alone",
+                f"Set trainer.clip_grad_norm instead, or {on[0]}=null.",
+            )
+        )
+
+
+def check_factories(recipe: Recipe) -> list[Problem]:
+    """Return what is wrong with the nodes that name factories."""
+    problems: list[Problem] = []
+    found: dict[str, Factory] = {}
+    for key, node, registry in nodes_of(recipe, problems):
+        try:
+            found[key] = factory_of(key, node, registry)
+        except ConfigError as error:
+            problems += error.problems
+    for key, factory in found.items():
+        problems += factory.problems(STEP_PARTS if key == "step" else ())
+    for key in ("step", "data"):
+        if getattr(recipe, key) is None:
+            names = ", ".join(getattr(register, key).names())
+            problems.append(
+                Problem(f"{key}=null", "a run needs it", f"Choose {key}.name from: {names}.")
+            )
+    if "step" in found:
+        step = found["step"]
+        problems += step_problems(recipe, step.label, signatures.read(step.function))
+    return problems
+
+
+def try_factories(recipe: Recipe) -> list[Problem]:
+    """Return what the shipped factories have to say against the values that they are given.
+
+    For a recipe whose names and arguments `check_factories` has found right.
+    """
+    from runner.build import trial
+
+    return [
+        problem
+        for key, node, registry in nodes_of(recipe, [])
+        for problem in trial.problems(factory_of(key, node, registry))
+    ]
+
+
+def build_parts(recipe: Recipe, around_model: AbstractContextManager[Any] | None = None) -> Parts:
+    """Build the step with its models and optimizers, the data sets and the callbacks.
+
+    The weights are drawn from torch's generator: seed it first.
+
+    Args:
+        recipe: what to build.
+        around_model: entered to build the recipe's model; None: nothing is.
+
+    Raises:
+        ConfigError: if a factory or an argument is wrong.
+    """
+    ConfigError.raise_if(check_factories(recipe))
+    callbacks = {
+        key.removeprefix("callbacks."): factory_of(key, node, registry)()
+        for key, node, registry in nodes_of(recipe, [])
+        if registry is register.callback
+    }
+    step = build_step(recipe, around_model)
+    return Parts(step=step, data=build_data(recipe), callbacks=callbacks)
+
+
+def build_data(recipe: Recipe) -> Data:
+    """Build the data sets."""
+    return _part(recipe, "data")()
+
+
+def build_step(recipe: Recipe, around_model: AbstractContextManager[Any] | None = None) -> Step:
+    """Build the step with its models and optimizers.
+
+    Args:
+        recipe: what to build.
+        around_model: entered to build the recipe's model; None: nothing is.
+    """
+    step = _part(recipe, "step")
+    wanted = signatures.read(step.function)
+    around = {"model": around_model or nullcontext()}
+    parts = {}
+    for key in STEP_PARTS:
+        handed_on = wanted.open and getattr(recipe, key) is not None
+        if key in wanted.parameters or handed_on:
+            with around.get(key, nullcontext()):
+                parts[key] = _step_part(recipe, key)
+    return step(**parts)
+
+
+def _step_part(recipe: Recipe, key: str) -> Any:
+    """Return what the parameter `key` of a step's constructor receives."""
+    from runner.build import factory_results
+
+    if getattr(recipe, key) is None:
+        return None
+    factory = _part(recipe, key)
+    if key == "optimizer":
+        return factory if factory.by_name else partial(_of_parameters, factory)
+    if key == "scheduler":
+        return factory if factory.by_name else partial(_without_steps, factory)
+    made = factory()
+    if key == "model" and _is_supervised(recipe):
+        factory_results.check_trainable(factory.place, made)
+    return made
+
+
+def _is_supervised(recipe: Recipe) -> bool:
+    from runner.training.step import SupervisedStep
+
+    function = _part(recipe, "step").function
+    return isinstance(function, type) and issubclass(function, SupervisedStep)
+
+
+def _of_parameters(factory: Factory, model: Any) -> Any:
+    return factory(model.parameters())
+
+
+def _without_steps(factory: Factory, optimizer: Any, num_steps: int) -> Any:
+    return factory(optimizer)
+
+
+def _part(recipe: Recipe, key: str) -> Factory:
+    return factory_of(key, getattr(recipe, key), getattr(register, key))

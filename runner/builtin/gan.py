@@ -1,0 +1,288 @@
+"""A step of one's own: a generator and a discriminator, each with its optimizer, on the digits.
+
+Shapes: B samples in the batch of one process, N samples of a data set, L latent values, P pixels.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from accel.loss import normalize_loss
+from runner.builtin.optimizers import linear
+from runner.data.micro_batch import Window
+from runner.data.shards import share_of
+from runner.training.step import Step, clip_gradients, keep_valid
+
+if TYPE_CHECKING:
+    from accel import Accelerator
+    from runner.config.schema import Trainer
+
+
+class Generator(nn.Module):
+    """Makes images from noise: [B, L] to [B, 1, S, S] in [0, 1].
+
+    Args:
+        latent: L.
+        width: size of the two hidden layers.
+        image_size: S.
+    """
+
+    def __init__(self, latent: int, width: int, image_size: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(latent, width),
+            nn.LeakyReLU(0.2),
+            nn.Linear(width, width),
+            nn.LeakyReLU(0.2),
+            nn.Linear(width, image_size**2),
+            nn.Sigmoid(),
+            nn.Unflatten(1, (1, image_size, image_size)),
+        )
+
+    def forward(self, noise: Tensor) -> Tensor:
+        """Return images [B, 1, S, S] of noise [B, L]."""
+        return self.layers(noise)
+
+
+class Discriminator(nn.Module):
+    """Tells real images from made ones: [B, 1, S, S] to logits [B], positive for real.
+
+    Args:
+        width: size of the two hidden layers.
+        image_size: S.
+    """
+
+    def __init__(self, width: int, image_size: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(image_size**2, width),
+            nn.LeakyReLU(0.2),
+            nn.Linear(width, width),
+            nn.LeakyReLU(0.2),
+            nn.Linear(width, 1),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits [B] of images [B, 1, S, S]."""
+        return self.layers(images).squeeze(1)
+
+
+class GANStep(Step):
+    """Adversarial training: one update of the discriminator, then one of the generator.
+
+    The data set gives samples ``(image, …)``. States are compared by the Fréchet distance between
+    the pixels of real and made images. The accuracy of a nearest neighbour that tells them apart
+    (0.5: it cannot) shows what that distance misses, such as made images that are all alike.
+
+    Args:
+        latent: noise values per image.
+        width: size of the hidden layers of both models.
+        image_size: pixels along one side of an image.
+        lr_generator: peak learning rate of the generator; both fall linearly to zero.
+        lr_discriminator: peak learning rate of the discriminator.
+        beta1: decay rate of the first moment of both optimizers.
+        beta2: decay rate of the second moment.
+        smoothness: weight of the penalty on how much the discriminator's logit of a real image
+            changes under a small perturbation.
+        perturbation: its standard deviation, per pixel.
+
+    Source: I. Goodfellow et al., Generative Adversarial Nets, arXiv:1406.2661 (the non-saturating
+        loss); L. Mescheder et al., arXiv:1801.04406 (the penalty R1; here by finite differences,
+        which needs no second derivative and so runs under every strategy).
+    """
+
+    monitor = "frechet"
+    mode = "min"
+
+    def __init__(
+        self,
+        latent: int = 16,
+        width: int = 256,
+        image_size: int = 8,
+        lr_generator: float = 2e-3,
+        lr_discriminator: float = 4e-3,
+        beta1: float = 0.0,
+        beta2: float = 0.99,
+        smoothness: float = 100.0,
+        perturbation: float = 0.1,
+    ) -> None:
+        self.latent = latent
+        self.smoothness = smoothness
+        self.perturbation = perturbation
+        self.models = {
+            "generator": Generator(latent, width, image_size),
+            "discriminator": Discriminator(width, image_size),
+        }
+        rates = {"generator": lr_generator, "discriminator": lr_discriminator}
+        self.optimizers = {
+            name: torch.optim.Adam(model.parameters(), lr=rates[name], betas=(beta1, beta2))
+            for name, model in self.models.items()
+        }
+
+    def make_schedulers(self, num_steps: int) -> dict[str, Any]:
+        """Return a linear decay to zero for each optimizer."""
+        return {name: linear(optimizer, num_steps) for name, optimizer in self.optimizers.items()}
+
+    def train(
+        self, accelerator: Accelerator, window: Window, trainer: Trainer
+    ) -> Mapping[str, Tensor]:
+        """Update the discriminator, then the generator, each on all micro-batches of the window.
+
+        Returns:
+            `loss` (the discriminator's) and `generator_loss`, and the norms of the gradients where
+            those are clipped.
+        """
+        discriminator_loss, discriminator_norm = self._update(
+            "discriminator", self._discriminator_losses, accelerator, window, trainer
+        )
+        generator_loss, generator_norm = self._update(
+            "generator", self._generator_losses, accelerator, window, trainer
+        )
+        return {
+            "loss": discriminator_loss,
+            "generator_loss": generator_loss,
+            **discriminator_norm,
+            **generator_norm,
+        }
+
+    def evaluate(self, batch: Any) -> Mapping[str, Tensor]:
+        """Return as many made images as real ones, as vectors: each [B, P]."""
+        real = batch[0]
+        return {"real": real.flatten(1), "made": self.predict(batch)["image"].flatten(1)}
+
+    def summarize(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return `frechet` and `neighbour_accuracy` of the values [N, P]."""
+        real, made = values["real"].double().cpu(), values["made"].double().cpu()
+        return {
+            "frechet": frechet_distance(real, made),
+            "neighbour_accuracy": neighbour_accuracy(real, made),
+        }
+
+    def predict(self, batch: Any) -> dict[str, Tensor]:
+        """Return a made image for each real one: [B, 1, S, S].
+
+        Its noise is a function of the real image's pixels, so that evaluations differ by the models
+        alone, on any number of processes.
+        """
+        real = batch[0]
+        noise = torch.stack([_noise_of(image, self.latent) for image in real.cpu()])
+        return {"image": self.models["generator"](noise.to(real.device)).float()}
+
+    def _update(
+        self,
+        name: str,
+        losses: Callable[[Accelerator, Tensor], Tensor],
+        accelerator: Accelerator,
+        window: Window,
+        trainer: Trainer,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return this process's share of the loss, [], and what clipping measured."""
+        model, optimizer = self.models[name], self.optimizers[name]
+        share = torch.zeros((), device=accelerator.device)
+        norms: dict[str, Tensor] = {}
+        last = len(window.micro_batches) - 1
+        optimizer.zero_grad()  # of the other model's update, where an engine keeps its parameters
+        for index, micro_batch in enumerate(window.micro_batches):
+            with accelerator.accumulate(model, sync_gradients=index == last):
+                values = losses(accelerator, micro_batch.batch[0])
+                total = keep_valid(values, micro_batch.valid).sum()
+                loss = normalize_loss(
+                    total,
+                    window.num_samples,
+                    num_processes=share_of(accelerator).count,
+                    num_steps=accelerator.gradient_accumulation_steps,
+                )
+                accelerator.backward(loss)
+                share += total.detach()
+                if index == last:
+                    norms = clip_gradients(accelerator, model, trainer)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        share /= window.num_samples * share_of(accelerator).copies
+        return share, {f"{name}_{key}": norms[key] for key in norms}
+
+    def _discriminator_losses(self, accelerator: Accelerator, real: Tensor) -> Tensor:
+        """Return the discriminator's loss on each real image and a made one beside it: [B]."""
+        with torch.no_grad():
+            made = self.models["generator"](self._noise(accelerator, len(real)))
+        near = real + self.perturbation * torch.randn_like(real)
+        # One forward pass: DDP allows no second one before backward.
+        logits = self.models["discriminator"](torch.cat((real, made.to(real.dtype), near)))
+        on_real, on_made, on_near = logits.float().chunk(3)
+        penalty = self.smoothness * (on_real - on_near).square()
+        return F.softplus(-on_real) + F.softplus(on_made) + penalty
+
+    def _generator_losses(self, accelerator: Accelerator, real: Tensor) -> Tensor:
+        """Return the generator's loss on as many made images as there are real ones: [B]."""
+        made = self.models["generator"](self._noise(accelerator, len(real)))
+        return F.softplus(-self._judge(accelerator, made).float())
+
+    def _judge(self, accelerator: Accelerator, images: Tensor) -> Tensor:
+        """Return the discriminator's logits [B], with gradients to the images.
+
+        Its own parameters get none, but under FSDP, which computes with what it has gathered.
+        """
+        discriminator = accelerator.unwrap_model(self.models["discriminator"])
+        fixed = {name: value.detach() for name, value in discriminator.named_parameters()}
+        return functional_call(discriminator, fixed, (images,))
+
+    def _noise(self, accelerator: Accelerator, count: int) -> Tensor:
+        """Return noise for `count` images of this process, [count, L], unlike that of the others.
+
+        All processes draw the noise of all, so that it differs even where their generators agree.
+        """
+        share = share_of(accelerator)
+        shape = (share.count, count, self.latent)
+        return torch.randn(shape, device=accelerator.device)[share.index]
+
+
+def _noise_of(image: Tensor, latent: int) -> Tensor:
+    """Return noise [latent] that is a function of the pixels of `image`, on the CPU."""
+    seed = zlib.crc32(image.contiguous().numpy().tobytes())
+    return torch.randn(latent, generator=torch.Generator().manual_seed(seed))
+
+
+def frechet_distance(first: Tensor, second: Tensor) -> float:
+    """Return the squared Fréchet distance between Gaussians with the moments of two samples.
+
+    Args:
+        first: [N, P] float64.
+        second: [M, P] float64.
+
+    Source: M. Heusel et al., arXiv:1706.08500, eq. 6; here on pixels, without a network between.
+    """
+    means = (first.mean(dim=0) - second.mean(dim=0)).square().sum()
+    covariances = [torch.cov(sample.T, correction=0) for sample in (first, second)]
+    values, vectors = torch.linalg.eigh(covariances[0])
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    # The trace of (C1 C2)^½ by a symmetric product that has the same eigenvalues.
+    mixed = torch.linalg.eigvalsh(root @ covariances[1] @ root).clamp(min=0).sqrt().sum()
+    return float(means + covariances[0].trace() + covariances[1].trace() - 2 * mixed)
+
+
+def neighbour_accuracy(first: Tensor, second: Tensor) -> float:
+    """Return how often a sample's nearest neighbour, itself left out, comes from the same set.
+
+    Args:
+        first: [N, P].
+        second: [M, P].
+
+    Returns:
+        About 0.5 where equally large sets cannot be told apart, 1.0 where they always can; less
+        than 0.5 where one copies the other.
+
+    Source: D. Lopez-Paz and M. Oquab, Revisiting Classifier Two-Sample Tests, arXiv:1610.06545.
+    """
+    samples = torch.cat((first, second))
+    is_second = torch.arange(len(samples)) >= len(first)
+    distances = torch.cdist(samples, samples).fill_diagonal_(math.inf)
+    return float((is_second[distances.argmin(dim=1)] == is_second).double().mean())

@@ -1,0 +1,170 @@
+"""Optimizers and learning-rate schedules by name.
+
+An optimizer factory is called with the model, a schedule factory with the optimizer and the number
+of optimizer steps of the whole run; the other arguments come from the recipe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from accel.errors import ConfigError, Problem
+from runner.builtin import limits
+
+FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
+
+
+def adamw(
+    model: torch.nn.Module,
+    lr: float = 1e-3,
+    weight_decay: float = 0.01,
+    betas: Sequence[float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    fused: bool | None = None,
+) -> torch.optim.AdamW:
+    """Return AdamW over the model's trainable parameters, those of fewer than 2 dims not decayed.
+
+    Args:
+        model: whose parameters are trained.
+        lr: peak learning rate.
+        weight_decay: decoupled decay of matrices and kernels; biases and gains are left alone.
+        betas: decay rates of the two moments.
+        eps: added to the root of the second moment.
+        fused: whether one kernel updates all parameters; None: where the device has it.
+
+    Raises:
+        ConfigError: naming the values that are out of their range.
+
+    Source: I. Loshchilov and F. Hutter, Decoupled Weight Decay Regularization, arXiv:1711.05101.
+    """
+    numbers = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
+    limits.check("optimizer", **{name: (value, 0, math.inf) for name, value in numbers.items()})
+    _check_betas(betas)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(
+        decay_groups(trainable, weight_decay),
+        lr=lr,
+        betas=(float(betas[0]), float(betas[1])),
+        eps=eps,
+        fused=supports_fused(trainable) if fused is None else fused,
+    )
+
+
+def _check_betas(betas: Sequence[float]) -> None:
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        rule = "two decay rates from 0 to below 1 are required"
+        given = Problem(f"optimizer.betas={list(betas)}", rule, "Set optimizer.betas=[0.9,0.999].")
+        raise ConfigError(given)
+
+
+def decay_groups(
+    parameters: Sequence[torch.nn.Parameter], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return one group of the parameters of 2 and more dims, decayed, and one of the others.
+
+    A group without parameters is left out.
+    """
+    decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
+    others = [parameter for parameter in parameters if parameter.dim() < 2]
+    groups = [(decayed, weight_decay), (others, 0.0)]
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def supports_fused(parameters: Sequence[torch.Tensor]) -> bool:
+    """Return whether torch's fused kernels take all these parameters."""
+    return all(p.is_floating_point() and p.device.type in FUSED_DEVICES for p in parameters)
+
+
+def cosine(
+    optimizer: torch.optim.Optimizer, num_steps: int, warmup: float = 0.0, final: float = 0.0
+) -> LambdaLR:
+    """Return a linear warm-up, then half a cosine from the peak down to `final` of it.
+
+    Args:
+        optimizer: whose rates are the peak.
+        num_steps: optimizer steps of the whole run.
+        warmup: optimizer steps, or below 1 a fraction of the run.
+        final: what is left at the end, as a fraction of the peak.
+
+    Source: I. Loshchilov and F. Hutter, SGDR, arXiv:1608.03983.
+    """
+    return _schedule(optimizer, num_steps, warmup, final, _cosine)
+
+
+def linear(
+    optimizer: torch.optim.Optimizer, num_steps: int, warmup: float = 0.0, final: float = 0.0
+) -> LambdaLR:
+    """Return a linear warm-up, then a straight line from the peak down to `final` of it.
+
+    Args:
+        optimizer: whose rates are the peak.
+        num_steps: optimizer steps of the whole run.
+        warmup: optimizer steps, or below 1 a fraction of the run.
+        final: what is left at the end, as a fraction of the peak.
+    """
+    return _schedule(optimizer, num_steps, warmup, final, _linear)
+
+
+def constant(optimizer: torch.optim.Optimizer, num_steps: int, warmup: float = 0.0) -> LambdaLR:
+    """Return a linear warm-up, then the peak to the end.
+
+    Args:
+        optimizer: whose rates are the peak.
+        num_steps: optimizer steps of the whole run.
+        warmup: optimizer steps, or below 1 a fraction of the run.
+    """
+    return _schedule(optimizer, num_steps, warmup, 1.0, _linear)
+
+
+def _schedule(
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    warmup: float,
+    final: float,
+    decay: Callable[[float], float],
+) -> LambdaLR:
+    problems = []
+    if warmup < 0:
+        problems.append(
+            Problem(f"scheduler.warmup={warmup}", "it is no negative number", "Set 0 for none.")
+        )
+    if not 0 <= final <= 1:
+        problems.append(
+            Problem(f"scheduler.final={final}", "it is a fraction of the peak", "Set 0 to 1.")
+        )
+    ConfigError.raise_if(problems)
+    warmup_steps = warmup * num_steps if warmup < 1 else warmup
+    # A partial, not a lambda: it pickles, and leaves nothing in the scheduler's state, so that a
+    # resumed run follows the schedule of its recipe.
+    return LambdaLR(
+        optimizer,
+        partial(_factor, num_steps=num_steps, warmup_steps=warmup_steps, final=final, decay=decay),
+    )
+
+
+def _factor(
+    step: int,
+    num_steps: int,
+    warmup_steps: float,
+    final: float,
+    decay: Callable[[float], float],
+) -> float:
+    """Return the rate of update number `step` (from 0) as a fraction of the peak."""
+    if step + 1 < warmup_steps:
+        return (step + 1) / warmup_steps
+    passed = (step - warmup_steps) / max(1.0, num_steps - warmup_steps)
+    return final + (1 - final) * decay(min(1.0, max(0.0, passed)))
+
+
+def _cosine(passed: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * passed))
+
+
+def _linear(passed: float) -> float:
+    return 1 - passed

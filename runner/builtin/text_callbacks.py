@@ -1,0 +1,100 @@
+"""What text models are shown beside: simple baselines, and text of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from accel.errors import ConfigError, Problem
+from runner.builtin.bytes_gpt import ByteWindows, bigram_bits_per_byte, generate, gzip_bits_per_byte
+from runner.reporting.console import number
+from runner.training.callback import Callback
+
+if TYPE_CHECKING:
+    from runner.training.loop import Loop
+
+
+class TextBaselines(Callback):
+    """Shows the bits per byte of a bigram model and of gzip beside the model's."""
+
+    def __init__(self) -> None:
+        self.bits_per_byte: dict[str, float] = {}
+
+    def on_start(self, loop: Loop) -> None:
+        """Measure the baselines on the validation data."""
+        if not loop.accelerator.is_main_process:
+            return
+        self.bits_per_byte = {
+            "bigram": bigram_bits_per_byte(loop.data),
+            "gzip": gzip_bits_per_byte(loop.data),
+        }
+        loop.display.note(f"bits per byte to compare with: {self._line()}")
+
+    def on_end(self, loop: Loop) -> None:
+        """Add them to the summary and to the final table."""
+        if not self.bits_per_byte:
+            return
+        loop.results["baselines"] = dict(self.bits_per_byte)
+        ours = "" if loop.state.best is None else f"model {number(loop.state.best)} · "
+        loop.rows.append(("bits per byte", ours + self._line()))
+
+    def _line(self) -> str:
+        return " · ".join(f"{name} {number(value)}" for name, value in self.bits_per_byte.items())
+
+
+class TextSample(Callback):
+    """Shows text that the model writes at the end.
+
+    Args:
+        prompt: what it goes on from.
+        num_bytes: how many bytes it writes.
+        temperature: 1 samples from the model's own distribution, less makes it bolder.
+        seed: seed of the sampling.
+    """
+
+    def __init__(
+        self,
+        prompt: str = "def ",
+        num_bytes: int = 400,
+        temperature: float = 0.8,
+        seed: int = 0,
+    ) -> None:
+        problems = []
+        if not prompt:
+            rule, remedy = "the model goes on from at least one byte", "Give e.g. 'import '."
+            problems.append(Problem("text_sample.prompt=''", rule, remedy))
+        if num_bytes < 1:
+            rule, remedy = "it is at least 1", "Take the callback out to write none."
+            problems.append(Problem(f"text_sample.num_bytes={num_bytes}", rule, remedy))
+        if temperature <= 0:
+            rule, remedy = "it is above 0", "Give 0.1 for nearly the likeliest text."
+            problems.append(Problem(f"text_sample.temperature={temperature}", rule, remedy))
+        ConfigError.raise_if(problems)
+        self.prompt = prompt
+        self.num_bytes = num_bytes
+        self.temperature = temperature
+        self.seed = seed
+
+    def on_end(self, loop: Loop) -> None:
+        """Write the text with the best weights, on the main process alone."""
+        if not loop.complete or not loop.accelerator.is_main_process:
+            return
+        model = loop.accelerator.unwrap_model(next(iter(loop.step.models.values())))
+        generator = torch.Generator().manual_seed(self.seed)
+        data = loop.data.train
+        context = {"context": data.context} if isinstance(data, ByteWindows) else {}
+        written = generate(
+            model, self.prompt.encode(), self.num_bytes, self.temperature, generator, **context
+        )
+        text = printable(written)
+        loop.results["sample"] = text
+        loop.display.text(f"text by the model, after {self.prompt!r}", text)
+
+
+def printable(text: bytes) -> str:
+    """Return bytes as text that steers no terminal: what is not printable becomes "�"."""
+    characters = text.decode(errors="replace").replace("\r\n", "\n")
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters
+    )

@@ -1,0 +1,25 @@
+"""The command `runner`. Imports nothing of `accel` before the module search path is settled.
+
+Exit codes: 0 done; 1 failed; 2 the configuration was refused; 75 stopped by SIGTERM or SIGUSR1 with
+the state saved (`resume=` goes on); 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from runner.config import paths
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code.
+
+    Args:
+        argv: arguments without the program's name; None: those of the process.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    paths.settle()
+    from runner.cli import dispatch
+
+    return dispatch.run(arguments)

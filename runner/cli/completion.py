@@ -1,0 +1,167 @@
+"""What a shell may complete: commands, flags, groups, keys, arguments of factories, runs.
+
+``runner -sc query=bash`` (or fish) reads the line from COMP_LINE and prints the candidates for its
+last word. It never prints an error, and never imports torch unless a user's package does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.cli.arguments import COMMANDS, INFO, long_flags
+from runner.compose import diagnose, hydra_setup
+from runner.config import keys, trust
+from runner.config.schema import Recipe
+from runner.config.serialization import examine
+from runner.factories import static_checks
+from runner.factories.nodes import nodes_of, num_given
+from runner.factories.registry import register
+
+SPLITS = ("train", "validation", "test")
+OF_COMMANDS = {
+    "eval": ("--split", "--checkpoint", "--help"),
+    "predict": ("--split", "--checkpoint", "--output", "--help"),
+}
+VALUES = {
+    "--cfg": ("job", "hydra", "all"),
+    "-c": ("job", "hydra", "all"),
+    "--info": INFO,
+    "-i": INFO,
+    "--split": SPLITS,
+    "--checkpoint": ("best", "last"),
+}
+MOST_RUNS = 50
+
+
+def candidates(line: str) -> list[str]:
+    """Return what the last word of a command line may be completed to, sorted.
+
+    Args:
+        line: as typed, the program's name included; where it ends in a space, a new word begins.
+    """
+    words, word = _words(line)
+    found: set[str] = set()
+    # Whatever is wrong with the line is told when it is run, not while it is typed.
+    with contextlib.suppress(Exception), hydra_setup.session():
+        with contextlib.suppress(Exception):  # a package of the user's
+            trust.import_packages()
+        for candidate in _candidates(words, word):
+            if candidate.startswith(word):
+                found.add(candidate)
+    return sorted(found)
+
+
+def _words(line: str) -> tuple[list[str], str]:
+    """Return the words before the last one, without the program's name, and the last one."""
+    try:
+        words = shlex.split(line)
+    except ValueError:  # a quote that is still open
+        words = line.split()
+    last = "" if not words or line[-1].isspace() else words.pop()
+    if words and Path(words[0]).name.startswith("python"):
+        words = words[3:] if words[1:2] == ["-m"] else words[2:]
+    else:
+        words = words[1:]
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        if not skip and word not in ("--import",) and not word.startswith("--import="):
+            kept.append(word)
+        skip = word == "--import"
+    return kept, last
+
+
+def _candidates(words: Sequence[str], word: str) -> Iterator[str]:
+    before = words[-1] if words else ""
+    command = words[0] if words and words[0] in COMMANDS else None
+    if before in VALUES:
+        yield from VALUES[before]
+        return
+    if before in ("--output", "--config-dir", "-cd", "--package", "-p"):
+        return
+    if word.startswith("-"):
+        yield from OF_COMMANDS[command] if command else long_flags()
+        return
+    if command and len([w for w in words[1:] if "=" not in w and not w.startswith("-")]) == 0:
+        yield from _runs(word)
+        return
+    if not words:
+        yield from COMMANDS
+    yield from _overrides(words, word)
+
+
+def _overrides(words: Sequence[str], word: str) -> Iterator[str]:
+    key, given, value = word.partition("=")
+    prefix = key[: len(key) - len(key.lstrip("+~"))]
+    key = key[len(prefix) :]
+    if given:
+        yield from (f"{prefix}{key}={found}" for found in _values(key, value))
+        return
+    yield from (f"{prefix}{group}=" for group in hydra_setup.groups())
+    recipe = _recipe([w for w in words if "=" in w and not w.startswith("-")])
+    known = keys.known_keys(recipe)
+    depth = key.count(".")
+    for name in [*known, *_arguments(recipe)]:
+        if name.count(".") == depth:
+            inner = any(other.startswith(f"{name}.") for other in known)
+            yield f"{prefix}{name}{'.' if inner else '='}"
+
+
+def _recipe(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return as much of the recipe as the words that are complete describe."""
+    config, _ = diagnose.examine(list(overrides), hydra_setup.PRIMARY)
+    return hydra_setup.plain(config) if len(config) else {}
+
+
+def _arguments(recipe: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the dotted arguments of the recipe's factories."""
+    for key, node, registry in nodes_of(examine(recipe)[0], []):
+        if not isinstance(node, Mapping):
+            continue
+        name, target = node.get("name"), node.get("_target_")
+        if target is not None:
+            signature = static_checks.signature_of(str(target), num_given(key, False))
+            names = list(signature.parameters) if signature else []
+        else:
+            names = static_checks.arguments_of(registry, str(name), key)
+        yield from (f"{key}.{argument}" for argument in names)
+
+
+def _values(key: str, value: str) -> Iterator[str]:
+    """Yield what a key may be set to."""
+    if key in hydra_setup.groups():
+        yield from diagnose.options_of(key)
+    elif key == "resume":
+        yield from ("auto", *_runs(value))
+    elif key.endswith(".name"):
+        node = key.removesuffix(".name")
+        kind = "callback" if node.startswith("callbacks.") else node
+        if hasattr(register, kind):
+            yield from getattr(register, kind).names()
+    elif _is_switch(key):
+        yield from ("true", "false")
+
+
+def _is_switch(key: str) -> bool:
+    parent, _, leaf = key.rpartition(".")
+    kind = keys.node_of(parent) if parent else Recipe
+    hint = typing.get_type_hints(kind).get(leaf) if kind is not None else None
+    return hint is bool or (isinstance(hint, types.UnionType) and bool in typing.get_args(hint))
+
+
+def _runs(word: str) -> Iterator[str]:
+    """Yield run directories: those below the folder that is being typed, else below ``runs``."""
+    typed = Path(word).expanduser()
+    folder = typed if word.endswith("/") else typed.parent
+    places = [folder] if word else [Path("runs")]
+    for place in places:
+        found = [*place.glob("config.yaml"), *place.glob("*/config.yaml")]
+        found += [*place.glob("*/*/config.yaml"), *place.glob("*/*/*/config.yaml")]
+        newest = sorted((path.parent for path in found), key=lambda run: run.name, reverse=True)
+        yield from (str(run) for run in newest[:MOST_RUNS])

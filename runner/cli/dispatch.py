@@ -1,0 +1,350 @@
+"""What each form of the command line does, and how it ends. Free of torch until a job starts."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel import env
+from accel.errors import (
+    AccelError,
+    ConfigError,
+    MissingPackageError,
+    Problem,
+)
+from runner.cli import arguments as command_line
+from runner.config import paths, trust
+from runner.launch import endings
+from runner.reporting import startup
+from runner.run_dir import numerics, outcomes
+from runner.run_dir.outcomes import DONE, FAILED, INTERRUPTED, REFUSED
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from runner.compose.composition import Examined
+    from runner.config.processes import Adopted
+    from runner.config.schema import Recipe
+
+DISTRIBUTION = "accel-runner"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line and return its exit code; what went wrong is on standard error."""
+    code = _run(arguments)
+    if outcomes.nobody_reads():  # what is still in the buffer would fail at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
+        imports, rest = command_line.take_imports(arguments)
+        with _trusting(imports), numerics.sleeping_when_idle(), endings.not_silent():
+            code = _dispatch(rest)
+            sys.stdout.flush()
+            return code
+    except (ConfigError, MissingPackageError) as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    except AccelError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader (`| head`) has seen enough
+        return FAILED
+    except command_line.Told as end:
+        return end.code
+    except (Exception, SystemExit) as error:  # with SystemExit(0) it would look complete
+        print("".join(outcomes.user_traceback(error)), end="", file=sys.stderr)
+        return FAILED
+
+
+@contextlib.contextmanager
+def _trusting(imports: Sequence[str]) -> Iterator[None]:
+    """Trust packages inside the context, in this process and in workers that it starts."""
+    given = [name for name in (env.read(trust.VARIABLE) or "").split(",") if name]
+    with env.patched(**{trust.VARIABLE: ",".join([*given, *imports]) or None}):
+        yield
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    command = command_line.command(arguments)
+    if command is not None:
+        return _command(command, list(arguments[1:]))
+    flags = command_line.parse(arguments)
+    overrides = command_line.searched(flags)
+    if flags.help:
+        return _help()
+    if flags.version:
+        return _version()
+    if flags.shell_completion and overrides[:1] and overrides[0].startswith("query="):
+        return _complete(overrides[0].partition("=")[2])
+    if flags.shell_completion or flags.hydra_help or flags.info:
+        return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _nothing)
+    if flags.cfg and flags.multirun:
+        raise ConfigError(Problem("--cfg with --multirun", "a sweep has many recipes", "Drop one."))
+    overrides = _last_of_each(overrides)
+    if flags.cfg in ("hydra", "all"):
+        return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _nothing)
+    if flags.cfg:
+        return _show(overrides, flags.config_name, flags.package)
+    return _train(overrides, flags.config_name, flags.multirun)
+
+
+def _last_of_each(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides without those that a later one overrides, and say so of each."""
+    from runner.compose import diagnose
+
+    for line in diagnose.overridden(overrides):
+        print(line, file=sys.stderr)
+    return diagnose.unique(overrides)
+
+
+def _complete(shell: str) -> int:
+    """Print what the line in COMP_LINE may be completed to: in one line, for fish one a line."""
+    from runner.cli import completion
+
+    found = completion.candidates(env.read("COMP_LINE") or "")
+    print(("\n" if shell == "fish" else " ").join(found))
+    return DONE
+
+
+def _help() -> int:
+    from runner.cli import help
+
+    print(help.text())
+    return DONE
+
+
+def _version() -> int:
+    try:
+        print(f"runner {importlib.metadata.version(DISTRIBUTION)}")
+    except importlib.metadata.PackageNotFoundError:
+        print(f"runner, a checkout at {paths.conf_folder().parent}")
+    return DONE
+
+
+def _command(name: str, arguments: list[str]) -> int:
+    from runner.cli import evaluate_predict
+
+    return int(evaluate_predict.main(name, arguments))
+
+
+def _show(overrides: Sequence[str], config_name: str, package: str | None) -> int:
+    """Print the recipe that would run."""
+    from omegaconf import OmegaConf
+
+    from runner.compose import composition, hydra_setup
+    from runner.config import keys
+
+    with hydra_setup.session():
+        examined, _ = _examine(overrides, config_name)
+    _require_names([examined], _import_packages_named(examined.recipe))
+    recipe = composition.require(examined)
+    shown: Any = OmegaConf.create(composition.to_yaml(recipe))
+    if package is not None:
+        content: Any = OmegaConf.to_container(shown)
+        known = keys.known_keys(content)
+        if package not in known:
+            value, rule = f"--package {package}", "the recipe has no such node"
+            raise ConfigError(Problem(value, rule, keys.meant(package, known)))
+        shown = OmegaConf.select(shown, package)
+    print(OmegaConf.to_yaml(shown).rstrip() if OmegaConf.is_config(shown) else shown)
+    return DONE
+
+
+def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
+    """Train one job, or those of a sweep; all are composed and checked before the first starts."""
+    from runner.config import processes
+
+    place = processes.adopted()
+    if place is not None and place.rank > 0:
+        return _follow(place)
+    if place is not None and multirun:
+        rule = "a sweep starts the processes of each job itself"
+        raise ConfigError(Problem("--multirun under torchrun", rule, "Start it without torchrun."))
+    from runner.build import parts
+    from runner.compose import hydra_setup
+    from runner.sweep import jobs
+
+    if trust.asked_for():  # packages of the user's import torch
+        startup.announce("runner")
+    missing = trust.missing_packages()
+    if multirun:
+        return _train_all(overrides, config_name, missing)
+    with hydra_setup.session():
+        examined, goes_on = _examine(overrides, config_name)
+    missing = [*missing, *jobs.misplaced(overrides)]
+    _require_names([examined], missing)
+    startup.announce(examined.recipe.name)
+    parts.require([examined], missing)
+    return _train_one(examined, goes_on, overrides)
+
+
+def _follow(place: Adopted) -> int:
+    """Be another rank than 0 under a launcher: rank 0 composes the job."""
+    from runner.launch import launcher
+
+    return launcher.follow(place)
+
+
+def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool]:
+    """Compose one job; also whether it goes on with a run (`resume` is then set in the recipe)."""
+    from runner.compose import composition, hydra_setup
+    from runner.run_dir import directory, resumable
+
+    new = [override for override in overrides if hydra_setup.key_of(override) != "resume"]
+    asked = next((o for o in overrides if hydra_setup.key_of(o) == "resume"), "")
+    value = asked.partition("=")[2].strip("'\"")
+    if asked and value not in (resumable.AUTO, "null", ""):
+        run_dir = directory.existing(value, "resume=")
+        return _resumed(composition.resumed(run_dir, new), str(run_dir)), True
+    examined = composition.anew(overrides, config_name)
+    if examined.problems or examined.recipe.resume is None:
+        return examined, False
+    if examined.recipe.resume != resumable.AUTO:
+        value = f"resume={examined.recipe.resume!r} in a file"
+        rule, remedy = "a file may say resume: auto alone", "Name the run on the command line."
+        return replace(examined, problems=[Problem(value, rule, remedy)]), False
+    found = resumable.newest(examined.recipe)
+    if found is None:
+        return replace(examined, recipe=replace(examined.recipe, resume=None)), False
+    examined = replace(
+        examined, overrides=tuple(new), origin=directory.fingerprint(found), auto=True
+    )
+    return _resumed(examined, str(found)), True
+
+
+def _resumed(examined: Examined, run_dir: str) -> Examined:
+    return replace(examined, recipe=replace(examined.recipe, resume=run_dir))
+
+
+def _import_packages_named(recipe: Recipe) -> list[Problem]:
+    """Import the user's packages where a recipe names factories that are not built in."""
+    from runner.factories import static_checks
+
+    return trust.missing_packages() if static_checks.unknown(recipe) else []
+
+
+def _require_names(checked: Sequence[Examined], missing: Sequence[Problem]) -> None:
+    """Raise what is wrong with any of the jobs as far as it shows without loading torch."""
+    from runner.factories import static_checks
+
+    problems = dict.fromkeys(missing)
+    for examined in checked:
+        problems.update(dict.fromkeys(examined.problems))
+        if examined.composed:
+            problems.update(dict.fromkeys(static_checks.problems(examined.recipe)))
+    ConfigError.raise_if(list(problems))
+
+
+def _train_one(examined: Examined, goes_on: bool, overrides: Sequence[str]) -> int:
+    from runner.launch import start
+
+    if goes_on:  # its recipe is the frozen one: there is nothing for Hydra to compose
+        return start.start(
+            examined.recipe,
+            examined.overrides,
+            examined.config_name,
+            origin=examined.origin,
+            auto=examined.auto,
+        )
+    codes: list[int] = []
+
+    def task(_: DictConfig) -> None:  # what Hydra composes is what has been examined
+        codes.append(start.start(examined.recipe, examined.overrides, examined.config_name))
+
+    line = ["--config-name", examined.config_name, *_for_hydra(overrides)]
+    return _hydra(line, task) or codes[0]
+
+
+def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Problem]) -> int:
+    """Train the jobs of a sweep, each in fresh processes, where Hydra's launcher puts them."""
+    from runner.build import parts
+    from runner.compose import hydra_setup
+    from runner.sweep import jobs
+
+    with hydra_setup.session():
+        plan = jobs.plan(overrides, config_name)
+    _require_names(plan.known, missing)
+    startup.announce(plan.known[0].recipe.name if plan.known else "")
+    parts.require(plan.known, missing)
+    folder = Path(tempfile.mkdtemp(prefix="sweep-"))
+    task = jobs.Task(config_name, str(folder), os.getpid(), tuple(sys.orig_argv), total=plan.total)
+    line = ["--config-name", config_name, "--multirun"]
+    where = [f"hydra.sweep.dir='{folder}'", "hydra.sweep.subdir=."]
+    try:
+        with jobs.stops_handed_on(folder, plan.launcher):
+            ended = _hydra([*line, *_for_hydra(overrides), *where], task)
+        return ended or jobs.conclude(folder, plan.total)
+    except jobs.JobFailed:  # the sweeper gave up
+        return jobs.conclude(folder, plan.total) or FAILED
+    finally:
+        jobs.forget(folder)
+
+
+def _nothing(config: DictConfig) -> None:
+    """Train nothing: Hydra only tells something."""
+
+
+def _for_hydra(overrides: Sequence[str]) -> list[str]:
+    from runner.compose import hydra_setup
+
+    with hydra_setup.session():
+        return [*hydra_setup.opened(overrides), *hydra_setup.FIXED]
+
+
+def _hydra(line: Sequence[str], task: Callable[[DictConfig], float | None]) -> int:
+    """Run Hydra's own main with a command line.
+
+    Args:
+        line: the command line.
+        task: what it calls with a job; a sweep's is called wherever its launcher likes.
+
+    Returns:
+        0, or the code with which the task has ended the process.
+    """
+    import hydra
+
+    from runner.compose import diagnose, hydra_setup
+    from runner.sweep import jobs
+
+    raised: list[Exception | SystemExit] = []
+
+    def guarded(config: DictConfig) -> float | None:
+        try:
+            return task(config)
+        # Hydra would wrap it in its own words; it is raised below.
+        except (Exception, SystemExit) as error:
+            raised.append(error)
+            raise SystemExit(FAILED) from error
+
+    hydra_setup.prepare()
+    main = hydra.main(
+        version_base=hydra_setup.VERSION_BASE,
+        config_path=str(paths.conf_folder()),
+        config_name=hydra_setup.PRIMARY,
+    )(task if isinstance(task, jobs.Task) else guarded)
+    before, sys.argv = sys.argv, ["runner", *line]
+    try:
+        # With this variable Hydra raises what has happened instead of printing it and exiting.
+        with env.patched(HYDRA_FULL_ERROR="1"):
+            main()
+    except diagnose.MISTAKES as error:
+        raise ConfigError(*diagnose.translate(error, hydra_setup.PRIMARY)) from error
+    except SystemExit as end:
+        if raised:
+            raise raised[0] from None
+        return end.code if isinstance(end.code, int) else FAILED if end.code else DONE
+    finally:
+        sys.argv = before
+    return DONE

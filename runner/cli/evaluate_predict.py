@@ -1,0 +1,99 @@
+"""Command lines of ``runner eval`` and ``runner predict``. Free of torch until a run is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner.cli.arguments import CommandParser
+from runner.inference.session import SPLITS, Request, is_stream, measure, write_predictions
+
+
+def main(command: str, arguments: Sequence[str]) -> int:
+    """Run ``runner <command> <arguments>`` and return the exit code."""
+    return {"eval": evaluate, "predict": predict}[command](arguments)
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Measure a run on its data sets and print a table.
+
+    Args:
+        arguments: of the command line, without ``eval``.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: if the run or an override is refused.
+        CheckpointError: if there is no such checkpoint, or it is not whole.
+    """
+    from runner.reporting.console import Display, number
+
+    request = _parse_evaluate(arguments)
+    for split, metrics in measure(request).items():
+        rows = [(name, number(value)) for name, value in metrics.items()]
+        Display().final(f"{request.run_dir.name} · {split}", rows)
+    return 0
+
+
+def predict(arguments: Sequence[str]) -> int:
+    """Write a run's predictions for a data set, one JSON object per sample and line.
+
+    Args:
+        arguments: of the command line, without ``predict``.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: if the run, an override or the output is refused.
+        CheckpointError: if there is no such checkpoint, or it is not whole.
+    """
+    request = _parse_predict(arguments)
+    count = write_predictions(request)
+    streamed = request.output is not None and is_stream(request.output)  # perhaps standard output
+    told = sys.stderr if streamed else sys.stdout
+    print(f"{count} predictions written to {request.output}", file=told)
+    return 0
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = CommandParser(prog=f"runner {command}", description=description, allow_abbrev=False)
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run directory")
+    parser.add_argument(
+        "overrides", metavar="KEY=VALUE", nargs="*", help="changes to the run's recipe"
+    )
+    parser.add_argument(
+        "--checkpoint", help="best, last, or a checkpoint's name or path (default: best, else last)"
+    )
+    return parser
+
+
+def _parse_evaluate(arguments: Sequence[str]) -> Request:
+    parser = _parser("eval", "Measure a trained run.")
+    parser.add_argument(
+        "--split",
+        action="append",
+        choices=SPLITS,
+        default=[],
+        help="data set to measure, may be repeated (default: validation and test)",
+    )
+    found = parser.parse_intermixed_args(list(arguments))
+    return Request(found.run_dir, tuple(found.overrides), tuple(found.split), found.checkpoint)
+
+
+def _parse_predict(arguments: Sequence[str]) -> Request:
+    parser = _parser("predict", "Write a trained run's predictions as JSON lines.")
+    parser.add_argument(
+        "--split",
+        choices=SPLITS,
+        help="data set (default: test, or validation where there is none)",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="the .jsonl file to write"
+    )
+    found = parser.parse_intermixed_args(list(arguments))
+    splits = (found.split,) if found.split else ()
+    return Request(found.run_dir, tuple(found.overrides), splits, found.checkpoint, found.output)

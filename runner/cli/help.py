@@ -1,0 +1,126 @@
+"""The text of `runner --help`, from `conf/` and the schema. Imports neither torch nor Hydra."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from runner.config import keys, paths
+from runner.config.schema import Checkpoint, Distributed, Precision, Recipe, Trainer
+
+WIDTH = 100
+MAIN_KEYS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
+    ("", Recipe, ("name", "output_dir", "seed", "deterministic", "resume")),
+    ("distributed", Distributed, ("num_processes", "num_threads")),
+    ("precision", Precision, ("mode",)),
+    (
+        "trainer",
+        Trainer,
+        (
+            *(
+                "epochs",
+                "max_steps",
+                "max_time",
+                "hang_timeout",
+                "global_batch_size",
+                "micro_batch_size",
+            ),
+            *("eval_every", "log_every", "clip_grad_norm", "limit_train_batches"),
+        ),
+    ),
+    ("checkpoint", Checkpoint, ("every_steps", "every_epochs", "monitor")),
+)
+USAGE = """\
+runner trains a PyTorch model that a recipe describes.
+
+  runner [flags] [group=file ...] [key=value ...]     train
+  runner -m key=a,b,c ...                             train once for each combination of values
+  runner eval RUN_DIR [key=value ...]                 evaluate the best state of a run
+  runner predict RUN_DIR --split test --output FILE   write predictions
+  python -m runner ...                                the same
+"""
+FLAGS = """\
+Flags
+  -m, --multirun          a job for each combination of values, which are separated by commas
+  -c, --cfg job           print the recipe that would run, and stop
+  -cn, --config-name FILE start from another file than config.yaml
+  -cd, --config-dir DIR   read files of this folder, too (./conf is read anyway)
+  --import PACKAGE        trust this package and import it, as [tool.runner] imports does
+  -sc install=bash        shell completion: eval "$(runner -sc install=bash)"
+  -i, --info              how the recipe is composed
+  --version, -h, --help
+"""
+EXAMPLES = """\
+Examples
+  runner                                                    the default recipe: digits
+  runner precision=bf16 optimizer.lr=3e-3 trainer.epochs=5
+  runner distributed=multi_cpu distributed.num_processes=2
+  runner experiment=bytes_gpt
+  runner -m optimizer.lr=1e-3,3e-3 seed=0,1
+  runner resume=runs/digits/20260101-120000-1a2b            go on with a run
+  runner debug=fdr                                          one step of everything
+"""
+EXIT_CODES = """\
+Exit codes
+  0    done
+  1    failed (RUNNER_FULL_TRACEBACK=1 shows the runner's own frames, too)
+  2    the configuration was refused: nothing was started
+  75   stopped by SIGTERM or SIGUSR1 with the state saved; resume= goes on
+  130  Ctrl-C
+"""
+
+
+def text() -> str:
+    """Return the help, with the groups of the working directory's own `conf/`."""
+    return "\n".join([USAGE, _groups(), _main_keys(), FLAGS, EXAMPLES, EXIT_CODES]).rstrip("\n")
+
+
+def _groups() -> str:
+    folders = [paths.conf_folder(), *paths.project_conf_folders()]
+    options: dict[str, set[str]] = {}
+    for folder in folders:
+        for path in folder.glob("*/*.yaml"):
+            options.setdefault(path.parent.name, set()).add(path.stem)
+    chosen = _defaults(folders[0] / paths.PRIMARY)
+    lines = ["Groups (the files of conf/ and ./conf; * is the default)"]
+    for group in sorted(options):
+        names = sorted(options[group])
+        shown = [f"{name}*" if chosen.get(group) == name else name for name in names]
+        lines += _entry(group, " | ".join(shown))
+    return "\n".join(lines) + "\n"
+
+
+def _defaults(path: Path) -> dict[str, str]:
+    """Return the file that config.yaml chooses in each group."""
+    found = re.findall(r'^  - (\w+): "?(\w+)"?', path.read_text(encoding="utf-8"), re.M)
+    return dict(found)
+
+
+def _main_keys() -> str:
+    lines = ["Main keys (all of them, with their values: runner --cfg job)"]
+    for node, kind, names in MAIN_KEYS:
+        meanings = _meanings(kind)
+        for name in names:
+            lines += _entry(f"{node}.{name}" if node else name, meanings[name], 36)
+    nodes = ", ".join((*keys.FACTORY_NODES, "callbacks.<x>"))
+    how = f"a registered factory for {nodes}; its arguments stand beside it"
+    lines += _entry("<node>.name", how, 36)
+    lines += _entry("<node>._target_", "the same by dotted name, of a trusted package", 36)
+    return "\n".join(lines) + "\n"
+
+
+def _entry(head: str, meaning: str, indent: int = 16) -> Iterator[str]:
+    lines = textwrap.wrap(meaning, WIDTH - indent) or [""]
+    yield f"  {head:<{indent - 2}}{lines[0]}"
+    for line in lines[1:]:
+        yield " " * indent + line
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """Return what the docstring of a node says of each field."""
+    documentation = inspect.getdoc(kind) or ""
+    found = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", documentation, re.M)
+    return {name: " ".join(words.split()).replace("None:", "null:") for name, words in found}

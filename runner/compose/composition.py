@@ -1,0 +1,177 @@
+"""From a command line to the recipe of a run: composed anew, or that of a run that goes on.
+
+Free of torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from accel.errors import ConfigError, Problem
+from runner.compose import conf_files, diagnose, hydra_setup
+from runner.config import carry_over, serialization
+from runner.config.schema import Recipe
+from runner.run_dir import directory
+from runner.run_dir.job import Job
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A recipe, as far as it could be built.
+
+    Attributes:
+        recipe: with defaults for the nodes that have problems.
+        problems: what is wrong with it.
+        overrides: what the command line changed.
+        config_name: the primary file.
+        composed: whether there is anything to check further; False where composing failed.
+        origin: of a run to resume, what its files held; None for a new one.
+        auto: whether `resume=auto` has found that run.
+    """
+
+    recipe: Recipe
+    problems: list[Problem]
+    overrides: tuple[str, ...]
+    config_name: str
+    composed: bool = True
+    origin: bytes | None = None
+    auto: bool = False
+
+
+def anew(overrides: Sequence[str], config_name: str, number: int = 0) -> Examined:
+    """Compose a recipe from `conf/` and overrides, inside a session.
+
+    Args:
+        overrides: as on the command line, no sweeps.
+        config_name: the primary file.
+        number: index of the job in a sweep.
+    """
+    config, problems = diagnose.examine(overrides, config_name, number)
+    try:
+        found, wrong = serialization.examine(hydra_setup.plain(config))
+    except OmegaConfBaseException as error:
+        problems.append(unresolved(error))
+        return Examined(Recipe(), problems, tuple(overrides), config_name, composed=False)
+    wrong = [*problems, *wrong]
+    return Examined(found, wrong, tuple(overrides), config_name, composed=len(config) > 0)
+
+
+def unresolved(error: OmegaConfBaseException) -> Problem:
+    """Return the problem with an interpolation that leads nowhere, or a value that is missing."""
+    key = str(getattr(error, "full_key", None) or "the recipe")
+    rule = str(getattr(error, "msg", None) or error).splitlines()[0]
+    named = re.search(r"'([^']+)'", rule)
+    # Which file the interpolation stands in, where the command line has none of it.
+    where = conf_files.containing(rf"\$\{{[^}}]*{re.escape(named.group(1))}") if named else ""
+    return Problem(f"{where}{key}", rule, "Give it a value.")
+
+
+def resumed(run_dir: str | Path, overrides: Sequence[str] = (), *, trains: bool = True) -> Examined:
+    """Return the recipe with which a run goes on: its own frozen one, and what is new.
+
+    What its files in `conf/` say by now does not matter: only what the new overrides change is
+    taken from today's. Call it inside a session.
+
+    Args:
+        run_dir: the run.
+        overrides: what the new command line changes, without `resume`.
+        trains: whether it is to be trained further, which some keys must not change for.
+
+    Raises:
+        ConfigError: if the directory is no run.
+    """
+    origin = directory.fingerprint(Path(run_dir))
+    return replace(_resumed(run_dir, overrides, trains), origin=origin)
+
+
+def _resumed(run_dir: str | Path, overrides: Sequence[str], trains: bool) -> Examined:
+    job, plain = Job.read(run_dir)
+    frozen = carry_over.without_limits(plain)
+    if not overrides:
+        found, problems = serialization.examine(frozen)
+        return Examined(found, problems, job.overrides, job.config_name)
+    limits = {".".join(path) for path in carry_over.PER_INVOCATION}
+    own = [o for o in job.overrides if hydra_setup.key_of(o) not in limits]
+    merged = hydra_setup.merge(own, overrides)
+    before, lost = diagnose.examine(own, job.config_name)
+    if lost:  # a file that the run was composed from is gone: its recorded recipe is the base
+        return _onto(frozen, job, overrides, trains)
+    after, problems = diagnose.examine(merged, job.config_name)
+    try:
+        changed = _taken_over(frozen, before, after, overrides)
+    except OmegaConfBaseException as error:
+        problems.append(unresolved(error))
+        return Examined(Recipe(), problems, tuple(merged), job.config_name, composed=False)
+    return _changed(frozen, changed, job, problems, merged, trains)
+
+
+def _onto(frozen: dict[str, Any], job: Job, overrides: Sequence[str], trains: bool) -> Examined:
+    """Return a run's recorded recipe with new overrides: groups from today's files, then values."""
+    merged = hydra_setup.merge(job.overrides, overrides)
+    groups = hydra_setup.groups()
+    choices = [o for o in overrides if hydra_setup.key_of(o) in groups]
+    values = [o for o in overrides if o not in choices]
+    changed: Any = frozen
+    problems: list[Problem] = []
+    try:
+        if choices:
+            after, problems = diagnose.examine(choices, hydra_setup.PRIMARY)
+            before, _ = diagnose.examine([], hydra_setup.PRIMARY)
+            changed = _taken_over(frozen, before, after, choices)
+        config, wrong = diagnose.applied(values, changed)
+        changed = hydra_setup.plain(config)
+    except OmegaConfBaseException as error:
+        problems.append(unresolved(error))
+        return Examined(Recipe(), problems, tuple(merged), job.config_name, composed=False)
+    return _changed(frozen, changed, job, [*problems, *wrong], merged, trains)
+
+
+def _taken_over(
+    frozen: dict[str, Any], before: DictConfig, after: DictConfig, overrides: Sequence[str]
+) -> Any:
+    """Return `frozen` with what `overrides` change from one composition of today to the other."""
+    today = _plain(after)
+    changed = carry_over.carry_over(frozen, _plain(before), today)
+    return carry_over.imposed(changed, today, {hydra_setup.key_of(o) for o in overrides})
+
+
+def _changed(
+    frozen: dict[str, Any],
+    changed: Any,
+    job: Job,
+    problems: Sequence[Problem],
+    merged: Sequence[str],
+    trains: bool,
+) -> Examined:
+    """Return what a run is resumed with, and what of it is wrong or cannot change."""
+    found, wrong = serialization.examine(carry_over.same_places(frozen, job.cwd, changed))
+    kept = (
+        carry_over.refusals(frozen, serialization.to_plain(found)) if trains and not wrong else []
+    )
+    return Examined(found, [*problems, *wrong, *kept], tuple(merged), job.config_name)
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    return hydra_setup.plain(config) if len(config) else {}
+
+
+def to_yaml(found: Recipe) -> str:
+    """Return a recipe as YAML: every key with its value."""
+    return OmegaConf.to_yaml(OmegaConf.create(serialization.to_plain(found)))
+
+
+def require(examined: Examined) -> Recipe:
+    """Return the recipe, or raise everything that is wrong with it.
+
+    Raises:
+        ConfigError: if there is anything.
+    """
+    ConfigError.raise_if(examined.problems)
+    return examined.recipe

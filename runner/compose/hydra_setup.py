@@ -1,0 +1,391 @@
+"""Composing recipes with Hydra: the schema, the search path, and what a recipe may not touch.
+
+Free of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from accel.errors import ConfigError, Problem
+from runner.config import keys, paths, text_values
+from runner.config.schema import Recipe
+from runner.config.serialization import to_plain
+
+VERSION_BASE = "1.3"
+SCHEMA = "recipe_schema"
+PRIMARY = "config"
+# The run directory, the log and the working directory are the runner's own.
+FIXED = (
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "hydra.job.chdir=false",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+)
+OPEN_TO_USERS = (
+    *("hydra.searchpath", "hydra.verbose", "hydra.sweeper", "hydra.launcher"),
+    *("hydra/sweeper", "hydra/launcher"),
+)
+
+
+class ProjectConf(SearchPathPlugin):
+    """Appends the `conf` folders of the user's project, behind the shipped one."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Append them."""
+        for folder in paths.project_conf_folders():
+            search_path.append("project", f"file://{folder}")
+
+
+def prepare() -> None:
+    """Make the schema and the project's folders known to Hydra."""
+    ConfigStore.instance().store(name=SCHEMA, node=schema(), provider="runner")
+    Plugins.instance().register(ProjectConf)
+
+
+def schema() -> DictConfig:
+    """Return the typed schema, with enumerations as the words that YAML has for them."""
+    node: DictConfig = OmegaConf.structured(Recipe)
+    _spell_out(node)
+    return node
+
+
+def _spell_out(node: DictConfig) -> None:
+    for name in node:
+        value = None if OmegaConf.is_missing(node, name) else node[name]
+        if isinstance(value, DictConfig):
+            _spell_out(value)
+        elif isinstance(value, Enum):
+            node[name] = value.value
+
+
+@contextlib.contextmanager
+def session() -> Iterator[None]:
+    """Let recipes be composed inside the context, which may lie within another use of Hydra."""
+    prepare()
+    outer, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(
+            config_dir=str(paths.conf_folder()), job_name="runner", version_base=VERSION_BASE
+        ):
+            yield
+    finally:
+        GlobalHydra.instance().hydra, HydraConfig.instance().cfg = outer, config
+
+
+def compose(overrides: Sequence[str], config_name: str = PRIMARY, number: int = 0) -> DictConfig:
+    """Compose a recipe inside a `session`.
+
+    Args:
+        overrides: as on the command line, no sweeps.
+        config_name: the primary file.
+        number: index of the job in a sweep, which `${hydra:job.num}` gives.
+
+    Returns:
+        The recipe, without Hydra's own node, which `${hydra:…}` can be resolved with.
+
+    Raises:
+        ConfigError: if a file of the project is shadowed, or Hydra's own node is tampered with.
+        Exception: Hydra's and OmegaConf's own for anything else; `diagnose` translates them.
+    """
+    config = _compose(overrides, config_name)
+    ConfigError.raise_if(
+        [*_shadowed(config.hydra), *_tampered(config.hydra), *_retyped(config.hydra, config_name)]
+    )
+    OmegaConf.set_struct(config, False)
+    for node in _renamed(config):
+        others = [override for override in overrides if key_of(override) != node]
+        config[node] = _compose([*others, f"{node}=null"], config_name)[node]
+    for node, name in _unfilled(config):
+        config[node][name] = MISSING
+    config.hydra.job.num, config.hydra.job.id = number, str(number)
+    HydraConfig.instance().set_config(config)
+    del config["hydra"]
+    return config
+
+
+def _compose(overrides: Sequence[str], config_name: str) -> DictConfig:
+    return hydra_compose(
+        config_name, overrides=[*FIXED, *opened(overrides)], return_hydra_config=True
+    )
+
+
+def _renamed(config: DictConfig) -> list[str]:
+    """Return the nodes that name another factory than the file that was chosen for them.
+
+    The other arguments of such a file are not for that factory.
+    """
+    renamed = []
+    for node in keys.FACTORY_NODES:
+        chosen = config.hydra.runtime.choices.get(node)
+        own = _named(_file_of(config.hydra, node, chosen)) if chosen else (None, None)
+        if any(own) and own != _named(config[node]):
+            renamed.append(node)
+    return renamed
+
+
+def _unfilled(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """Yield node and key of what a chosen file wants to be given (``???``) and nobody gave.
+
+    The schema's default stands there: OmegaConf lays no missing value over a value.
+    """
+    for node, chosen in config.hydra.runtime.choices.items():
+        own = _file_of(config.hydra, node, chosen) if chosen and node in config else None
+        for name in own if isinstance(own, DictConfig) else ():
+            if OmegaConf.is_missing(own, name) and config[node][name] is None:
+                yield node, str(name)
+
+
+def _file_of(hydra: DictConfig, group: str, option: str) -> Any:
+    """Return the content of a group's file, from the first folder that has it."""
+    folders = [source.path for source in hydra.runtime.config_sources if source.schema == "file"]
+    paths_of = [Path(folder, group, f"{option}.yaml") for folder in folders]
+    return next((OmegaConf.load(path) for path in paths_of if path.is_file()), None)
+
+
+def _named(node: Any) -> tuple[Any, Any]:
+    return (
+        (node.get("name"), node.get("_target_")) if isinstance(node, DictConfig) else (None, None)
+    )
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """Return a composed recipe as plain containers, interpolations resolved."""
+    content = to_plain(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+    return dict(content)
+
+
+def merge(own: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Return `own` overrides and then `new` ones; what is chosen anew replaces a whole node."""
+    chosen = {key_of(override) for override in new}
+    out = {key_of(override) for override in new if takes_out(override)}
+    kept = [
+        o for o in own if key_of(o) in out or not any(_covers(key, key_of(o)) for key in chosen)
+    ]
+    return [*kept, *new]
+
+
+def _covers(chosen: str, key: str) -> bool:
+    return key == chosen or key.startswith(f"{chosen}.")
+
+
+def key_of(override: str) -> str:
+    """Return the dotted key, or the group, that an override sets."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def takes_out(override: str) -> bool:
+    """Return whether an override takes out an argument of a factory, or another free key.
+
+    What a command line has set before it stays beside it: no file needs to have the key.
+    """
+    return override.startswith("~") and keys.is_free(key_of(override))
+
+
+def opened(overrides: Sequence[str]) -> list[str]:
+    """Return overrides as Hydra wants them.
+
+    Open mappings take keys with or without a ``+``, present or not, and a group is switched off by
+    ``group=null``.
+    """
+    return [_opened(override) for override in text_values.quoted(overrides)]
+
+
+def _opened(override: str) -> str:
+    key, _, value = override.partition("=")
+    if value == "null" and key in groups():
+        return f"{key}=[]" if key == "callbacks" else f"~{key}"
+    mapping = value.startswith("{") and "." in key and keys.node_of(key) is None
+    if key[:1] == "+" and key[:2] != "++" and keys.is_free(key[1:]):
+        return f"+{override}"
+    known = key[:1] not in ("+", "~")
+    return f"++{override}" if known and (keys.is_free(key) or mapping) else override
+
+
+def closed(overrides: Sequence[str]) -> list[str]:
+    """Return overrides that `opened` made as a person writes them."""
+    return [_closed(override) for override in overrides]
+
+
+def _closed(override: str) -> str:
+    if override.startswith("~"):
+        return f"{key_of(override)}=null"
+    if override == "callbacks=[]":
+        return "callbacks=null"
+    return override.removeprefix("++")
+
+
+def hydra_choices(overrides: Sequence[str], config_name: str) -> dict[str, str]:
+    """Return the files of `hydra/launcher` and `hydra/sweeper` that a command line chooses.
+
+    Where the recipe does not compose, those of the command line alone: what is wrong with the rest
+    is told when its jobs are composed.
+    """
+    single = [o for o in overrides if "," not in o]
+    of_hydra = [o for o in overrides if re.match(r"hydra[./]", key_of(o))]
+    for some in (single, of_hydra):
+        with contextlib.suppress(Exception):
+            choices = _compose(some, config_name).hydra.runtime.choices
+            return {kind: str(choices[f"hydra/{kind}"]) for kind in ("launcher", "sweeper")}
+    return {"launcher": "basic", "sweeper": "basic"}
+
+
+def probes(overrides: Sequence[str]) -> list[list[str]]:
+    """Return jobs to check before a sweeper that chooses its own samples begins.
+
+    Each value that the command line lists stands in one of them, beside the first value of every
+    other key; of a range or an interval that is its beginning.
+    """
+    values: list[list[str]] = []
+    for override in parse(text_values.quoted(overrides)):
+        if not override.is_sweep_override():
+            values.append([str(override.input_line)])
+        elif override.is_discrete_sweep():
+            key = override.get_key_element()
+            values.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
+            start: Any = getattr(override.value(), "start", None)
+            whole = isinstance(start, float) and start.is_integer()
+            values.append([f"{override.get_key_element()}={int(start) if whole else start}"])
+    first = [found[0] for found in values]
+    others = [
+        [*first[:index], value, *first[index + 1 :]]
+        for index, found in enumerate(values)
+        for value in found[1:]
+    ]
+    return [first, *others]
+
+
+def groups() -> list[str]:
+    """Return the names of all groups of `conf/`, the project's own included."""
+    found: list[str] = GlobalHydra.instance().config_loader().list_groups("")
+    return [name for name in found if name != "hydra"]
+
+
+def expand(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each job of a sweep, in the basic sweeper's order.
+
+    Raises:
+        ConfigError: if a value is a range without steps or values, or would switch a group off.
+    """
+    choices: list[list[str]] = []
+    problems = []
+    for override in parse(text_values.quoted(overrides)):
+        line, key = str(override.input_line), override.get_key_element()
+        if not override.is_sweep_override():
+            choices.append([line])
+        elif not override.is_discrete_sweep():
+            rule = "the basic sweeper goes through lists of values"
+            problems.append(Problem(line, rule, f"Give {key}=a,b,c."))
+        else:
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+            if not choices[-1]:
+                problems.append(Problem(line, "it has no values", f"Give {key}=a,b,c."))
+            elif override.key_or_group in groups() and f"{key}=null" in choices[-1]:
+                rule = "a sweep goes through the files of a group"
+                problems.append(Problem(line, rule, f"Start the job with {key}=null by itself."))
+    ConfigError.raise_if(problems)
+    return [list(job) for job in itertools.product(*choices)]
+
+
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """Parse overrides inside a `session`."""
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    return parser.parse_overrides(list(overrides))
+
+
+def hydra_problems(overrides: Sequence[str]) -> list[Problem]:
+    """Return the problems of overrides of Hydra's own configuration."""
+    return [
+        Problem(
+            override,
+            "the run directory, the log and the process are the runner's own",
+            "Set output_dir and name, or leave it out. Open are: " + ", ".join(OPEN_TO_USERS) + ".",
+        )
+        for override in overrides
+        if re.match(r"hydra([./@]|$)", key_of(override))
+        and not key_of(override).startswith(OPEN_TO_USERS)
+    ]
+
+
+def _tampered(hydra: DictConfig) -> Iterator[Problem]:
+    """Yield what files have set in Hydra's node that would run code or change the process."""
+    node: Any = OmegaConf.to_container(hydra, resolve=False)
+    params = (node.get("sweeper") or {}).get("params")
+    if params:
+        yield Problem(
+            f"hydra.sweeper.params={params}",
+            "the values of a sweep stand on its command line",
+            "Take it out of the file, and start with -m key=a,b.",
+        )
+    found = {
+        "hydra.callbacks": node.get("callbacks"),
+        "hydra.job.env_set": node["job"].get("env_set"),
+        "hydra.job.env_copy": node["job"].get("env_copy"),
+        **{f"hydra.{name}": _log_settings(node[name]) for name in ("job_logging", "hydra_logging")},
+    }
+    for key, value in found.items():
+        if value:
+            yield Problem(
+                f"{key}={value}",
+                "a recipe does not change the process it runs in",
+                "Take it out of the file. Set variables in the shell that starts the runner.",
+            )
+    if str(node.get("mode") or "RUN").rpartition(".")[2] != "RUN":
+        yield Problem(f"hydra.mode={node['mode']}", "the command line decides", "Use -m.")
+
+
+def _log_settings(node: Mapping[str, Any]) -> dict[str, Any]:
+    harmless = ("version", "disable_existing_loggers")
+    return {name: value for name, value in node.items() if value and name not in harmless}
+
+
+def _retyped(hydra: DictConfig, config_name: str) -> Iterator[Problem]:
+    """Yield text values of the user's chosen files that YAML reads as something else."""
+    chosen = [(group, str(option)) for group, option in hydra.runtime.choices.items() if option]
+    sources = [source for source in hydra.runtime.config_sources if source.schema == "file"]
+    folders = [Path(source.path) for source in sources]
+    for group, option in [("", config_name), *chosen]:
+        found = (folder / group / f"{option}.yaml" for folder in folders)
+        path = next((path for path in found if path.is_file()), None)
+        if path is not None and not path.is_relative_to(paths.conf_folder()):
+            whole = "@package _global_" in path.read_text(encoding="utf-8") or not group
+            yield from text_values.problems_of(path, "" if whole else f"{group}.")
+
+
+def _shadowed(hydra: DictConfig) -> Iterator[Problem]:
+    """Yield files of the user's that would never be read, since an earlier folder has that name."""
+    seen: dict[str, Path] = {}
+    for source in hydra.runtime.config_sources:
+        if source.schema != "file":
+            continue
+        folder = Path(source.path)
+        for path in sorted(folder.rglob("*.yaml")) if folder.is_dir() else ():
+            name = path.relative_to(folder).as_posix()
+            first = seen.setdefault(name, path)
+            if first != path and first.read_bytes() != path.read_bytes():
+                yield Problem(
+                    str(path),
+                    f"{first} has the same name and is read instead",
+                    "Rename your file, and choose it by its new name.",
+                )

@@ -1,0 +1,1 @@
+"""The typed schema of a recipe, and torch-free arithmetic on it."""

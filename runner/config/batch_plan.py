@@ -1,0 +1,148 @@
+"""Batch arithmetic: from an optimizer step to what each process computes. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from accel.errors import ConfigError, Problem
+from runner.config.schema import Trainer
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How many samples are computed where and when.
+
+    global_batch = micro_batch × accumulation × num_processes.
+
+    Attributes:
+        global_batch: samples per optimizer step.
+        micro_batch: samples per process and forward pass.
+        accumulation: forward passes per optimizer step.
+        num_processes: how many processes share a step.
+        eval_batch: samples per process in evaluation.
+        steps_per_epoch: optimizer steps per epoch, limits included; None: not known.
+        total_steps: optimizer steps of the run, the nearer of its limits; None: not known.
+    """
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    num_processes: int
+    eval_batch: int
+    steps_per_epoch: int | None = None
+    total_steps: int | None = None
+
+    @property
+    def round_size(self) -> int:
+        """Samples that all processes together compute in one forward pass."""
+        return self.micro_batch * self.num_processes
+
+
+def plan_batches(trainer: Trainer, num_processes: int, num_samples: int | None) -> BatchPlan:
+    """Derive the batch arithmetic of a run.
+
+    Args:
+        trainer: what the recipe asks for.
+        num_processes: how many processes train.
+        num_samples: samples of the training data; None: not known (yet).
+
+    Raises:
+        ConfigError: naming everything that does not divide or leaves no step, with near sizes.
+    """
+    problems: list[Problem] = []
+    micro, accumulation = _shares(trainer, num_processes, problems)
+    steps = None if num_samples is None else _steps_per_epoch(trainer, num_samples, problems)
+    ConfigError.raise_if(problems)
+    return BatchPlan(
+        global_batch=trainer.global_batch_size,
+        micro_batch=micro,
+        accumulation=accumulation,
+        num_processes=num_processes,
+        eval_batch=trainer.eval_batch_size or 2 * micro,
+        steps_per_epoch=steps,
+        total_steps=_total_steps(trainer, steps),
+    )
+
+
+def limited(limit: int | float | None, count: int) -> int:
+    """Return how many of `count` batches a limit leaves: a number of them, or a fraction (≥ 1)."""
+    if limit is None:
+        return count
+    return min(count, max(1, int(limit * count)) if isinstance(limit, float) else limit)
+
+
+def _shares(trainer: Trainer, num_processes: int, problems: list[Problem]) -> tuple[int, int]:
+    """Return (micro-batch, accumulation), adding to `problems` what does not divide."""
+    total, micro = trainer.global_batch_size, trainer.micro_batch_size
+    accumulation = trainer.accumulation.num_steps
+    given = f"trainer.global_batch_size={total}"
+    if micro is not None and accumulation is not None:
+        product = micro * accumulation * num_processes
+        if product != total:
+            problems.append(
+                Problem(
+                    f"{given} with trainer.micro_batch_size={micro}, "
+                    f"trainer.accumulation.num_steps={accumulation} and "
+                    f"{_processes(num_processes)}",
+                    "it is their product",
+                    f"Set trainer.global_batch_size={product}, or leave one of the two out.",
+                )
+            )
+        return micro, accumulation
+    divisor = num_processes * (micro or accumulation or 1)
+    if total % divisor:
+        problems.append(_indivisible(trainer, num_processes, divisor))
+    share = max(1, total // divisor)
+    if micro is not None:
+        return micro, share
+    return share, accumulation or 1
+
+
+def _indivisible(trainer: Trainer, num_processes: int, divisor: int) -> Problem:
+    total = trainer.global_batch_size
+    parts = [_processes(num_processes)]
+    if trainer.micro_batch_size is not None:
+        parts.append(f"trainer.micro_batch_size={trainer.micro_batch_size}")
+    elif trainer.accumulation.num_steps is not None:
+        parts.append(f"trainer.accumulation.num_steps={trainer.accumulation.num_steps}")
+    sizes = " or ".join(str(size) for size in nearest_multiples(total, divisor))
+    return Problem(
+        f"trainer.global_batch_size={total} with {' and '.join(parts)}",
+        f"it divides by {divisor}, so that each process and forward pass gets as many samples",
+        f"Set trainer.global_batch_size={sizes}.",
+    )
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+def nearest_multiples(value: int, divisor: int) -> Iterable[int]:
+    """Return the positive multiples of `divisor` next to `value`, the lower first."""
+    below = value // divisor * divisor
+    return [size for size in (below, below + divisor) if size > 0]
+
+
+def _steps_per_epoch(trainer: Trainer, num_samples: int, problems: list[Problem]) -> int:
+    total = trainer.global_batch_size
+    steps = num_samples // total if trainer.drop_last else -(-num_samples // total)
+    if steps == 0:
+        problems.append(
+            Problem(
+                f"{num_samples} training samples with trainer.global_batch_size={total}",
+                "an epoch has at least one step",
+                "Give more data, a smaller batch, or trainer.drop_last=false."
+                if num_samples
+                else "Give training data that is not empty.",
+            )
+        )
+    steps = limited(trainer.limit_train_batches, steps)
+    return limited(trainer.overfit_batches, steps)
+
+
+def _total_steps(trainer: Trainer, steps_per_epoch: int | None) -> int | None:
+    limits = [] if trainer.max_steps is None else [trainer.max_steps]
+    if trainer.epochs is not None and steps_per_epoch is not None:
+        limits.append(trainer.epochs * steps_per_epoch)
+    return min(limits, default=None)

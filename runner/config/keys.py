@@ -1,0 +1,144 @@
+"""The keys of a recipe: which exist, which are free, which was meant. Free of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from accel.errors import Problem
+from runner.config import habits
+from runner.config.schema import Recipe
+
+_NODES: dict[type[Any], dict[str, type | None]] = {}  # what `nodes` has found
+# Nodes that name a factory: their other keys are its arguments, checked against its signature.
+FACTORY_NODES = ("step", "model", "data", "objective", "optimizer", "scheduler")
+
+
+def nodes(kind: type[Any]) -> dict[str, type | None]:
+    """Return by field name the dataclass of each nested node of `kind`; None for a plain value."""
+    if kind not in _NODES:
+        hints = typing.get_type_hints(kind)
+        _NODES[kind] = {f.name: _dataclass_in(hints[f.name]) for f in dataclasses.fields(kind)}
+    return _NODES[kind]
+
+
+def _dataclass_in(hint: Any) -> type | None:
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return hint
+    if isinstance(hint, types.UnionType):
+        return next((found for part in hint.__args__ if (found := _dataclass_in(part))), None)
+    return None
+
+
+def is_free(key: str) -> bool:
+    """Return whether a dotted key lies in a mapping that the schema leaves open.
+
+    Such keys (arguments of factories, options handed on to torch) may be set without a ``+``.
+    """
+    kind: type | None = Recipe
+    for part in key.split("."):
+        if kind is None:
+            return True
+        known = nodes(kind)
+        if part not in known:
+            return False
+        kind = known[part]
+    return False
+
+
+def node_of(key: str) -> type | None:
+    """Return the dataclass of the node at a dotted key; None for a plain value or no key at all."""
+    kind: type | None = Recipe
+    for part in key.split("."):
+        kind = nodes(kind).get(part) if kind is not None else None
+    return kind
+
+
+def typed_keys(kind: type = Recipe, prefix: str = "") -> Iterator[str]:
+    """Yield every dotted key of the schema, nodes included."""
+    for name, inner in nodes(kind).items():
+        yield prefix + name
+        if inner is not None:
+            yield from typed_keys(inner, f"{prefix}{name}.")
+
+
+def known_keys(recipe: Mapping[str, Any]) -> list[str]:
+    """Return the keys of the schema and those of a composed recipe, dotted."""
+    return sorted({*typed_keys(), *_keys_of(recipe)})
+
+
+def _keys_of(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in node.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _keys_of(value, f"{prefix}{name}.")
+
+
+def unknown_key(key: str, known: Sequence[str], value: str = "") -> Problem:
+    """Return the problem that no recipe has `key`, with the key that was probably meant.
+
+    Args:
+        key: dotted.
+        known: every valid dotted key.
+        value: what it was set to, for the message.
+    """
+    return Problem(f"{key}{value}", "a recipe has no such key", meant(key, known))
+
+
+def meant(key: str, known: Sequence[str]) -> str:
+    """Return the sentence that names the likeliest of the dotted keys `known`."""
+    habit = habits.remedy(key, known)
+    if habit is not None:
+        return habit
+    parent, _, leaf = key.rpartition(".")
+    same_leaf = [k for k in known if k.rpartition(".")[2] == leaf]
+    longer = [k for k in known if k.startswith(parent) and k.endswith(f"_{leaf}")]
+    mended = _mended(key, known)
+    for candidates in (longer, mended, same_leaf) if parent else (same_leaf, longer, mended):
+        if candidates:
+            return f"Did you mean {' or '.join(map(repr, candidates[:3]))}?"
+    while parent and parent not in known:
+        parent = parent.rpartition(".")[0]
+    place = f"The keys of {parent}" if parent else "The keys"
+    return f"{place}: {', '.join(_children(parent, known))}."
+
+
+def _children(parent: str, known: Sequence[str]) -> list[str]:
+    return [leaf for head, _, leaf in (k.rpartition(".") for k in known) if head == parent]
+
+
+def _mended(key: str, known: Sequence[str]) -> list[str]:
+    """Return `key` with each mistyped part replaced by the nearest one; [] if a part has none."""
+    mended = ""
+    for part in key.split("."):
+        close = part
+        if not mended or not is_free(f"{mended}.{part}"):
+            names = _children(mended, known)
+            found = part if part in names else closest(part, names)
+            if found is None:
+                return []
+            close = found
+        mended = f"{mended}.{close}" if mended else close
+    return [mended]
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Return the one of `known` that is close to `name`, or None."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+
+
+def switched_off(key: str, recipe: Mapping[str, Any]) -> str | None:
+    """Return the node above `key` that is null in `recipe`, or None if there is none."""
+    parts = key.split(".")
+    node: Any = recipe
+    for depth, part in enumerate(parts[:-1], start=1):
+        if not isinstance(node, Mapping) or part not in node:
+            return None
+        node = node[part]
+        if node is None:
+            return ".".join(parts[:depth])
+    return None

@@ -1,0 +1,75 @@
+"""Where things lie: the shipped `conf/`, the project's own, and the module search path.
+
+A project may have folders called `accel` or `conf` of its own. So the working directory is moved to
+the end of `sys.path` before anything of `accel` is imported (not by this module, either), and the
+shipped `conf/` is found from this file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+PRIMARY = "config.yaml"
+TABLE = "tool.runner"  # a table that is not closed, too, so that it is refused
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk or a quota
+
+
+def settle() -> None:
+    """Move the working directory and the project's folder to the end of `sys.path`."""
+    project = [os.path.realpath(folder) for folder in project_folders()]
+    kept = [entry for entry in sys.path if os.path.realpath(entry or os.getcwd()) not in project]
+    sys.path[:] = [*kept, *project]
+
+
+def conf_folder() -> Path:
+    """Return the folder of the shipped recipes: in the installed package, or beside a checkout's.
+
+    Raises:
+        FileNotFoundError: if the installation lacks it.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / PRIMARY).is_file():
+            return folder
+    raise FileNotFoundError(
+        f"There is no {PRIMARY} in {package / 'conf'} nor in {package.parent / 'conf'}: the "
+        "installation is incomplete. Install the package again."
+    )
+
+
+def project_file() -> Path | None:
+    """Return the nearest pyproject.toml, here or in a folder above, with a [tool.runner] table."""
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        path = folder / "pyproject.toml"
+        if path.is_file() and TABLE in _text(path):
+            return path
+    return None
+
+
+def _text(path: Path) -> str:
+    """Return a file's text; of UTF-16, which TOML is not, what can be read of it."""
+    return path.read_text(encoding="utf-8", errors="replace").replace("\0", "")
+
+
+def project_folders() -> list[str]:
+    """Return the working directory, and the project's folder where that differs."""
+    found = project_file()
+    return list(dict.fromkeys([os.getcwd(), *([str(found.parent)] if found else [])]))
+
+
+def project_conf_folders() -> list[Path]:
+    """Return the `conf` folders of the project, leaving out the shipped one."""
+    shipped = conf_folder().resolve()
+    folders = [Path(folder, "conf").resolve() for folder in project_folders()]
+    return [folder for folder in folders if folder.is_dir() and folder != shipped]
+
+
+def failure(error: OSError) -> str:
+    """Return what a message says of a failed write: that the disk is full, if it is."""
+    full = error.errno in FULL
+    return f"the disk is full: {error}" if full else str(error)

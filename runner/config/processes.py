@@ -1,0 +1,192 @@
+"""How many processes a recipe asks for, and who has started them. Free of torch at import."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from accel import env
+from accel.env import Environment
+from accel.errors import ConfigError, Problem
+from runner.config.schema import Distributed, Recipe
+
+DEFAULT_CPU_PROCESSES = 2
+INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """A group of processes that torchrun (or alike) has started, and this process's place in it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+
+def adopted() -> Adopted | None:
+    """Return this process's place among those that a launcher has started; None: it is alone.
+
+    Raises:
+        ConfigError: if a launcher has started several processes without saying how they meet.
+    """
+    here = Environment.read()
+    if here.world_size > 1 and here.rank is not None:
+        return Adopted(
+            here.rank,
+            here.local_rank or 0,
+            here.world_size,
+            here.local_world_size or here.world_size,
+        )
+    if here.launched is not None:
+        name, number = here.launched
+        launcher = "srun" if name.startswith("SLURM") else "mpirun"
+        one = "srun --ntasks=1" if launcher == "srun" else "mpirun -n 1"
+        raise ConfigError(
+            Problem(
+                f"{launcher} with {number} tasks ({name})",
+                "the runner starts its own processes, or takes those of torchrun",
+                f"Start one task ({one}); the runner or torchrun starts the processes.",
+            )
+        )
+    return None
+
+
+def count(distributed: Distributed) -> int:
+    """Return the number of processes of a run.
+
+    Raises:
+        ConfigError: if the recipe contradicts itself, the machine or the launcher.
+    """
+    problems: list[Problem] = []
+    number = _wanted(distributed, problems)
+    place = adopted()
+    if place is not None:
+        if distributed.num_processes not in (None, place.world_size):
+            problems.append(
+                Problem(
+                    f"distributed.num_processes={distributed.num_processes}",
+                    f"the launcher has started {place.world_size} processes",
+                    "Leave distributed.num_processes out, or start as many.",
+                )
+            )
+        number = place.world_size
+    ConfigError.raise_if(problems)
+    return number
+
+
+def check_interface(distributed: Distributed) -> None:
+    """Raise if processes on the CPU are to meet at a network interface that is not there.
+
+    Raises:
+        ConfigError: naming those that are.
+    """
+    given = env.read(INTERFACE)
+    if not given or device(distributed) != "cpu" or count(distributed) == 1:
+        return
+    present = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in given.split(",") if name and name not in present]
+    if missing:
+        rule = f"gloo finds no network interface {missing[0]!r} on this machine"
+        remedy = f"Unset it, or name one of: {', '.join(present)}."
+        raise ConfigError(Problem(f"{INTERFACE}={given}", rule, remedy))
+
+
+def replicas(recipe: Recipe, num_processes: int) -> int:
+    """Return how many parts of a batch are computed at once: each by one replica of the matrices.
+
+    Args:
+        recipe: the recipe.
+        num_processes: processes of the run.
+
+    Raises:
+        ConfigError: if the processes of a replica do not divide those of the run.
+    """
+    size = 1 if recipe.tensor_parallel is None else recipe.tensor_parallel.tp_size
+    if num_processes % size:
+        told = "1 process" if num_processes == 1 else f"{num_processes} processes"
+        wanted = f"distributed.num_processes to a multiple of {size}"
+        if recipe.distributed.kind == "none":
+            wanted = f"distributed=multi_gpu or multi_cpu, and {wanted}"
+        raise ConfigError(
+            Problem(
+                f"tensor_parallel.tp_size={size} with {told}",
+                "each replica of the model takes as many processes",
+                f"Set {wanted}, or another tp_size.",
+            )
+        )
+    return num_processes // size
+
+
+def device(distributed: Distributed) -> str | None:
+    """Return the kind of device of a run; None: the machine's accelerator, else the CPU."""
+    if distributed.kind == "multi_cpu":
+        return "cpu"
+    return None if distributed.device == "auto" else distributed.device
+
+
+def _wanted(distributed: Distributed, problems: list[Problem]) -> int:
+    number = distributed.num_processes
+    kind = distributed.kind
+    if kind == "auto":
+        on_cpu = distributed.device == "cpu" or num_accelerators() == 0
+        kind = "multi_cpu" if on_cpu else "multi_gpu"
+    if kind == "multi_gpu":
+        return _on_accelerators(distributed, problems)
+    if kind == "multi_cpu":
+        if distributed.device not in ("auto", "cpu"):
+            problems.append(
+                _contradiction(distributed, "computes on the CPU", "distributed=multi_gpu")
+            )
+        return DEFAULT_CPU_PROCESSES if number is None else number
+    if number not in (None, 1):
+        problems.append(
+            Problem(
+                f"distributed.num_processes={number} with distributed=none",
+                "distributed=none is one process",
+                "Say where the processes run: distributed=multi_cpu or distributed=multi_gpu.",
+            )
+        )
+    return 1
+
+
+def _on_accelerators(distributed: Distributed, problems: list[Problem]) -> int:
+    if distributed.device == "cpu":
+        problems.append(_contradiction(distributed, "computes on GPUs", "distributed=multi_cpu"))
+        return 1
+    present = num_accelerators()
+    number = present if distributed.num_processes is None else distributed.num_processes
+    if present == 0:
+        problems.append(
+            Problem(
+                "distributed=multi_gpu",
+                "torch finds no GPU on this machine",
+                "Use distributed=multi_cpu for several processes on the CPU, or distributed=none.",
+            )
+        )
+    elif number > present:
+        problems.append(
+            Problem(
+                f"distributed.num_processes={number}",
+                f"each process has a GPU of its own, and this machine has {present}",
+                f"Set distributed.num_processes={present} or leave it out.",
+            )
+        )
+    return max(1, number)
+
+
+def num_accelerators() -> int:
+    """Return how many GPUs (or alike) torch finds here, without touching them."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return 0
+    return int(torch.accelerator.device_count())
+
+
+def _contradiction(distributed: Distributed, rule: str, other: str) -> Problem:
+    return Problem(
+        f"distributed.device={distributed.device} with distributed={distributed.kind}",
+        f"distributed={distributed.kind} {rule}",
+        f"Leave distributed.device out, or use {other}.",
+    )

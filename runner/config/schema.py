@@ -1,0 +1,427 @@
+"""The typed schema of a recipe, free of torch. The dataclasses of `accel.config` are its nodes.
+
+YAML only chooses; defaults live here. A node of type `Any` (model, data, step, …) names a factory
+(`name=` from the registry or `_target_=`) and gives its arguments, which are checked against the
+factory's signature.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.fp8 import FP8RecipeKwargs
+from accel.config.fsdp import FullyShardedDataParallelPlugin
+from accel.config.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    check_choice,
+    check_minimum,
+)
+from accel.config.parallel import TorchTensorParallelPlugin
+from accel.config.training import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from accel.enums import LoggerType, PrecisionType, RNGType
+from accel.errors import ConfigError, Problem, nearest
+from runner.config import habits
+from runner.config.durations import parse_duration
+
+DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu")
+SEEDS = 2**32  # NumPy takes no larger ones
+
+
+def check_each(owner: object, name: str, known: list[str], problems: list[Problem]) -> None:
+    """Add a problem for each element of the list field `name` of `owner` that is not in `known`."""
+    for value in getattr(owner, name) or ():
+        if str(value) not in known:
+            problems.append(
+                Problem(
+                    f"{type(owner).__name__}.{name}: {value!r}",
+                    f"each is one of {', '.join(known)}",
+                    nearest(str(value), known),
+                )
+            )
+
+
+def check_given(owner: object, names: tuple[str, ...], problems: list[Problem]) -> None:
+    """Add a problem for each field of `names` that is null."""
+    for name in names:
+        if getattr(owner, name) is None:
+            problems.append(
+                Problem(f"{type(owner).__name__}.{name}=null", "it has a value", f"Give {name}=…")
+            )
+
+
+@dataclass
+class Distributed:
+    """Where the processes of a run live.
+
+    Args:
+        kind: none (one process), multi_cpu, multi_gpu, or auto: GPUs if the machine has any.
+        device: auto (the machine's accelerator, else cpu) or a type: cpu, cuda, mps, xpu.
+        num_processes: how many worker processes; None: one per GPU, or 2 on the CPU.
+        num_threads: intra-op threads of each process; None: the cores shared out evenly.
+        ddp: arguments of `DistributedDataParallel`.
+        init: arguments of `init_process_group`.
+    """
+
+    kind: Any = "none"
+    device: str = "auto"
+    num_processes: int | None = None
+    num_threads: int | None = None
+    ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
+    init: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
+
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        check_given(self, ("kind",), problems)
+        check_choice(self, "kind", DISTRIBUTED_KINDS, problems)
+        check_minimum(self, "num_processes", 1, problems)
+        check_minimum(self, "num_threads", 1, problems)
+        ConfigError.raise_if(problems)
+
+
+@dataclass
+class Precision:
+    """The number format of forward and backward passes.
+
+    Args:
+        mode: no (fp32), bf16, fp16 or fp8.
+        autocast: arguments of `torch.autocast`.
+        scaler: arguments of the gradient scaler (fp16).
+        fp8: the fp8 recipe.
+    """
+
+    mode: Any = "no"
+    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
+    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
+    fp8: FP8RecipeKwargs | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode is False:  # YAML reads a bare `no` so
+            self.mode = "no"
+        problems: list[Problem] = []
+        check_given(self, ("mode",), problems)
+        meant = habits.option("precision", self.mode)
+        if meant is not None:
+            rule = f"it is one of {', '.join(PrecisionType.list())}"
+            problems.append(
+                Problem(f"Precision.mode={self.mode!r}", rule, f"Did you mean {meant!r}?")
+            )
+        else:
+            check_choice(self, "mode", PrecisionType.list(), problems)
+        ConfigError.raise_if(problems)
+
+
+@dataclass
+class DataLoader(DataLoaderConfiguration):
+    """How batches are read, and (inherited) how they are spread over processes.
+
+    Args:
+        num_workers: reader processes per training process.
+        pin_memory: whether batches are page-locked for faster copies; None: if the device is a GPU.
+        prefetch_factor: batches each reader keeps ready; None: torch's default.
+        persistent_workers: whether readers live across epochs.
+        seed_samples: whether Python, NumPy and torch are reseeded per sample, so that each random
+            draw in a data set is a function of (seed, epoch, index).
+    """
+
+    use_seedable_sampler: bool = True
+    num_workers: int = 0
+    pin_memory: bool | None = None
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+    seed_samples: bool = True
+
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        check_minimum(self, "num_workers", 0, problems)
+        check_minimum(self, "prefetch_factor", 1, problems)
+        for name, unset in (("prefetch_factor", None), ("persistent_workers", False)):
+            if self.num_workers == 0 and getattr(self, name) != unset:
+                problems.append(
+                    Problem(
+                        f"DataLoader.{name}={getattr(self, name)} with num_workers=0",
+                        "it concerns reader processes, and there are none",
+                        f"Set num_workers to 1 or more, or leave {name} out.",
+                    )
+                )
+        ConfigError.raise_if(problems)
+
+
+@dataclass
+class Trainer:
+    """How long and in what portions a run trains.
+
+    Steps are optimizer steps. The global batch is what one step sees over all processes and
+    accumulated micro-batches: global_batch_size = micro_batch_size × accumulation × processes.
+
+    Args:
+        epochs: passes over the training data; None: no limit.
+        max_steps: optimizer steps in all; None: no limit. The schedule is planned for the nearer of
+            the two limits.
+        stop_after: end this invocation at that step (with a checkpoint); the schedule is unchanged.
+        max_time: seconds, or "HH:MM:SS", after which the run stops with a checkpoint.
+        hang_timeout: seconds, or "HH:MM:SS", without progress of any of several processes after
+            which the run is ended and the rank that hangs is named; at most 0.9 of the process
+            group's time-out. Start-up with the first step, compilation, evaluation and saving may
+            take longer: there the rank is named, and the run is ended only if every rank waits for
+            another. None: no watchdog.
+        global_batch_size: samples per optimizer step.
+        micro_batch_size: samples per process and forward pass; None: as large as possible.
+        eval_batch_size: samples per process in evaluation; None: twice the micro-batch.
+        accumulation: the engine's plugin; num_steps=None is derived from the batch sizes.
+        eval_every: optimizer steps between evaluations; None: at the end of each epoch.
+        log_every: optimizer steps between log points (the only points that read from the device).
+        limit_train_batches: global batches per epoch: a count, or a fraction below 1.0.
+        limit_eval_batches: batches per evaluation, likewise.
+        overfit_batches: train again and again on the first this many global batches.
+        clip_grad_norm: largest total norm of the gradients; None: not clipped.
+        clip_grad_value: largest absolute gradient element; None: not clipped.
+        drop_last: whether a short last global batch of an epoch is left out.
+        stop_on_nan: whether a loss that is not finite ends the run with an error.
+        rng_types: generators that ranks synchronise at the start of an epoch.
+        device_placement: whether the engine moves objects to the device.
+        detect_anomaly: whether autograd names the operation that made a NaN (slow).
+        check_gradients: whether the first samples are also computed as two micro-batches, whose
+            gradients must be those of one (on one process).
+    """
+
+    epochs: int | None = 1
+    max_steps: int | None = None
+    stop_after: int | None = None
+    max_time: Any = None
+    hang_timeout: Any = "00:20:00"
+    global_batch_size: int = 64
+    micro_batch_size: int | None = None
+    eval_batch_size: int | None = None
+    accumulation: GradientAccumulationPlugin = field(default_factory=GradientAccumulationPlugin)
+    eval_every: int | None = None
+    log_every: int = 10
+    limit_train_batches: Any = None
+    limit_eval_batches: Any = None
+    overfit_batches: int | None = None
+    clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
+    drop_last: bool = False
+    stop_on_nan: bool = True
+    rng_types: list[str] | None = None
+    device_placement: bool = True
+    detect_anomaly: bool = False
+    check_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        for name in (
+            "epochs",
+            "max_steps",
+            "stop_after",
+            "global_batch_size",
+            "micro_batch_size",
+            "eval_batch_size",
+            "eval_every",
+            "log_every",
+            "overfit_batches",
+        ):
+            check_minimum(self, name, 1, problems)
+        for name in ("clip_grad_norm", "clip_grad_value"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                rule = "it is greater than 0: a limit of 0 would stop training"
+                remedy = f"Set trainer.{name}=null for no clipping."
+                problems.append(Problem(f"Trainer.{name}={value}", rule, remedy))
+        for name in ("limit_train_batches", "limit_eval_batches"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            fraction = isinstance(value, float) and 0.0 < value <= 1.0
+            if value is not None and not whole and not fraction:
+                problems.append(
+                    Problem(
+                        f"Trainer.{name}={value!r}",
+                        "it is a count of at least 1 or a fraction in (0, 1]",
+                        f"Give trainer.{name}=10 for ten batches or 0.1 for a tenth.",
+                    )
+                )
+        check_each(self, "rng_types", RNGType.list(), problems)
+        for name in ("max_time", "hang_timeout"):
+            try:
+                parse_duration(getattr(self, name), f"Trainer.{name}")
+            except ConfigError as error:
+                problems += error.problems
+        if self.epochs is None and self.max_steps is None:
+            problems.append(
+                Problem(
+                    "Trainer.epochs=null with trainer.max_steps=null",
+                    "a run needs an end",
+                    "Set one of them.",
+                )
+            )
+        ConfigError.raise_if(problems)
+
+
+@dataclass
+class Checkpoint:
+    """When states are written and which are kept.
+
+    Args:
+        project: the engine's configuration: where (None: the run directory), how many
+            (`total_limit`), on each node or once.
+        every_steps: optimizer steps between checkpoints; None: none on this account.
+        every_epochs: epochs between checkpoints; None: none on this account.
+        at_end: whether the last state is written.
+        monitor: evaluation metric whose best value is kept as `best`; None: the objective's own.
+        mode: whether the best is the max or the min; None: the objective's own.
+        save_best: whether the best state is kept.
+    """
+
+    project: ProjectConfiguration = field(
+        default_factory=lambda: ProjectConfiguration(
+            automatic_checkpoint_naming=True, total_limit=3
+        )
+    )
+    every_steps: int | None = None
+    every_epochs: int | None = 1
+    at_end: bool = True
+    monitor: str | None = None
+    mode: Any = None
+    save_best: bool = True
+
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        check_minimum(self, "every_steps", 1, problems)
+        check_minimum(self, "every_epochs", 1, problems)
+        check_choice(self, "mode", ("min", "max"), problems)
+        ConfigError.raise_if(problems)
+
+
+@dataclass
+class Tracker:
+    """Which experiment trackers are written.
+
+    Args:
+        log_with: names of trackers; an empty list writes none.
+        project_name: name of the project; None: the run's name.
+        init_kwargs: per tracker, arguments of its constructor.
+    """
+
+    log_with: list[str] = field(default_factory=lambda: ["tensorboard"])
+    project_name: str | None = None
+    init_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        check_each(self, "log_with", LoggerType.list(), problems)
+        for name in self.init_kwargs:
+            if name not in self.log_with and "all" not in self.log_with:
+                problems.append(
+                    Problem(
+                        f"Tracker.init_kwargs.{name}",
+                        "these are arguments of a tracker that is on",
+                        f"Add {name} to tracker.log_with, or leave them out.",
+                    )
+                )
+        ConfigError.raise_if(problems)
+
+
+# The nodes that spread a model over processes; of several, only these share one.
+ENGINES = ("fsdp", "deepspeed", "tensor_parallel")
+TOGETHER = {frozenset({"fsdp", "tensor_parallel"})}
+
+
+@dataclass
+class Recipe:
+    """A whole run.
+
+    Args:
+        name: name of the run; run directories lie at ``<output_dir>/<name>/<time>-<id>``.
+        output_dir: folder of all runs.
+        seed: seed of every random draw.
+        deterministic: whether results are bit-equal from run to run (pins threads and algorithms).
+        resume: a run directory, or "auto" for the newest run of this name.
+        tags: words to find the run by.
+        distributed: where the processes live.
+        precision: the number format.
+        dataloader: how batches are read and spread.
+        fsdp: fully sharded training, null for off.
+        deepspeed: DeepSpeed, null for off.
+        tensor_parallel: matrices split over processes, null for off.
+        step: how one optimizer step is made; `supervised` uses the four nodes after `data`.
+        model: factory of the model.
+        data: factory of the data sets.
+        objective: what is minimised and measured.
+        optimizer: ``_target_`` of an optimizer and its arguments.
+        scheduler: factory of the learning-rate schedule, null for a constant rate.
+        trainer: how long and in what portions.
+        checkpoint: when states are written.
+        tracker: experiment trackers.
+        callbacks: by name, factories of callbacks.
+        compile: `torch.compile`, null for off.
+        profile: the profiler, null for off.
+    """
+
+    name: str = "run"
+    output_dir: str = "runs"
+    seed: int = 0
+    deterministic: bool = False
+    resume: str | None = None
+    tags: list[str] = field(default_factory=list)
+    distributed: Distributed = field(default_factory=Distributed)
+    precision: Precision = field(default_factory=Precision)
+    dataloader: DataLoader = field(default_factory=DataLoader)
+    fsdp: FullyShardedDataParallelPlugin | None = None
+    deepspeed: DeepSpeedPlugin | None = None
+    tensor_parallel: TorchTensorParallelPlugin | None = None
+    step: Any = None
+    model: Any = None
+    data: Any = None
+    objective: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
+    trainer: Trainer = field(default_factory=Trainer)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    tracker: Tracker = field(default_factory=Tracker)
+    callbacks: Any = field(default_factory=dict)
+    compile: TorchDynamoPlugin | None = None
+    profile: ProfileKwargs | None = None
+
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        if not self.name or self.name.startswith(".") or "/" in self.name:
+            problems.append(
+                Problem(
+                    f"name={self.name!r}",
+                    "it names a folder, so it is not empty, has no slash and starts with no dot",
+                    "Give name=my_run.",
+                )
+            )
+        if not 0 <= self.seed < SEEDS:
+            problems.append(
+                Problem(f"seed={self.seed}", f"it is from 0 to {SEEDS - 1}", "Give seed=0 or more.")
+            )
+        problems += self._engine_problems()
+        if self.precision.mode == "fp8" or self.precision.fp8 is not None:
+            rule = "this version does not offer it yet"
+            problems.append(Problem("precision=fp8", rule, "Use precision=bf16."))
+        ConfigError.raise_if(problems)
+
+    def _engine_problems(self) -> list[Problem]:
+        """Return the pairs of engines that cannot spread one model."""
+        on = [name for name in ENGINES if getattr(self, name) is not None]
+        return [
+            Problem(
+                f"{first}= and {second}= are both on",
+                "one engine spreads a model",
+                f"Switch one off: {first}=null or {second}=null.",
+            )
+            for first, second in itertools.combinations(on, 2)
+            if frozenset({first, second}) not in TOGETHER
+        ]

@@ -1,0 +1,198 @@
+"""A recipe as an object, as plain containers and as YAML. Free of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accel.errors import ConfigError, Problem
+from runner.config import keys, trust
+from runner.config.schema import Recipe
+
+Node = TypeVar("Node")
+
+# Where a handler or a plugin imports what a dotted name names: trusted or refused before that.
+CALLABLES = ("profile.on_trace_ready", "fsdp.auto_wrap_policy", "fsdp.param_init_fn")
+
+
+def from_plain(plain: Mapping[str, Any]) -> Recipe:
+    """Build a recipe from plain containers whose types are right.
+
+    Args:
+        plain: what `to_plain` returns; keys that are missing take the schema's default.
+
+    Raises:
+        ConfigError: naming every unknown key and every value that is not allowed.
+    """
+    recipe, problems = examine(plain)
+    ConfigError.raise_if(problems)
+    return recipe
+
+
+def examine(plain: Mapping[str, Any]) -> tuple[Recipe, list[Problem]]:
+    """Build as much of a recipe as can be, and return what is wrong with the rest.
+
+    Returns:
+        The recipe, with defaults for the nodes that have problems, and the problems.
+    """
+    distrusted = {key: wrong for key in CALLABLES if (wrong := _distrust(plain, key)) is not None}
+    problems = list(distrusted.values())
+    left_out = {key.partition(".")[0] for key in distrusted}
+    plain = {key: value for key, value in plain.items() if key not in left_out}
+    recipe = _node(Recipe, plain, "", problems, keys.known_keys(plain))
+    for name in {*keys.FACTORY_NODES, "callbacks"} & set(plain):
+        setattr(recipe, name, plain[name])
+    return recipe, problems
+
+
+def _distrust(plain: Mapping[str, Any], key: str) -> Problem | None:
+    node: Any = plain
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    try:
+        if isinstance(node, str) and "." in node:  # else a choice, or no dotted name at all
+            trust.resolve(node, key)
+    except ConfigError as error:
+        return error.problems[0]
+    return None
+
+
+def _node(
+    kind: type[Node],
+    values: Mapping[str, Any],
+    prefix: str,
+    problems: list[Problem],
+    known: list[str],
+) -> Node:
+    """Build one node, adding what is wrong with it to `problems` and going on with its default."""
+    arguments: dict[str, Any] = {}
+    inner = keys.nodes(kind)
+    for name, value in values.items():
+        nested = inner.get(name)
+        if name not in inner:
+            key = f"{prefix}{name}"
+            valid = [k for k in known if k != key and not k.startswith(f"{key}.")]
+            key, value = _first_leaf(key, value)
+            problems.append(keys.unknown_key(key, valid, f"={value}"))
+        elif nested is not None and isinstance(value, Mapping):
+            arguments[name] = _node(nested, value, f"{prefix}{name}.", problems, known)
+        else:
+            arguments[name] = value
+    try:
+        return kind(**arguments)
+    except ConfigError as error:
+        problems += [_placed(problem, kind, prefix) for problem in error.problems]
+        fallback = kind()
+        for name in [name for name in arguments if inner[name] is not None]:
+            setattr(fallback, name, arguments[name])
+        return fallback
+
+
+def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
+    while isinstance(value, Mapping) and value:
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    return key, value
+
+
+def _placed(problem: Problem, kind: type, prefix: str) -> Problem:
+    """Return `problem` with the key of the recipe in place of the name of the class."""
+    return dataclasses.replace(problem, value=problem.value.replace(f"{kind.__name__}.", prefix))
+
+
+def to_plain(value: Any) -> Any:
+    """Return a recipe, or a part of one, as dicts, lists and scalars."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Path):
+        return str(value)
+    if callable(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    return value
+
+
+def frozen_plain(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe as it is frozen with a run.
+
+    What DeepSpeed's own file says goes into it: the file may change, and the run may be resumed
+    from elsewhere.
+    """
+    plain: dict[str, Any] = to_plain(recipe)
+    if recipe.deepspeed is not None and recipe.deepspeed.hf_ds_config is not None:
+        plain["deepspeed"]["hf_ds_config"] = to_plain(recipe.deepspeed.given_config())
+    return plain
+
+
+def yaml_text(plain: Any) -> str:
+    """Return plain containers as YAML that reads back as the same."""
+    from omegaconf import OmegaConf
+
+    return str(OmegaConf.to_yaml(OmegaConf.create(plain)))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return a frozen recipe as plain containers, checked against the types of the schema.
+
+    Raises:
+        ConfigError: if the file is no recipe.
+    """
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"), path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(_no_recipe(path, error)) from error
+
+
+def parse_yaml(text: str, path: Path) -> dict[str, Any]:
+    """Return a frozen recipe as plain containers, checked against the types of the schema.
+
+    Args:
+        text: what the file holds.
+        path: the file, for messages.
+
+    Raises:
+        ConfigError: if it is no recipe.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError  # type: ignore[import-untyped]
+
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(text))
+        return dict(to_plain(OmegaConf.to_container(merged, resolve=True)))
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
+        raise ConfigError(_no_recipe(path, error)) from error
+
+
+def parse_list(text: str, path: Path) -> list[str]:
+    """Return a list of words that a file holds.
+
+    Raises:
+        ConfigError: if it holds anything else.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        found = OmegaConf.to_container(OmegaConf.create(text))
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
+        raise ConfigError(_no_recipe(path, error)) from error
+    return [str(item) for item in found] if isinstance(found, list) else []
+
+
+def _no_recipe(path: Path, error: Exception) -> Problem:
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    remedy = "Correct the file, or name another run."
+    return Problem(str(path), f"it is not the recipe of a run: {reason}", remedy)

@@ -1,0 +1,244 @@
+"""Which code a recipe may name: one allow-list, and the user's packages.
+
+A recipe that names ``_target_`` is code. Only packages that the product itself brings in, and those
+that the person at the keyboard trusts, are ever imported for it. A package is trusted, and imported
+so that its ``@register`` decorators run, by ``[tool.runner] imports = ["mypkg"]`` in the project's
+pyproject.toml, by ``--import mypkg``, or by the environment variable RUNNER_IMPORTS; never by a
+recipe. Free of torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from accel import env
+from accel.errors import ConfigError, Problem
+from runner.config import paths
+
+VARIABLE = "RUNNER_IMPORTS"
+ALLOWED = ("accel", "runner", "torch.nn", "torch.optim", "torchmetrics")
+# Where what may be called is defined. Of our own packages that is what a run is made of; nothing
+# there imports by name, starts processes or touches the environment.
+DEFINED_IN = (
+    *("torch.nn", "torch._C._nn", "torch.optim", "torchmetrics"),
+    *("accel.data", "accel.optimizer", "accel.scheduler", "accel.trackers"),
+    *("runner.builtin", "runner.callbacks", "runner.data.datasets", "runner.data.micro_batch"),
+    *("runner.training.callback", "runner.training.objective", "runner.training.step"),
+)
+
+
+def trusted() -> dict[str, str]:
+    """Return the user's packages, and where each was named.
+
+    Raises:
+        ConfigError: if [tool.runner] is not understood.
+    """
+    given = env.read(VARIABLE) or ""
+    named = {name.strip(): VARIABLE for name in given.split(",") if name.strip()}
+    path = paths.project_file()
+    if path is not None:
+        named = {**dict.fromkeys(_table_imports(path), str(path)), **named}
+    return named
+
+
+def asked_for() -> bool:
+    """Return whether packages of the user's are imported for each command."""
+    try:
+        return bool(trusted())
+    except ConfigError:  # told where they are imported
+        return False
+
+
+def _table_imports(path: Path) -> list[str]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("runner", {})
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(Problem(str(path), f"it is no TOML: {error}", "Correct it.")) from error
+    imports = table.get("imports", [])
+    problems = [
+        Problem(f"[tool.runner] {key} in {path}", "its one key is imports", 'imports = ["mypkg"]')
+        for key in sorted(set(table) - {"imports"})
+    ]
+    if not isinstance(imports, list) or not all(isinstance(name, str) for name in imports):
+        problems.append(
+            Problem(
+                f"[tool.runner] imports = {imports!r} in {path}",
+                "it is a list of package names",
+                'Write imports = ["mypkg"].',
+            )
+        )
+    ConfigError.raise_if(problems)
+    return list(imports)
+
+
+def import_packages() -> None:
+    """Import the user's packages, so that what they register is known.
+
+    Raises:
+        ConfigError: naming every package that is missing, and who asks for it.
+    """
+    problems = []
+    for name, place in trusted().items():
+        if not all(part.isidentifier() for part in name.split(".")):
+            rule, remedy = "it is no name of a package", "Write the name that `import` takes."
+            problems.append(Problem(f"{name!r}, named by {place}", rule, remedy))
+            continue
+        try:
+            importlib.import_module(name)
+        except SystemExit as error:  # with 0 an untrained run would look complete
+            rule = f"importing it ended in SystemExit({error.code!r})"
+            remedy = "Call sys.exit under `if __name__ == '__main__'` alone."
+            problems.append(Problem(f"{name!r}, named by {place}", rule, remedy))
+        except ModuleNotFoundError as error:
+            own = error.name is not None and (
+                name == error.name or name.startswith(f"{error.name}.")
+            )
+            rule = "there is no such package" if own else f"importing it needs {error.name!r}"
+            remedy = f"Install {error.name!r}" + (
+                ", or run from the folder that it lies in." if own else "."
+            )
+            problems.append(Problem(f"{name!r}, named by {place}", rule, remedy))
+    ConfigError.raise_if(problems)
+
+
+def missing_packages() -> list[Problem]:
+    """Import the user's packages, and return what is wrong with them."""
+    try:
+        import_packages()
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def distrust(name: str, key: str) -> Problem | None:
+    """Return the problem with a dotted name in a recipe, or None if it may be imported.
+
+    Args:
+        name: ``package.module.attribute``.
+        key: where the recipe names it.
+    """
+    parts = name.split(".")
+    package = parts[0]
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        return Problem(
+            f"{key}={name}", "it is a dotted name: package.module.attribute", "Correct it."
+        )
+    if any(part.startswith("_") for part in parts):
+        return Problem(f"{key}={name}", "it is private", "Name a public class or function.")
+    if _within(name, (*ALLOWED, *trusted())):
+        return None
+    return Problem(f"{key}={name}", _why_not(package), _how_to_trust(package))
+
+
+def _why_not(package: str) -> str:
+    known = ", ".join(dict.fromkeys((*ALLOWED, *trusted())))
+    try:
+        missing = importlib.util.find_spec(package) is None
+    except ValueError:  # a module without a spec, such as __main__
+        missing = False
+    if missing:
+        return f"there is no package {package!r} here, and a recipe names only code of {known}"
+    return f"the package {package!r} is not trusted: a recipe names only code of {known}"
+
+
+def _how_to_trust(package: str) -> str:
+    if package in sys.stdlib_module_names:
+        return "Call it in a function of a package of your own, and name that."
+    return (
+        "If you trust it, add to your pyproject.toml:\n    [tool.runner]\n"
+        f'    imports = ["{package}"]\nor give --import {package}.'
+    )
+
+
+def resolve(name: str, key: str) -> Any:
+    """Import what a recipe names, if both the name and what it leads to are trusted.
+
+    Args:
+        name: ``package.module.attribute``.
+        key: where the recipe names it.
+
+    Raises:
+        ConfigError: if it is not trusted, or there is no such thing.
+    """
+    problem = distrust(name, key)
+    if problem is not None:
+        raise ConfigError(problem)
+    found = _locate(name, key)
+    home = _home(found)
+    if not callable(found) or home is None or not _within(home, (*DEFINED_IN, *trusted())):
+        rule = f"it leads to {home or type(found).__name__}, which is not trusted"
+        if not callable(found):
+            rule = f"it is no class or function but {type(found).__name__}"
+        raise ConfigError(Problem(f"{key}={name}", rule, "Name a class or function of your own."))
+    return found
+
+
+def _home(found: Any) -> str | None:
+    """Return the dotted name of the place where an object is defined, if it tells.
+
+    Of a `functools.partial` it is that of the function; of another object, that of its class.
+    """
+    if isinstance(found, functools.partial):
+        return _home(found.func)
+    if not hasattr(found, "__qualname__"):
+        found = type(found)
+    module = getattr(found, "__module__", None)
+    name = getattr(found, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str):
+        return None
+    return f"{module}.{name}"
+
+
+def _locate(name: str, key: str) -> Any:
+    """Import the longest module that `name` starts with, and follow the rest as attributes."""
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:length])
+        try:
+            found: Any = importlib.import_module(module)
+        except SystemExit as error:  # with 0 an untrained run would look complete
+            rule = f"importing {module} ended in SystemExit({error.code!r})"
+            remedy = "Call sys.exit under `if __name__ == '__main__'` alone."
+            raise ConfigError(Problem(f"{key}={name}", rule, remedy)) from error
+        except ModuleNotFoundError as error:
+            if error.name is not None and module.startswith(error.name):
+                continue
+            raise ConfigError(
+                Problem(
+                    f"{key}={name}",
+                    f"importing it needs {error.name!r}",
+                    f"Install {error.name!r}.",
+                )
+            ) from error
+        return _attribute(found, parts[length:], name, key)
+    raise ConfigError(
+        Problem(f"{key}={name}", f"there is no package {parts[0]!r}", f"Install {parts[0]!r}.")
+    )
+
+
+def _attribute(found: Any, parts: list[str], name: str, key: str) -> Any:
+    from runner.config.keys import closest
+
+    for part in parts:
+        if not hasattr(found, part):
+            place = getattr(found, "__name__", str(found))
+            close = closest(part, list(_public(found)))
+            remedy = f"Did you mean {close!r}?" if close else "Name one that is there."
+            raise ConfigError(Problem(f"{key}={name}", f"{place} has no {part!r}", remedy))
+        found = getattr(found, part)
+    return found
+
+
+def _public(found: Any) -> Iterator[str]:
+    return (name for name in dir(found) if not name.startswith("_"))
+
+
+def _within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)

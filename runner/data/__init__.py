@@ -1,0 +1,1 @@
+"""Data sets, their order, and windows of micro-batches."""

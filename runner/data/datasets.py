@@ -1,0 +1,317 @@
+"""Data sets of a recipe, and an order that is a function of (seed, epoch, step) alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
+
+from accel.data.samplers import SeedableRandomSampler, cycle_to, mix_seeds
+from runner.config import schema
+from runner.data import user_code
+
+# NumPy's global generator takes seeds of 32 bits.
+_NUMPY_SEEDS = 1 << 32
+
+
+@dataclass
+class Data:
+    """What a data factory returns.
+
+    Args:
+        train: what is trained on (a map-style data set, or an iterable one).
+        validation: what is evaluated during training and decides which state is best.
+        test: what is evaluated once at the end, with the best weights.
+        collate_fn: joins samples into a batch; None: torch's default.
+    """
+
+    train: Dataset[Any]
+    validation: Dataset[Any] | None = None
+    test: Dataset[Any] | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+
+
+# -- random draws in a data set -------------------------------------------------------------------
+
+
+def seed_draws(seed: int, epoch: int, index: int) -> None:
+    """Seed Python, NumPy and torch (on the CPU) for one sample."""
+    mixed = mix_seeds(seed, epoch, index)
+    random.seed(mixed)
+    np.random.seed(mixed % _NUMPY_SEEDS)
+    torch.default_generator.manual_seed(mixed)
+
+
+@contextmanager
+def training_draws_preserved() -> Iterator[None]:
+    """Context that leaves the generators as they were in the process that trains.
+
+    In a worker process there is nothing to preserve.
+    """
+    if get_worker_info() is not None:
+        yield
+        return
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
+
+
+def draws_nothing(dataset: Any) -> bool:
+    """Tell whether reading a data set is known to draw nothing at random."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) is TensorDataset
+
+
+class SeededDataset(Dataset[Any]):
+    """A map-style data set whose random draws are a function of (seed, epoch, index).
+
+    It is indexed by (epoch, index), so that workers that live on learn the epoch, or by an index
+    alone, which means epoch 0.
+
+    Args:
+        dataset: the data set; if it has `set_epoch`, it is told each new epoch before it is read.
+        seed: the seed.
+        seed_samples: whether the generators are seeded for each sample.
+    """
+
+    def __init__(self, dataset: Any, seed: int, seed_samples: bool = True) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.seed_samples = seed_samples and not draws_nothing(dataset)
+        self._told: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: int | tuple[int, int]) -> Any:
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: Sequence[int | tuple[int, int]]) -> list[Any]:
+        """Return the samples of a batch."""
+        with user_code.UserCode(f"the data set {type(self.dataset).__name__}"):
+            return self._read_all(keys)
+
+    def _read_all(self, keys: Sequence[int | tuple[int, int]]) -> list[Any]:
+        pairs = [key if isinstance(key, tuple) else (0, key) for key in keys]
+        if self.seed_samples:
+            with training_draws_preserved():
+                return [self._read(epoch, index) for epoch, index in pairs]
+        for epoch in {epoch for epoch, _ in pairs}:
+            self._tell(epoch)
+        indices = [index for _, index in pairs]
+        if hasattr(self.dataset, "__getitems__"):
+            return self.dataset.__getitems__(indices)
+        return [self.dataset[index] for index in indices]
+
+    def _read(self, epoch: int, index: int) -> Any:
+        self._tell(epoch)
+        seed_draws(self.seed, epoch, index)
+        return self.dataset[index]
+
+    def _tell(self, epoch: int) -> None:
+        if epoch != self._told:
+            self._told = epoch
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(epoch)
+
+
+class SeededStream(IterableDataset[Any]):
+    """An iterable data set whose random draws are a function of (seed, epoch, position).
+
+    Args:
+        dataset: the stream; read in one process, in its own order.
+        seed: the seed.
+        seed_samples: whether the generators are seeded for each sample.
+
+    Attributes:
+        skip: how many samples the next pass reads and leaves out.
+    """
+
+    def __init__(self, dataset: Any, seed: int, seed_samples: bool = True) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.seed_samples = seed_samples
+        self.epoch = 0
+        self.skip = 0
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, skip = self.epoch, self.skip
+        who, end = user_code.UserCode(f"the stream {type(self.dataset).__name__}"), object()
+        with who:
+            samples = iter(self._seeded(epoch) if self.seed_samples else self.dataset)
+        for position in itertools.count():
+            with who:
+                sample = next(samples, end)
+            if sample is end:
+                return
+            if position >= skip:
+                yield sample
+
+    def _seeded(self, epoch: int) -> Iterator[Any]:
+        end = object()
+        samples, position = iter(self.dataset), 0
+        while True:
+            with training_draws_preserved():
+                seed_draws(self.seed, epoch, position)
+                sample = next(samples, end)
+            if sample is end:
+                return
+            yield sample
+            position += 1
+
+
+# -- order ---------------------------------------------------------------------------------------
+
+
+class ReplayedRandomSampler(RandomSampler):
+    """Torch's random sampler, whose order in epoch e is its (e + 1)-th draw from one generator.
+
+    Args:
+        data_source: the data set.
+        seed: the seed of the generator.
+    """
+
+    def __init__(self, data_source: Any, seed: int) -> None:
+        super().__init__(data_source, generator=torch.Generator())
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next pass has."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.manual_seed(self.seed)
+        for _ in range(self.epoch):
+            deque(super().__iter__(), maxlen=0)
+        return super().__iter__()
+
+
+def make_order(dataset: Any, seed: int, config: schema.DataLoader) -> RandomSampler:
+    """Return the sampler of the training data: one order per epoch, the same on every process."""
+    seed = seed if config.data_seed is None else config.data_seed
+    if config.use_seedable_sampler:
+        return SeedableRandomSampler(dataset, data_seed=seed)
+    return ReplayedRandomSampler(dataset, seed)
+
+
+class WindowSampler(Sampler[list[tuple[int, int]]]):
+    """The batches of an epoch, cut from one order whatever the number of processes.
+
+    Yields lists of (epoch, index). Dealt out or split by the engine, the samples of step k are
+    those at the positions [k · window, (k + 1) · window) of the order.
+
+    Args:
+        order: yields the indices of an epoch.
+        batch_size: samples of a list.
+        window: samples of an optimizer step.
+        num_windows: how many steps the epoch has.
+        multiple: the number of samples of the epoch is completed to a multiple of it, with indices
+            from the beginning.
+
+    Attributes:
+        epoch: the epoch of the next pass.
+        start: how many steps the next pass leaves out; nothing is read for them.
+    """
+
+    drop_last = False
+    same_on_every_rank = True  # what the engine need not check
+
+    def __init__(
+        self, order: Any, batch_size: int, window: int, num_windows: int, multiple: int = 1
+    ) -> None:
+        self.sampler = order
+        self.batch_size = batch_size
+        self.window = window
+        self.num_samples = min(len(order), num_windows * window)
+        self.multiple = multiple
+        self.epoch = 0
+        self.start = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass."""
+        self.epoch = epoch
+        self.sampler.set_epoch(epoch)
+
+    def _bounds(self) -> tuple[int, int]:
+        completed = self.num_samples + -self.num_samples % self.multiple
+        return min(self.start * self.window, completed), completed
+
+    def __len__(self) -> int:
+        first, end = self._bounds()
+        return -(-(end - first) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch, size = self.epoch, self.batch_size
+        first, end = self._bounds()
+        order = list(self.sampler)
+        indices = order[: self.num_samples]
+        indices += cycle_to(order, end - self.num_samples)
+        for start in range(first, end, size):
+            yield [(epoch, index) for index in indices[start : min(start + size, end)]]
+
+
+# -- loaders -------------------------------------------------------------------------------------
+
+
+def make_loader(
+    dataset: Any,
+    config: schema.DataLoader,
+    device_type: str,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    **kwargs: Any,
+) -> DataLoader[Any]:
+    """Return torch's loader as the `dataloader` node describes it.
+
+    It has a generator of its own, so that making an iterator never draws from the one that training
+    draws from.
+
+    Args:
+        dataset: the data set.
+        config: the node.
+        device_type: where batches go; they are page-locked for accelerators unless the node says.
+        collate_fn: joins samples into a batch; None: torch's default.
+        kwargs: batch size and samplers.
+    """
+    pinned = device_type not in ("cpu", "mps") if config.pin_memory is None else config.pin_memory
+    return DataLoader(
+        dataset,
+        num_workers=config.num_workers,
+        pin_memory=pinned,
+        prefetch_factor=config.prefetch_factor,
+        persistent_workers=config.persistent_workers,
+        collate_fn=user_code.Collate(collate_fn) if collate_fn else user_code.collate,
+        generator=torch.Generator(),
+        **kwargs,
+    )

@@ -1,0 +1,89 @@
+"""Errors of the user's data that torch's loaders would take for something else.
+
+StopIteration ends an epoch early, in silence. From a loader worker, SystemExit and
+KeyboardInterrupt reach nobody, and an exception that cannot be pickled leaves the training process
+waiting for ever.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from torch.utils.data import default_collate, get_worker_info
+
+from accel.errors import AccelError
+from runner.config.user_frames import one_line
+
+
+class DataError(AccelError, RuntimeError):
+    """The user's data raised what a loader does not hand on, or cannot be joined into batches."""
+
+
+class UserCode:
+    """Context in which the user's code reads data: what it raises reaches the training loop.
+
+    Args:
+        what: whose code it is, for messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            return
+        in_worker = get_worker_info() is not None
+        if isinstance(error, StopIteration) or (in_worker and not _can_travel(error)):
+            raise DataError(f"{self._what} raised {one_line(error)}") from error
+
+
+def _can_travel(error: BaseException) -> bool:
+    """Return whether torch hands `error` on from a worker to the training process."""
+    try:
+        pickle.dumps(type(error))
+        str(error)
+    except Exception:
+        return False
+    return isinstance(error, Exception)
+
+
+class Collate:
+    """The user's `collate_fn`, whose errors reach the training loop.
+
+    Args:
+        function: joins samples into a batch.
+    """
+
+    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
+        self.function = function
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return the batch of `samples`."""
+        with UserCode("collate_fn"):
+            return self.function(samples)
+
+
+def collate(samples: list[Any]) -> Any:
+    """Return the batch of `samples`, as torch joins them by default.
+
+    Raises:
+        DataError: if they differ in shape, in keys or in length, or are no numbers.
+    """
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError, KeyError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"samples cannot be joined into a batch ({one_line(error)}): they must agree in type, "
+            "shape and keys. Pad them in the data set, or give Data(collate_fn=…)."
+        ) from error

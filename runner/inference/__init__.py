@@ -1,0 +1,1 @@
+"""Use of a finished run: load, evaluate, predict."""

@@ -1,0 +1,151 @@
+"""A run's models with the weights of one of its checkpoints, for use in Python."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.checkpoint import files
+from accel.errors import CheckpointError, Problem
+from runner.config.schema import Recipe
+from runner.run_dir import directory
+from runner.run_dir.job import Job
+
+if TYPE_CHECKING:
+    from runner.training.step import Step
+
+logger = logging.getLogger(__name__)
+
+BEST = "best"
+LAST = "last"
+
+
+def load(
+    run_dir: str | os.PathLike[str], checkpoint: str | os.PathLike[str] | None = None
+) -> tuple[Any, Recipe]:
+    """Return the trained model of a run and its recipe.
+
+    Args:
+        run_dir: the run directory.
+        checkpoint: "best", "last", or the name or path of a checkpoint. None: the best, or the last
+            of a run that keeps no best, or whose best is damaged.
+
+    Which weights they are is said on standard error.
+
+    Returns:
+        The model, in eval mode on the CPU (of a step with several models: a dict of them by name),
+        and the recipe that it was trained with.
+
+    Raises:
+        ConfigError: if it is no run directory, or needs a package that is not trusted here.
+        CheckpointError: if there is no such checkpoint, or it is not whole.
+
+    Example:
+        >>> model, cfg = runner.load("runs/digits/20260101-120000-1a2b")
+    """
+    job, recipe = Job.load(directory.existing(run_dir))
+    path = find_checkpoint(job.run_dir, checkpoint)
+    step = restored_step(path, recipe)
+    print(f"runner.load: the weights of {described(path, job.run_dir)}", file=sys.stderr)
+    models = dict(step.models)
+    return (next(iter(models.values())) if len(models) == 1 else models), recipe
+
+
+def restored_step(path: Path, recipe: Recipe) -> Step:
+    """Return the step of a recipe, its models in eval mode and with the weights of a checkpoint.
+
+    The random generators are afterwards as they were.
+
+    Args:
+        path: what `find_checkpoint` returned.
+        recipe: the recipe.
+
+    Raises:
+        CheckpointError: if the checkpoint does not fit.
+    """
+    from accel.checkpoint.common import read_model
+    from accel.rng import preserved
+    from runner.build import parts
+
+    with preserved():
+        step = parts.build_step(recipe)
+    for index, (name, model) in enumerate(step.models.items()):
+        try:
+            model.load_state_dict(read_model(path, index))
+        except RuntimeError as error:
+            rule = f"its weights do not fit the model {name!r} of the recipe: {error}"
+            remedy = "Leave the overrides of the model out."
+            raise files.broken(path, rule, remedy) from error
+        model.eval()
+    return step
+
+
+def find_checkpoint(run_dir: Path, which: str | os.PathLike[str] | None = None) -> Path:
+    """Return the checkpoint of a run that "best", "last", a name or a path means; it is whole.
+
+    Args:
+        run_dir: the run directory.
+        which: None: the best, or the last of a run that keeps no best, or whose best is damaged;
+            the latter with a warning.
+
+    Raises:
+        CheckpointError: if there is none, or it is not whole.
+    """
+    folder, owns = directory.checkpoint_folder(run_dir), directory.owner(run_dir)
+    newest = functools.partial(files.newest_complete, folder, owns)
+    if which in (BEST, None):
+        try:
+            best = _best(folder, owns)
+            if best is not None or which == BEST:
+                return _whole(best, run_dir, BEST)
+        except CheckpointError as error:
+            if which == BEST or newest() is None:
+                raise
+            logger.warning("The best state is passed over for the last. %s", error)
+    if which in (LAST, None):
+        return _existing(newest(), run_dir, LAST)
+    path = Path(which or LAST)
+    inside = folder / path
+    if inside.is_dir() and not path.is_absolute() and not owns(inside):
+        return _existing(None, run_dir, os.fspath(path))
+    return _whole(inside if inside.is_dir() else path.absolute(), run_dir, os.fspath(path))
+
+
+def described(path: Path, run_dir: Path) -> str:
+    """Return e.g. "runs/digits/…/checkpoints/checkpoint_3 (step 60, the best)"."""
+    step = files.read_manifest(path).metadata.get("step")
+    words = [] if step is None else [f"step {step}"]
+    if path == _best(path.parent, directory.owner(run_dir), tolerant=True):
+        words.append("the best")
+    return f"{path} ({', '.join(words)})" if words else str(path)
+
+
+def _best(folder: Path, owns: Callable[[Path], bool], tolerant: bool = False) -> Path | None:
+    from runner.training.checkpointing import read_best
+
+    try:
+        best = read_best(folder, owns)
+    except CheckpointError:
+        if tolerant:
+            return None
+        raise
+    return None if best is None else folder / best.checkpoint
+
+
+def _whole(path: Path | None, run_dir: Path, which: str) -> Path:
+    found = _existing(path, run_dir, which)
+    files.verify(found)
+    return found
+
+
+def _existing(path: Path | None, run_dir: Path, which: str) -> Path:
+    if path is None or not path.is_dir():
+        rule = "the run has no such checkpoint"
+        remedy = f"Choose {BEST}, {LAST} or a folder in {directory.checkpoint_folder(run_dir)}."
+        raise CheckpointError(str(Problem(f"checkpoint {which!r} of {run_dir}", rule, remedy)))
+    return path

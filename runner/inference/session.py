@@ -1,0 +1,305 @@
+"""What a run is used for once it is trained: ``runner eval`` and ``runner predict``. Free of torch.
+
+Both take the run's frozen recipe, changed by overrides as a resumed run's is, and compute in this
+process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from accel.errors import ConfigError, Problem
+from runner.compose import composition, diagnose, hydra_setup
+from runner.config.schema import Distributed, Recipe
+from runner.inference.load import described, find_checkpoint, restored_step
+from runner.reporting import startup
+from runner.run_dir import directory
+from runner.run_dir.job import Job
+from runner.run_dir.numerics import Numerics
+
+if TYPE_CHECKING:
+    from accel import Accelerator
+    from runner.data.batches import EvalBatches
+    from runner.training.step import Step
+
+SPLITS = ("train", "validation", "test")
+MEASURED = ("validation", "test")
+# Keys that change nothing of an evaluation or a prediction: what only training reads. An engine is
+# switched off: checkpoints hold whole tensors.
+ONLY_TRAINING = (
+    *("name", "output_dir", "resume", "tags", "optimizer", "scheduler", "checkpoint", "tracker"),
+    *("callbacks", "profile", "fsdp", "deepspeed", "tensor_parallel"),
+    *(f"trainer.{key}" for key in ("epochs", "max_steps", "max_time", "stop_after", "eval_every")),
+    *(f"trainer.{key}" for key in ("log_every", "clip_grad_norm", "clip_grad_value", "drop_last")),
+    *(f"trainer.{key}" for key in ("stop_on_nan", "detect_anomaly", "hang_timeout")),
+    # Not accumulation.num_steps: the micro-batch follows from it, and the batch of an evaluation.
+    *(f"trainer.accumulation.{key}" for key in ("adjust_scheduler", "sync_with_dataloader")),
+    *("trainer.accumulation.sync_each_batch", "trainer.check_gradients"),
+    *("trainer.limit_train_batches", "trainer.overfit_batches"),
+    *("dataloader.use_seedable_sampler", "dataloader.data_seed"),
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one command asks for.
+
+    Attributes:
+        run_dir: the run.
+        overrides: what changes in its recipe.
+        splits: which data sets; empty: those that a run measures, as far as it has them; to
+            predict, the last of these.
+        checkpoint: "best", "last", a name or a path; None: the best, else the last.
+        output: where predictions go.
+    """
+
+    run_dir: Path
+    overrides: tuple[str, ...] = ()
+    splits: tuple[str, ...] = ()
+    checkpoint: str | None = None
+    output: Path | None = None
+
+
+@dataclass(frozen=True)
+class Session:
+    """A restored run, ready to compute.
+
+    Attributes:
+        accelerator: the engine, of one process.
+        step: owns the models.
+        batches: by split.
+        checkpoint: where the weights come from.
+    """
+
+    accelerator: Accelerator
+    step: Step
+    batches: dict[str, EvalBatches]
+    checkpoint: Path
+
+
+def measure(request: Request) -> dict[str, dict[str, float]]:
+    """Return the metrics of each split of a run."""
+    from runner.training import evaluation
+
+    with _session(request) as session:
+        return {
+            split: evaluation.evaluate(
+                session.accelerator, session.step, batches, num_samples=batches.num_samples
+            )
+            for split, batches in session.batches.items()
+        }
+
+
+def write_predictions(request: Request) -> int:
+    """Write predictions as .jsonl, in the order of the data set, and return how many.
+
+    A line is ``{"index": i, …}`` with the entries of the step's prediction for that sample, or
+    ``"prediction"`` where it is a single value. The file appears once it is complete; a pipe is
+    written into.
+    """
+    output = _require_output(request.output)
+    if is_stream(output):
+        with _opened(output, output) as file:
+            return _write_lines(request, file)
+    output = Path(os.path.realpath(output))  # a link stays one
+    partial = output.parent / f".{output.name}.partial"
+    from accel.checkpoint import files, space
+
+    try:
+        with space.told("the predictions", output.parent):
+            with _opened(partial, output) as file:
+                count = _write_lines(request, file)
+            files.replace_file(partial, output)
+    finally:
+        partial.unlink(missing_ok=True)
+    return count
+
+
+def _write_lines(request: Request, file: TextIO) -> int:
+    count = 0
+    with _session(request) as session:
+        for count, record in enumerate(_predictions(session), start=1):
+            line = directory.finite({"index": count - 1, **record})
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+    return count
+
+
+def is_stream(output: Path) -> bool:
+    """Return whether an output is a pipe or a terminal, which is written into as it is."""
+    mode = output.stat().st_mode if output.exists() else 0
+    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
+
+
+def _require_output(output: Path | None) -> Path:
+    if output is None or not output.parent.is_dir():
+        rule = "predictions are written to a file in a folder that exists"
+        raise ConfigError(Problem(f"--output {output}", rule, "Give --output predictions.jsonl."))
+    return output
+
+
+def _opened(partial: Path, output: Path) -> TextIO:
+    """Open the file that predictions are written to, before anything is computed."""
+    try:
+        if output.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if output.exists() and not output.is_file() and not is_stream(output):
+            raise OSError(errno.EINVAL, "it is neither a file nor a pipe")
+        return partial.open("w", encoding="utf-8")
+    except OSError as error:
+        rule = f"it cannot be written ({error.strerror})"
+        remedy = "Give --output a file in a folder that you may write to."
+        raise ConfigError(Problem(f"--output {output}", rule, remedy)) from error
+
+
+def _predictions(session: Session) -> Iterator[dict[str, Any]]:
+    """Yield the prediction of each sample."""
+    import torch
+
+    from runner.training import return_checks
+    from runner.training.evaluation import evaluation_mode
+
+    step, batches = session.step, next(reversed(session.batches.values()), None)
+    if batches is None:
+        value, rule = "predict without --split", "the recipe's data has neither test nor validation"
+        raise ConfigError(Problem(value, rule, "Give --split train."))
+    owner, count, names = _predicting(step), 0, None
+    with evaluation_mode(step), torch.no_grad():
+        for index, batch in enumerate(batches):
+            rows = return_checks.rows(
+                owner, step.predict(batch), batches.size_of(index, batch), names
+            )
+            names = names or list(rows[0])
+            count += len(rows)
+            yield from rows
+    if batches.num_samples not in (None, count):
+        value = f"{type(owner).__name__}.predict returned {count} rows"
+        rule = f"the data set has {batches.num_samples} samples"
+        raise ConfigError(Problem(value, rule, "Give one row per sample of the data set."))
+
+
+def _predicting(step: Step) -> object:
+    """Return whose `predict` a person has written: the step's objective, or the step itself."""
+    from runner.training.step import SupervisedStep
+
+    handed_on = type(step).predict is SupervisedStep.predict
+    return getattr(step, "objective", step) if handed_on else step
+
+
+# -- the run -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _session(request: Request) -> Iterator[Session]:
+    """Have a run's models, data and engine in the context."""
+    run_dir = directory.existing(request.run_dir)
+    startup.announce(run_dir.name)
+    job, recipe = Job.load(run_dir)
+    if request.overrides:
+        recipe = _overridden(request)
+    recipe = _in_one_process(recipe, request.overrides)
+    numerics = Numerics(recipe.distributed.num_threads, recipe.deterministic)
+    with numerics.exported():
+        numerics.apply()
+        with _engine(recipe, job.run_dir) as accelerator:
+            checkpoint = find_checkpoint(job.run_dir, request.checkpoint)
+            step = restored_step(checkpoint, recipe)
+            print(f"weights: {described(checkpoint, job.run_dir)}")
+            step.models = {
+                name: accelerator.prepare_model(model, evaluation_mode=True)
+                for name, model in step.models.items()
+            }
+            batches = _batches(accelerator, recipe, request.splits)
+            yield Session(accelerator, step, batches, checkpoint)
+
+
+def _overridden(request: Request) -> Recipe:
+    _require_effect(request.overrides)
+    for line in diagnose.overridden(request.overrides):
+        print(line, file=sys.stderr)
+    with hydra_setup.session():
+        recipe = composition.require(
+            composition.resumed(request.run_dir, request.overrides, trains=False)
+        )
+    from runner.build import parts
+
+    ConfigError.raise_if(parts.check_factories(recipe))
+    return recipe
+
+
+def _require_effect(overrides: Sequence[str]) -> None:
+    """Refuse overrides of what only training reads.
+
+    Raises:
+        ConfigError: naming every one.
+    """
+    rule = "only training reads it: no metric and no prediction depends on it"
+    ConfigError.raise_if(
+        [
+            Problem(override, rule, "Leave it out.")
+            for override in overrides
+            if any(
+                f"{hydra_setup.key_of(override)}.".startswith(f"{key}.") for key in ONLY_TRAINING
+            )
+        ]
+    )
+
+
+def _in_one_process(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """Return the recipe for this one process, on the kind of device that it was trained on."""
+    distributed = recipe.distributed
+    asked = any(hydra_setup.key_of(o).startswith("distributed") for o in overrides)
+    if asked and distributed.kind != "none":
+        rule = "a trained run is used in one process"
+        remedy = "Leave it out, or choose the device: distributed.device=cpu."
+        raise ConfigError(Problem(f"distributed={distributed.kind}", rule, remedy))
+    device = "cpu" if distributed.kind == "multi_cpu" else distributed.device
+    return replace(
+        recipe,
+        distributed=Distributed(device=device, init=distributed.init),
+        fsdp=None,  # a checkpoint holds whole tensors
+        deepspeed=None,
+        tensor_parallel=None,
+    )
+
+
+@contextlib.contextmanager
+def _engine(recipe: Recipe, run_dir: Path) -> Iterator[Accelerator]:
+    from accel.rng import set_seed
+    from runner.build.accelerator import running
+    from runner.config.batch_plan import plan_batches
+
+    # Nothing is logged, and no state is saved.
+    recipe.tracker = replace(recipe.tracker, log_with=[])
+    with running(recipe, run_dir, plan_batches(recipe.trainer, 1, None)) as accelerator:
+        set_seed(recipe.seed, deterministic=recipe.deterministic)
+        yield accelerator
+
+
+def _batches(
+    accelerator: Accelerator, recipe: Recipe, splits: tuple[str, ...]
+) -> dict[str, EvalBatches]:
+    from runner.build import parts
+    from runner.data.batches import EvalBatches
+
+    data = parts.build_data(recipe)
+    lacking = [split for split in splits if getattr(data, split) is None]
+    ConfigError.raise_if(
+        [
+            Problem(f"--split {split}", "the recipe's data has none", "Choose another.")
+            for split in lacking
+        ]
+    )
+    wanted = splits or tuple(split for split in MEASURED if getattr(data, split) is not None)
+    return {
+        split: EvalBatches(accelerator, getattr(data, split), recipe, data.collate_fn, split)
+        for split in wanted
+    }

@@ -1,0 +1,1 @@
+"""Processes, their rendezvous, signals and failures."""

@@ -1,0 +1,95 @@
+"""No run ends as if it was complete before it is: what the user's code may do to the process.
+
+Free of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from accel.errors import AccelError
+from runner.run_dir.outcomes import FAILED, how
+from runner.training.stopping import StopFlag
+
+_REPLACING = ("execv", "execve")
+
+
+class EndedByOwnCodeError(RuntimeError):
+    """The run's own code asked for the end of the process before the run was complete."""
+
+
+class LoaderWorkerError(AccelError, RuntimeError):
+    """A loader worker died; the message tells how, and no frame of the process it read for."""
+
+
+@contextlib.contextmanager
+def not_silent() -> Iterator[None]:
+    """Raise an `EndedByOwnCodeError` where code in the context would end this process silently.
+
+    That is `os._exit(0)`, with which an untrained run would look complete, and `os.exec*`, also by
+    the module `posix` that `os` takes them from. Child processes are left alone. Code that is
+    imported in the context keeps what it finds there.
+    """
+    owner, exit_now = os.getpid(), os._exit
+
+    def leave(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == owner:
+            if threading.current_thread() is threading.main_thread():
+                raise EndedByOwnCodeError("os._exit(0) was called before the run was complete")
+            print("os._exit(0) was called before the run was complete", file=sys.stderr, flush=True)
+            status = FAILED
+        exit_now(status)
+
+    def replacing(replace: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        def call(*arguments: Any) -> NoReturn:
+            if os.getpid() == owner:
+                raise EndedByOwnCodeError(
+                    f"os.{replace.__name__}({arguments[0]!r}, …) would replace the training process"
+                )
+            replace(*arguments)
+
+        return call
+
+    guards = {"_exit": leave, **{name: replacing(getattr(os, name)) for name in _REPLACING}}
+    places = [os, *(sys.modules[name] for name in ("posix", "nt") if name in sys.modules)]
+    before = [(place, name, getattr(place, name)) for place in places for name in guards]
+    try:
+        for place, name, _ in before:
+            setattr(place, name, guards[name])
+        yield
+    finally:
+        for place, name, function in before:
+            setattr(place, name, function)
+
+
+@contextlib.contextmanager
+def told(stop: StopFlag) -> Iterator[None]:
+    """Say why a process ends where Python or torch would not.
+
+    Raises an `EndedByOwnCodeError` where `not_silent` does, and for a KeyboardInterrupt that no
+    Ctrl-C has raised; a `LoaderWorkerError` where torch only tells that a loader worker has exited.
+
+    Args:
+        stop: knows whether Ctrl-C was pressed.
+    """
+    try:
+        with not_silent():
+            yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        from accel.data.workers import failed
+
+        ended = [f"{pid} {how(status)}" for pid, status in failed().items()]
+        if not ended:
+            raise
+        raise LoaderWorkerError(f"a loader worker died: process {', '.join(ended)}") from error
+    except KeyboardInterrupt as error:
+        if stop.interrupted:
+            raise
+        raise EndedByOwnCodeError("KeyboardInterrupt was raised without a Ctrl-C") from error

@@ -1,0 +1,233 @@
+"""From a frozen job to processes: this one, fresh workers, or those that torchrun has started.
+
+Every process reads the same frozen recipe from the run directory; none of them sees overrides. The
+exit code is 0 (done), 1 (failed), 2 (configuration refused), 75 (stopped by SIGTERM or SIGUSR1 with
+its state saved; ``resume`` goes on) or 130 (Ctrl-C).
+
+Free of torch at import.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.config import processes
+from runner.config.processes import Adopted
+from runner.config.schema import Recipe
+from runner.launch import rank_logs
+from runner.run_dir import abandoned, numerics, outcomes
+from runner.run_dir.outcomes import CLEAN, DONE, FAILED, INTERRUPTED, STOPPED, Outcome
+from runner.run_dir.transaction import run_dir_of
+
+if TYPE_CHECKING:
+    from runner.launch.worker_group import Failure
+    from runner.run_dir.job import Job
+
+TRAIN = "runner.launch.worker:run"
+# The interpreter runs with -P, so that nothing in the working directory is taken for `accel`,
+# `runner` or a module of the standard library; the user's code is found behind everything else.
+BOOTSTRAP = (
+    "import json, sys; order = json.loads(sys.argv[1]); "
+    "sys.path.extend(path for path in order['path'] if path not in sys.path); "
+    "from runner.launch.worker import main; main(order)"
+)
+
+
+def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
+    """Run a job and return the exit code of the command.
+
+    Args:
+        job: the claimed run directory and where it was started from; saved or staged already.
+        recipe: the frozen recipe.
+        fresh: whether a run of one process gets a process of its own, too (a sweep: no state of one
+            job reaches the next). Else it runs in this process, where a debugger can reach it.
+
+    Returns:
+        The exit code, after the cause of a failure has been printed.
+
+    Raises:
+        ConfigError: if the number of processes contradicts the machine or the launcher.
+    """
+    number = processes.count(recipe.distributed)
+    place = processes.adopted()
+    local = place.local_world_size if place else number
+    numerics.settle(job.run_dir, recipe, local, job.place)
+    if place is not None:
+        from runner.launch import rendezvous
+
+        rendezvous.publish(job.place)
+        return run_adopted(job.place, place)
+    if number == 1 and not fresh:
+        return run_here(job.place)
+    return run_group(job.place, number, Path(job.cwd))
+
+
+def follow(place: Adopted) -> int:
+    """Join the run that rank 0 composes, as another rank that a launcher has started.
+
+    Returns:
+        The exit code.
+    """
+    from runner.launch import rendezvous
+
+    folder = rendezvous.receive()
+    if folder is None:
+        return DONE
+    try:
+        rank_logs.leave_terminal_to_rank_zero(run_dir_of(folder), place.rank)
+    except FileNotFoundError:  # rank 0 was refused, has told why and removed it
+        return FAILED
+    return run_adopted(folder, place)
+
+
+def release_followers() -> None:
+    """Tell the other ranks of a launcher, if there are any, that nothing is left to do."""
+    if processes.adopted() is not None:
+        from runner.launch import rendezvous
+
+        rendezvous.publish(None)
+
+
+def run_adopted(folder: Path, place: Adopted) -> int:
+    """Run a job in this process, one of several that a launcher has started."""
+    from runner.launch import worker
+
+    code = run_here(folder, place.rank)
+    if code not in CLEAN:
+        is_new = folder == run_dir_of(folder)  # a resumed run keeps its files, whatever comes
+        if place.rank == 0 and is_new:
+            abandoned.remove(run_dir_of(folder), code)
+        worker.leave(code)
+    return code
+
+
+def run_here(folder: Path, rank: int = 0) -> int:
+    """Run a job in this process.
+
+    Args:
+        folder: the run directory with the frozen job, or an attempt in it.
+        rank: this process among those of a launcher.
+
+    Returns:
+        The exit code, after the cause of a failure has been printed.
+    """
+    from runner.launch import worker
+
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
+    run_dir = run_dir_of(folder)
+    try:
+        return worker.run(folder)
+    except KeyboardInterrupt:
+        if rank == 0:
+            outcomes.tell_interrupted(run_dir)
+        return INTERRUPTED
+    except BaseException as error:  # also SystemExit: the run is not complete
+        outcome = outcomes.of_error(error, rank)
+        outcome.write(run_dir, _new_launch())
+        outcomes.tell(outcome, run_dir)
+        return outcome.code
+
+
+def run_group(folder: Path, num_processes: int, cwd: Path, target: str = TRAIN) -> int:
+    """Run a job in fresh worker processes.
+
+    Args:
+        folder: the run directory with the frozen job, or an attempt in it.
+        num_processes: number of workers.
+        cwd: the user's directory; code there can be imported.
+        target: ``module:function`` that each worker calls with that folder and its stop flag.
+
+    Returns:
+        The exit code, after the cause of a failure has been printed.
+    """
+    from runner.launch import worker_group
+
+    launch_id, run_dir = _new_launch(), run_dir_of(folder)
+    order = {
+        "run_dir": str(run_dir),
+        "job": str(folder),
+        "launch": launch_id,
+        "target": target,
+        "parent": os.getpid(),
+        "path": [str(Path(__file__).resolve().parents[2]), str(cwd)],
+    }
+    command = worker_group.worker_command(BOOTSTRAP, json.dumps(order))
+    try:
+        failed = worker_group.run_group(
+            command, num_processes, lambda rank: _left_word(run_dir, launch_id, rank)
+        )
+    except KeyboardInterrupt:
+        outcomes.tell_interrupted(run_dir)
+        return INTERRUPTED
+    return _conclude(run_dir, launch_id, failed, num_processes)
+
+
+def _left_word(run_dir: Path, launch_id: str, rank: int) -> bool:
+    """Return whether a rank has written down how it ended."""
+    return any(outcome.rank == rank for outcome in outcomes.read_outcomes(run_dir, launch_id))
+
+
+def _conclude(
+    run_dir: Path, launch_id: str, failed: Mapping[int, Failure], num_processes: int
+) -> int:
+    """Return the exit code of a group, and say what went wrong first."""
+    left = outcomes.read_outcomes(run_dir, launch_id)
+    # A process that left no word died in native code or was killed.
+    silent = failed.keys() - {outcome.rank for outcome in left}
+    hang = outcomes.read_hang(run_dir, launch_id)
+    ended = hang is not None and not hang.is_consequence  # by the watchdog, on every rank
+    causes = [_without_word(run_dir, rank, failed[rank], ended) for rank in sorted(silent)]
+    causes += [outcome for outcome in left if outcome.code not in CLEAN]
+    for outcome in left:
+        if outcome.code == DONE:
+            outcome.remove(run_dir, launch_id)
+    if hang is not None and causes:
+        causes.append(hang)
+    if not causes:
+        return STOPPED if any(outcome.code == STOPPED for outcome in left) else DONE
+    cause = outcomes.order(causes)[0]
+    if cause.code == INTERRUPTED:
+        outcomes.tell_interrupted(run_dir)
+    else:
+        outcomes.tell(cause, run_dir, num_processes)
+    return cause.code
+
+
+def _without_word(run_dir: Path, rank: int, failure: Failure, ended: bool) -> Outcome:
+    """Describe the end of a process by its exit status and the last lines of its log.
+
+    Args:
+        run_dir: the run directory.
+        rank: the process.
+        failure: its exit status and when that was seen.
+        ended: whether the watchdog has ended the run.
+    """
+    status = failure.status
+    if status == INTERRUPTED:  # SIGINT was sent to this process alone
+        return Outcome(rank, failure.time, INTERRUPTED, "it was interrupted")
+    how = outcomes.how(status)
+    if status == DONE:
+        how += " before the run was complete"
+    log = rank_logs.log_file(run_dir, rank)
+    printed = rank_logs.tail(log)
+    return Outcome(
+        rank=rank,
+        time=failure.time,
+        code=FAILED,
+        message=f"its process {how}",
+        traceback="\n".join([f"The end of {log}:", *printed]) if printed else "",
+        # Native code of a process group aborts where another rank is gone.
+        is_consequence=status == -signal.SIGABRT or (ended and status == FAILED),
+    )
+
+
+def _new_launch() -> str:
+    return f"launch_{uuid.uuid4().hex[:8]}"

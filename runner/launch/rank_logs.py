@@ -1,0 +1,104 @@
+"""Who writes to the terminal: rank 0. What other ranks print goes to files. Free of torch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from runner.config import user_frames
+from runner.run_dir.outcomes import log_folder
+
+TAIL_BYTES = 64 * 1024
+# Standard error as the launcher has given it, on ranks whose own goes to their log.
+_TERMINAL: list[TextIO] = []
+# Where the report of `faulthandler` begins.
+CRASH = "Fatal Python error"
+CURRENT_THREAD = "Current thread "
+_FRAME = re.compile(r' *File "([^"]+)", line \d+')
+# Begins the first line of each process in a log: a resumed run adds to it.
+BEGIN = "--- rank"
+
+
+def log_file(run_dir: Path, rank: int) -> Path:
+    """Return the file that receives what `rank` prints."""
+    return log_folder(run_dir) / f"rank_{rank}.log"
+
+
+def leave_terminal_to_rank_zero(run_dir: Path, rank: int) -> None:
+    """Send what this process and its children print to its log, unless it is rank 0.
+
+    The file descriptors themselves are moved, so that output of C++ libraries goes along. Text is
+    appended: a resumed run adds to the log.
+    """
+    if rank == 0:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _TERMINAL.append(os.fdopen(os.dup(sys.stderr.fileno()), "w"))
+    file = os.open(log_file(run_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in _standard_streams():
+        os.dup2(file, stream.fileno())
+    os.close(file)
+    for stream in _standard_streams():
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+    print(f"{BEGIN} {rank}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}")
+
+
+def terminal() -> TextIO:
+    """Return where any rank can tell a person what cannot wait."""
+    return _TERMINAL[-1] if _TERMINAL else sys.stderr
+
+
+def close_input() -> None:
+    """Read nothing from the terminal: several processes cannot share what is typed."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+def tail(path: Path, num_lines: int = 20) -> list[str]:
+    """Return the last lines of a process in its log; of a crash in native code, its report."""
+    return crash(path, num_lines) or _text(path).splitlines()[-num_lines:]
+
+
+def crash(path: Path, num_lines: int = 20) -> list[str]:
+    """Return what happened and the stack of the thread that crashed; none: no lines.
+
+    The stack is that of a person's own code, where it has any.
+
+    Args:
+        path: a log.
+        num_lines: most lines of a report without the stack of the thread.
+    """
+    _, found, report = _text(path).rpartition(CRASH)
+    if not found:
+        return []
+    lines = (found + report).splitlines()
+    first = next((i for i, line in enumerate(lines) if line.startswith(CURRENT_THREAD)), None)
+    if first is None:
+        return lines[:num_lines]
+    stack = list(itertools.takewhile(str.strip, lines[first + 1 :]))
+    own = [line for line in stack if (place := _FRAME.match(line)) and user_frames.is_own(place[1])]
+    return [lines[0], lines[first], *(own or stack)[:num_lines]]
+
+
+def _text(path: Path) -> str:
+    """Return the end of what the last process has written to a log."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        text = file.read().decode(errors="replace")
+    return text.rpartition(f"\n{BEGIN}")[2]
+
+
+def _standard_streams() -> Iterator[TextIO]:
+    yield sys.stdout
+    yield sys.stderr

@@ -1,0 +1,317 @@
+"""A watchdog: a rank that hangs is named, with where it is, and the run is ended.
+
+A thread of each process watches the main thread's `Progress`. Where that stands still for
+`trainer.hang_timeout`, the process asks all ranks, through the store that the launcher hosts, what
+they do; each answers with its Python stack, which it also writes to its log. The process that asked
+judges (`runner.launch.hangs`) and shares the verdict. Nothing is exchanged while the run makes
+progress but one look at a key every few seconds, and the main thread only counts.
+
+A main thread that waits in native code has given the interpreter to others, as all of torch does. A
+rank that does not answer keeps it, is stopped or gone; `faulthandler`, which needs no interpreter,
+has then written its stack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.constants import default_pg_timeout
+
+from runner.config import processes, user_frames
+from runner.config.durations import parse_duration
+from runner.launch import hangs, rank_logs, rendezvous
+from runner.launch.hangs import Report, Verdict
+from runner.launch.stacks import Stack
+from runner.run_dir import outcomes
+from runner.run_dir.outcomes import FAILED, Outcome
+from runner.training.progress import Progress
+from runner.training.stopping import StopFlag
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from runner.config.schema import Recipe
+
+MAX_POLL_SECONDS = 5.0
+# Below the process group's own time-out, which would end the run without naming anyone.
+OF_GROUP_TIMEOUT = 0.9
+# Torch's default for NCCL.
+NCCL_TIMEOUT = timedelta(minutes=10)
+STORE_TIMEOUT = timedelta(seconds=20)
+
+
+class Watchdog:
+    """Watches the main thread of this process, and answers other ranks that ask.
+
+    Args:
+        progress: what is watched.
+        limit: seconds without progress until it asks.
+        rank: this process.
+        world_size: number of processes.
+        run_dir: the run directory; stacks go to its logs.
+        store: shared by all ranks, and by no one else.
+        tell: called on the rank that has judged, with each verdict; None: progress was made again.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        limit: float,
+        rank: int,
+        world_size: int,
+        run_dir: Path,
+        store: Store,
+        tell: Callable[[Verdict | None], None],
+    ) -> None:
+        self._progress, self._limit, self._store, self._tell = progress, limit, store, tell
+        self._rank, self._world_size = rank, world_size
+        self._poll = min(MAX_POLL_SECONDS, limit / 10)
+        self._log = rank_logs.log_file(run_dir, rank).open("a")
+        self._seen, self._since = progress.count, time.monotonic()
+        self._round = 0
+        self._quiet_until = 0.0
+        self._told = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._store.set(f"process/{self._rank}", f"{socket.gethostname()} {os.getpid()}")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closing.set()
+        self._thread.join(STORE_TIMEOUT.total_seconds())
+        faulthandler.cancel_dump_traceback_later()
+        if not self._thread.is_alive():
+            self._log.close()
+            with contextlib.suppress(RuntimeError):  # the host of the store may be gone
+                self._store.set(f"left/{self._rank}", "")
+
+    def _watch(self) -> None:
+        while not self._closing.wait(self._poll):
+            try:
+                self._look()
+            except RuntimeError as error:  # torch's errors of the store: its host may be gone
+                if self._closing.is_set():
+                    return
+                self._write(f"The watchdog does not reach the store: {error}")
+                self._dump()
+                return
+
+    def _look(self) -> None:
+        """Note progress, answer who asks, ask where there is no progress."""
+        # Fires if this thread does not get the interpreter for that long.
+        faulthandler.dump_traceback_later(self._limit, file=self._log)
+        now = time.monotonic()
+        if self._progress.count != self._seen:
+            self._seen, self._since, self._quiet_until = self._progress.count, now, 0.0
+            if self._told:
+                self._told = False
+                self._tell(None)
+        if self._store.check([f"{self._round}/asked"]):
+            self._answer()
+            self._wait_for_verdict()
+        elif now - self._since >= self._limit and now >= self._quiet_until:
+            key = f"{self._round}/asked"
+            if self._store.add(key, 1) == 1:
+                self._answer()
+                self._judge()
+            else:
+                self._answer()
+                self._wait_for_verdict()
+
+    # -- answers -------------------------------------------------------------------------------
+
+    def _answer(self) -> None:
+        """Report what this rank does to the store and to its log."""
+        seconds = time.monotonic() - self._since
+        report = Report(
+            self._rank,
+            self._progress.count,
+            self._progress.phase,
+            self._progress.is_slow,
+            seconds,
+            _collectives(),
+            Stack.of_main_thread(),
+            self._progress.ending,
+        )
+        self._store.set(f"{self._round}/{self._rank}", json.dumps(report.plain()))
+        if seconds >= self._limit / 2:
+            self._write(f"No progress for {seconds:.0f} s in {report.phase}. All threads:")
+            self._dump()
+
+    def _write(self, line: str) -> None:
+        self._log.write(f"--- watchdog of rank {self._rank}: {line}\n")
+        self._log.flush()
+
+    def _dump(self) -> None:
+        faulthandler.dump_traceback(file=self._log, all_threads=True)
+
+    def _wait_for_verdict(self) -> None:
+        key = f"{self._round}/verdict"
+        deadline = time.monotonic() + 2 * self._patience
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:  # who asked is gone: ask anew
+                self._round += 1
+                return
+            if self._closing.wait(min(self._poll, 0.2)):
+                return
+        self._obey(json.loads(self._store.get(key)))
+
+    # -- the verdict ---------------------------------------------------------------------------
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that ranks have for their answer."""
+        return 3 * self._poll + 5.0
+
+    def _judge(self) -> None:
+        """Collect the answers, and share what follows from them."""
+        keys = {rank: f"{self._round}/{rank}" for rank in range(self._world_size)}
+        deadline = time.monotonic() + self._patience
+        while not self._store.check(list(keys.values())) and time.monotonic() < deadline:
+            if self._progress.count != self._seen:
+                break
+            if self._closing.wait(min(self._poll, 0.2)):
+                return
+        reports = self._reports(self._round)
+        silent = {rank: self._why_silent(rank) for rank in keys.keys() - reports.keys()}
+        moved = self._progress.count != self._seen
+        verdict = (
+            None
+            if moved
+            else hangs.judge(reports, silent, self._limit, self._reports(self._round - 1))
+        )
+        if verdict is not None:
+            self._write(f"rank {verdict.rank}: {verdict.message}")
+            self._tell(verdict)
+            self._told = True
+        ends = verdict is not None and verdict.ends
+        self._store.set(f"{self._round}/verdict", json.dumps(ends))
+        self._obey(ends)
+
+    def _reports(self, number: int) -> dict[int, Report]:
+        """Return what ranks have reported in a round."""
+        keys = {rank: f"{number}/{rank}" for rank in range(self._world_size)}
+        return {
+            rank: Report.from_plain(json.loads(self._store.get(key)))
+            for rank, key in keys.items()
+            if self._store.check([key])
+        }
+
+    def _why_silent(self, rank: int) -> str:
+        """Return why a rank does not answer, as far as can be seen from here."""
+        if not self._store.check([f"process/{rank}"]):
+            return "it has not started to build the run"
+        if self._store.check([f"left/{rank}"]):
+            return "it has left the run"
+        host, _, pid = self._store.get(f"process/{rank}").decode().partition(" ")
+        who = f"its process {pid} on {host} does not answer"
+        state = _state(int(pid)) if host == socket.gethostname() else "?"
+        if state in "TtZX":
+            return f"{who}: it is {'stopped (SIGSTOP?)' if state in 'Tt' else 'gone'}"
+        return f"{who}: native code keeps the interpreter; its log has the stack"
+
+    def _obey(self, ends: bool) -> None:
+        if ends:
+            self._write("the run is ended")
+            os._exit(FAILED)
+        self._round += 1
+        self._quiet_until = time.monotonic() + self._limit
+
+
+def _collectives() -> int | None:
+    """Return how many collectives the default process group has started, where it tells."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    count = getattr(dist.group.WORLD, "_get_sequence_number_for_group", None)
+    if count is None:
+        return None
+    with contextlib.suppress(RuntimeError):  # a backend that does not count
+        return int(count())
+    return None
+
+
+def _state(pid: int) -> str:
+    """Return the state of a process as the system lists it: "T" stopped, "Z" ended, …."""
+    try:
+        listed = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return "X" if Path("/proc/self/stat").exists() else "?"
+    return listed.rpartition(")")[2].split()[0]
+
+
+def limit_of(recipe: Recipe) -> float | None:
+    """Return the seconds without progress after which ranks are asked; None: never."""
+    limit = parse_duration(recipe.trainer.hang_timeout, "trainer.hang_timeout")
+    if limit is None:
+        return None
+    group = recipe.distributed.init.timeout
+    if group is None:
+        on_cpu = processes.device(recipe.distributed) == "cpu" or not processes.num_accelerators()
+        group = default_pg_timeout if on_cpu else NCCL_TIMEOUT
+    return min(limit, OF_GROUP_TIMEOUT * group.total_seconds())
+
+
+@contextlib.contextmanager
+def watching(
+    recipe: Recipe, run_dir: Path, stop: StopFlag, rank: int, world_size: int
+) -> Iterator[None]:
+    """Watch this process in the context, if it is one of several and the recipe asks for it.
+
+    Args:
+        recipe: the recipe.
+        run_dir: the run directory.
+        stop: has the progress of the main thread, and the id of the launch.
+        rank: this process.
+        world_size: number of processes.
+    """
+    limit = limit_of(recipe) if world_size > 1 else None
+    if limit is None:
+        yield
+        return
+    store = rendezvous.connect("watchdog", STORE_TIMEOUT)
+    tell = partial(_tell, run_dir, stop.launch)
+    dog = Watchdog(stop.progress, limit, rank, world_size, run_dir, store, tell)
+    dog.start()
+    try:
+        yield
+    finally:
+        dog.close()
+
+
+def _tell(run_dir: Path, launch: str, verdict: Verdict | None) -> None:
+    """Tell the parent, and a person, which rank hangs; None: the run makes progress again."""
+    if verdict is None:
+        line, found = "The run makes progress again.", None
+    else:
+        line = f"rank {verdict.rank} hangs: {verdict.message}"
+        # A hang that is only suspected explains errors of communication, and nothing else.
+        when = time.time() if verdict.ends else 0.0
+        found = Outcome(
+            verdict.rank,
+            when,
+            FAILED,
+            f"it hangs: {verdict.message}",
+            user_frames.shortened(verdict.stack),
+            is_consequence=not verdict.ends,
+        )
+    if launch:
+        outcomes.note_hang(run_dir, launch, found)
+    if not launch or verdict is None or not verdict.ends:  # else the parent tells it
+        print(line, file=rank_logs.terminal(), flush=True)

@@ -1,0 +1,178 @@
+"""One process of a run: reads the frozen job, trains, and leaves word of how it ended.
+
+Free of torch at import: the number of threads is set before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel import env
+from accel.env import Environment
+from runner.config.error_keys import of_the_recipe
+from runner.config.schema import Recipe
+from runner.launch import endings, parent_watch, rank_logs
+from runner.run_dir import lock, outcomes, transaction
+from runner.run_dir.job import Job
+from runner.run_dir.numerics import read as read_numerics
+from runner.run_dir.outcomes import DONE, INTERRUPTED, STOPPED, Outcome
+from runner.run_dir.transaction import run_dir_of
+from runner.training.stopping import STOP_SIGNALS, TORCHS_SIGNALS, StopFlag, release
+
+if TYPE_CHECKING:
+    from accel import Accelerator
+
+
+def main(order: Mapping[str, Any]) -> None:
+    """Be one of several workers, and exit.
+
+    Args:
+        order: run_dir, job (the folder with the frozen job), launch (id), target
+            ("module:function"), parent (process id).
+    """
+    parent_watch.die_with(order["parent"])
+    env.set_values({TORCHS_SIGNALS: None})
+    run_dir, rank = Path(order["run_dir"]), Environment.read().rank or 0
+    rank_logs.close_input()
+    rank_logs.leave_terminal_to_rank_zero(run_dir, rank)
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stop = StopFlag(order["launch"])
+    try:
+        with stop.installed():
+            code = _attempt(order, run_dir, rank, stop)
+            if code != DONE:
+                leave(code)  # with Ctrl-C as it is: what ends the others may come any time
+    except KeyboardInterrupt:  # the parent says: end now
+        code = INTERRUPTED
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # there is nothing left to stop
+    leave(code)
+
+
+def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag) -> int:
+    """Run the target and return the exit status of this process."""
+    release((*STOP_SIGNALS, signal.SIGINT))
+    try:
+        with endings.told(stop):
+            code = resolve(order["target"])(Path(order["job"]), stop)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also SystemExit: the run is not complete
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends anyway
+        # Written before anything is torn down: other ranks fail as soon as this one is gone.
+        outcome = outcomes.of_error(error, rank)
+        if isinstance(error, endings.LoaderWorkerError) and rank > 0:  # else it is on the terminal
+            crash = rank_logs.crash(rank_logs.log_file(run_dir, rank))
+            outcome = replace(outcome, traceback="\n".join(crash))
+        try:
+            outcome.write(run_dir, order["launch"])
+        finally:
+            if rank > 0:
+                print(outcome.traceback or outcome.message, file=sys.stderr)
+        return outcome.code
+    # Without it the parent takes an exit with 0 for the end of a rank that was not complete.
+    Outcome(rank, time.time(), code, stop.reason).write(run_dir, order["launch"])
+    # The agent takes any other status for a failure and would end the other ranks.
+    return DONE if code == STOPPED else code
+
+
+def leave(code: int) -> None:
+    """End this process.
+
+    After a failure nothing is destroyed on the way out: process groups whose peers are gone would
+    wait for them, or abort and cover the cause.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the code of the run may have closed it
+            stream.flush()
+    if code == DONE:
+        sys.exit(DONE)
+    os._exit(code)
+
+
+def resolve(target: str) -> Callable[[Path, StopFlag], int]:
+    """Return the function that ``module:function`` names."""
+    module, _, name = target.partition(":")
+    function: Callable[[Path, StopFlag], int] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def run(folder: Path, stop: StopFlag | None = None) -> int:
+    """Train a frozen job, as one of its processes.
+
+    Args:
+        folder: the run directory with the job, or an attempt in it.
+        stop: where requests to stop arrive; None: listen to the stop signals here.
+
+    Returns:
+        0 where the run is complete or has reached a limit of its own, 75 where a signal stopped it.
+    """
+    numerics = read_numerics(folder)
+    with lock.shared(run_dir_of(folder)), numerics.exported():  # before a numeric library is loaded
+        job, recipe = Job.load(folder)
+        numerics.apply()
+        if stop is not None:
+            return _train(job, recipe, stop)
+        with StopFlag().installed() as own, endings.told(own):
+            return _train(job, recipe, own)
+
+
+def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
+    from accel.checkpoint import space
+    from accel.rng import set_seed
+    from runner.build import meta_init
+    from runner.build.accelerator import running
+    from runner.build.parts import build_parts
+    from runner.config import processes
+    from runner.config.batch_plan import plan_batches
+    from runner.launch import watchdog
+    from runner.training.loop import Loop
+
+    here = Environment.read()
+    num_replicas = processes.replicas(recipe, here.world_size)
+    plan = plan_batches(recipe.trainer, num_replicas, None)
+    with (
+        space.told("the run", job.run_dir),
+        of_the_recipe(),
+        watchdog.watching(recipe, job.run_dir, stop, here.rank or 0, here.world_size),
+        running(recipe, job.run_dir, plan) as accelerator,
+    ):
+        # The same on all ranks: each builds the same weights.
+        set_seed(recipe.seed, deterministic=recipe.deterministic)
+        once = meta_init.drawn_once(recipe, accelerator)
+        strategy = accelerator.strategy
+        context = meta_init.on_first_process(accelerator) if once else strategy.init_context()
+        parts = build_parts(recipe, context)
+        loop = Loop(
+            recipe,
+            job.run_dir,
+            accelerator,
+            parts.step,
+            parts.data,
+            parts.callbacks,
+            resume_from=job.resume_from,
+            stop_flag=stop,
+            on_begin=lambda: _commit(job, accelerator),
+        )
+        summary = loop.run()
+    return STOPPED if summary["stopped"] == "signal" else DONE
+
+
+def _commit(job: Job, accelerator: Accelerator) -> None:
+    """Make the job that the first step was made with the run's own; all ranks call it."""
+    if job.folder is None:
+        return
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        transaction.commit(job.folder)

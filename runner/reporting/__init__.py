@@ -1,0 +1,1 @@
+"""The console, metrics.jsonl and the trackers."""

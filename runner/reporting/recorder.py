@@ -1,0 +1,122 @@
+"""Where values go: metrics.jsonl and the trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from runner.run_dir.directory import MetricsFile
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel import Accelerator
+    from runner.config.schema import Recipe
+
+# Logged under their own names; everything else under ``<split>/<name>``.
+COMMON = ("lr", "samples_per_second", "skipped_steps")
+
+
+class Position(Protocol):
+    """Where a run stands, as its values are logged with."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made."""
+
+    @property
+    def samples(self) -> int:
+        """Samples trained on, over all processes and epochs."""
+
+    @property
+    def epoch_number(self) -> int:
+        """The epoch that the last step belongs to, counted from 1; 0 before the first step."""
+
+
+class Recorder:
+    """Writes the values of one run; files on rank 0, trackers where the engine says.
+
+    Args:
+        accelerator: the run's engine.
+        recipe: the run.
+        run_dir: its directory.
+        state: where the run stands.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, recipe: Recipe, run_dir: Path, state: Position
+    ) -> None:
+        self._accelerator = accelerator
+        self._recipe = recipe
+        self._run_dir = run_dir
+        self._state = state
+        self._file: MetricsFile | None = None
+        self._early: list[dict[str, Any]] | None = []
+        self._resumed_at: int | None = None
+
+    def open(self, resumed: bool) -> None:
+        """Open the trackers.
+
+        Args:
+            resumed: whether the run goes on from `state`: what was written after it goes.
+        """
+        recipe = self._recipe
+        self._resumed_at = self._state.step if resumed else None
+        project = recipe.tracker.project_name or recipe.name
+        arguments = self._tracker_arguments(resumed)
+        self._accelerator.init_trackers(project, asdict(recipe), arguments)
+
+    def begin(self) -> None:
+        """Open the file, once the first step is made: until then it stays as it was."""
+        early, self._early = self._early or [], None
+        if self._accelerator.is_main_process:
+            self._file = MetricsFile(self._run_dir, self._resumed_at)
+            for record in early:
+                self._file.write(record)
+
+    def write(self, split: str, values: Mapping[str, float], seconds: float) -> None:
+        """Write the values of a log point or of an evaluation.
+
+        Args:
+            split: train, validation or test.
+            values: by name.
+            seconds: time spent on the run so far.
+        """
+        state = self._state
+        where = {"step": state.step, "epoch": state.epoch_number, "samples": state.samples}
+        record = {**where, "split": split, **values, "time": round(seconds, 3)}
+        if self._early is not None:
+            self._early.append(record)
+        elif self._file is not None:
+            self._file.write(record)
+        named = {
+            name if name.startswith(COMMON) else f"{split}/{name}": value
+            for name, value in values.items()
+        }
+        self._accelerator.log(named, step=state.step)
+
+    def close(self) -> None:
+        """Close the file. Trackers are closed by the engine, with the run's processes."""
+        if self._file is not None:
+            self._file.close()
+
+    def _tracker_arguments(self, resumed: bool) -> dict[str, dict[str, Any]]:
+        """Return the trackers' arguments; TensorBoard hides what a resumed run will write anew."""
+        given = self._recipe.tracker.init_kwargs
+        arguments = {name: dict(values) for name, values in given.items()}
+        names = [choice.name for choice in self._accelerator.log_with]
+        if resumed and "tensorboard" in names:
+            arguments.setdefault("tensorboard", {}).setdefault("purge_step", self._state.step + 1)
+        return arguments
+
+
+def learning_rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, float]:
+    """Return `lr`, the first rate of the first optimizer; of several optimizers `lr_<name>` too."""
+    groups = {name: optimizer.param_groups[0] for name, optimizer in optimizers.items()}
+    rates = {name: float(group["lr"]) for name, group in groups.items() if "lr" in group}
+    if not rates:
+        return {}
+    named = {f"lr_{name}": rate for name, rate in rates.items()} if len(rates) > 1 else {}
+    return {"lr": next(iter(rates.values())), **named}

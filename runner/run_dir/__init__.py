@@ -1,0 +1,1 @@
+"""Files of a run directory, written and read."""

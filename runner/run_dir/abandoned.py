@@ -1,0 +1,50 @@
+"""Run directories in which nothing was started, and which nobody has a use for. Free of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+from pathlib import Path
+
+from accel.checkpoint import files
+from runner.run_dir import directory
+from runner.run_dir.outcomes import FAILED, REFUSED
+
+# What a run writes before its first step is made. The last is written at that step.
+BEFORE_TRAINING = {
+    *("config.yaml", "overrides.yaml", "job.json", "threads.json", "environment.json", "git.diff"),
+    *(".lock", "logs", "tensorboard", files.FOLDER),
+}
+METRICS = "metrics.jsonl"
+
+
+def worth_keeping(run_dir: Path, code: int) -> bool:
+    """Return whether a run that ended with `code` leaves anything to use or to look at.
+
+    A refused one does if it has a checkpoint; one that failed if it has made a step, or if its
+    processes have written logs. What is not the runner's own is always kept.
+    """
+    if code not in (REFUSED, FAILED):
+        return True
+    known = BEFORE_TRAINING | ({METRICS} if code == REFUSED else set())
+    found = [path for path in run_dir.iterdir() if not path.name.startswith(".attempt-")]
+    checkpoints = directory.own_checkpoints(run_dir)
+    logs = any((run_dir / "logs").glob("rank_*.log")) and code == FAILED
+    return bool(checkpoints) or logs or any(path.name not in known for path in found)
+
+
+def remove(run_dir: Path, code: int) -> None:
+    """Remove the directory of a new run that ended with `code`, unless it is worth keeping.
+
+    Folders that held nothing else go along. It is out of sight at once: another rank that is about
+    to write a word of its end there finds no directory, and makes none.
+    """
+    if not run_dir.is_dir() or worth_keeping(run_dir, code):
+        return
+    hidden = run_dir.with_name(f".{run_dir.name}.removed-{secrets.token_hex(4)}")
+    run_dir.rename(hidden)
+    shutil.rmtree(hidden)
+    with contextlib.suppress(OSError):  # other runs lie there
+        run_dir.parent.rmdir()
+        run_dir.parent.parent.rmdir()

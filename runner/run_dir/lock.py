@@ -1,0 +1,309 @@
+"""One command at a time trains in a run directory. Free of torch.
+
+A command locks ``<run_dir>/.lock`` before it changes anything and holds it to its end: the parent
+of the workers, or rank 0 of those that torchrun has started. Whoever comes second is refused and
+told the holder's process, host and command. Reading a run (`eval`, `predict`, `runner.load`) needs
+no lock.
+
+What is promised: these are open file description locks where there are some (Linux), else POSIX
+record locks. The kernel drops them when the holder ends, however it ends (SIGKILL, out of memory, a
+crash), and children that it has forked close the file: a lock never outlives its holder, and is
+never to be removed by hand. Where there are record locks alone, the holder loses them if its own
+code opens and closes the file, as a copy of the run directory does. Workers lock a second byte of
+the file (shared): where only the parent was killed, the next command waits until they are gone.
+Over NFS and other network file systems the locks hold between nodes as far as the mount offers
+them (NFSv4, NFSv3 with lockd, Lustre with ``flock``, GPFS, CephFS); a node that loses power keeps
+its lock until the server's lease ends, about a minute and a half for NFSv4. Where a mount keeps
+locks local (``nolock``, ``local_lock=all``, Lustre's ``localflock``), two commands on one node
+exclude each other and two on different nodes do not. Where it offers none, that is said once, and
+the run starts unprotected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import logging
+import os
+import platform
+import shlex
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from accel.errors import ConfigError, Problem
+from runner.config import paths
+
+logger = logging.getLogger(__name__)
+
+FILE = ".lock"
+COMMAND, WORKERS = 0, 1  # bytes of the file
+TAKEN = (errno.EAGAIN, errno.EACCES)
+NOT_OFFERED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+# How long a lock may be taken by somebody who only looks whether it is.
+LOOK_SECONDS = 0.2
+# How long the workers of a parent that was killed may take to end.
+WORKER_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who trains in a run directory.
+
+    Attributes:
+        pid: process id on its host; 0: it left no word.
+        host: name of its host.
+        command: its command line.
+        since: when it began.
+    """
+
+    pid: int = 0
+    host: str = "?"
+    command: str = "?"
+    since: str = "?"
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}: {self.command}"
+
+
+# Files that this process has locked, and as whom; the process id tells a forked child apart. Record
+# locks do not exclude threads of one process, and closing any file descriptor of the file drops
+# them: so this module opens a locked file once.
+_HELD: dict[str, tuple[int, Holder]] = {}
+# Their file descriptors. A forked child closes its own copies, which would keep the locks.
+_OPEN: set[int] = set()
+# `struct flock` of Linux where off_t is a long: type, whence, start, length, process id (0).
+_FLOCK = "hhlli0l"
+_GUARD = threading.Lock()
+
+
+@contextlib.contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Hold the lock of a run directory in the context.
+
+    Raises:
+        ConfigError: if another command holds it, or the directory cannot be written.
+    """
+    path = os.path.realpath(run_dir / FILE)
+    me = _me()
+    with _GUARD:
+        if (other := _own(path)) is not None:
+            raise _refusal(run_dir, other)
+        _HELD[path] = os.getpid(), me
+    try:
+        descriptor = _open(path, run_dir)
+        try:
+            _take(descriptor, run_dir)
+            _sign(descriptor, me, run_dir)
+            yield
+        finally:
+            _close(descriptor)
+    finally:
+        with _GUARD:
+            _HELD.pop(path, None)
+
+
+def holder(run_dir: Path) -> Holder | None:
+    """Return who holds the lock of a run directory; None: nobody. Nothing is written."""
+    path = os.path.realpath(run_dir / FILE)
+    with _GUARD:
+        if (own := _own(path)) is not None:
+            return own
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # never locked, or not ours to write: not ours to train in, either
+            return None
+        try:
+            return None if _tried(descriptor, COMMAND, False, 0.0) else _read(descriptor)
+        except OSError as error:
+            logger.debug("%s: %s", path, error)  # locks are not offered: nobody holds one
+            return None
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def shared(run_dir: Path) -> Iterator[None]:
+    """Keep other commands out in the context: for each worker of the command that holds the lock.
+
+    The process that holds the lock itself needs no more.
+    """
+    path = os.path.realpath(run_dir / FILE)
+    descriptor = None
+    with _GUARD:
+        if _own(path) is None:
+            descriptor = _shared(path)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with _GUARD:
+                _HELD.pop(path, None)
+                _close(descriptor)
+
+
+def _shared(path: str) -> int | None:
+    """Return the file descriptor that holds a worker's lock; None where there is none to have."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        logger.warning("%s could not be locked by a worker: %s", path, error)
+        return None
+    try:
+        if _tried(descriptor, WORKERS, False, WORKER_SECONDS):
+            _HELD[path] = os.getpid(), _me()
+            _keep(descriptor)
+            return descriptor
+    except OSError as error:
+        logger.debug("%s: %s", path, error)  # locks are not offered: who holds it has said so
+    os.close(descriptor)
+    return None
+
+
+def _open(path: str, run_dir: Path) -> int:
+    try:
+        return _keep(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+    except OSError as error:
+        remedy = "Make it writable, or start a new run elsewhere."
+        raise _unwritable(run_dir, error, remedy) from error
+
+
+def _keep(descriptor: int) -> int:
+    """Note a file descriptor that is to be closed in forked children."""
+    _at_fork()
+    _OPEN.add(descriptor)
+    return descriptor
+
+
+def _close(descriptor: int) -> None:
+    """Close a file descriptor, unless a fork has done so."""
+    if descriptor in _OPEN:
+        _OPEN.remove(descriptor)
+        os.close(descriptor)
+
+
+@functools.cache
+def _at_fork() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    for descriptor in tuple(_OPEN):
+        _close(descriptor)
+
+
+def _sign(descriptor: int, me: Holder, run_dir: Path) -> None:
+    """Write into a locked file who holds it."""
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{json.dumps(asdict(me))}\n".encode(errors="replace"), 0)
+    except OSError as error:  # a full disk
+        raise _unwritable(run_dir, error, "Make room there, or write elsewhere.") from error
+
+
+def _unwritable(run_dir: Path, error: OSError, remedy: str) -> ConfigError:
+    rule = f"a run is written in its directory, and that failed ({paths.failure(error)})"
+    return ConfigError(Problem(str(run_dir), rule, remedy))
+
+
+def _own(path: str) -> Holder | None:
+    """Return as whom this process has locked a file."""
+    pid, me = _HELD.get(path, (0, None))
+    return me if pid == os.getpid() else None
+
+
+def _take(descriptor: int, run_dir: Path) -> None:
+    try:
+        if not _tried(descriptor, COMMAND, True, LOOK_SECONDS):
+            raise _refusal(run_dir, _read(descriptor))
+        if not _tried(descriptor, WORKERS, True, WORKER_SECONDS):
+            rule = f"workers of an earlier command have not ended ({_read(descriptor)})"
+            raise ConfigError(Problem(str(run_dir), rule, "Wait for them, or end them."))
+        _lock(descriptor, "F_UNLCK", WORKERS)  # for its own workers
+    except OSError as error:
+        if error.errno not in NOT_OFFERED:
+            raise
+        logger.warning(
+            "%s: its file system offers no locks (%s). Nothing keeps a second command from "
+            "training in it at the same time.",
+            run_dir,
+            error,
+        )
+
+
+def _tried(descriptor: int, byte: int, exclusive: bool, seconds: float) -> bool:
+    """Return whether a lock could be taken within some seconds.
+
+    Raises:
+        OSError: where the file system or the system offers no locks.
+    """
+    deadline, kind = time.monotonic() + seconds, "F_WRLCK" if exclusive else "F_RDLCK"
+    while True:
+        try:
+            _lock(descriptor, kind, byte)
+            return True
+        except OSError as error:
+            if error.errno not in TAKEN:
+                raise
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+
+
+def _lock(descriptor: int, kind: str, byte: int) -> None:
+    """Set or drop the lock of a byte, without waiting: F_WRLCK, F_RDLCK or F_UNLCK.
+
+    Raises:
+        OSError: if another has it, or there are no locks.
+    """
+    records = _records()
+    if sys.platform == "linux" and struct.calcsize("l") == 8:
+        order = struct.pack(_FLOCK, getattr(records, kind), os.SEEK_SET, byte, 1, 0)
+        try:
+            records.fcntl(descriptor, records.F_OFD_SETLK, order)
+            return
+        except OSError as error:
+            if error.errno not in NOT_OFFERED:
+                raise
+    names = {"F_WRLCK": "LOCK_EX", "F_RDLCK": "LOCK_SH", "F_UNLCK": "LOCK_UN"}
+    records.lockf(descriptor, getattr(records, names[kind]) | records.LOCK_NB, 1, byte)
+
+
+def _records() -> Any:
+    """Return the module of record locks.
+
+    Raises:
+        OSError: on a system without them.
+    """
+    try:
+        import fcntl
+    except ImportError as error:  # Windows
+        raise OSError(errno.ENOSYS, "no record locks") from error
+    return fcntl
+
+
+def _me() -> Holder:
+    command = shlex.join(sys.orig_argv)  # Hydra is given another line
+    return Holder(os.getpid(), platform.node(), command, f"{datetime.now():%Y-%m-%d %H:%M:%S}")
+
+
+def _read(descriptor: int) -> Holder:
+    """Return what the holder has left; it may be about to write it."""
+    try:
+        return Holder(**json.loads(os.pread(descriptor, 1 << 16, 0)))
+    except (ValueError, TypeError):
+        return Holder()
+
+
+def _refusal(run_dir: Path, other: Holder) -> ConfigError:
+    rule = f"another command trains in it ({other})"
+    return ConfigError(Problem(str(run_dir), rule, "Wait for its end, or stop it first."))

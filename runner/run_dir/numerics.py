@@ -1,0 +1,147 @@
+"""Threads of one process, and what makes its results bit-equal. Free of torch at import.
+
+Sums of floating-point numbers depend on how they are split over threads. The number is therefore
+chosen once per run and written down; a run with ``deterministic=true`` keeps it when it is resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from accel import env
+from accel.checkpoint import files
+from runner.config.schema import Recipe
+from runner.run_dir import transaction
+
+logger = logging.getLogger(__name__)
+
+FILE = "threads.json"
+# cuBLAS gives the same bits only with a workspace of fixed size.
+# Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+CUBLAS_WORKSPACE = ":4096:8"
+# Idle threads of OpenMP spin by default. Beside any other program on the same cores that costs a
+# Source: https://gcc.gnu.org/onlinedocs/libgomp/ (OMP_WAIT_POLICY)
+# Source: https://gcc.gnu.org/onlinedocs/libgomp/OMP_005fWAIT_005fPOLICY.html
+WAIT_POLICY = "OMP_WAIT_POLICY"
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How a process computes.
+
+    Attributes:
+        num_threads: intra-op threads; None: torch's own choice.
+        deterministic: whether results are bit-equal from run to run.
+    """
+
+    num_threads: int | None = None
+    deterministic: bool = False
+
+    def exported(self) -> AbstractContextManager[None]:
+        """Set what numeric libraries read from the environment while they are loaded."""
+        variables: dict[str, object] = {}
+        if self.num_threads is not None:
+            variables["OMP_NUM_THREADS"] = self.num_threads
+        if self.deterministic:
+            variables["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
+        return env.patched(**variables)
+
+    def apply(self) -> None:
+        """Set the same in torch, which may have been loaded before."""
+        import torch
+
+        if self.num_threads is not None:
+            torch.set_num_threads(self.num_threads)
+        if self.deterministic:
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.deterministic = True
+            torch.backends.cudnn.benchmark = False
+
+
+def sleeping_when_idle() -> AbstractContextManager[None]:
+    """Let idle threads sleep, unless the person has chosen; for libraries that are loaded later."""
+    return env.patched(**{WAIT_POLICY: env.read(WAIT_POLICY) or "PASSIVE"})
+
+
+def cores() -> int:
+    """Return the number of processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def choose(recipe: Recipe, local_processes: int) -> int | None:
+    """Return the intra-op threads of each process; None: torch's own choice.
+
+    What the recipe says comes first, then OMP_NUM_THREADS, then an even share of the cores.
+    """
+    if recipe.distributed.num_threads is not None:
+        return recipe.distributed.num_threads
+    given = env.integer("OMP_NUM_THREADS")
+    if given is not None:
+        return given
+    if local_processes > 1 or recipe.deterministic:
+        return max(1, cores() // local_processes)
+    return None
+
+
+def settle(run_dir: Path, recipe: Recipe, local_processes: int, folder: Path | None = None) -> None:
+    """Choose the number of threads and write it down for all processes of the run.
+
+    A deterministic run that is resumed keeps the number it started with, on whatever machine.
+
+    Args:
+        run_dir: the run directory.
+        recipe: the recipe.
+        local_processes: processes of the run on this machine.
+        folder: where it is written; None: in the run directory.
+    """
+    kept = read(run_dir).num_threads
+    if not recipe.deterministic or kept is None or recipe.distributed.num_threads is not None:
+        kept = choose(recipe, local_processes)
+    content = asdict(Numerics(kept, recipe.deterministic))
+    files.write_atomically((folder or run_dir) / FILE, f"{json.dumps(content)}\n".encode())
+
+
+def read(run_dir: Path) -> Numerics:
+    """Return what the run has settled on.
+
+    A file that is damaged counts as none, with a warning: the number is chosen anew.
+
+    Args:
+        run_dir: the run directory, or an attempt in it.
+    """
+    found = transaction.read(run_dir, FILE)
+    if found is None:
+        return Numerics()
+    try:
+        return _checked(json.loads(found))
+    except (ValueError, TypeError) as error:
+        logger.warning(
+            "%s is damaged (%s): threads are chosen anew, and sums may differ in their last bits.",
+            run_dir / FILE,
+            error,
+        )
+        return Numerics()
+
+
+def _checked(content: Any) -> Numerics:
+    """Return what the file says.
+
+    Raises:
+        TypeError: if something is missing, unknown or of another type.
+    """
+    if not isinstance(content, dict):
+        raise TypeError("it is no mapping")
+    found = Numerics(**content)
+    number = found.num_threads
+    whole = isinstance(number, int) and not isinstance(number, bool) and number >= 1
+    if not (number is None or whole) or not isinstance(found.deterministic, bool):
+        raise TypeError(f"num_threads={number!r}, deterministic={found.deterministic!r}")
+    return found

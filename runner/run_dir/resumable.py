@@ -1,0 +1,197 @@
+"""Which run `resume` means, and whether anything is left to do in it. Free of torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel.checkpoint import files
+from accel.errors import ConfigError, Problem
+from runner.config import carry_over, serialization
+from runner.config.schema import Recipe
+from runner.run_dir import directory, lock, transaction
+from runner.run_dir.job import Job
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+# How many of the runs that `resume=auto` passes over are named, and differences of each.
+MOST_NAMED, MOST_KEYS = 5, 3
+
+
+def newest(wanted: Recipe) -> Path | None:
+    """Return the newest run that `resume=auto` resumes; None: it starts a new one.
+
+    It is the newest run of that name whose recipe is the same but for `resume.SAME_RUN` and which
+    has a complete checkpoint, or is finished. The runs passed over are named, with the reason.
+
+    Args:
+        wanted: the recipe that the command line asks for.
+
+    Raises:
+        ConfigError: if another command trains in that run, or the recipe of a run that has
+            checkpoints is lost, so that it cannot be told which it is.
+    """
+    passed: list[str] = []
+    found = None
+    for run_dir in reversed(directory.claimed(wanted.output_dir, wanted.name)):
+        reason = _unfit(run_dir, wanted)
+        if reason is None:
+            found = run_dir
+            break
+        passed.append(f"{run_dir}: {reason}")
+    for line in passed[:MOST_NAMED]:
+        logger.warning("resume=auto passes over %s.", line)
+    if len(passed) > MOST_NAMED:
+        logger.warning("resume=auto passes over %d older runs, too.", len(passed) - MOST_NAMED)
+    if passed and found is None:
+        logger.warning("resume=auto finds no run to resume: it starts a new one.")
+    return found
+
+
+def _unfit(run_dir: Path, wanted: Recipe) -> str | None:
+    """Return why `resume=auto` does not resume a run; None if it does."""
+    if not directory.is_run(run_dir) and not _has_checkpoints(run_dir, wanted):
+        return "it was cut off before its recipe was written"
+    try:
+        different = _differences(run_dir, wanted, carry_over.SAME_RUN)
+    except ConfigError as error:
+        if not _has_checkpoints(run_dir, wanted):
+            return str(error)
+        rule = f"a run with checkpoints has lost its recipe ({error})"
+        remedy = "Restore the file, move the directory away, or start without resume."
+        raise ConfigError(Problem("resume=auto", rule, remedy)) from error
+    if different:
+        more = f" and {len(different) - MOST_KEYS} more" if len(different) > MOST_KEYS else ""
+        keys = [f"{key} is {there} there, {here} here" for key, there, here in different]
+        return f"its recipe is another ({'; '.join(keys[:MOST_KEYS])}{more})"
+    other = lock.holder(run_dir)
+    if other is not None:
+        rule = f"another command trains in {run_dir} ({other})"
+        raise ConfigError(Problem("resume=auto", rule, "Wait for its end, or stop it first."))
+    if is_finished(run_dir, wanted) is None and directory.newest_checkpoint(run_dir) is None:
+        return "it has no complete checkpoint"
+    return None
+
+
+def _has_checkpoints(run_dir: Path, wanted: Recipe) -> bool:
+    """Return whether a run has checkpoints, in its directory or where `wanted` has them."""
+    elsewhere = wanted.checkpoint.project.project_dir
+    places = [run_dir] if elsewhere is None else [run_dir, Path(elsewhere)]
+    found = [path for place in places for path in files.checkpoints(place / files.FOLDER)]
+    return any((path / files.MANIFEST).exists() for path in filter(directory.owner(run_dir), found))
+
+
+def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
+    """Return why nothing is left to do in a run; None if something is.
+
+    Args:
+        run_dir: the run.
+        wanted: the recipe that it would be resumed with.
+    """
+    summary = _summary(run_dir)
+    if summary.get("complete") is not True:
+        return None  # what is to be done after the last step has not been done, either
+    trainer, step, epoch = wanted.trainer, summary.get("step"), summary.get("epoch")
+    at = f"step {step}"
+    for limit, wanted_by, reached in (
+        (f"trainer.max_steps={trainer.max_steps} reached", trainer.max_steps, step),
+        (f"trainer.epochs={trainer.epochs} completed", trainer.epochs, epoch),
+    ):
+        if wanted_by is not None and isinstance(reached, int) and reached >= wanted_by:
+            past = f" and passed: the run is at {at}, epoch {epoch}"
+            return f"{limit} at {at}" if reached == wanted_by else limit + past
+    if summary.get("stopped") == "callback" and not _changed(run_dir, wanted):
+        return f"{summary.get('reason')} (step {step})"
+    return None
+
+
+def require_effect(run_dir: Path, wanted: Recipe, reason: str, auto: bool = False) -> None:
+    """Refuse what a command line changes in a finished run, where it changes nothing any more.
+
+    Args:
+        run_dir: the run.
+        wanted: the recipe that it would be resumed with.
+        reason: why nothing is left to do.
+        auto: whether `resume=auto` has found the run: what makes no other run of it may differ.
+
+    Raises:
+        ConfigError: naming every key but those of limits, which have been looked at.
+    """
+    idle = carry_over.SAME_RUN if auto else (*carry_over.LIMITS, ("distributed",))
+    ConfigError.raise_if(
+        [
+            Problem(
+                f"{key}={here} with resume={str(run_dir)!r}",
+                f"the run is finished ({reason}), so it changes nothing any more ({key}={there})",
+                f"Leave {key} out, raise trainer.epochs or max_steps, or start a new run.",
+            )
+            for key, there, here in _differences(run_dir, wanted, idle)
+        ]
+    )
+
+
+def require_reach(run_dir: Path, checkpoint: Path, wanted: Recipe) -> None:
+    """Refuse limits that a run has passed already: nothing that was trained is taken back.
+
+    Args:
+        run_dir: the run, which is not finished.
+        checkpoint: the one it would be resumed from.
+        wanted: the recipe that it would be resumed with.
+
+    Raises:
+        ConfigError: naming the limits.
+    """
+    found = files.read_manifest(checkpoint).metadata
+    step, epoch = found.get("step"), found.get("epoch")
+    trainer, problems = wanted.trainer, []
+    within = bool(found.get("samples_in_epoch"))
+    for key, limit, reached, beyond in (
+        ("max_steps", trainer.max_steps, step, False),
+        ("epochs", trainer.epochs, epoch, within),
+    ):
+        if limit is not None and isinstance(reached, int) and reached + beyond > limit:
+            rule = f"the run is at step {step}, epoch {epoch} completed: it goes on from there"
+            remedy = f"Give trainer.{key} at least {reached + beyond}, or leave it out."
+            value = f"trainer.{key}={limit} with resume={str(run_dir)!r}"
+            problems.append(Problem(value, rule, remedy))
+    ConfigError.raise_if(problems)
+
+
+def _changed(run_dir: Path, wanted: Recipe) -> bool:
+    """Return whether a run would be resumed with a recipe that computes something else."""
+    return bool(_differences(run_dir, wanted, (*carry_over.PER_INVOCATION, *carry_over.ELSEWHERE)))
+
+
+def _differences(
+    run_dir: Path, wanted: Recipe, but_for: Sequence[tuple[str, ...]]
+) -> list[tuple[str, Any, Any]]:
+    job, plain = Job.read(run_dir)
+    here = carry_over.same_places(plain, job.cwd, serialization.frozen_plain(wanted))
+    return carry_over.differences(plain, here, but_for)
+
+
+def reopen(run_dir: Path, folder: Path) -> None:
+    """Stage a summary that says that a run is not complete any more, if it has one.
+
+    Args:
+        run_dir: the run.
+        folder: the attempt that resumes it: with its commit the run is no finished one.
+    """
+    summary = _summary(run_dir)
+    if summary.get("complete") is True:
+        directory.write_json(folder / directory.SUMMARY, {**summary, "complete": False})
+
+
+def _summary(run_dir: Path) -> Mapping[str, Any]:
+    path = run_dir / directory.SUMMARY
+    try:
+        content = transaction.read(run_dir, directory.SUMMARY)
+        found = {} if content is None else json.loads(content)
+    except (OSError, ValueError) as error:
+        logger.warning("%s is damaged (%s): it is written anew.", path, error)
+        return {}
+    return found if isinstance(found, Mapping) else {}

@@ -1,0 +1,382 @@
+"""Sweeps: the jobs that Hydra's sweepers and launchers hand over, each examined where it runs.
+
+A launcher may call the task in another process, which knows nothing of the one that began the
+sweep. So the task is a plain value: it takes the overrides that Hydra gives a job, composes and
+checks them as the parent does, trains, and leaves a small file with its exit code in a folder of
+the sweep. Free of torch until a job starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from accel.errors import AccelError, ConfigError, MissingPackageError, Problem
+from runner.launch import parent_watch
+from runner.run_dir import outcomes
+from runner.run_dir.outcomes import DONE, FAILED, INTERRUPTED, REFUSED, STOPPED
+from runner.training.stopping import STOP_SIGNALS, restore
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from runner.compose.composition import Examined
+
+BASIC = "basic"
+# Launchers that are tested with the runner; what is installed for the others.
+LAUNCHERS = (BASIC, "joblib")
+SWEEPERS = (BASIC,)
+PACKAGES = {
+    "launcher": {
+        "joblib": "hydra-joblib-launcher",
+        "ray": "hydra-ray-launcher",
+        "ray_aws": "hydra-ray-launcher",
+        "rq": "hydra-rq-launcher",
+        "submitit_local": "hydra-submitit-launcher",
+        "submitit_slurm": "hydra-submitit-launcher",
+    },
+    "sweeper": {
+        "ax": "hydra-ax-sweeper",
+        "nevergrad": "hydra-nevergrad-sweeper",
+        "optuna": "hydra-optuna-sweeper",
+    },
+}
+STOP_FILE = "stop"
+# How long Ctrl-C waits for jobs in other processes to end by themselves.
+INTERRUPT_SECONDS = 8.0
+
+
+class JobFailed(Exception):
+    """A job of a sweep did not come to its end; what went wrong has been printed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sweep before its first job.
+
+    Attributes:
+        known: jobs that are known before the sweep begins, examined; of a sweeper that chooses its
+            samples, one for each value that can be checked.
+        total: number of jobs; None where the sweeper decides.
+        launcher: the chosen launcher.
+    """
+
+    known: list[Examined]
+    total: int | None
+    launcher: str
+
+
+def _no_resume(value: str) -> Problem:
+    return Problem(value, "a sweep starts new runs", "Resume each run by itself.")
+
+
+def plan(overrides: Sequence[str], config_name: str) -> Plan:
+    """Examine what is known of a sweep, inside a Hydra session.
+
+    Raises:
+        ConfigError: if the launcher or the sweeper cannot be used, or the sweep resumes a run.
+    """
+    from runner.compose import composition, diagnose, hydra_setup
+
+    if any(hydra_setup.key_of(override) == "resume" for override in overrides):
+        raise ConfigError(_no_resume("resume with --multirun"))
+    ConfigError.raise_if(diagnose.unreadable(overrides))
+    ConfigError.raise_if(_not_installed(overrides))
+    chosen = hydra_setup.hydra_choices(overrides, config_name)
+    ConfigError.raise_if(_unverified(chosen["launcher"]))
+    basic = chosen["sweeper"] == BASIC
+    lists = hydra_setup.expand(overrides) if basic else hydra_setup.probes(overrides)
+    known = [composition.anew(job, config_name, number) for number, job in enumerate(lists)]
+    if any(job.recipe is not None and job.recipe.resume is not None for job in known):
+        raise ConfigError(_no_resume("resume: in a file, with --multirun"))
+    ConfigError.raise_if(_shared_folders(known))
+    return Plan(known, len(known) if basic else None, chosen["launcher"])
+
+
+def _shared_folders(jobs: Sequence[Examined]) -> list[Problem]:
+    """Return the problems of folders for checkpoints that several jobs of a sweep would share."""
+    folders = [job.recipe.checkpoint.project.project_dir for job in jobs]
+    counts = Counter(folder for folder in folders if folder is not None)
+    return [
+        Problem(
+            f"checkpoint.project.project_dir={folder} with --multirun",
+            f"a run has a folder of its own, and {number} jobs would share this one",
+            "Leave it out: output_dir= moves the runs with their checkpoints.",
+        )
+        for folder, number in counts.items()
+        if number > 1
+    ]
+
+
+def misplaced(overrides: Sequence[str]) -> list[Problem]:
+    """Return the problems of overrides that only a sweep has a use for."""
+    from runner.compose import hydra_setup
+
+    return [
+        Problem(override, "launchers and sweepers are for sweeps", "Add -m, or leave it out.")
+        for override in overrides
+        if hydra_setup.key_of(override).replace("/", ".").startswith(HYDRA_NODES)
+    ]
+
+
+HYDRA_NODES = tuple(f"hydra.{kind}" for kind in PACKAGES)
+
+
+def _not_installed(overrides: Sequence[str]) -> list[Problem]:
+    """Return the problems of launchers and sweepers that Hydra does not find here."""
+    from runner.compose import diagnose, hydra_setup
+
+    problems = []
+    for override in overrides:
+        key, _, name = override.partition("=")
+        kind = key.rpartition("/")[2]
+        if key != f"hydra/{kind}" or kind not in PACKAGES:
+            continue
+        known = diagnose.options_of(key)
+        if name in known:
+            continue
+        package = PACKAGES[kind].get(name)
+        rule = f"there is no such {kind} here"
+        remedy = f"Choose one of {', '.join(sorted(known))}."
+        if kind == "launcher" and name not in LAUNCHERS:
+            rule = f"the runner's jobs run under the launchers {' and '.join(LAUNCHERS)}"
+            remedy = "Leave it out, or choose hydra/launcher=joblib."
+        elif package is not None:
+            remedy = f"Install its package: pip install {package}."
+        problems.append(Problem(override, rule, remedy))
+    return [*problems, *hydra_setup.hydra_problems(overrides)]
+
+
+def _unverified(launcher: str) -> list[Problem]:
+    if launcher in LAUNCHERS:
+        return []
+    rule = f"the runner's jobs run under the launchers {' and '.join(LAUNCHERS)}"
+    remedy = "Leave it out, or choose hydra/launcher=joblib."
+    return [Problem(f"hydra/launcher={launcher}", rule, remedy)]
+
+
+# -- one job -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """What Hydra calls with each job; a plain value, so that another process can be given it.
+
+    Attributes:
+        config_name: the primary file.
+        folder: where jobs leave their exit codes.
+        parent: id of the process that began the sweep.
+        command: its command line.
+        total: number of jobs; None where the sweeper decides, which then gets each job's metric.
+    """
+
+    config_name: str
+    folder: str
+    parent: int
+    command: tuple[str, ...] = ()
+    total: int | None = None
+
+    def __call__(self, config: DictConfig) -> float | None:
+        """Train the job that Hydra has composed.
+
+        Args:
+            config: not read: the recipe is composed from the job's overrides, and checked, in the
+                same way as that of a single run.
+
+        Returns:
+            The monitored validation metric of the run; None to the basic sweeper.
+
+        Raises:
+            JobFailed: to a sweeper that decides what becomes of it.
+            SystemExit: in the process of the sweep, where it is to end.
+        """
+        from hydra.core.hydra_config import HydraConfig
+
+        from runner.compose import hydra_setup
+
+        job = HydraConfig.get()
+        number = int(job.job.num)
+        overrides = hydra_setup.closed(list(job.overrides.task))
+        own_process = os.getpid() == self.parent
+        if (Path(self.folder) / STOP_FILE).exists():
+            self._failed("the sweep was stopped before this job")
+            return None
+        of_how_many = "" if self.total is None else f" of {self.total}"
+        print(f"job {number + 1}{of_how_many}: {' '.join(overrides)}", flush=True)
+        with contextlib.nullcontext() if own_process else self._elsewhere(number):
+            code, run_dir = _attempt(overrides, self.config_name, number)
+        self._note(number, code)
+        if code in (STOPPED, INTERRUPTED):
+            if own_process:
+                raise SystemExit(code)
+            (Path(self.folder) / STOP_FILE).touch()
+        if code != DONE or run_dir is None:  # printed already
+            self._failed(f"job {number + 1} ended with exit code {code}")
+            return None
+        if self.total is not None:
+            return None
+        value = objective(run_dir)
+        if value is None:
+            self._note(number, FAILED)
+            problem = Problem(
+                str(run_dir),
+                "the sweeper chooses by a validation metric, and the run has measured none",
+                "Give the data a validation split, or sweep over lists with the basic sweeper.",
+            )
+            print(problem, file=sys.stderr)
+            raise JobFailed(str(problem))
+        return value
+
+    def _failed(self, reason: str) -> None:
+        """Tell a sweeper that decides; the basic one goes on with the next job."""
+        if self.total is None:
+            raise JobFailed(reason)
+
+    def _note(self, number: int, code: int) -> None:
+        path = Path(self.folder, f"{number}.json")
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(code), encoding="utf-8")
+        partial.replace(path)
+
+    @contextlib.contextmanager
+    def _elsewhere(self, number: int) -> Iterator[None]:
+        """Be a process of the launcher's: end with the parent, and stop when it says so."""
+        parent_watch.die_with_ancestor(self.parent)
+        sys.orig_argv[:] = self.command
+        note = Path(self.folder, f"{number}.pid")
+        before = {n: signal.getsignal(n) for n in (*STOP_SIGNALS, signal.SIGINT)}
+        for name in STOP_SIGNALS:
+            signal.signal(name, _stop_here)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        note.write_text(str(os.getpid()), encoding="utf-8")
+        try:
+            yield
+        finally:
+            note.unlink(missing_ok=True)
+            restore(before)
+
+
+def _stop_here(number: int, frame: FrameType | None) -> None:
+    # While a job trains, signals go to its workers; this is before and after that.
+    raise SystemExit(STOPPED)
+
+
+def _attempt(overrides: Sequence[str], config_name: str, number: int) -> tuple[int, Path | None]:
+    """Examine and train one job; return its exit code and its run directory."""
+    from runner.build import parts
+    from runner.compose import composition, hydra_setup
+    from runner.config import trust
+    from runner.launch import start
+
+    claimed: list[Path] = []
+    try:
+        missing = trust.missing_packages()
+        with hydra_setup.session():
+            examined = composition.anew(overrides, config_name, number)
+        parts.require([examined], missing)
+        code = start.start(
+            examined.recipe,
+            examined.overrides,
+            examined.config_name,
+            fresh=True,
+            on_claimed=claimed.append,
+        )
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except SystemExit as end:
+        code = STOPPED if end.code == STOPPED else FAILED  # not even 0: it is not complete
+    except (ConfigError, MissingPackageError) as error:
+        print(error, file=sys.stderr)
+        code = REFUSED
+    except AccelError as error:
+        print(error, file=sys.stderr)
+        code = FAILED
+    except Exception as error:
+        print("".join(outcomes.user_traceback(error)), end="", file=sys.stderr)
+        code = FAILED
+    return code, claimed[0] if claimed else None
+
+
+def objective(run_dir: Path) -> float | None:
+    """Return the best value of a run's monitored validation metric, else its last; None: none."""
+    from runner.run_dir.directory import SUMMARY
+
+    summary: dict[str, Any] = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
+    if summary["best"] is not None:
+        return float(summary["best"]["value"])
+    value = summary["metrics"].get("validation", {}).get(summary["monitor"])
+    return None if value is None else float(value)
+
+
+# -- the sweep -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def stops_handed_on(folder: Path, launcher: str) -> Iterator[None]:
+    """Hand stop signals and Ctrl-C on to jobs in other processes, and let no further one begin."""
+    if launcher == BASIC:  # a job's own launcher listens
+        yield
+        return
+    before = {n: signal.getsignal(n) for n in (*STOP_SIGNALS, signal.SIGINT)}
+
+    def hand_on(number: int, frame: FrameType | None = None) -> None:
+        (folder / STOP_FILE).touch()
+        for note in folder.glob("*.pid"):
+            with contextlib.suppress(OSError, ValueError):  # it has just ended
+                os.kill(int(note.read_text(encoding="utf-8")), number)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        hand_on(number)
+        deadline = time.monotonic() + INTERRUPT_SECONDS
+        while any(folder.glob("*.pid")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, hand_on)
+    if before[signal.SIGINT] is signal.default_int_handler:  # a shell's background job ignores it
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        restore(before)
+
+
+def conclude(folder: Path, total: int | None) -> int:
+    """Say which jobs of a sweep failed, and return the exit code of the whole.
+
+    Args:
+        folder: where the jobs left their exit codes.
+        total: how many there should be; None: as many as there are.
+    """
+    codes = {
+        int(path.stem): int(json.loads(path.read_text(encoding="utf-8")))
+        for path in folder.glob("*.json")
+    }
+    stopped = [code for code in codes.values() if code in (STOPPED, INTERRUPTED)]
+    if stopped or (folder / STOP_FILE).exists():
+        return max(stopped, default=STOPPED)
+    for number in range(total or 0):  # its process died without a word
+        codes.setdefault(number, FAILED)
+    failed = sorted(number + 1 for number, code in codes.items() if code != DONE)
+    if failed:
+        numbers = ", ".join(map(str, failed))
+        print(f"{len(failed)} of {len(codes)} jobs failed: {numbers}", file=sys.stderr)
+    return max(codes.values(), default=FAILED)
+
+
+def forget(folder: Path) -> None:
+    """Remove the folder of a sweep; a launcher's process may be writing its last file there."""
+    shutil.rmtree(folder, ignore_errors=True)

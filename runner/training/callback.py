@@ -1,0 +1,37 @@
+"""The events a callback may answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runner.training.loop import Loop
+
+
+class Callback:
+    """Base of callbacks; every method does nothing by default and runs on every rank.
+
+    Registered with ``@register.callback(name)``. A callback with `state_dict` and `load_state_dict`
+    is saved in checkpoints. `loop.stop(reason)` ends training at the next step boundary; every
+    process must call it at the same step. What is drawn at random in an event changes no training;
+    only `on_step`, which is called too often for that, must leave the generators alone.
+    """
+
+    def on_start(self, loop: Loop) -> None:
+        """Before the first step, after a resume."""
+
+    def on_step(self, loop: Loop) -> None:
+        """After each optimizer step. Must not wait for the device."""
+
+    def on_log(self, loop: Loop, values: Mapping[str, float]) -> None:
+        """At a log point, with the values that were read."""
+
+    def on_evaluate(self, loop: Loop, split: str, metrics: Mapping[str, float]) -> None:
+        """After an evaluation of `split` ("validation", "test")."""
+
+    def on_checkpoint(self, loop: Loop, path: str) -> None:
+        """After a checkpoint was committed."""
+
+    def on_end(self, loop: Loop) -> None:
+        """After the last evaluation; on rank 0 before the final table is shown."""

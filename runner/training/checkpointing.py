@@ -1,0 +1,330 @@
+"""When a run's states are written, and which of them is the best."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from accel.checkpoint import files
+from accel.checkpoint.common import read_model
+from accel.errors import CheckpointError, Problem
+from accel.ops import broadcast_object_list
+from runner.run_dir import directory
+
+if TYPE_CHECKING:
+    from accel import Accelerator
+    from runner.config.schema import Checkpoint
+    from runner.training.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+POINTER = "best.json"
+OWN = "recipe"  # the runner's own part, which checkpoints of earlier versions lack
+
+
+class Stateful(Protocol):
+    """What can be saved: schedulers, callbacks, counters."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class RunState:
+    """Everything but models and optimizers, as one object registered with the engine.
+
+    Parts are stored by name, so that a callback may be added to a run or taken out of it.
+
+    Args:
+        parts: by name.
+    """
+
+    def __init__(self, parts: Mapping[str, Stateful]) -> None:
+        self.parts = dict(parts)
+        self.added: list[str] = []
+        self.dropped: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each part."""
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore each part that has a state; `added` and `dropped` then name the others."""
+        self.added = sorted(self.parts.keys() - state.keys() - {OWN})
+        self.dropped = sorted(state.keys() - self.parts.keys())
+        for name in self.parts.keys() & state.keys():
+            self.parts[name].load_state_dict(state[name])
+
+
+@dataclass(frozen=True)
+class Best:
+    """Which checkpoint holds the best state.
+
+    Attributes:
+        checkpoint: its directory's name.
+        step: its optimizer step.
+        metric: name of the monitored metric.
+        value: the metric's value.
+    """
+
+    checkpoint: str
+    step: int
+    metric: str
+    value: float
+
+    def write(self, folder: Path) -> None:
+        """Write the pointer file in `folder`, in one piece."""
+        text = json.dumps(self.__dict__, indent=2) + "\n"
+        files.write_atomically(folder / POINTER, text.encode())
+
+
+def _any(path: Path) -> bool:
+    return True
+
+
+def read_best(folder: Path, owns: Callable[[Path], bool] = _any) -> Best | None:
+    """Return the best checkpoint that `folder` names; None if it names none that is there.
+
+    Where its pointer is missing or damaged, or names the checkpoint of another run, what the newest
+    checkpoint knows of the best counts.
+
+    Args:
+        folder: where checkpoints lie.
+        owns: whether a checkpoint is one of the run; `rundir.owner` gives it.
+
+    Raises:
+        CheckpointError: if the pointer is damaged, and no checkpoint knows of a best.
+    """
+    pointer, known = folder / POINTER, _known(folder, owns)
+    try:
+        best = _pointed(json.loads(pointer.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return known
+    except (OSError, ValueError, TypeError) as error:
+        wrong = f"it does not name a checkpoint ({error})"
+        if known is None:
+            remedy = 'Remove it, or name a checkpoint: --checkpoint last, runner.load(…, "last").'
+            raise CheckpointError(str(Problem(str(pointer), wrong, remedy))) from error
+        logger.warning("%s: %s. By the newest state it is %s.", pointer, wrong, known.checkpoint)
+        return known
+    if known is not None and known.step > best.step:
+        return known  # cut off between a save and its pointer
+    pointed = folder / best.checkpoint
+    return best if pointed.is_dir() and owns(pointed) else known
+
+
+def _pointed(content: Any) -> Best:
+    """Return what a pointer file says.
+
+    Raises:
+        TypeError: if something is missing, unknown or of another type.
+        ValueError: if it names no folder beside it.
+    """
+    if not isinstance(content, Mapping):
+        raise TypeError("it is no mapping")
+    best = Best(**content)
+    numbers = isinstance(best.step, int) and isinstance(best.value, int | float)
+    words = isinstance(best.checkpoint, str) and isinstance(best.metric, str)
+    if not numbers or not words or isinstance(best.step, bool):
+        raise TypeError(f"{dict(content)}")
+    if best.checkpoint in ("", ".", "..") or Path(best.checkpoint).name != best.checkpoint:
+        raise ValueError(f"checkpoint={best.checkpoint!r} is no folder beside it")
+    return best
+
+
+def _at(pointer: Path) -> Best | None:
+    """Return what a pointer file says; None if it says nothing that can be read."""
+    try:
+        return _pointed(json.loads(pointer.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _known(folder: Path, owns: Callable[[Path], bool]) -> Best | None:
+    """Return the best state that the newest checkpoint knows of, if a checkpoint holds it."""
+    manifests = {}
+    for path in filter(owns, reversed(files.checkpoints(folder))):
+        with contextlib.suppress(CheckpointError):
+            manifests[path.name] = files.read_manifest(path).metadata
+    known = next(iter(manifests.values()), {}).get("best")
+    if not isinstance(known, Mapping):
+        return None
+    holders = [name for name, other in manifests.items() if other.get("step") == known["step"]]
+    if not holders:
+        return None
+    return Best(holders[0], known["step"], known["metric"], known["value"])
+
+
+class Saver:
+    """Writes checkpoints through the engine and keeps track of the best.
+
+    Args:
+        accelerator: the run's engine.
+        settings: the recipe's node.
+        folder: where checkpoints lie.
+        state: where the run stands.
+        run_dir: the run directory.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        settings: Checkpoint,
+        folder: Path,
+        state: TrainState,
+        run_dir: Path,
+    ) -> None:
+        self._accelerator = accelerator
+        self._settings = settings
+        self.folder = folder
+        self._state = state
+        self._owns = directory.owner(run_dir)
+        self.saved_step = -1
+        self.last: str | None = None
+        self.best: Best | None = None
+
+    def due(self) -> bool:
+        """Return whether the recipe wants a checkpoint at this step boundary."""
+        state, settings = self._state, self._settings
+        if state.step == self.saved_step or state.step == 0:
+            return False
+        if settings.every_steps is not None and state.step % settings.every_steps == 0:
+            return True
+        at_epoch_end = state.step_in_epoch == 0
+        return (
+            settings.every_epochs is not None
+            and at_epoch_end
+            and state.epoch % settings.every_epochs == 0
+        )
+
+    def save(self, metadata: Mapping[str, Any]) -> str:
+        """Write a checkpoint; return its path. Every process must call this together.
+
+        Raises:
+            CheckpointError: if it would overwrite that of another run.
+        """
+        automatic = self._accelerator.project_configuration.automatic_checkpoint_naming
+        own = self.folder / f"checkpoint_{self._state.step}"
+        others = [path for path in files.checkpoints(self.folder) if not self._owns(path)]
+        if own in others and not automatic:
+            rule = f"it is a checkpoint of another run ({directory.run_of(own)})"
+            remedy = "Give each run a checkpoint.project.project_dir of its own."
+            raise CheckpointError(str(Problem(str(own), rule, remedy)))
+        self.last = self._accelerator.save_state(
+            None if automatic else str(own),
+            metadata={**metadata, "best": self._known_best(metadata.get("monitor", "loss"))},
+            protected=others if self.best is None else [*others, self.best_path],
+        )
+        self.saved_step = self._state.step
+        return self.last
+
+    def _known_best(self, metric: str) -> dict[str, Any] | None:
+        """Return what a checkpoint tells of the best state so far; None: the run keeps none."""
+        step, value = self._state.best_step, self._state.best
+        if step is None or not self._settings.save_best:
+            return None
+        return {"step": step, "metric": metric, "value": value}
+
+    @property
+    def best_path(self) -> Path:
+        """The checkpoint that holds the best state."""
+        if self.best is None:
+            raise CheckpointError("No checkpoint holds a best state yet.")
+        return self.folder / self.best.checkpoint
+
+    def load_best(self) -> int:
+        """Give the models the weights of the best state, and return its step.
+
+        Without a best state they keep the last weights, and also, with a warning, where its
+        checkpoint is damaged. Every process must call this together.
+        """
+        if self.best is None or self.best.step == self._state.step:
+            return self._state.step
+        path, strategy = self.best_path, self._accelerator.strategy
+        if not self._is_whole(path):
+            self.best = None
+            return self._state.step
+        for index, model in enumerate(self._accelerator._models):
+            strategy.load_model_state(model, read_model(path, index))
+        return self.best.step
+
+    def _is_whole(self, path: Path) -> bool:
+        """Return whether every process finds a checkpoint whole; warn where one does not."""
+        wrong = ""
+        try:
+            files.verify(path)
+        except CheckpointError as error:
+            wrong = str(error)
+        every = self._accelerator.comm.all_gather_object(wrong)
+        first = next((one for one in every if one), None)
+        if first is not None and self._accelerator.is_main_process:
+            logger.warning("The best checkpoint is passed over: the last weights stay. %s", first)
+        return first is None
+
+    def measured(self, checkpoint: str) -> dict[str, dict[str, float]]:
+        """Return what the run had measured by a checkpoint: the last metrics of each split."""
+        found = files.read_manifest(checkpoint).metadata.get("metrics")
+        return {"validation": dict(found)} if found else {}
+
+    def point(self, metric: str, value: float) -> None:
+        """Make the checkpoint that was written last the best one."""
+        if self.last is None:
+            raise CheckpointError("There is no checkpoint to call the best: call save first.")
+        path = Path(self.last)
+        self.best = Best(path.name, self._state.step, metric, value)
+        if self._accelerator.is_main_process:
+            self.best.write(path.parent)
+
+    def resumed(self, checkpoint: str) -> bool:
+        """Take up after a resume: find the checkpoint that holds the best state.
+
+        Returns:
+            Whether it was found, or there is none to find.
+        """
+        self.last, self.saved_step = checkpoint, self._state.step
+        if self._state.best_step is None or not self._settings.save_best:
+            return True
+        found = [self._find_best() if self._accelerator.is_main_process else None]
+        if self._accelerator.num_processes > 1:
+            broadcast_object_list(found)
+        self.best = found[0]
+        return self.best is not None
+
+    def begin(self) -> None:
+        """Let the pointer name what `resumed` has found, unless it does."""
+        if self.best is None or not self._accelerator.is_main_process:
+            return
+        if _at(self.folder / POINTER) != self.best:
+            self.best.write(self.folder)
+
+    def _find_best(self) -> Best | None:
+        """Return the checkpoint of the best step that the resumed state knows."""
+        step, value = self._state.best_step, self._state.best
+        present = filter(self._owns, reversed(files.checkpoints(self.folder)))
+        for path in dict.fromkeys([*self._pointed(), *present]):
+            try:
+                metadata = files.read_manifest(path).metadata
+                if metadata.get("step") != step:
+                    continue
+                files.verify(path)
+            except CheckpointError as error:
+                logger.warning("Passing over a broken checkpoint. %s", error)
+                continue
+            # Cut off between a save and its pointer, or resumed from before the pointer's step.
+            if value is not None and step is not None:
+                return Best(path.name, step, metadata.get("monitor", "loss"), value)
+        return None
+
+    def _pointed(self) -> list[Path]:
+        """Return the checkpoint that the pointer names, if that can be read."""
+        try:
+            best = read_best(self.folder, self._owns)
+        except CheckpointError as error:
+            logger.warning("%s It is written anew.", error)
+            return []
+        return [] if best is None else [self.folder / best.checkpoint]

@@ -1,0 +1,418 @@
+"""What a recipe says of optimizers, schedules and data, kept in a checkpoint beside their state.
+
+A restored state dict overwrites what the optimizer was just built with. So each checkpoint also
+tells what the optimizers were built with; where a resumed run is built with something else, the
+recipe has been changed, and the change is made again in the restored state.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from numbers import Number
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from accel.errors import ConfigError, Problem
+from runner.config.serialization import to_plain
+from runner.training.summary import num_samples
+
+if TYPE_CHECKING:
+    from accel.config.handlers import GradScalerKwargs
+    from runner.config.schema import Recipe
+    from runner.data.datasets import Data
+    from runner.training.loop import Loop
+    from runner.training.step import Step
+
+SPLITS = ("train", "validation", "test")
+# Options that schedules write.
+RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+MOMENTA = ("betas", "momentum", "max_momentum", "base_momentum")
+# Options of optimizers that may change although they are no plain numbers: any state fits them.
+SWITCHES = ("nesterov", "maximize", "foreach", "fused", "decoupled_weight_decay")
+
+# What a ReduceLROnPlateau has found out so far; the rest of its state are its options.
+MEASURED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
+
+Groups = list[dict[str, Any]]
+
+
+class ScheduleState:
+    """A scheduler as a part of a checkpoint: it takes up no state of another class of scheduler.
+
+    Args:
+        scheduler: it.
+
+    Attributes:
+        replaced: whether the restored state was that of another class, and was left.
+        num_steps: optimizer steps that the restored schedule had followed; None: it followed
+            measurements, or nothing was restored.
+    """
+
+    NOTE = "runner"  # checkpoints of earlier versions lack it
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._fresh = {
+            name: value
+            for name, value in (_state_of(scheduler) if _is_plateau(scheduler) else {}).items()
+            if name not in MEASURED
+        }
+        self.replaced = False
+        self.num_steps: int | None = None
+        self._restored_mode: str | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's state, its class, and how many steps it has followed."""
+        scheduler = self._scheduler
+        steps = getattr(scheduler, "last_epoch", None) if _is_replayed(scheduler) else None
+        note = {"class": self._class, "num_steps": steps if isinstance(steps, int) else None}
+        return {**scheduler.state_dict(), self.NOTE: note}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the scheduler, if the state is that of its class."""
+        state = dict(state)
+        note = state.pop(self.NOTE, {"class": self._class})
+        self.replaced = note["class"] != self._class
+        if not self.replaced:
+            self._scheduler.load_state_dict(state)
+            self._restored_mode = state.get("mode")
+        steps = getattr(self._scheduler, "last_epoch", None)
+        if "num_steps" in note:
+            self.num_steps = note["num_steps"]
+        elif _is_replayed(self._scheduler) and isinstance(steps, int):
+            self.num_steps = steps
+
+    def reconfigure(self) -> None:
+        """Give a scheduler that follows measurements the options of the recipe again."""
+        if self._fresh and not self.replaced:
+            self._scheduler.load_state_dict(self._fresh)
+
+    def look_anew(self, remeasured: bool) -> bool:
+        """Forget the best of a scheduler that follows measurements, if it is of another measure.
+
+        Args:
+            remeasured: whether what it follows is measured otherwise than before.
+
+        Returns:
+            Whether there was a best of another measure.
+        """
+        scheduler = self._scheduler
+        if not _is_plateau(scheduler) or self.replaced or self._restored_mode is None:
+            return False
+        if not remeasured and scheduler.mode == self._restored_mode:
+            return False
+        scheduler.best = math.inf if scheduler.mode == "min" else -math.inf
+        scheduler.num_bad_epochs = 0
+        return True
+
+    @property
+    def _class(self) -> str:
+        kind = type(self._scheduler)
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+
+class Hyperparameters:
+    """Options of the optimizers, schedule and sizes of the data, as the recipe has them now.
+
+    Args:
+        recipe: the run.
+        step: its optimizers, prepared, before schedules are made on them.
+        data: the data sets.
+        total_steps: optimizer steps of the run; None: not known.
+        monitored: (metric, mode) by which states are compared.
+
+    Attributes:
+        saved: the same of the checkpoint; None: it tells nothing.
+        parts: the schedulers as they are saved, by the name of their optimizer.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        step: Step,
+        data: Data,
+        total_steps: int | None,
+        monitored: tuple[str, str],
+    ) -> None:
+        self.built = {name: _options(opt.param_groups) for name, opt in step.optimizers.items()}
+        self.now: dict[str, Any] = {
+            "options": self.built,
+            "schedule": to_plain([recipe.scheduler, recipe.step, total_steps]),
+            "samples": {split: _size(getattr(data, split)) for split in SPLITS},
+            "monitored": list(monitored),
+            "measured": to_plain(
+                [recipe.data, recipe.objective, recipe.trainer.limit_eval_batches]
+            ),
+        }
+        self.saved: dict[str, Any] | None = None
+        self._scheduled: dict[str, Groups] = {}
+        self._schedules: dict[str, Any] = {}
+        self.parts: dict[str, ScheduleState] = {}
+
+    def scheduled(self, step: Step, schedulers: Mapping[str, Any]) -> None:
+        """Note what the schedules make of the options before the first step."""
+        self._scheduled = {
+            name: _options(optimizer.param_groups) for name, optimizer in step.optimizers.items()
+        }
+        self._schedules = {
+            name: _state_of(scheduler)
+            for name, scheduler in schedulers.items()
+            if _is_replayed(scheduler)
+        }
+        self.parts = {name: ScheduleState(scheduler) for name, scheduler in schedulers.items()}
+
+    def knows(self, part: str) -> bool:
+        """Return whether `resume` has brought a part that has no state to where it should be."""
+        name = part.removeprefix("scheduler.")
+        return self.saved is not None and name != part and name in self._schedules
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the recipe says now, as plain values."""
+        return self.now
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Note what the recipe said when the checkpoint was written."""
+        self.saved = dict(state)
+
+    def resume(self, loop: Loop) -> None:
+        """Make in a restored loop what its recipe has changed since the checkpoint.
+
+        Raises:
+            ConfigError: if something has changed that the restored state does not fit.
+        """
+        state = loop.state
+        ended = limit_problems(loop.recipe.trainer.stop_after, state.step)
+        ConfigError.raise_if([*ended, *self.data_problems(state.samples_in_epoch)])
+        self.apply(loop.step, loop.schedulers, state.step)
+        set_scaler(loop.accelerator.scaler, loop.recipe.precision.scaler)
+        for note in self.notes():
+            loop.display.note(note)
+        if self.monitors_another and state.best is not None:
+            loop.display.note(
+                f"The best state so far (step {state.best_step}) was found by another measure: "
+                f"the best {loop.monitor} is looked for anew."
+            )
+            state.best = state.best_step = None
+            state.evaluated_step = -1
+        for name, part in self.parts.items():
+            if part.look_anew(self.monitors_another):
+                loop.display.note(
+                    f"The schedule of {name!r} followed another measure: its best is looked for "
+                    "anew."
+                )
+
+    def apply(self, step: Step, schedulers: Mapping[str, Any], num_steps: int) -> None:
+        """Make in the restored state what the recipe has changed since it was saved.
+
+        Args:
+            step: with restored optimizers.
+            schedulers: restored, by the name of their optimizer.
+            num_steps: optimizer steps made; for schedules that the checkpoint does not know.
+
+        Raises:
+            ConfigError: if an option has changed that the restored state does not fit.
+        """
+        if self.saved is None:
+            return
+        another = self.saved["schedule"] != self.now["schedule"]
+        for name, optimizer in step.optimizers.items():
+            before = self.saved["options"].get(name)
+            if before is None or len(before) != len(self.built[name]):
+                continue
+            changed = [
+                _changes(old, new) for old, new in zip(before, self.built[name], strict=True)
+            ]
+            ConfigError.raise_if(_misfits(changed, before, self.built[name]))
+            for group, new, options in zip(
+                optimizer.param_groups, self.built[name], changed, strict=True
+            ):
+                for option in options - {"lr"}:
+                    group[option] = _like(group.get(option), new[option])
+            scheduler = schedulers.get(name)
+            scheduled = {"lr", "betas", "momentum"} if _is_replayed(scheduler) else {"lr"}
+            part = self.parts.get(name)
+            replaced = part is not None and part.replaced
+            if another and part is not None:
+                part.reconfigure()
+            if another or replaced or any(options & scheduled for options in changed):
+                self._set_rates(name, optimizer, scheduler, before, num_steps)
+
+    def _set_rates(
+        self, name: str, optimizer: Any, scheduler: Any, before: Groups, num_steps: int
+    ) -> None:
+        """Give an optimizer the rates that it has after `num_steps` under the recipe of now."""
+        groups = optimizer.param_groups
+        if scheduler is None:
+            for group, new in zip(groups, self.built[name], strict=True):
+                group.pop("initial_lr", None)
+                for option in ("lr", *MOMENTA):
+                    if option in new:
+                        group[option] = _like(group.get(option), new[option])
+            return
+        if not _is_replayed(scheduler):
+            # It follows measurements, or is no schedule of torch's: what it has made of the rate
+            # so far holds for the new one, too.
+            for group, old, new in zip(groups, before, self.built[name], strict=True):
+                if "lr" in new and old.get("lr"):
+                    group["lr"] = group["lr"] * (new["lr"] / old["lr"])
+            return
+        followed = self.parts[name].num_steps
+        made = num_steps if followed is None else followed
+        for group, start in zip(groups, self._scheduled[name], strict=True):
+            for option in (*RATES, *MOMENTA):
+                if option in start:
+                    group[option] = _like(group.get(option), start[option])
+        scheduler.load_state_dict(copy.deepcopy(self._schedules[name]))
+        scheduler.optimizer._opt_called = True  # torch would warn: no step was made here
+        for _ in range(made):
+            scheduler.step()
+
+    def data_problems(self, samples_in_epoch: int) -> list[Problem]:
+        """Return why a run cannot go on within an epoch of other training data."""
+        if self.saved is None or samples_in_epoch == 0:
+            return []
+        before, now = self.saved["samples"]["train"], self.now["samples"]["train"]
+        if before == now:
+            return []
+        return [
+            Problem(
+                f"training data of {_told(now)} with resume",
+                f"the checkpoint lies {samples_in_epoch} samples into an epoch of {_told(before)}, "
+                "whose order is drawn over all of them",
+                "Resume with the data that it was trained on, and change them from the end of an "
+                "epoch on (trainer.stop_after=<step>), or start a new run.",
+            )
+        ]
+
+    def notes(self) -> list[str]:
+        """Return what a person should know of changes of the data."""
+        if self.saved is None:
+            return []
+        return [
+            f"The {split} data have {_told(now)}; the run was trained with {_told(before)} so far."
+            for split in SPLITS
+            if (now := self.now["samples"][split]) != (before := self.saved["samples"][split])
+        ]
+
+    @property
+    def measures_another(self) -> bool:
+        """Whether the validation data or the objective are others than in the checkpoint.
+
+        Arguments that change nothing of what is measured are not told from those that do.
+        """
+        if self.saved is None:
+            return False
+        before, now = self.saved, self.now
+        validation = before["samples"]["validation"] != now["samples"]["validation"]
+        # Checkpoints of earlier versions do not tell how they measured.
+        return validation or before.get("measured", now["measured"]) != now["measured"]
+
+    @property
+    def monitors_another(self) -> bool:
+        """Whether states are compared by another metric than when the checkpoint was written."""
+        if self.saved is None:
+            return False
+        return self.measures_another or self.saved["monitored"] != self.now["monitored"]
+
+
+def limit_problems(stop_after: int | None, step: int) -> list[Problem]:
+    """Return the problem that a resumed run is past the step at which it is to stop.
+
+    Args:
+        stop_after: the step; None: none.
+        step: of the restored state.
+    """
+    if stop_after is None or stop_after > step:
+        return []
+    value, rule = f"trainer.stop_after={stop_after} with resume", f"the run is at step {step}"
+    return [Problem(value, rule, "Give a later step, or leave it out.")]
+
+
+def set_scaler(scaler: Any, settings: GradScalerKwargs) -> None:
+    """Give a restored gradient scaler the constants of the recipe; its scale goes on.
+
+    Args:
+        scaler: of the engine; None: there is none.
+        settings: the recipe's.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return
+    scaler.set_growth_factor(settings.growth_factor)
+    scaler.set_backoff_factor(settings.backoff_factor)
+    scaler.set_growth_interval(settings.growth_interval)
+
+
+def _is_replayed(scheduler: Any) -> bool:
+    return isinstance(scheduler, LRScheduler) and not _is_plateau(scheduler)
+
+
+def _is_plateau(scheduler: Any) -> bool:
+    return isinstance(scheduler, ReduceLROnPlateau)
+
+
+def _state_of(scheduler: Any) -> dict[str, Any]:
+    return copy.deepcopy(dict(scheduler.state_dict()))
+
+
+def _options(groups: list[dict[str, Any]]) -> Groups:
+    """Return the options of parameter groups as plain values; what is none is left out."""
+    found = []
+    for group in groups:
+        plain = {name: _plain(value) for name, value in group.items() if name != "params"}
+        found.append({name: value for name, value in plain.items() if value is not _UNKNOWN})
+    return found
+
+
+_UNKNOWN = object()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        inner = [_plain(item) for item in value]
+        return _UNKNOWN if any(item is _UNKNOWN for item in inner) else inner
+    if hasattr(value, "numel") and value.numel() == 1:
+        return float(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _UNKNOWN
+
+
+def _like(present: Any, value: Any) -> Any:
+    """Return a plain value in the type that the group has it in."""
+    if hasattr(present, "fill_"):  # a rate on the device: kernels hold on to it
+        return present.fill_(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    return {name for name in now if name in before and before[name] != now[name]}
+
+
+def _misfits(changed: list[set[str]], before: Groups, now: Groups) -> list[Problem]:
+    """Return the options that a restored state cannot be given."""
+    problems = {}
+    for options, old, new in zip(changed, before, now, strict=True):
+        for name in sorted(options):
+            if name in SWITCHES or _are_numbers(old[name], new[name]):
+                continue
+            problems[name] = Problem(
+                f"optimizer option {name}={new[name]} with resume",
+                f"the saved state of the optimizer was made with {name}={old[name]} and lacks what "
+                "the other needs",
+                f"Leave {name} out, or start a new run.",
+            )
+    return list(problems.values())
+
+
+def _are_numbers(*values: Any) -> bool:
+    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
+    return all(isinstance(item, Number) and not isinstance(item, bool) for item in flat)
+
+
+def _size(dataset: Any) -> int | None:
+    return None if dataset is None else num_samples(dataset)
+
+
+def _told(size: int | None) -> str:
+    return "unknown length" if size is None else f"{size:,} samples"

@@ -1,0 +1,21 @@
+"""The profiler that a recipe switches on."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runner.training.loop import Loop
+
+
+def profiler(loop: Loop) -> AbstractContextManager[Any]:
+    """Return the context of a loop's profiler; its traces go below the run directory."""
+    handler = loop.recipe.profile
+    if handler is None:
+        return nullcontext()
+    if handler.output_trace_dir is not None or handler.on_trace_ready is None:
+        folder = loop.run_dir / (handler.output_trace_dir or "profile")
+        handler = replace(handler, output_trace_dir=str(folder))
+    return loop.accelerator.profile(handler)

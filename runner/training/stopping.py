@@ -1,0 +1,241 @@
+"""Requests to stop: a signal sets a flag, and all processes act on it at the same step boundary.
+
+SIGTERM and SIGUSR1 (what schedulers send before they take a machine away) mean: save and stop.
+Their handlers only set a flag. Processes receive them at different steps, and a process that left
+the loop alone would leave the others waiting in a collective for ever. So rank 0 decides, and the
+others follow:
+
+* A *boundary* is a call of `StopFlag.agreed`. Every process makes the same calls in the same order.
+* At some boundaries, the same ones on all processes, rank 0 writes its decision and the number of
+  the next such boundary to the store that the processes met through; the others read it. This is a
+  message on the host, not a collective: nothing waits for a device, and rank 0 waits for nobody.
+* These boundaries lie about `INTERVAL_SECONDS` apart, so that the cost per step vanishes, and never
+  more than `MAX_INTERVAL` boundaries, so that a loop that becomes slow still hears of a signal.
+
+Free of torch at import.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from runner.training.progress import Progress
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+INTERVAL_SECONDS = 0.25
+MAX_INTERVAL = 64
+# Decisions are removed once so many newer ones exist. Rank 0 can be ahead of the others by what
+# fits between two points where it waits for them; that is far less.
+KEPT_DECISIONS = 10_000
+
+STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
+)
+# Names the signals that torch's agent takes; for the process of the agent alone.
+TORCHS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
+class Processes(Protocol):
+    """What is needed of an `Accelerator`."""
+
+    @property
+    def num_processes(self) -> int: ...
+
+    @property
+    def process_index(self) -> int: ...
+
+
+class StopFlag:
+    """Whether this run has been asked to stop.
+
+    Args:
+        launch: id of the launch that this process is a worker of; empty: it is on its own.
+
+    Attributes:
+        progress: boundaries are counted there.
+    """
+
+    def __init__(self, launch: str = "") -> None:
+        self.launch = launch
+        self.progress = Progress()
+        self._requested = ""
+        self._decided = ""
+        self._interrupted = False
+        self._hears_interrupts = False
+        self._clocks: dict[str, _Clock] = {}
+        self._store: Store | None = None
+
+    @property
+    def reason(self) -> str:
+        """What asked for the stop that all processes agreed on, e.g. "SIGTERM"; empty: none yet."""
+        return self._decided
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C was pressed; also where a handler of someone else's would know."""
+        return self._interrupted or not self._hears_interrupts
+
+    def request(self, reason: str) -> None:
+        """Ask for a stop at the next boundary. The first reason stays."""
+        self._requested = self._requested or reason
+
+    def requested_locally(self) -> bool:
+        """Return whether this process has been asked to stop."""
+        return bool(self._requested)
+
+    def agreed(self, processes: Processes, phase: str = "train") -> bool:
+        """Return whether all processes stop here: the same answer on each of them.
+
+        Args:
+            processes: the accelerator.
+            phase: kind of boundary. Kinds of different duration keep different intervals.
+
+        Raises:
+            KeyboardInterrupt: if Ctrl-C raised it before, where it was lost: what is raised while
+                an object is destroyed (a loader that ends its processes, say) reaches nobody.
+        """
+        if phase == "train":
+            self.progress.step()
+        else:
+            self.progress.batch()
+        if self._interrupted:
+            raise KeyboardInterrupt
+        if self._decided:
+            return True
+        if processes.num_processes == 1:
+            self._decided = self._requested
+            return bool(self._decided)
+        clock = self._clocks.get(phase)
+        if clock is None:
+            clock = self._clocks[phase] = _Clock()
+        clock.tick += 1
+        if clock.tick < clock.next_tick:
+            return False
+        self._exchange(processes, phase, clock)
+        return bool(self._decided)
+
+    def _exchange(self, processes: Processes, phase: str, clock: _Clock) -> None:
+        if self._store is None:
+            self._store = _own_connection()
+        key = f"{phase}/{clock.tick}"
+        if processes.process_index == 0:
+            if not self._requested and self._store.check(["requested"]):
+                self._requested = self._store.get("requested").decode()
+            self._decided = self._requested
+            clock.advance()
+            self._store.set(key, json.dumps([self._decided, clock.next_tick]))
+            clock.forget(self._store, key)
+            return
+        if self._requested:
+            self._store.set("requested", self._requested)
+        self._decided, clock.next_tick = json.loads(self._store.get(key))
+
+    @contextmanager
+    def installed(self) -> Iterator[StopFlag]:
+        """Listen to the stop signals in the context; handlers found there are called as well."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self  # only the main thread may have handlers; its owner decides
+            return
+        before = {n: signal.getsignal(n) for n in (*STOP_SIGNALS, signal.SIGINT)}
+        owner = os.getpid()
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if os.getpid() != owner:
+                _in_forked_child(number)
+                return
+            self.request(signal.Signals(number).name)
+            earlier = before[signal.Signals(number)]
+            if callable(earlier):
+                earlier(number, frame)
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            self._interrupted = os.getpid() == owner
+            signal.default_int_handler(number, frame)
+
+        for number in STOP_SIGNALS:
+            signal.signal(number, handle)
+        if before[signal.SIGINT] is signal.default_int_handler:  # not ignored, no debugger's own
+            signal.signal(signal.SIGINT, interrupt)
+            self._hears_interrupts = True
+        try:
+            yield self
+        finally:
+            self._hears_interrupts = False
+            restore(before)
+
+
+def _in_forked_child(number: int) -> None:
+    """Do what a child of a process with our handlers does: it has nothing to save.
+
+    SIGTERM ends it, as its parent expects of `Process.terminate`. Schedulers send SIGUSR1 to whole
+    trees of processes; data loaders outlast it, since training goes on to the next boundary.
+    """
+    if number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+class _Clock:
+    """Which boundaries of one kind exchange a decision."""
+
+    def __init__(self) -> None:
+        self.tick = 0
+        self.next_tick = 1
+        self._interval = 1
+        self._last = time.monotonic()
+        self._keys: list[str] = []
+
+    def advance(self) -> None:
+        """Choose the next boundary from the pace since the last one (rank 0)."""
+        now = time.monotonic()
+        seconds_per_tick = max((now - self._last) / self._interval, 1e-9)
+        wanted = int(INTERVAL_SECONDS / seconds_per_tick)
+        self._interval = max(1, min(wanted, 2 * self._interval, MAX_INTERVAL))
+        self._last = now
+        self.next_tick = self.tick + self._interval
+
+    def forget(self, store: Store, key: str) -> None:
+        """Remove a decision that every process has read long ago."""
+        self._keys.append(key)
+        if len(self._keys) > KEPT_DECISIONS:
+            store.delete_key(self._keys.pop(0))
+
+
+def _own_connection() -> Store:
+    """Return a connection of our own to the store that the processes met through."""
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    store: Any = _get_default_store()  # `clone` is documented, and missing in torch's type stubs
+    return PrefixStore("runner/stop", store.clone())
+
+
+@contextmanager
+def held_back(numbers: Sequence[int]) -> Iterator[None]:
+    """Hold `numbers` back from this thread; processes that it starts inside hold them back, too."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def release(numbers: Sequence[int]) -> None:
+    """Deliver signals that the parent held back while it started this process."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
+def restore(handlers: dict[signal.Signals, Any]) -> None:
+    """Set handlers as `signal.getsignal` returned them."""
+    for number, handler in handlers.items():
+        # None: it was not installed from Python, and cannot be put back from there.
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,265 @@
+"""What a run says of itself: the rows of its header and of its final table, and summary.json."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from runner.data.shards import share_of
+from runner.reporting.console import clock, number, short
+
+if TYPE_CHECKING:
+    from accel import Accelerator
+    from runner.config.batch_plan import BatchPlan
+    from runner.config.schema import Recipe
+    from runner.data.datasets import Data
+    from runner.training.loop import Loop
+
+Row = tuple[str, str]
+
+
+def count_parameters(models: Mapping[str, torch.nn.Module]) -> tuple[int, int]:
+    """Return (all, trainable) parameters of several models; shared ones count once."""
+    found = {id(p): p for model in models.values() for p in model.parameters()}.values()
+    return sum(p.numel() for p in found), sum(p.numel() for p in found if p.requires_grad)
+
+
+def header_rows(loop: Loop) -> list[Row]:
+    """Return what a person wants to know before a run starts."""
+    rows = [
+        ("directory", str(loop.run_dir)),
+        ("device", device_line(loop.accelerator)),
+        ("engine", engine_line(loop.accelerator)),
+        ("model", model_line(loop)),
+        ("per rank", memory_line(loop)),
+        ("data", data_line(loop.data)),
+        ("batch", batch_line(loop.plan, share_of(loop.accelerator).copies)),
+        ("length", length_line(loop)),
+    ]
+    rows += slow_rows(loop.recipe, loop.accelerator.device.type)
+    if loop.recipe.tags:
+        rows.append(("tags", ", ".join(loop.recipe.tags)))
+    if loop.resume_from is not None:
+        epochs = loop.recipe.trainer.epochs
+        epoch = loop.state.epoch + 1
+        where = f"step {loop.state.step}, epoch {epoch if epochs is None else min(epoch, epochs)}"
+        rows.append(("resumed", f"{Path(loop.resume_from).name} ({where})"))
+    return rows
+
+
+def limits_of(loop: Loop) -> tuple[int | None, int | None, float | None]:
+    """Return the steps and the epochs of a run, and the seconds that are left of `max_time`."""
+    left = None if loop.deadline is None else loop.deadline - time.monotonic()
+    return loop.plan.total_steps, loop.recipe.trainer.epochs, left
+
+
+def slow_rows(recipe: Recipe, device_type: str) -> list[Row]:
+    """Return a warning of what is slower than without it on this kind of device."""
+    if recipe.compile is None or recipe.deepspeed is None or device_type != "cpu":
+        return []
+    if recipe.deepspeed.zero_stage != 3 or recipe.compile.backend == "no":
+        return []
+    told = "torch.compile under ZeRO-3 on a CPU is some times slower than without: compile=null"
+    return [("note", told)]
+
+
+def device_line(accelerator: Accelerator) -> str:
+    """Return e.g. "cuda (NVIDIA H100) · 8 processes · bf16"."""
+    device, count = accelerator.device, accelerator.num_processes
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    precision = accelerator.mixed_precision
+    return " · ".join(
+        (
+            f"{device.type}{name}",
+            counted(count, "process", "processes"),
+            "fp32" if precision == "no" else str(precision),
+        )
+    )
+
+
+def engine_line(accelerator: Accelerator) -> str:
+    """Return e.g. "fsdp · mesh dp_shard 4 · in shards: parameters, gradients, optimizer state"."""
+    strategy = accelerator.strategy
+    parts = [strategy.traits.name]
+    axes = _axes(accelerator)
+    if axes:
+        parts.append("mesh " + " × ".join(f"{name} {size}" for name, size in axes.items()))
+    if strategy.sharded:
+        parts.append("in shards: " + ", ".join(strategy.sharded))
+    elif accelerator.num_processes > 1:
+        parts.append("the whole model on each process")
+    if accelerator.plan.dynamo.backend != "no":
+        parts.append(f"compiled by {accelerator.plan.dynamo.backend}")
+    return " · ".join(parts)
+
+
+def _axes(accelerator: Accelerator) -> dict[str, int]:
+    """Return the axes of processes by name; engines without a mesh spread data alone."""
+    mesh = accelerator.strategy.device_mesh
+    if mesh is not None:
+        return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    return {"data": accelerator.num_processes} if accelerator.num_processes > 1 else {}
+
+
+def memory_line(loop: Loop) -> str:
+    """Return e.g. "parameters 2.6 MB · gradients 2.6 MB · optimizer state 5.3 MB"."""
+    step = loop.step
+    held = loop.accelerator.strategy.footprint(step.models.values(), step.optimizers.values())
+    state = held.optimizer_state
+    return " · ".join(
+        (
+            f"parameters {size(held.parameters)}",
+            f"gradients {size(held.gradients)}",
+            f"optimizer state {'not known yet' if state is None else size(state)}",
+        )
+    )
+
+
+def size(num_bytes: float) -> str:
+    """Return e.g. "512 B" or "2.6 MB" (powers of ten)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000 or unit == "GB":
+            break
+        num_bytes /= 1000
+    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+
+
+def model_line(loop: Loop) -> str:
+    """Return e.g. "Cnn · 123,456 parameters, all trainable"."""
+    total, trainable = loop.num_parameters
+    names = ", ".join(loop.model_names)
+    share = "all trainable" if trainable == total else f"{trainable:,} trainable"
+    return f"{names} · {total:,} parameters, {share}"
+
+
+def data_line(data: Data) -> str:
+    """Return e.g. "train 1,257 · validation 180 · test 360"; a stream's length is unknown."""
+    splits = {"train": data.train, "validation": data.validation, "test": data.test}
+    parts = []
+    for split, dataset in splits.items():
+        if dataset is not None:
+            size = num_samples(dataset)
+            parts.append(f"{split} {'stream' if size is None else f'{size:,}'}")
+    return " · ".join(parts)
+
+
+def num_samples(dataset: Any) -> int | None:
+    """Return the length of a data set; None for a stream."""
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def batch_line(plan: BatchPlan, copies: int = 1) -> str:
+    """Return the batch arithmetic, e.g. "global batch 64 = 2 processes × 32 × 1 accumulated".
+
+    Args:
+        plan: the arithmetic.
+        copies: how many processes compute each sample together.
+    """
+    processes = counted(plan.num_processes, "process", "processes")
+    if copies > 1:
+        processes = counted(plan.num_processes, "replica")
+    return (
+        f"global batch {plan.global_batch} = {processes} × {plan.micro_batch}"
+        f" × {plan.accumulation} accumulated"
+    )
+
+
+def length_line(loop: Loop) -> str:
+    """Return how long the run is, e.g. "20 epochs × 20 steps = 400 steps"."""
+    trainer, plan = loop.recipe.trainer, loop.plan
+    limits = [] if trainer.epochs is None else [counted(trainer.epochs, "epoch")]
+    if plan.steps_per_epoch is None or trainer.epochs is None:
+        limits += [] if trainer.max_steps is None else [counted(trainer.max_steps, "step")]
+        return " or ".join(limits)
+    whole = counted(trainer.epochs * plan.steps_per_epoch, "step")
+    line = f"{limits[0]} × {counted(plan.steps_per_epoch, 'step')} = {whole}"
+    total = counted(plan.total_steps or 0, "step")
+    return line if total == whole else f"{total} (of {line})"
+
+
+def counted(count: int, singular: str, plural: str | None = None) -> str:
+    """Return e.g. "1 step" or "1,200 steps"."""
+    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
+
+
+def summary_of(loop: Loop) -> dict[str, Any]:
+    """Return what `summary.json` holds."""
+    state, stopped = loop.state, loop.stopped
+    best = None
+    if state.best is not None:
+        checkpoint = loop.saver.best.checkpoint if loop.saver.best else None
+        best = {
+            "metric": loop.monitor,
+            "mode": loop.mode,
+            "value": state.best,
+            "step": state.best_step,
+            "checkpoint": checkpoint,
+        }
+    return {
+        "name": loop.recipe.name,
+        "run_dir": str(loop.run_dir),
+        "stopped": None if stopped is None else stopped.kind,
+        "reason": None if stopped is None else stopped.reason,
+        # A run that ran out of time has made a part of its schedule: it can be resumed.
+        "complete": stopped is not None and stopped.complete and stopped.kind != "max_time",
+        "step": state.step,
+        "epoch": state.epoch,
+        "samples": state.samples,
+        "seconds": round(loop.seconds, 3),
+        "samples_per_second": throughput(loop),
+        "num_processes": loop.accelerator.num_processes,
+        "num_parameters": loop.num_parameters[0],
+        "monitor": loop.monitor,
+        "best": best,
+        "metrics": loop.metrics,
+        "checkpoint": loop.saver.last,
+        **loop.results,
+    }
+
+
+def throughput(loop: Loop) -> float:
+    """Return samples per second of this invocation; of the run where it has trained none."""
+    here, seconds = loop.samples_here, loop.watch.training
+    if here == 0:
+        here, seconds = loop.state.samples, loop.state.seconds
+    return here / seconds if seconds > 0 else 0.0
+
+
+def final_rows(loop: Loop, summary: Mapping[str, Any]) -> list[Row]:
+    """Return the final table: what came out, how fast, where things are."""
+    rows: list[Row] = []
+    epochs = f"epoch {loop.state.epoch_number}"
+    if summary["best"] is not None:
+        best = summary["best"]
+        rows.append(
+            ("best", f"validation {best['metric']} {number(best['value'])} at step {best['step']}")
+        )
+    for split, metrics in summary["metrics"].items():
+        rows.append((split, "  ".join(f"{name} {number(v)}" for name, v in metrics.items())))
+    rows += loop.rows
+    rows += [
+        ("stopped", f"{summary['reason']} (step {summary['step']}, {epochs})"),
+        ("time", f"{clock(summary['seconds'])} · {short(summary['samples_per_second'])} samples/s"),
+        ("directory", str(loop.run_dir)),
+    ]
+    if loop.saver.last is not None:
+        step = f"step {loop.saver.saved_step}"
+        rows.append(("checkpoint", f"{_below(loop.saver.last, loop.run_dir)} ({step})"))
+    if loop.saver.best is not None:
+        best_path = loop.saver.folder / loop.saver.best.checkpoint
+        step = f"step {loop.saver.best.step}"
+        rows.append(("best state", f"{_below(best_path, loop.run_dir)} ({step})"))
+    if not summary["complete"]:
+        rows.append(("go on", f"runner resume={shlex.quote(str(loop.run_dir))}"))
+    return rows
+
+
+def _below(path: str | Path, folder: Path) -> str:
+    """Return `path` relative to `folder` where it lies in it."""
+    whole, root = Path(path).resolve(), folder.resolve()
+    return str(whole.relative_to(root)) if whole.is_relative_to(root) else str(path)
