@@ -1,7 +1,7 @@
 """Run a function on several processes, in a warm pool of workers per world size.
 
 A fresh start of two workers costs seconds; a warm call costs milliseconds. Start-up itself is
-tested with fresh launches in `tests/runner/test_launch.py`.
+tested with fresh launches in `tests/runner/launch/test_launcher.py`.
 """
 
 from __future__ import annotations

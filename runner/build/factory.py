@@ -11,8 +11,8 @@ from typing import Any
 
 from accel.errors import ConfigError, Problem
 from runner.build import blame
-from runner.factories import signatures
 from runner.config import trust
+from runner.factories import signatures
 from runner.factories.nodes import named, num_given, under
 from runner.factories.registry import Registry
 

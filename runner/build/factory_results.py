@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel.errors import ConfigError, Problem
-from runner.training.callback import Callback
 from runner.data.datasets import Data
+from runner.training.callback import Callback
 from runner.training.objective import Objective
 from runner.training.return_checks import shown
 from runner.training.step import Step

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 from accel.checkpoint import files
 from accel.env import Environment
 from accel.errors import ConfigError, Problem
-from runner.config import paths
-from runner.run_dir import directory
-from runner.factories import signatures
 from runner.build import environment
 from runner.build.factory import Factory, factory_of
+from runner.config import paths
+from runner.config.error_keys import of_the_recipe
+from runner.config.schema import ENGINES, Recipe
+from runner.factories import signatures
 from runner.factories.nodes import STEP_PARTS, nodes_of, step_problems
 from runner.factories.registry import register
-from runner.config.schema import ENGINES, Recipe
-from runner.config.error_keys import of_the_recipe
+from runner.run_dir import directory
 
 if TYPE_CHECKING:
-    from runner.config.batch_plan import BatchPlan
-    from runner.training.callback import Callback
     from runner.compose.composition import Examined
+    from runner.config.batch_plan import BatchPlan
     from runner.data.datasets import Data
+    from runner.training.callback import Callback
     from runner.training.step import Step
 
 

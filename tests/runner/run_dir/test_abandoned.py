@@ -10,8 +10,8 @@ from runner.config.processes import Adopted
 from runner.launch import launcher, worker
 from runner.run_dir import abandoned, outcomes
 from runner.run_dir.outcomes import REFUSED, Outcome
-from tests.runner.test_rundir import add_checkpoint, new_run
-from tests.runner.test_shared_folders import add, shared
+from tests.runner.run_dir.test_directory import add_checkpoint, new_run
+from tests.runner.run_dir.test_shared_folders import add, shared
 
 
 @pytest.mark.parametrize("is_new", [True, False])

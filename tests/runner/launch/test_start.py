@@ -18,7 +18,7 @@ from runner.run_dir import lock, transaction
 from runner.run_dir.job import Job
 from runner.run_dir.outcomes import Outcome
 from tests.resume_matrix.cells import tree
-from tests.runner.test_rundir import add_checkpoint
+from tests.runner.run_dir.test_directory import add_checkpoint
 
 LITTLE = ("name=mine", "tracker.log_with=[]", "trainer.epochs=2")
 

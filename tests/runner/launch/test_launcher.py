@@ -16,7 +16,7 @@ from runner.launch import launcher
 from runner.run_dir import outcomes
 from tests.helpers import alive, python
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PARENT = """
 import signal, sys
 from pathlib import Path

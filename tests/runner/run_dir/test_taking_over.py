@@ -19,7 +19,7 @@ from runner.training.loop import Loop
 from tests.helpers import run_distributed
 from tests.resume_matrix.cells import tree
 from tests.runner.loops import Fit, build, newest, recipe_of, records, run
-from tests.runner.test_loop import Worsening
+from tests.runner.training.test_loop import Worsening
 
 
 class Breaking(Fit):

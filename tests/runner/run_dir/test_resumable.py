@@ -15,7 +15,7 @@ from accel.config.training import ProjectConfiguration
 from accel.errors import ConfigError
 from runner.config.schema import Checkpoint, DataLoader, Distributed, Recipe, Trainer
 from runner.run_dir import lock, resumable, transaction
-from tests.runner.test_rundir import add_checkpoint, new_run
+from tests.runner.run_dir.test_directory import add_checkpoint, new_run
 
 FIRST, SECOND, THIRD = (f"20260101-00000{second}-0000" for second in (1, 2, 3))
 

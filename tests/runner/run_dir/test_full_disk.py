@@ -12,7 +12,7 @@ from runner.run_dir import outcomes
 from runner.run_dir.outcomes import Outcome
 from tests.helpers import on_small_disk, python, small_disks_work
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from runner.launch import endings
 from tests.helpers import alive, python
 from tests.signals.cells import children
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # A shell that starts tests in the background lets them ignore Ctrl-C.
 COMMAND = """
 import signal, sys

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import SECONDS, python
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # Ends where torch would be loaded, which takes seconds.
 WITHOUT_TORCH = """
 import sys

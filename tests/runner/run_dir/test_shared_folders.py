@@ -17,7 +17,7 @@ from runner.inference.load import described, find_checkpoint
 from runner.run_dir import directory
 from runner.training.checkpointing import Best, read_best
 from tests.runner.loops import recipe_of, run
-from tests.runner.test_rundir import new_run
+from tests.runner.run_dir.test_directory import new_run
 
 NAMES = ("20260101-000001-aaaa", "20260101-000002-bbbb")
 

@@ -13,7 +13,7 @@ from runner import cli
 from runner.inference import session
 from tests.helpers import python
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)

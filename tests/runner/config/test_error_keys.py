@@ -56,7 +56,7 @@ def test_remedies_of_checkpoints_are_in_the_words_of_a_recipe() -> None:
 
 def test_every_remedy_that_is_a_call_of_a_script_has_one_of_a_recipe() -> None:
     """Each remedy that is translated is really said by the engine, word for word."""
-    root = Path(__file__).resolve().parents[2] / "accel" / "checkpoint"
+    root = Path(__file__).resolve().parents[3] / "accel" / "checkpoint"
     said = "".join(
         re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8")) for path in root.glob("*.py")
     )

@@ -22,7 +22,7 @@ from runner.config.schema import Recipe, Trainer
 from runner.run_dir.job import Job
 from tests.helpers import python
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)

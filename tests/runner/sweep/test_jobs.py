@@ -17,7 +17,7 @@ from runner.compose import hydra_setup
 from runner.sweep import jobs
 from tests.helpers import python
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SHORT = ("trainer.max_steps=2", "tracker.log_with=[]", "checkpoint=none", "data.augment=false")
 # Samples three learning rates of its own, in two batches, and writes down what each was worth.
 SWEEPER = """

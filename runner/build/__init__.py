@@ -1,0 +1,1 @@
+"""From a recipe to objects, and every check before the start."""
