@@ -153,6 +153,13 @@ def test_the_engine_knows_nothing_of_the_runner() -> None:
         assert not [t for t in targets if t.split(".")[0] in ("runner", "hydra", "omegaconf")], path
 
 
+def reads_environment(node: ast.AST) -> bool:
+    names = ("environ", "getenv", "putenv")
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "os" and any(alias.name in names for alias in node.names)
+    return isinstance(node, ast.Attribute) and ast.unparse(node) in [f"os.{name}" for name in names]
+
+
 @pytest.mark.parametrize("package", ["accel", "runner"])
 def test_only_env_touches_the_environment(package: str) -> None:
     wrong = []
@@ -160,10 +167,103 @@ def test_only_env_touches_the_environment(package: str) -> None:
         if path == ROOT / "accel" / "env.py":
             continue
         for node in ast.walk(tree):
-            text = ast.unparse(node) if isinstance(node, (ast.Attribute, ast.ImportFrom)) else ""
-            if text in ("os.environ", "os.getenv", "os.putenv") or "import environ" in text:
+            if reads_environment(node):
                 wrong.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}")
     assert wrong == []
+
+
+# Rooms of the runner, lowest first, and the rooms that each may import; all may import `accel`.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "config": (),
+    "run_dir": ("config",),
+    "factories": ("config",),
+    "compose": ("config", "run_dir", "factories"),
+    "data": ("config",),
+    "reporting": ("config", "run_dir"),
+    "training": ("config", "run_dir", "data", "reporting"),
+    "callbacks": ("training",),
+    "builtin": ("config", "factories", "data", "reporting", "training"),
+    "build": ("config", "run_dir", "factories", "compose", "data", "training"),
+    "inference": (
+        *("config", "run_dir", "factories", "compose", "data", "reporting", "training", "build"),
+    ),
+    "launch": (
+        *("config", "run_dir", "factories", "compose", "data", "reporting", "training", "build"),
+    ),
+    "sweep": ("config", "run_dir", "compose", "reporting", "training", "build", "launch"),
+    "cli": (
+        *("config", "run_dir", "factories", "compose", "data", "reporting", "training", "build"),
+        *("inference", "launch", "sweep"),
+    ),
+}
+
+
+def rooms_reached(tree: ast.AST) -> set[str]:
+    """Return the runner's rooms that a file imports, also lazily or for type checkers only."""
+    reached = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "runner":
+            below = (node.module or "").split(".")[1:]
+            reached.update(below[:1] or [alias.name for alias in node.names])
+        elif isinstance(node, ast.Import):
+            parts = [alias.name.split(".") for alias in node.names]
+            reached.update(part[1] for part in parts if part[0] == "runner" and len(part) > 1)
+    return reached
+
+
+def test_a_room_of_the_runner_imports_the_rooms_below_it_alone() -> None:
+    assert all(set(below) <= set(list(ROOMS)[:at]) for at, below in enumerate(ROOMS.values()))
+    wrong = []
+    for module, path, tree in sources("runner"):
+        room = module.split(".")[1]
+        if room in ROOMS:
+            strange = rooms_reached(tree) - {room, *ROOMS[room]}
+            wrong += [f"{path.relative_to(ROOT)} imports runner.{name}" for name in strange]
+    assert wrong == []
+
+
+def test_every_folder_of_the_runner_is_a_room() -> None:
+    folders = {path.parent.name for path in (ROOT / "runner").glob("*/*.py")}
+    assert folders == set(ROOMS)
+    assert {path.name for path in (ROOT / "runner").glob("*.py")} == {"__init__.py", "__main__.py"}
+
+
+@pytest.mark.parametrize(
+    ("snippet", "reached"),
+    [
+        ("from runner.launch import worker", {"launch"}),
+        ("from runner import cli, data", {"cli", "data"}),
+        ("def f():\n    import runner.build.parts", {"build"}),
+        ("if TYPE_CHECKING:\n    from runner.training.loop import Loop", {"training"}),
+        ("from accel.data import loaders", set()),
+    ],
+)
+def test_an_import_of_a_room_is_found(snippet: str, reached: set[str]) -> None:
+    assert rooms_reached(ast.parse(snippet)) == reached
+
+
+def imported_modules(tree: ast.AST, known: set[str]) -> Iterator[str]:
+    """Yield the modules of a package that a file imports, in any way."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = [name for name in inner if name in known]
+            yield from found if len(found) == len(inner) else [node.module, *found]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_no_module_of_the_runner_imports_itself_by_way_of_others() -> None:
+    trees = {module: tree for module, _, tree in sources("runner")}
+    graph = {
+        name: set(imported_modules(tree, set(trees))) & {*trees} for name, tree in trees.items()
+    }
+    while graph:
+        leaves = {name for name, targets in graph.items() if not targets & {*graph}}
+        if not leaves:
+            break
+        graph = {name: targets for name, targets in graph.items() if name not in leaves}
+    assert sorted(graph) == []
 
 
 @pytest.mark.parametrize("package", ["accel", "runner", "tests"])

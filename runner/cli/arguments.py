@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from accel.errors import ConfigError, Problem, nearest
-from runner.config import habits
+from runner.config import mistyped
 
 COMMANDS = ("eval", "predict")
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -97,7 +97,7 @@ def _unknown(flag: str, arguments: Sequence[str], flags: Sequence[str]) -> Probl
     """Return the problem with a flag that is not known."""
     name, given, value = flag.partition("=")
     rule = "there is no such flag"
-    key = habits.key_for(name)
+    key = mistyped.key_for(name)
     if key is None:
         return Problem(flag, rule, nearest(name, flags))
     following = list(arguments[arguments.index(flag) + 1 :])[:1] if flag in arguments else []

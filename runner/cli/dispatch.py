@@ -20,11 +20,11 @@ from accel.errors import (
     Problem,
 )
 from runner.cli import arguments as command_line
-from runner.config import paths, trust
-from runner.launch import endings
+from runner.config import paths, trust, user_frames
+from runner.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED
+from runner.launch import endings, failures
 from runner.reporting import startup
-from runner.run_dir import numerics, outcomes
-from runner.run_dir.outcomes import DONE, FAILED, INTERRUPTED, REFUSED
+from runner.run_dir import numerics
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -39,7 +39,7 @@ DISTRIBUTION = "accel-runner"
 def run(arguments: Sequence[str]) -> int:
     """Run a command line and return its exit code; what went wrong is on standard error."""
     code = _run(arguments)
-    if outcomes.nobody_reads():  # what is still in the buffer would fail at exit
+    if failures.nobody_reads():  # what is still in the buffer would fail at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
@@ -64,7 +64,7 @@ def _run(arguments: Sequence[str]) -> int:
     except command_line.Told as end:
         return end.code
     except (Exception, SystemExit) as error:  # with SystemExit(0) it would look complete
-        print("".join(outcomes.user_traceback(error)), end="", file=sys.stderr)
+        print("".join(user_frames.formatted(error)), end="", file=sys.stderr)
         return FAILED
 
 

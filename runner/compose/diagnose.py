@@ -23,7 +23,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from accel.errors import ConfigError, Problem, nearest
 from runner.compose import conf_files, hydra_setup
-from runner.config import habits, keys, paths
+from runner.config import habits, keys, mistyped, paths
 from runner.config.schema import ENGINES, Recipe
 
 # What composing raises for a mistake of the user's; OmegaConf stumbles over null nodes.
@@ -54,7 +54,7 @@ def examine(
     Returns:
         The configuration of all that is right, and the problems.
     """
-    overrides, problems = habits.pairs(overrides)
+    overrides, problems = mistyped.pairs(overrides)
     problems += [*hydra_setup.hydra_problems(overrides), *_switches(overrides)]
     accepted = [o for o in unique(overrides) if not hydra_setup.hydra_problems([o])]
     try:
@@ -90,7 +90,7 @@ def overridden(overrides: Sequence[str]) -> list[str]:
 
 def unreadable(overrides: Sequence[str]) -> list[Problem]:
     """Return a problem for each override of a sweep that Hydra's grammar does not read."""
-    overrides, problems = habits.pairs(overrides)
+    overrides, problems = mistyped.pairs(overrides)
     for override in overrides:
         try:
             hydra_setup.parse([override])
@@ -149,7 +149,7 @@ def applied(overrides: Sequence[str], plain: Mapping[str, Any]) -> tuple[DictCon
     """
     config = OmegaConf.merge(hydra_setup.schema(), plain)
     assert isinstance(config, DictConfig)
-    overrides, problems = habits.pairs(overrides)
+    overrides, problems = mistyped.pairs(overrides)
     problems += [*hydra_setup.hydra_problems(overrides), *_switches(overrides)]
     for override in unique(overrides):
         if hydra_setup.hydra_problems([override]):
@@ -173,7 +173,7 @@ def options_of(group: str) -> list[str]:
 def _unreadable(override: str, failure: HydraException) -> Problem:
     if "=" not in override:
         known = [*COMMANDS, *(f"{group}=" for group in hydra_setup.groups())]
-        key = habits.key_for(override)
+        key = mistyped.key_for(override)
         if key is not None:
             return Problem(override, "a value is given as key=value", f"Write {key}=…")
         return Problem(override, "it is neither a command nor key=value", nearest(override, known))
@@ -226,7 +226,7 @@ def _switches(overrides: Sequence[str]) -> list[Problem]:
         key, _, value = override.partition("=")
         if value.lstrip("-").isdigit():
             values[key.lstrip("+")] = int(value)
-    return list(habits.switches(values))
+    return list(mistyped.switches(values))
 
 
 def _sweep_problem(parsed: Override, override: str) -> Problem | None:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from accel.errors import AccelError
-from runner.run_dir.outcomes import FAILED, how
+from runner.exit_codes import FAILED
+from runner.run_dir.outcomes import how
 from runner.training.stopping import StopFlag
 
 _REPLACING = ("execv", "execve")

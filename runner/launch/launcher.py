@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 from runner.config import processes
 from runner.config.processes import Adopted
 from runner.config.schema import Recipe
-from runner.launch import rank_logs
+from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, STOPPED
+from runner.launch import failures, rank_logs
 from runner.run_dir import abandoned, numerics, outcomes
-from runner.run_dir.outcomes import CLEAN, DONE, FAILED, INTERRUPTED, STOPPED, Outcome
+from runner.run_dir.outcomes import Outcome
 from runner.run_dir.transaction import run_dir_of
 
 if TYPE_CHECKING:
@@ -127,12 +128,12 @@ def run_here(folder: Path, rank: int = 0) -> int:
         return worker.run(folder)
     except KeyboardInterrupt:
         if rank == 0:
-            outcomes.tell_interrupted(run_dir)
+            failures.tell_interrupted(run_dir)
         return INTERRUPTED
     except BaseException as error:  # also SystemExit: the run is not complete
-        outcome = outcomes.of_error(error, rank)
+        outcome = failures.of_error(error, rank)
         outcome.write(run_dir, _new_launch())
-        outcomes.tell(outcome, run_dir)
+        failures.tell(outcome, run_dir)
         return outcome.code
 
 
@@ -165,7 +166,7 @@ def run_group(folder: Path, num_processes: int, cwd: Path, target: str = TRAIN) 
             command, num_processes, lambda rank: _left_word(run_dir, launch_id, rank)
         )
     except KeyboardInterrupt:
-        outcomes.tell_interrupted(run_dir)
+        failures.tell_interrupted(run_dir)
         return INTERRUPTED
     return _conclude(run_dir, launch_id, failed, num_processes)
 
@@ -193,11 +194,11 @@ def _conclude(
         causes.append(hang)
     if not causes:
         return STOPPED if any(outcome.code == STOPPED for outcome in left) else DONE
-    cause = outcomes.order(causes)[0]
+    cause = failures.order(causes)[0]
     if cause.code == INTERRUPTED:
-        outcomes.tell_interrupted(run_dir)
+        failures.tell_interrupted(run_dir)
     else:
-        outcomes.tell(cause, run_dir, num_processes)
+        failures.tell(cause, run_dir, num_processes)
     return cause.code
 
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from accel.errors import AccelError, ConfigError, Problem
 from runner.config import carry_over, paths, processes, trust
+from runner.exit_codes import DONE, REFUSED
 from runner.launch import launcher
 from runner.run_dir import abandoned, directory, job, lock, resumable, transaction
 from runner.run_dir.job import Job
-from runner.run_dir.outcomes import DONE, REFUSED
 
 if TYPE_CHECKING:
     from runner.config.schema import Recipe

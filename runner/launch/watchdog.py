@@ -31,11 +31,12 @@ from torch.distributed.constants import default_pg_timeout
 
 from runner.config import processes, user_frames
 from runner.config.durations import parse_duration
+from runner.exit_codes import FAILED
 from runner.launch import hangs, rank_logs, rendezvous
 from runner.launch.hangs import Report, Verdict
 from runner.launch.stacks import Stack
 from runner.run_dir import outcomes
-from runner.run_dir.outcomes import FAILED, Outcome
+from runner.run_dir.outcomes import Outcome
 from runner.training.progress import Progress
 from runner.training.stopping import StopFlag
 

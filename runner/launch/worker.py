@@ -21,11 +21,12 @@ from accel import env
 from accel.env import Environment
 from runner.config.error_keys import of_the_recipe
 from runner.config.schema import Recipe
-from runner.launch import endings, parent_watch, rank_logs
-from runner.run_dir import lock, outcomes, transaction
+from runner.exit_codes import DONE, INTERRUPTED, STOPPED
+from runner.launch import endings, failures, parent_watch, rank_logs
+from runner.run_dir import lock, transaction
 from runner.run_dir.job import Job
 from runner.run_dir.numerics import read as read_numerics
-from runner.run_dir.outcomes import DONE, INTERRUPTED, STOPPED, Outcome
+from runner.run_dir.outcomes import Outcome
 from runner.run_dir.transaction import run_dir_of
 from runner.training.stopping import STOP_SIGNALS, TORCHS_SIGNALS, StopFlag, release
 
@@ -71,7 +72,7 @@ def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag)
     except BaseException as error:  # also SystemExit: the run is not complete
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends anyway
         # Written before anything is torn down: other ranks fail as soon as this one is gone.
-        outcome = outcomes.of_error(error, rank)
+        outcome = failures.of_error(error, rank)
         if isinstance(error, endings.LoaderWorkerError) and rank > 0:  # else it is on the terminal
             crash = rank_logs.crash(rank_logs.log_file(run_dir, rank))
             outcome = replace(outcome, traceback="\n".join(crash))

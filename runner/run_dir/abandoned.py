@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 from accel.checkpoint import files
+from runner.exit_codes import FAILED, REFUSED
 from runner.run_dir import directory
-from runner.run_dir.outcomes import FAILED, REFUSED
 
 # What a run writes before its first step is made. The last is written at that step.
 BEFORE_TRAINING = {

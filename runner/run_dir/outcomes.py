@@ -11,39 +11,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import select
-import shlex
 import signal
-import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from accel.errors import (
-    ConfigError,
-    DiskFullError,
-    MissingPackageError,
-    text_of,
-)
-from runner.config import paths, user_frames
-
-DONE = 0
-FAILED = 1
-REFUSED = 2
-STOPPED = 75
-INTERRUPTED = 130
-# What a parent reads from an exit status: a worker that stopped with its state saved did not fail.
-CLEAN = (DONE, STOPPED)
-# What gloo and NCCL say when another process is gone; both raise plain RuntimeErrors.
-COMMUNICATION = re.compile(
-    r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|ProcessGroup|\bTCPStore\b",
-    re.IGNORECASE,
-)
-UNREAD = "nobody reads standard output any more"
+from runner.config import paths
 
 
 @dataclass(frozen=True)
@@ -145,88 +118,3 @@ def read_outcomes(run_dir: Path, launch: str) -> list[Outcome]:
     for file in elsewhere:
         file.unlink()
     return sorted(found, key=lambda outcome: outcome.time)
-
-
-def nobody_reads() -> bool:
-    """Return whether whoever read standard output is gone, as `head` is after its lines."""
-    try:
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)
-    except (OSError, ValueError, AttributeError):  # it is no file, or closed; Windows has no poll
-        return False
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def of_error(error: BaseException, rank: int) -> Outcome:
-    """Return the outcome of a process that ends with `error`.
-
-    A refused configuration and a missing package say what to do; a traceback would only hide it.
-    """
-    if isinstance(error, (ConfigError, MissingPackageError)):
-        return Outcome(rank, time.time(), REFUSED, str(error))
-    if isinstance(error, DiskFullError):
-        return Outcome(rank, time.time(), FAILED, str(error))
-    if isinstance(error, BrokenPipeError) and nobody_reads():
-        return Outcome(rank, time.time(), FAILED, UNREAD)
-    told = user_frames.one_line(error), "".join(user_traceback(error))
-    full = "".join(traceback.format_exception(error))
-    return Outcome(
-        rank, time.time(), FAILED, *told, is_consequence=_of_communication(error), full=full
-    )
-
-
-def order(causes: Iterable[Outcome]) -> list[Outcome]:
-    """Return how processes ended, the first cause first.
-
-    The end of one rank causes errors of communication on the others, which may be told before that
-    end is seen. So these come last.
-    """
-    return sorted(causes, key=lambda outcome: (outcome.is_consequence, outcome.time))
-
-
-def _of_communication(error: BaseException) -> bool:
-    """Return whether `error`, or what it was raised from, is of a process group or a store."""
-    found: BaseException | None = error
-    seen: set[int] = set()
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        if isinstance(found, RuntimeError) and (
-            any(kind.__name__ == "_DistError" for kind in type(found).__mro__)
-            or COMMUNICATION.search(text_of(found))
-        ):
-            return True
-        found = found.__cause__ or found.__context__
-    return False
-
-
-def user_traceback(error: BaseException) -> list[str]:
-    """Return the formatted traceback and its causes: the user's own frames, where it has any."""
-    return user_frames.formatted(error)
-
-
-def tell(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> None:
-    """Say on standard error how a run ended, once."""
-    from runner.run_dir import abandoned
-
-    if outcome.message == UNREAD:
-        return
-    if outcome.code == REFUSED:
-        lines = [outcome.message]
-    else:
-        who = f"rank {outcome.rank} failed first" if num_processes > 1 else "the run failed"
-        lines = [outcome.traceback.rstrip(), f"{who}: {outcome.message}"]
-        if abandoned.worth_keeping(run_dir, outcome.code):
-            lines.append(f"run: {run_dir}")
-    print(*(line for line in lines if line), sep="\n", file=sys.stderr, flush=True)
-
-
-def tell_interrupted(run_dir: Path) -> None:
-    """Say on standard error that a run was cut off by Ctrl-C, and how it goes on."""
-    from runner.run_dir import directory
-
-    if directory.own_checkpoints(run_dir):
-        command = f"runner resume={shlex.quote(str(run_dir))}"
-        line = f"Interrupted. From its last checkpoint the run goes on with: {command}"
-    else:
-        line = f"Interrupted before the first checkpoint of {run_dir}."
-    print(line, file=sys.stderr, flush=True)

@@ -23,9 +23,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import AccelError, ConfigError, MissingPackageError, Problem
+from runner.config import user_frames
+from runner.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, STOPPED
 from runner.launch import parent_watch
-from runner.run_dir import outcomes
-from runner.run_dir.outcomes import DONE, FAILED, INTERRUPTED, REFUSED, STOPPED
 from runner.training.stopping import STOP_SIGNALS, restore
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ def _attempt(overrides: Sequence[str], config_name: str, number: int) -> tuple[i
         print(error, file=sys.stderr)
         code = FAILED
     except Exception as error:
-        print("".join(outcomes.user_traceback(error)), end="", file=sys.stderr)
+        print("".join(user_frames.formatted(error)), end="", file=sys.stderr)
         code = FAILED
     return code, claimed[0] if claimed else None
 

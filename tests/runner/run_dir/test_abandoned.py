@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from runner.config.processes import Adopted
-from runner.launch import launcher, worker
+from runner.exit_codes import REFUSED
+from runner.launch import failures, launcher, worker
 from runner.run_dir import abandoned, outcomes
-from runner.run_dir.outcomes import REFUSED, Outcome
+from runner.run_dir.outcomes import Outcome
 from tests.runner.run_dir.test_directory import add_checkpoint, new_run
 from tests.runner.run_dir.test_shared_folders import add, shared
 
@@ -32,11 +33,11 @@ def test_checkpoints_elsewhere_are_worth_keeping(
 ) -> None:
     run_dir = new_run(tmp_path, checkpoint=shared(tmp_path))
     add(tmp_path / "all" / "checkpoints", 0, 6, "another")
-    outcomes.tell_interrupted(run_dir)
+    failures.tell_interrupted(run_dir)
     assert "before the first checkpoint" in capsys.readouterr().err
     assert not abandoned.worth_keeping(run_dir, REFUSED)
     add(tmp_path / "all" / "checkpoints", 1, 6, run_dir.name)
-    outcomes.tell_interrupted(run_dir)
+    failures.tell_interrupted(run_dir)
     assert "resume=" in capsys.readouterr().err
     assert abandoned.worth_keeping(run_dir, REFUSED)
     inside = new_run(tmp_path, name="inside")
