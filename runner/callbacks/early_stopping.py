@@ -10,7 +10,7 @@ from accel.errors import ConfigError, Problem, nearest
 from runner.training.callback import Callback
 
 if TYPE_CHECKING:
-    from runner.training.loop import Loop
+    from runner.training.run import Run
 
 
 class EarlyStopping(Callback):
@@ -51,7 +51,7 @@ class EarlyStopping(Callback):
         self._step: int | None = None  # of the last evaluation
         self._measured_by: Sequence[str | None] | None = None  # of a restored state
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, loop: Run) -> None:
         """Take over what the recipe leaves to the run."""
         self.monitor = self.monitor or loop.monitor
         self.mode = self.mode or loop.mode
@@ -70,7 +70,7 @@ class EarlyStopping(Callback):
                 )
             )
 
-    def on_evaluate(self, loop: Loop, split: str, metrics: Mapping[str, float]) -> None:
+    def on_evaluate(self, loop: Run, split: str, metrics: Mapping[str, float]) -> None:
         """Count the evaluations since the last improvement."""
         if split != "validation" or loop.state.step == self._step:  # a resume may measure it again
             return

@@ -1,7 +1,7 @@
 """Factories' names and arguments, checked from source text: nothing is imported. Free of torch.
 
 What text does not tell for certain (names that are made at run time, decorators, packages that are
-not installed) is left to `build.check_factories`, which imports.
+not installed) is left to `build.parts.check_factories`, which imports.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Job:
         """Write the recipe and this job beside those of the run directory.
 
         Returns:
-            The job as it lies there, for `attempt.commit` or `attempt.discard`.
+            The job as it lies there, for `transaction.commit` or `transaction.discard`.
         """
         staged = replace(self, folder=transaction.stage(self.run_dir))
         try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from runner.training.loop import Loop
+    from runner.training.run import Run
 
 
 class Callback:
@@ -18,20 +18,20 @@ class Callback:
     only `on_step`, which is called too often for that, must leave the generators alone.
     """
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, loop: Run) -> None:
         """Before the first step, after a resume."""
 
-    def on_step(self, loop: Loop) -> None:
+    def on_step(self, loop: Run) -> None:
         """After each optimizer step. Must not wait for the device."""
 
-    def on_log(self, loop: Loop, values: Mapping[str, float]) -> None:
+    def on_log(self, loop: Run, values: Mapping[str, float]) -> None:
         """At a log point, with the values that were read."""
 
-    def on_evaluate(self, loop: Loop, split: str, metrics: Mapping[str, float]) -> None:
+    def on_evaluate(self, loop: Run, split: str, metrics: Mapping[str, float]) -> None:
         """After an evaluation of `split` ("validation", "test")."""
 
-    def on_checkpoint(self, loop: Loop, path: str) -> None:
+    def on_checkpoint(self, loop: Run, path: str) -> None:
         """After a checkpoint was committed."""
 
-    def on_end(self, loop: Loop) -> None:
+    def on_end(self, loop: Run) -> None:
         """After the last evaluation; on rank 0 before the final table is shown."""

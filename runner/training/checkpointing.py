@@ -95,7 +95,7 @@ def read_best(folder: Path, owns: Callable[[Path], bool] = _any) -> Best | None:
 
     Args:
         folder: where checkpoints lie.
-        owns: whether a checkpoint is one of the run; `rundir.owner` gives it.
+        owns: whether a checkpoint is one of the run; `directory.owner` gives it.
 
     Raises:
         CheckpointError: if the pointer is damaged, and no checkpoint knows of a best.

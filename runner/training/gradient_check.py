@@ -23,7 +23,7 @@ from runner.data.micro_batch import MicroBatch, Window
 from runner.training.evaluation import evaluation_mode
 
 if TYPE_CHECKING:
-    from runner.training.loop import Loop
+    from runner.training.run import Run
 
 # Largest difference of gradients, relative to their norm, that is rounding.
 ROUNDING = {"no": 1e-3}
@@ -41,7 +41,7 @@ REMEDY = (
 )
 
 
-def check(loop: Loop) -> None:
+def check(loop: Run) -> None:
     """Compare the gradients of one micro-batch and of two, if the recipe wants it.
 
     Nothing is changed by it.
@@ -88,7 +88,7 @@ def check(loop: Loop) -> None:
         raise ConfigError(Problem(value, CONTRACT, REMEDY))
 
 
-def _samples(loop: Loop) -> list[Any]:
+def _samples(loop: Run) -> list[Any]:
     """Return the first samples of the training data, an even number of them."""
     dataset: Any = loop.data.train
     count = min(loop.plan.global_batch, MOST_SAMPLES)
@@ -103,7 +103,7 @@ def _samples(loop: Loop) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _restored(loop: Loop) -> Iterator[None]:
+def _restored(loop: Run) -> Iterator[None]:
     """Leave generators, modes, gradients, buffers, the scale and the count of micro-batches."""
     accelerator = loop.accelerator
     scaler = accelerator.scaler
@@ -127,7 +127,7 @@ def _restored(loop: Loop) -> Iterator[None]:
 
 
 def _gradients(
-    loop: Loop, batches: list[Any], num_samples: int, seed: int
+    loop: Run, batches: list[Any], num_samples: int, seed: int
 ) -> list[list[torch.Tensor]]:
     """Return the gradients that each call of an optimizer's step would have used."""
     accelerator = loop.accelerator

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from accel.config.handlers import GradScalerKwargs
     from runner.config.schema import Recipe
     from runner.data.datasets import Data
-    from runner.training.loop import Loop
+    from runner.training.run import Run
     from runner.training.step import Step
 
 SPLITS = ("train", "validation", "test")
@@ -177,7 +177,7 @@ class Hyperparameters:
         """Note what the recipe said when the checkpoint was written."""
         self.saved = dict(state)
 
-    def resume(self, loop: Loop) -> None:
+    def resume(self, loop: Run) -> None:
         """Make in a restored loop what its recipe has changed since the checkpoint.
 
         Raises:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runner.training.loop import Loop
+    from runner.training.run import Run
 
 
-def profiler(loop: Loop) -> AbstractContextManager[Any]:
+def profiler(loop: Run) -> AbstractContextManager[Any]:
     """Return the context of a loop's profiler; its traces go below the run directory."""
     handler = loop.recipe.profile
     if handler is None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from runner.config.batch_plan import BatchPlan
     from runner.config.schema import Recipe
     from runner.data.datasets import Data
-    from runner.training.loop import Loop
+    from runner.training.run import Run
 
 Row = tuple[str, str]
 
@@ -29,7 +29,7 @@ def count_parameters(models: Mapping[str, torch.nn.Module]) -> tuple[int, int]:
     return sum(p.numel() for p in found), sum(p.numel() for p in found if p.requires_grad)
 
 
-def header_rows(loop: Loop) -> list[Row]:
+def header_rows(loop: Run) -> list[Row]:
     """Return what a person wants to know before a run starts."""
     rows = [
         ("directory", str(loop.run_dir)),
@@ -52,7 +52,7 @@ def header_rows(loop: Loop) -> list[Row]:
     return rows
 
 
-def limits_of(loop: Loop) -> tuple[int | None, int | None, float | None]:
+def limits_of(loop: Run) -> tuple[int | None, int | None, float | None]:
     """Return the steps and the epochs of a run, and the seconds that are left of `max_time`."""
     left = None if loop.deadline is None else loop.deadline - time.monotonic()
     return loop.plan.total_steps, loop.recipe.trainer.epochs, left
@@ -106,7 +106,7 @@ def _axes(accelerator: Accelerator) -> dict[str, int]:
     return {"data": accelerator.num_processes} if accelerator.num_processes > 1 else {}
 
 
-def memory_line(loop: Loop) -> str:
+def memory_line(loop: Run) -> str:
     """Return e.g. "parameters 2.6 MB · gradients 2.6 MB · optimizer state 5.3 MB"."""
     step = loop.step
     held = loop.accelerator.strategy.footprint(step.models.values(), step.optimizers.values())
@@ -129,7 +129,7 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
 
 
-def model_line(loop: Loop) -> str:
+def model_line(loop: Run) -> str:
     """Return e.g. "Cnn · 123,456 parameters, all trainable"."""
     total, trainable = loop.num_parameters
     names = ", ".join(loop.model_names)
@@ -169,7 +169,7 @@ def batch_line(plan: BatchPlan, copies: int = 1) -> str:
     )
 
 
-def length_line(loop: Loop) -> str:
+def length_line(loop: Run) -> str:
     """Return how long the run is, e.g. "20 epochs × 20 steps = 400 steps"."""
     trainer, plan = loop.recipe.trainer, loop.plan
     limits = [] if trainer.epochs is None else [counted(trainer.epochs, "epoch")]
@@ -187,7 +187,7 @@ def counted(count: int, singular: str, plural: str | None = None) -> str:
     return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
 
 
-def summary_of(loop: Loop) -> dict[str, Any]:
+def summary_of(loop: Run) -> dict[str, Any]:
     """Return what `summary.json` holds."""
     state, stopped = loop.state, loop.stopped
     best = None
@@ -222,7 +222,7 @@ def summary_of(loop: Loop) -> dict[str, Any]:
     }
 
 
-def throughput(loop: Loop) -> float:
+def throughput(loop: Run) -> float:
     """Return samples per second of this invocation; of the run where it has trained none."""
     here, seconds = loop.samples_here, loop.watch.training
     if here == 0:
@@ -230,7 +230,7 @@ def throughput(loop: Loop) -> float:
     return here / seconds if seconds > 0 else 0.0
 
 
-def final_rows(loop: Loop, summary: Mapping[str, Any]) -> list[Row]:
+def final_rows(loop: Run, summary: Mapping[str, Any]) -> list[Row]:
     """Return the final table: what came out, how fast, where things are."""
     rows: list[Row] = []
     epochs = f"epoch {loop.state.epoch_number}"
