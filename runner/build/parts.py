@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.checkpoint import files
+from accel.checkpoint import files as checkpoints
 from accel.env import Environment
 from accel.errors import ConfigError, Problem
 from runner.build import environment
@@ -140,7 +140,7 @@ def _check_states_folder(recipe: Recipe) -> None:
     if wanted is None or recipe.resume is not None:
         return
     place = Path(wanted).expanduser().absolute()
-    present = files.checkpoints(place / files.FOLDER)
+    present = checkpoints.checkpoints(place / checkpoints.FOLDER)
     if present:
         value = f"checkpoint.project.project_dir={wanted}"
         rule = f"a run has a folder of its own, and {present[-1].parent} holds checkpoints"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.checkpoint import files
+from accel.checkpoint import files as checkpoints
 from accel.errors import CheckpointError, Problem
 from runner.config.schema import Recipe
 from runner.run_dir import directory
@@ -80,7 +80,7 @@ def restored_step(path: Path, recipe: Recipe) -> Step:
         except RuntimeError as error:
             rule = f"its weights do not fit the model {name!r} of the recipe: {error}"
             remedy = "Leave the overrides of the model out."
-            raise files.broken(path, rule, remedy) from error
+            raise checkpoints.broken(path, rule, remedy) from error
         model.eval()
     return step
 
@@ -97,7 +97,7 @@ def find_checkpoint(run_dir: Path, which: str | os.PathLike[str] | None = None) 
         CheckpointError: if there is none, or it is not whole.
     """
     folder, owns = directory.checkpoint_folder(run_dir), directory.owner(run_dir)
-    newest = functools.partial(files.newest_complete, folder, owns)
+    newest = functools.partial(checkpoints.newest_complete, folder, owns)
     if which in (BEST, None):
         try:
             best = _best(folder, owns)
@@ -118,7 +118,7 @@ def find_checkpoint(run_dir: Path, which: str | os.PathLike[str] | None = None) 
 
 def described(path: Path, run_dir: Path) -> str:
     """Return e.g. "runs/digits/…/checkpoints/checkpoint_3 (step 60, the best)"."""
-    step = files.read_manifest(path).metadata.get("step")
+    step = checkpoints.read_manifest(path).metadata.get("step")
     words = [] if step is None else [f"step {step}"]
     if path == _best(path.parent, directory.owner(run_dir), tolerant=True):
         words.append("the best")
@@ -139,7 +139,7 @@ def _best(folder: Path, owns: Callable[[Path], bool], tolerant: bool = False) ->
 
 def _whole(path: Path | None, run_dir: Path, which: str) -> Path:
     found = _existing(path, run_dir, which)
-    files.verify(found)
+    checkpoints.verify(found)
     return found
 
 

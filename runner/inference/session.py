@@ -112,13 +112,14 @@ def write_predictions(request: Request) -> int:
             return _write_lines(request, file)
     output = Path(os.path.realpath(output))  # a link stays one
     partial = output.parent / f".{output.name}.partial"
-    from accel.checkpoint import files, space
+    from accel.checkpoint import files as checkpoints
+    from accel.checkpoint import space
 
     try:
         with space.told("the predictions", output.parent):
             with _opened(partial, output) as file:
                 count = _write_lines(request, file)
-            files.replace_file(partial, output)
+            checkpoints.replace_file(partial, output)
     finally:
         partial.unlink(missing_ok=True)
     return count

@@ -7,14 +7,14 @@ import secrets
 import shutil
 from pathlib import Path
 
-from accel.checkpoint import files
+from accel.checkpoint import files as checkpoints
 from runner.exit_codes import FAILED, REFUSED
 from runner.run_dir import directory
 
 # What a run writes before its first step is made. The last is written at that step.
 BEFORE_TRAINING = {
     *("config.yaml", "overrides.yaml", "job.json", "threads.json", "environment.json", "git.diff"),
-    *(".lock", "logs", "tensorboard", files.FOLDER),
+    *(".lock", "logs", "tensorboard", checkpoints.FOLDER),
 }
 METRICS = "metrics.jsonl"
 

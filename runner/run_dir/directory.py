@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from accel.checkpoint import files
+from accel.checkpoint import files as checkpoints
 from accel.env import read
 from accel.errors import CheckpointError, ConfigError, Problem
 from runner.config import paths
@@ -120,12 +120,12 @@ def checkpoint_folder(run_dir: str | os.PathLike[str]) -> Path:
     elsewhere = node["project"]["project_dir"]
     # A relative folder is seen from where the run was started.
     root = job.run_dir if elsewhere is None else Path(job.cwd) / elsewhere
-    return root / files.FOLDER
+    return root / checkpoints.FOLDER
 
 
 def newest_checkpoint(run_dir: str | os.PathLike[str]) -> Path | None:
     """Return a run's newest complete checkpoint; broken ones are named and passed over."""
-    return files.newest_complete(checkpoint_folder(run_dir), owner(Path(run_dir)))
+    return checkpoints.newest_complete(checkpoint_folder(run_dir), owner(Path(run_dir)))
 
 
 def own_checkpoints(run_dir: Path) -> list[Path]:
@@ -133,8 +133,8 @@ def own_checkpoints(run_dir: Path) -> list[Path]:
     try:
         folder = checkpoint_folder(run_dir)
     except ConfigError:
-        folder = run_dir / files.FOLDER
-    return list(filter(owner(run_dir), files.checkpoints(folder)))
+        folder = run_dir / checkpoints.FOLDER
+    return list(filter(owner(run_dir), checkpoints.checkpoints(folder)))
 
 
 def owner(run_dir: Path) -> Callable[[Path], bool]:
@@ -154,7 +154,7 @@ def owner(run_dir: Path) -> Callable[[Path], bool]:
 def run_of(path: Path) -> str | None:
     """Return the name of the run that has written a checkpoint; None: it does not say."""
     try:
-        found = files.read_manifest(path).metadata.get("run")
+        found = checkpoints.read_manifest(path).metadata.get("run")
     except CheckpointError:
         return None
     return None if found is None else str(found)
@@ -290,7 +290,7 @@ def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -
 def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON in one piece; numbers that JSON does not know become strings."""
     text = json.dumps(finite(value), indent=2, allow_nan=False, ensure_ascii=False)
-    files.write_atomically(path, f"{text}\n".encode("utf-8", errors="replace"))
+    checkpoints.write_atomically(path, f"{text}\n".encode("utf-8", errors="replace"))
 
 
 class MetricsFile:
@@ -310,7 +310,7 @@ class MetricsFile:
         if self.path.exists():
             lines = self.path.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if step is not None and _belongs(line, step)]
-            files.write_atomically(self.path, "".join(f"{line}\n" for line in kept).encode())
+            checkpoints.write_atomically(self.path, "".join(f"{line}\n" for line in kept).encode())
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:

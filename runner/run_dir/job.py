@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from accel.checkpoint import files
+from accel.checkpoint import files as checkpoints
 from accel.errors import ConfigError, Problem
 from runner.config import paths, serialization, trust
 from runner.config.schema import Recipe
@@ -125,11 +125,11 @@ def mend(run_dir: Path) -> None:
     """Write anew what of config.yaml and job.json is damaged. Hold the run's lock."""
     content, text = _described(run_dir)
     if _decoded(transaction.read(run_dir, CONFIG)) != text:
-        files.write_atomically(run_dir / CONFIG, text.encode())
+        checkpoints.write_atomically(run_dir / CONFIG, text.encode())
     if _job_content(run_dir)[0] is None:
         job = {"resume_from": None, "imports": (), "config_name": "config", RECIPE: text}
         body = json.dumps({"run_dir": str(run_dir), **job, **content}, indent=2)
-        files.write_atomically(run_dir / JOB, f"{body}\n".encode())
+        checkpoints.write_atomically(run_dir / JOB, f"{body}\n".encode())
 
 
 def _described(folder: Path) -> tuple[dict[str, Any], str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from accel import env
-from accel.checkpoint import files
+from accel.checkpoint import files as checkpoints
 from runner.config.schema import Recipe
 from runner.run_dir import transaction
 
@@ -106,7 +106,7 @@ def settle(run_dir: Path, recipe: Recipe, local_processes: int, folder: Path | N
     if not recipe.deterministic or kept is None or recipe.distributed.num_threads is not None:
         kept = choose(recipe, local_processes)
     content = asdict(Numerics(kept, recipe.deterministic))
-    files.write_atomically((folder or run_dir) / FILE, f"{json.dumps(content)}\n".encode())
+    checkpoints.write_atomically((folder or run_dir) / FILE, f"{json.dumps(content)}\n".encode())
 
 
 def read(run_dir: Path) -> Numerics:

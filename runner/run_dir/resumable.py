@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel.checkpoint import files
+from accel.checkpoint import files as checkpoints
 from accel.errors import ConfigError, Problem
 from runner.config import carry_over, serialization
 from runner.config.schema import Recipe
@@ -81,8 +81,12 @@ def _has_checkpoints(run_dir: Path, wanted: Recipe) -> bool:
     """Return whether a run has checkpoints, in its directory or where `wanted` has them."""
     elsewhere = wanted.checkpoint.project.project_dir
     places = [run_dir] if elsewhere is None else [run_dir, Path(elsewhere)]
-    found = [path for place in places for path in files.checkpoints(place / files.FOLDER)]
-    return any((path / files.MANIFEST).exists() for path in filter(directory.owner(run_dir), found))
+    found = [
+        path for place in places for path in checkpoints.checkpoints(place / checkpoints.FOLDER)
+    ]
+    return any(
+        (path / checkpoints.MANIFEST).exists() for path in filter(directory.owner(run_dir), found)
+    )
 
 
 def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
@@ -145,7 +149,7 @@ def require_reach(run_dir: Path, checkpoint: Path, wanted: Recipe) -> None:
     Raises:
         ConfigError: naming the limits.
     """
-    found = files.read_manifest(checkpoint).metadata
+    found = checkpoints.read_manifest(checkpoint).metadata
     step, epoch = found.get("step"), found.get("epoch")
     trainer, problems = wanted.trainer, []
     within = bool(found.get("samples_in_epoch"))

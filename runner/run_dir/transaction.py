@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from accel.checkpoint import files
+from accel.checkpoint import files as checkpoints
 
 CONFIG = "config.yaml"
 PREFIX = ".attempt-"
@@ -63,12 +63,12 @@ def commit(folder: Path) -> None:
     """
     run_dir = folder.parent
     for file in folder.iterdir():
-        files.flush_file(file)
-    files.flush_directory(folder)
+        checkpoints.flush_file(file)
+    checkpoints.flush_directory(folder)
     _finish(run_dir)
     _keep_recipe(run_dir, folder / CONFIG)
     os.rename(folder, run_dir / COMMITTED)
-    files.flush_directory(run_dir)
+    checkpoints.flush_directory(run_dir)
     _finish(run_dir)
 
 
@@ -103,7 +103,7 @@ def _finish(run_dir: Path) -> None:
         return
     for file in sorted(committed.iterdir()):
         os.replace(file, run_dir / file.name)
-    files.flush_directory(run_dir)
+    checkpoints.flush_directory(run_dir)
     committed.rmdir()
 
 
@@ -120,10 +120,10 @@ def _keep_recipe(run_dir: Path, new: Path) -> None:
     try:
         os.link(current, target)
     except OSError:  # a file system without hard links
-        files.write_atomically(target, current.read_bytes())
+        checkpoints.write_atomically(target, current.read_bytes())
 
 
 def _partials(run_dir: Path) -> Iterator[Path]:
-    """Yield what `files.write_atomically` leaves of a file when it is cut off."""
-    for folder in (run_dir, run_dir / files.FOLDER):
+    """Yield what `checkpoints.write_atomically` leaves of a file when it is cut off."""
+    for folder in (run_dir, run_dir / checkpoints.FOLDER):
         yield from (path for path in folder.glob(".*.partial-*") if path.is_file())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from accel.checkpoint import files
+from accel.checkpoint import files as checkpoints
 from accel.checkpoint.common import read_model
 from accel.errors import CheckpointError, Problem
 from accel.ops import broadcast_object_list
@@ -80,7 +80,7 @@ class Best:
     def write(self, folder: Path) -> None:
         """Write the pointer file in `folder`, in one piece."""
         text = json.dumps(self.__dict__, indent=2) + "\n"
-        files.write_atomically(folder / POINTER, text.encode())
+        checkpoints.write_atomically(folder / POINTER, text.encode())
 
 
 def _any(path: Path) -> bool:
@@ -148,9 +148,9 @@ def _at(pointer: Path) -> Best | None:
 def _known(folder: Path, owns: Callable[[Path], bool]) -> Best | None:
     """Return the best state that the newest checkpoint knows of, if a checkpoint holds it."""
     manifests = {}
-    for path in filter(owns, reversed(files.checkpoints(folder))):
+    for path in filter(owns, reversed(checkpoints.checkpoints(folder))):
         with contextlib.suppress(CheckpointError):
-            manifests[path.name] = files.read_manifest(path).metadata
+            manifests[path.name] = checkpoints.read_manifest(path).metadata
     known = next(iter(manifests.values()), {}).get("best")
     if not isinstance(known, Mapping):
         return None
@@ -210,7 +210,7 @@ class Saver:
         """
         automatic = self._accelerator.project_configuration.automatic_checkpoint_naming
         own = self.folder / f"checkpoint_{self._state.step}"
-        others = [path for path in files.checkpoints(self.folder) if not self._owns(path)]
+        others = [path for path in checkpoints.checkpoints(self.folder) if not self._owns(path)]
         if own in others and not automatic:
             rule = f"it is a checkpoint of another run ({directory.run_of(own)})"
             remedy = "Give each run a checkpoint.project.project_dir of its own."
@@ -257,7 +257,7 @@ class Saver:
         """Return whether every process finds a checkpoint whole; warn where one does not."""
         wrong = ""
         try:
-            files.verify(path)
+            checkpoints.verify(path)
         except CheckpointError as error:
             wrong = str(error)
         every = self._accelerator.comm.all_gather_object(wrong)
@@ -268,7 +268,7 @@ class Saver:
 
     def measured(self, checkpoint: str) -> dict[str, dict[str, float]]:
         """Return what the run had measured by a checkpoint: the last metrics of each split."""
-        found = files.read_manifest(checkpoint).metadata.get("metrics")
+        found = checkpoints.read_manifest(checkpoint).metadata.get("metrics")
         return {"validation": dict(found)} if found else {}
 
     def point(self, metric: str, value: float) -> None:
@@ -305,13 +305,13 @@ class Saver:
     def _find_best(self) -> Best | None:
         """Return the checkpoint of the best step that the resumed state knows."""
         step, value = self._state.best_step, self._state.best
-        present = filter(self._owns, reversed(files.checkpoints(self.folder)))
+        present = filter(self._owns, reversed(checkpoints.checkpoints(self.folder)))
         for path in dict.fromkeys([*self._pointed(), *present]):
             try:
-                metadata = files.read_manifest(path).metadata
+                metadata = checkpoints.read_manifest(path).metadata
                 if metadata.get("step") != step:
                     continue
-                files.verify(path)
+                checkpoints.verify(path)
             except CheckpointError as error:
                 logger.warning("Passing over a broken checkpoint. %s", error)
                 continue

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from accel.checkpoint import files
+from accel.checkpoint import files as checkpoints
 from accel.errors import ConfigError
 from runner.config.schema import Recipe
 from runner.run_dir import directory
@@ -30,10 +30,10 @@ def new_run(folder: Path, name: str = "digits", stamp: str | None = None, **fiel
 
 def add_checkpoint(folder: Path, number: int) -> Path:
     path = folder / f"checkpoint_{number}"
-    staged = files.stage(path)
+    staged = checkpoints.stage(path)
     (staged / "model.safetensors").write_bytes(b"weights")
-    files.seal(staged, {}, {"step": number})
-    files.publish(staged, path)
+    checkpoints.seal(staged, {}, {"step": number})
+    checkpoints.publish(staged, path)
     return path
 
 

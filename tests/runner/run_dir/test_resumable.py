@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accel.checkpoint import files
+from accel.checkpoint import files as checkpoints
 from accel.config.training import ProjectConfiguration
 from accel.errors import ConfigError
 from runner.config.schema import Checkpoint, DataLoader, Distributed, Recipe, Trainer
@@ -203,9 +203,9 @@ def test_a_limit_that_a_run_has_passed_is_refused(
     trainer: dict[str, Any], told: str | None, tmp_path: Path
 ) -> None:
     path = tmp_path / "checkpoint_0"
-    staged = files.stage(path)
-    files.seal(staged, {}, {"step": 70, "epoch": 3, "samples_in_epoch": 64})
-    files.publish(staged, path)
+    staged = checkpoints.stage(path)
+    checkpoints.seal(staged, {}, {"step": 70, "epoch": 3, "samples_in_epoch": 64})
+    checkpoints.publish(staged, path)
     wanted = Recipe(name="digits", trainer=Trainer(**trainer))
     if told is None:
         resumable.require_reach(tmp_path, path, wanted)

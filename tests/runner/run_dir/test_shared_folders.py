@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.checkpoint import files
+from accel.checkpoint import files as checkpoints
 from accel.config.training import ProjectConfiguration
 from accel.errors import CheckpointError
 from runner.build import parts
@@ -28,11 +28,11 @@ def shared(folder: Path, **fields: bool) -> Checkpoint:
 
 def add(folder: Path, number: int, step: int, run: str | None) -> Path:
     path = folder / f"checkpoint_{number}"
-    staged = files.stage(path)
+    staged = checkpoints.stage(path)
     (staged / "model.safetensors").write_bytes(b"weights")
     best = {"step": step, "metric": "loss", "value": 1.0}
-    files.seal(staged, {}, {"step": step, "run": run, "best": best})
-    files.publish(staged, path)
+    checkpoints.seal(staged, {}, {"step": step, "run": run, "best": best})
+    checkpoints.publish(staged, path)
     return path
 
 
@@ -99,10 +99,10 @@ def test_started_at_one_time_neither_overwrites_the_other(tmp_path: Path) -> Non
     run(tmp_path / NAMES[0], recipe)
     folder = tmp_path / "all" / "checkpoints"
     best = (folder / "best.json").read_text()
-    before = (folder / "checkpoint_5" / files.MANIFEST).read_text()
+    before = (folder / "checkpoint_5" / checkpoints.MANIFEST).read_text()
     with pytest.raises(CheckpointError, match=f"of another run \\({NAMES[0]}\\)"):
         run(tmp_path / NAMES[1], recipe)
-    assert (folder / "checkpoint_5" / files.MANIFEST).read_text() == before
+    assert (folder / "checkpoint_5" / checkpoints.MANIFEST).read_text() == before
     assert (folder / "best.json").read_text() == best
     assert json.loads(best)["checkpoint"] == "checkpoint_5"
 
@@ -115,5 +115,5 @@ def test_old_checkpoints_of_another_run_are_not_pruned(tmp_path: Path) -> None:
     project = ProjectConfiguration(str(tmp_path / "all"), None, True, 2, 2)
     recipe.checkpoint.project = project
     run(tmp_path / NAMES[0], recipe)
-    left = {path.name for path in files.checkpoints(folder)}
+    left = {path.name for path in checkpoints.checkpoints(folder)}
     assert {"checkpoint_0", "checkpoint_1"} < left

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel.checkpoint import files
+from accel.checkpoint import files as checkpoints
 from accel.errors import CheckpointError
 from runner.training.callback import Callback
 from runner.training.checkpointing import Best, read_best
@@ -165,4 +165,4 @@ def test_a_pointer_that_was_not_written_any_more_is_behind_the_states(tmp_path: 
     assert last["step"] == 10  # each evaluation is better
     Best("checkpoint_0", 5, "loss", 9.0).write(tmp_path / "checkpoints")
     assert read_best(tmp_path / "checkpoints") == Best(**last)
-    assert files.newest_complete(tmp_path / "checkpoints") is not None
+    assert checkpoints.newest_complete(tmp_path / "checkpoints") is not None
