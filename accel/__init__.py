@@ -11,7 +11,7 @@ from accel._lazy import attribute
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator as Accelerator
-    from accel.checkpoint.weights import load_checkpoint_in_model as load_checkpoint_in_model
+    from accel.checkpoint.load_weights import load_checkpoint_in_model as load_checkpoint_in_model
     from accel.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
     from accel.config.fp8 import AORecipeKwargs as AORecipeKwargs
     from accel.config.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accel.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
     from accel.config.handlers import KwargsHandler as KwargsHandler
     from accel.config.handlers import ProfileKwargs as ProfileKwargs
-    from accel.config.parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+    from accel.config.tensor_parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
     from accel.config.training import DataLoaderConfiguration as DataLoaderConfiguration
     from accel.config.training import GradientAccumulationPlugin as GradientAccumulationPlugin
     from accel.config.training import ProjectConfiguration as ProjectConfiguration
@@ -68,10 +68,10 @@ _PLACES = {
     "ProjectConfiguration": "accel.config.training",
     "TERecipeKwargs": "accel.config.fp8",
     "TorchDynamoPlugin": "accel.config.training",
-    "TorchTensorParallelPlugin": "accel.config.parallel",
+    "TorchTensorParallelPlugin": "accel.config.tensor_parallel",
     "find_executable_batch_size": "accel.memory",
     "is_rich_available": "accel.imports",
-    "load_checkpoint_in_model": "accel.checkpoint.weights",
+    "load_checkpoint_in_model": "accel.checkpoint.load_weights",
     "prepare_data_loader": "accel.data.prepare",
     "skip_first_batches": "accel.data.prepare",
     "synchronize_rng_states": "accel.rng",

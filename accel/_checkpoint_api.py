@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from accel.checkpoint import exports, session
-from accel.checkpoint.together import together
+from accel.checkpoint import export, session
+from accel.comm.all_or_none import together
 from accel.errors import ConfigError, Problem, nearest
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class CheckpointAPI:
             safe_serialization: whether to write safetensors.
         """
         each_node = self._accelerator.plan.project.save_on_each_node
-        exports.save(obj, f, each_node, safe_serialization)
+        export.save(obj, f, each_node, safe_serialization)
 
     def save_model(
         self,
@@ -212,10 +212,10 @@ class CheckpointAPI:
             CheckpointError: if safetensors cannot hold the model's state.
             ConfigError: if `max_shard_size` is no size.
         """
-        exports.parse_size(max_shard_size)
+        export.parse_size(max_shard_size)
         state = self.get_state_dict(model)
         if session.writes(self._accelerator):
-            exports.export_model(state, save_directory, max_shard_size, safe_serialization)
+            export.export_model(state, save_directory, max_shard_size, safe_serialization)
 
     def save_native(self, model: torch.nn.Module, save_directory: str | os.PathLike[str]) -> None:
         """Export a model and its optimizer in the format of the engine that trains it.

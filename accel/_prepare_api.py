@@ -14,8 +14,8 @@ from accel.data.loaders import PreparedLoader
 from accel.data.prepare import skip_first_batches
 from accel.errors import ConfigError, Problem
 from accel.memory import release_memory
-from accel.objects import Objects
 from accel.optimizer import AcceleratedOptimizer
+from accel.prepared import Objects
 from accel.scheduler import AcceleratedScheduler
 from accel.wrapping import extract_model_from_parallel
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel import ops
-from accel.comm.control import ProcessControl
 from accel.logging import get_logger
+from accel.processes import ProcessControl
 from accel.tree import recursively_apply
 
 if TYPE_CHECKING:

@@ -13,14 +13,14 @@ import torch
 
 from accel.config.handlers import AutocastKwargs
 from accel.errors import ConfigError, Problem, StateError
-from accel.objects import Objects
 from accel.optimizer import unwrap_optimizer
 from accel.precision.amp import StepScaler, has_gradients, parameters_of
+from accel.prepared import Objects
 from accel.state import GradientState
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
-    from accel.plan import Plan
+    from accel.planning.plan import Plan
     from accel.precision.base import Precision
     from accel.strategies.base import Strategy
 

@@ -10,7 +10,7 @@ from accel.errors import ConfigError, Problem, StateError, nearest
 from accel.trackers.base import GeneralTracker
 
 if TYPE_CHECKING:
-    from accel.plan import Plan
+    from accel.planning.plan import Plan
     from accel.state import AcceleratorState
     from accel.trackers.table import Choice
 

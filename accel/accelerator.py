@@ -16,7 +16,6 @@ from accel._prepare_api import PrepareAPI
 from accel._process_api import ProcessAPI
 from accel._step_api import StepAPI, Windows
 from accel._tracking_api import TrackingAPI
-from accel.arguments import Arguments
 from accel.config.handlers import KwargsHandler, ProfileKwargs
 from accel.config.training import (
     DataLoaderConfiguration,
@@ -25,9 +24,10 @@ from accel.config.training import (
     TorchDynamoPlugin,
 )
 from accel.enums import DynamoBackend, PrecisionType, RNGType
-from accel.objects import Objects
-from accel.plan import Plan, resolve
+from accel.planning.arguments import Arguments
+from accel.planning.plan import Plan, resolve
 from accel.precision.build import build_precision
+from accel.prepared import Objects
 from accel.state import AcceleratorState, GradientState, current_environment, settled_arguments
 from accel.strategies.table import build_strategy
 from accel.trackers.base import GeneralTracker

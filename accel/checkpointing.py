@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from accel.checkpoint.files import is_complete, newest_complete, prune, read_manifest, verify
+from accel.checkpoint.directory import is_complete, newest_complete, prune, read_manifest, verify
 
 __all__ = ["is_complete", "newest_complete", "prune", "read_manifest", "verify"]

@@ -9,9 +9,7 @@ import dataclasses
 import weakref
 from typing import Any, ClassVar
 
-from accel.arguments import Arguments
 from accel.comm.connect import connect
-from accel.comm.control import SharedState
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.handlers import InitProcessGroupKwargs
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
@@ -19,8 +17,10 @@ from accel.device import default_device_type, use_device
 from accel.enums import DistributedType
 from accel.env import Environment
 from accel.errors import ConfigError, Problem, StateError, nearest, unknown_choice
-from accel.plan import Plan, resolve
-from accel.reading import Reader
+from accel.planning.arguments import Arguments
+from accel.planning.plan import Plan, resolve
+from accel.processes import SharedState
+from accel.window_ends import Reader
 
 # What of the environment is settled once a process has joined the others.
 WORLD = (

@@ -27,14 +27,13 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.env", 0),
     ("accel.imports", 0),
     ("accel.tree", 0),
-    ("accel.objects", 0),
-    ("accel.reading", 0),
+    ("accel.prepared", 0),
+    ("accel.window_ends", 0),
     ("accel.config", 1),
     ("accel.device", 2),
-    ("accel.arguments", 2),
-    ("accel.plan", 2),
-    ("accel.engines", 2),
+    ("accel.planning", 2),
     ("accel.comm", 3),
+    ("accel.processes", 4),
     ("accel.state", 4),
     ("accel.checkpoint.session", 8),
     ("accel.checkpoint", 5),
@@ -46,6 +45,8 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.optimizer", 5),
     ("accel.scheduler", 5),
     ("accel.precision", 5),
+    ("accel.loss_normalization", 5),
+    ("accel.memory_estimate", 5),
     ("accel.data", 5),
     ("accel.strategies", 6),
     ("accel.trackers", 7),
@@ -53,8 +54,8 @@ LAYERS: list[tuple[str, int]] = [
 ]
 FACADES = {"accel", "accel.utils", "accel.data_loader", "accel.tracking", "accel.checkpointing"}
 STRATEGIES = "accel/strategies/"
-# Where torch's own sharding is known: the room that FSDP and TP share, and theirs.
-SHARDS = ("accel/strategies/dtensor/", "accel/strategies/fsdp/", "accel/strategies/tp.py")
+# Where torch's own sharding is known.
+SHARDS = ("accel/strategies/mesh/",)
 # Modules of one backend, and the only places that import them; `table.py` names strategies as text.
 BACKEND_ROOMS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("accel/strategies/deepspeed/", "accel/config/deepspeed.py", "accel/imports.py"),
@@ -63,10 +64,8 @@ BACKEND_ROOMS: dict[str, tuple[str, ...]] = {
     "torch.distributed.fsdp": SHARDS,
     "torch.distributed.tensor": SHARDS,
     "torch.distributed._composable": SHARDS,
-    "accel.strategies.dtensor": SHARDS,
-    "accel.strategies.fsdp": ("accel/strategies/fsdp/",),
+    "accel.strategies.mesh": SHARDS,
     "accel.strategies.deepspeed": ("accel/strategies/deepspeed/",),
-    "accel.strategies.tp": (),
     "accel.strategies.ddp": (),
     "accel.strategies.single": (),
 }
@@ -378,7 +377,7 @@ def imports_sharding_by_attribute(node: ast.AST) -> bool:
     )
 
 
-PLANNING = ("accel/engines.py", "accel/plan.py")
+PLANNING = ("accel/planning/engine.py", "accel/planning/plan.py")
 # What tells one backend from the others, and who may ask for it. No other code knows which is on:
 # what it needs to know is a field of `Traits` or a method of `Strategy`.
 BACKEND_TESTS: dict[Callable[[ast.AST], bool], tuple[str, ...]] = {
@@ -387,7 +386,7 @@ BACKEND_TESTS: dict[Callable[[ast.AST], bool], tuple[str, ...]] = {
     compares_with_a_name: (
         *PLANNING,
         STRATEGIES,
-        "accel/config/parallel.py",  # "tp" is the name of an axis of a device mesh there
+        "accel/config/tensor_parallel.py",  # "tp" is the name of an axis of a device mesh there
     ),
     reads_engines: (
         *PLANNING,

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel import rng
-from accel.checkpoint import files, foreign, space
-from accel.checkpoint.common import load_plain, read_model, save_plain, write_model
-from accel.checkpoint.files import Manifest, numbered
-from accel.checkpoint.loaders import (
+from accel.checkpoint import accelerate_format, directory, disk_space
+from accel.checkpoint.dataloader_matching import describe, match
+from accel.checkpoint.dataloader_state import (
     load_loader_state,
     load_positions,
     loader_state,
     positions,
 )
-from accel.checkpoint.matching import describe, match
-from accel.checkpoint.optimizers import ParameterNames
-from accel.checkpoint.together import decided, together
+from accel.checkpoint.directory import Manifest, numbered
+from accel.checkpoint.optimizer_state import ParameterNames
+from accel.checkpoint.serialization import load_plain, read_model, save_plain, write_model
+from accel.comm.all_or_none import decided, together
 from accel.errors import CheckpointError, Problem
 from accel.logging import get_logger
 
@@ -128,7 +128,7 @@ def save(accelerator: Accelerator, output_dir: AnyPath | None, options: SaveOpti
         if project.total_limit is not None:
             with together(comm, "deleting old checkpoints"):
                 if writes(accelerator):
-                    files.prune(path.parent, project.total_limit, options.protected)
+                    directory.prune(path.parent, project.total_limit, options.protected)
     return path
 
 
@@ -162,7 +162,7 @@ def folder_of(accelerator: Accelerator) -> Path | None:
     project = accelerator.plan.project
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         return None
-    return Path(project.project_dir) / files.FOLDER
+    return Path(project.project_dir) / directory.FOLDER
 
 
 def _save_path(accelerator: Accelerator, output_dir: AnyPath | None) -> Path | None:
@@ -178,7 +178,7 @@ def _save_path(accelerator: Accelerator, output_dir: AnyPath | None) -> Path | N
             "Go on from it with load_state(), set ProjectConfiguration(iteration=…) to a free "
             "number, or choose another project_dir."
         )
-        raise files.broken(path, "automatic naming never overwrites a checkpoint", remedy)
+        raise directory.broken(path, "automatic naming never overwrites a checkpoint", remedy)
     return path
 
 
@@ -190,12 +190,12 @@ def _write_and_commit(accelerator: Accelerator, final: Path, options: SaveOption
             _write(accelerator, staged, options)
         with together(comm, f"committing {final}"), _room_for(final):
             if is_writer:
-                files.seal(staged, _facts(accelerator), options.metadata or {})
-                files.publish(staged, final)
+                directory.seal(staged, _facts(accelerator), options.metadata or {})
+                directory.publish(staged, final)
     except BaseException:
         # A sealed directory may be half moved into its place: `files.repair` finishes that.
-        if is_writer and not (staged / files.MANIFEST).exists():
-            files.discard(staged)
+        if is_writer and not (staged / directory.MANIFEST).exists():
+            directory.discard(staged)
         raise
 
 
@@ -205,16 +205,16 @@ def _stage(accelerator: Accelerator, final: Path) -> Path:
     mine: Path | None = None
     with together(comm, f"creating {final}"):
         if is_writer:
-            files.tidy(final)
+            directory.tidy(final)
     try:
         with together(comm, f"creating {final}"):
-            mine = files.stage(final) if is_writer else None
+            mine = directory.stage(final) if is_writer else None
         created = comm.all_gather_object(None if mine is None else fspath(mine))
         with together(comm, f"creating {final}"):
             return _own_folder(created, comm.rank, final)
     except CheckpointError:
         if mine is not None:
-            files.discard(mine)
+            directory.discard(mine)
         raise
 
 
@@ -225,10 +225,10 @@ def _own_folder(created: list[str | None], rank: int, final: Path) -> Path:
     found = {writer: Path(created[writer] or "") for writer in writers}
     if not found[own].is_dir():
         remedy = "Use a disk that all nodes share, or ProjectConfiguration(save_on_each_node=True)."
-        raise files.broken(final, f"rank {rank} does not see what rank {own} created", remedy)
+        raise directory.broken(final, f"rank {rank} does not see what rank {own} created", remedy)
     if any(found[writer].is_dir() for writer in writers if writer != own):
         rule = "save_on_each_node=True on a disk that nodes share lets them overwrite each other"
-        raise files.broken(final, rule, "Set save_on_each_node=False.")
+        raise directory.broken(final, rule, "Set save_on_each_node=False.")
     return found[own]
 
 
@@ -254,7 +254,8 @@ def _write(accelerator: Accelerator, folder: Path, options: SaveOptions) -> None
     # On every rank: what is sharded is gathered from all of them.
     states = list(_shared_states(accelerator))
     remaining = list(weights)
-    with _room_for(folder, lambda: space.size_of([weights, [state for _, state, _ in states]])):
+    everything = [weights, [state for _, state, _ in states]]
+    with _room_for(folder, lambda: disk_space.size_of(everything)):
         _write_states(accelerator, folder, options, weights, remaining, states)
 
 
@@ -262,10 +263,10 @@ def _room_for(
     folder: Path, needed: Callable[[], int] = lambda: 0
 ) -> contextlib.AbstractContextManager[None]:
     remedy = (
-        f"{space.REMEDY} (ProjectConfiguration(project_dir=…)), or keep fewer checkpoints "
+        f"{disk_space.REMEDY} (ProjectConfiguration(project_dir=…)), or keep fewer checkpoints "
         "(ProjectConfiguration(total_limit=…))."
     )
-    return space.told("the checkpoint", folder.parent, needed, remedy)
+    return disk_space.told("the checkpoint", folder.parent, needed, remedy)
 
 
 def _write_states(
@@ -285,10 +286,11 @@ def _write_states(
         for name, state, what in states:
             save_plain(state, folder / name, what)
     rank = accelerator.comm.rank
-    save_plain(rng.capture(), folder / files.random_states_name(rank), "random states")
+    save_plain(rng.capture(), folder / directory.random_states_name(rank), "random states")
     for index, position in enumerate(positions(objects.dataloaders)):
         if position is not None:
-            save_plain(position, folder / files.positions_name(rank, index), f"data loader {index}")
+            path = folder / directory.positions_name(rank, index)
+            save_plain(position, path, f"data loader {index}")
 
 
 def _indexed(remaining: list[Any], every: list[Any], what: str) -> list[tuple[int, Any]]:
@@ -316,10 +318,10 @@ def _shared_states(accelerator: Accelerator) -> Iterator[tuple[str, Any, str]]:
     for index, loader in enumerate(objects.dataloaders):
         yield numbered("sampler", ".bin", index), loader_state(loader), f"data loader {index}"
     if accelerator.scaler is not None:
-        yield files.SCALER, accelerator.scaler.state_dict(), "gradient scaler"
+        yield directory.SCALER, accelerator.scaler.state_dict(), "gradient scaler"
     for index, custom in enumerate(objects.custom):
         what = f"registered object {index} ({type(custom).__name__})"
-        yield files.custom_name(index), custom.state_dict(), what
+        yield directory.custom_name(index), custom.state_dict(), what
 
 
 def _parameter_names(accelerator: Accelerator) -> ParameterNames:
@@ -340,7 +342,7 @@ def load(accelerator: Accelerator, input_dir: AnyPath | None, options: LoadOptio
     path = _require(decided(comm, lambda: _load_path(accelerator, input_dir), "load_state"))
     with together(comm, f"verifying {path}"):
         if accelerator.plan.local_rank == 0:
-            files.repair(path)
+            directory.repair(path)
             _verify(path, options.trust_unverified)
     with together(comm, f"loading {path}"):
         saved = _saved(path)
@@ -358,27 +360,27 @@ def load(accelerator: Accelerator, input_dir: AnyPath | None, options: LoadOptio
 
 
 def _verify(path: Path, trusted: bool) -> None:
-    if not foreign.is_documented(path):
-        files.verify(path)
+    if not accelerate_format.is_documented(path):
+        directory.verify(path)
     elif trusted:
         logger.warning(
             "%s has no %s: its files could not be verified. Data loaders begin their order anew.",
             path,
-            files.MANIFEST,
+            directory.MANIFEST,
         )
     else:
-        rule = f"it has no {files.MANIFEST}: its writing was cut off, or another library wrote it"
+        rule = f"it has no {directory.MANIFEST}: it was cut off, or another library wrote it"
         remedy = (
             "If you know that it is whole, pass load_state(…, trust_unverified=True): it is read "
             "without running code. The next save_state writes a directory that can be verified."
         )
-        raise files.broken(path, rule, remedy)
+        raise directory.broken(path, rule, remedy)
 
 
 def _saved(path: Path) -> Saved:
-    if foreign.is_documented(path):
-        return Saved(path, foreign.describe(path), foreign=True)
-    return Saved(path, files.read_manifest(path), foreign=False)
+    if accelerate_format.is_documented(path):
+        return Saved(path, accelerate_format.describe(path), foreign=True)
+    return Saved(path, directory.read_manifest(path), foreign=False)
 
 
 def _load_path(accelerator: Accelerator, input_dir: AnyPath | None) -> Path | None:
@@ -387,9 +389,9 @@ def _load_path(accelerator: Accelerator, input_dir: AnyPath | None) -> Path | No
     folder = folder_of(accelerator)
     if folder is None:
         return None
-    newest = files.newest_complete(folder.absolute())
+    newest = directory.newest_complete(folder.absolute())
     if newest is None:
-        raise files.broken(folder, "no complete checkpoint lies there", "Save one first.")
+        raise directory.broken(folder, "no complete checkpoint lies there", "Save one first.")
     return newest
 
 
@@ -403,7 +405,7 @@ def _check_counts(accelerator: Accelerator, checkpoint: Saved) -> None:
     ]
     if lacking:
         remedy = "Prepare and register the same objects as when it was saved."
-        raise files.broken(checkpoint.path, f"it holds only {', '.join(lacking)}", remedy)
+        raise directory.broken(checkpoint.path, f"it holds only {', '.join(lacking)}", remedy)
 
 
 def _restore_models(
@@ -413,13 +415,13 @@ def _restore_models(
     for index, model in _indexed(models, accelerator._objects.models, "load_state"):
         state = read_model(saved.path, index)
         if saved.foreign:
-            state = foreign.complete(strategy.unwrap_model(model), state)
+            state = accelerate_format.complete(strategy.unwrap_model(model), state)
         try:
             strategy.load_model_state(model, state, strict=strict)
         except RuntimeError as error:
             rule = f"its weights do not fit model {index} ({type(model).__name__}): {error}"
             remedy = "Build the model as it was when it was saved, or pass strict=False."
-            raise files.broken(saved.path, rule, remedy) from error
+            raise directory.broken(saved.path, rule, remedy) from error
 
 
 def _restore_objects(
@@ -429,7 +431,7 @@ def _restore_objects(
     names = _parameter_names(accelerator)
     for index, optimizer in enumerate(objects.optimizers):
         state = saved.plain(numbered("optimizer", ".bin", index))
-        if saved.foreign and foreign.is_by_position(state):
+        if saved.foreign and accelerate_format.is_by_position(state):
             optimizer.load_state_dict(state)
         else:
             accelerator.strategy.load_optimizer_state(optimizer, state, names)
@@ -441,7 +443,7 @@ def _restore_objects(
     if accelerator.scaler is not None:
         _restore_scaler(accelerator.scaler, saved)
     for index, custom in enumerate(objects.custom):
-        custom.load_state_dict(saved.plain(files.custom_name(index)))
+        custom.load_state_dict(saved.plain(directory.custom_name(index)))
     accelerator.step = int(saved.manifest.engine["accumulation_step"])
 
 
@@ -463,8 +465,8 @@ def _matched(accelerator: Accelerator, saved: Saved) -> list[tuple[Any, int]]:
 
 
 def _restore_scaler(scaler: torch.amp.GradScaler, saved: Saved) -> None:
-    if files.SCALER in saved.manifest.files:
-        scaler.load_state_dict(saved.plain(files.SCALER))
+    if directory.SCALER in saved.manifest.files:
+        scaler.load_state_dict(saved.plain(directory.SCALER))
         return
     logger.warning(
         "The checkpoint %s was saved under precision %r, without a gradient scaler: this run's "
@@ -478,7 +480,7 @@ def _restore_positions(
     accelerator: Accelerator, saved: Saved, loaders: list[tuple[Any, int]]
 ) -> None:
     comm = accelerator.comm
-    names = [files.positions_name(comm.rank, index) for _, index in loaders]
+    names = [directory.positions_name(comm.rank, index) for _, index in loaders]
     # Where data is shared out otherwise a rank reads other samples: its old position means nothing.
     here = comm.world_size, accelerator.strategy.data_rank[1]
     same = here == (saved.manifest.engine["world_size"], saved.data_shares)
@@ -493,9 +495,9 @@ def _restore_random_states(share: int, saved: Saved) -> None:
     """
     present = saved.manifest.files
     copies = saved.manifest.engine["world_size"] // saved.data_shares
-    name = files.random_states_name(share * copies)  # processes of one replica are neighbours
+    name = directory.random_states_name(share * copies)  # processes of one replica are neighbours
     if name in present:
-        rng.restore(foreign.random_states(saved.plain(name)))
+        rng.restore(accelerate_format.random_states(saved.plain(name)))
         return
     # More shares than when it was saved: a stream of its own, the same at each load.
     root = present[min(n for n in present if n.startswith("random_states_"))].sha256
@@ -509,7 +511,7 @@ def _continue_numbering(accelerator: Accelerator, path: Path) -> None:
         return
 
     def taken() -> list[int]:
-        present = [files.iteration_of(p) for p in [path, *files.checkpoints(folder)]]
+        present = [directory.iteration_of(p) for p in [path, *directory.checkpoints(folder)]]
         return [number for number in present if number is not None]
 
     (numbers,) = accelerator.comm.broadcast_objects([taken()])

@@ -11,7 +11,7 @@ from accel.comm.local import LocalCommunicator
 from accel.errors import StateError
 
 if TYPE_CHECKING:
-    from accel.plan import Plan
+    from accel.planning.plan import Plan
 
 
 def connect(plan: Plan) -> Communicator:

@@ -27,7 +27,7 @@ from accel.device import synchronize
 from accel.errors import StateError
 
 if TYPE_CHECKING:
-    from accel.plan import Plan
+    from accel.planning.plan import Plan
 
 OPS = {
     "sum": dist.ReduceOp.SUM,

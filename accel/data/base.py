@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel import rng
-from accel.data import telling, workers
-from accel.data.draws import Drawn
+from accel.data import epochs, workers
 from accel.data.order import (
     DrawnSampler,
     Order,
@@ -24,6 +23,7 @@ from accel.data.order import (
     held_generators,
 )
 from accel.data.passes import Pass, begun_after
+from accel.data.sampler_draws import Drawn
 from accel.data.samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
@@ -35,9 +35,9 @@ from accel.data.samplers import (
     set_sampler_epoch,
 )
 from accel.errors import Problem
-from accel.reading import Reading
 from accel.rng import preserved, synchronize_rng_states
 from accel.state import GradientState
+from accel.window_ends import Reading
 
 _PASSES_BEFORE_WARNING = 2
 
@@ -134,13 +134,13 @@ class PreparedLoader(DataLoader[Any]):
         Args:
             skipped: how many batches of this process the caller leaves out.
         """
-        epoch = telling.tell(self)
+        epoch = epochs.tell(self)
         order, generators = self._order, self.generators()
         with order.opening(generators), order.seeding(self, len(generators)):
             batches: Iterator[Any] = super().__iter__()
         if isinstance(self.dataset, IterableDataset) and order.replay is not None:
             batches = self._read_again(batches, (skipped + 1) * self._entries_per_batch)
-        return batches if epoch is None else telling.told(self, batches, epoch)
+        return batches if epoch is None else epochs.told(self, batches, epoch)
 
     def _read_again(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
         """Yield a stream's batches, the first `count` of which an earlier pass had read.
@@ -216,7 +216,7 @@ class PreparedLoader(DataLoader[Any]):
         if self.epoch != epoch:
             order.left = 0
         self._advance(epoch)
-        telling.tell(self)
+        epochs.tell(self)
 
     def _advance(self, epoch: int) -> None:
         self._order.passes = epoch
@@ -361,7 +361,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _enter(self) -> Pass:
         """Start a pass; return what `_leave` takes."""
-        telling.heed(self)
+        epochs.heed(self)
         order, epoch = self._order, self.epoch
         around = order.started if order.under_way else None
         found = Pass(

@@ -13,7 +13,7 @@ from accel.data.samplers import cycle_to, split_problems
 from accel.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from accel.data.streams import FirstRound
+    from accel.data.stream_checks import FirstRound
 
 _MANY = 100  # a pipeline has fewer stages; a longer list is data
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel.data import streams
+from accel.data import stream_checks
 from accel.data.base import PreparedLoader
+from accel.data.batch_layout import SampleLayout, cut_samples, num_samples
 from accel.data.iterable import IterableDatasetShard
-from accel.data.layout import SampleLayout, cut_samples, num_samples
 from accel.data.rounds import RoundReader
 from accel.data.samplers import (
     BatchSamplerShard,
@@ -161,7 +161,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         shard = self.dataset
         if not isinstance(shard, IterableDatasetShard) or shard.first_round is None:
             return batches
-        return streams.compared(shard, batches, PartialState().comm)
+        return stream_checks.compared(shard, batches, PartialState().comm)
 
     def _placement(self, batch: Any) -> Callable[[Any], Any] | None:
         """Return what puts a batch on the device, None where batches like `batch` are there."""

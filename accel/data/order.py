@@ -23,8 +23,8 @@ from torch.utils.data import (
 )
 
 from accel import rng
-from accel.data.draws import Drawn, PassDraws
 from accel.data.passes import Pass
+from accel.data.sampler_draws import Drawn, PassDraws
 from accel.data.samplers import (
     CompletedBatchSampler,
     SeedableRandomSampler,

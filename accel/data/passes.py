@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from accel.reading import Reading
+from accel.window_ends import Reading
 
 if TYPE_CHECKING:
     from accel.data.order import Start

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 
-from accel.data import streams
-from accel.data.agreement import Ordering
+from accel.data import stream_checks
 from accel.data.base import (
     PreparedLoader,
 )
+from accel.data.common_order import Ordering
 from accel.data.iterable import IterableDatasetShard, worker_problems
 from accel.data.loaders import (
     DataLoaderDispatcher,
@@ -123,10 +123,10 @@ def prepare_data_loader(
     dataset: Any = dataloader.dataset
     if streamed:
         if count > 1 and dispatched:
-            streams.check_dispatched(state.comm, dataset)
+            stream_checks.check_dispatched(state.comm, dataset)
         elif count > 1:
             dataset = _stream_shard(dataloader, count, index, split_batches, even_batches)
-            dataset.first_round = streams.first_round(state.comm, dataloader)
+            dataset.first_round = stream_checks.first_round(state.comm, dataloader)
             arguments["batch_size"] = dataloader.batch_size and dataset.round_size // count
     else:
         if count > 1 and not dispatched:

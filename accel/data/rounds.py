@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accel.data.layout import Path, SampleLayout
+from accel.data.batch_layout import Path, SampleLayout
 from accel.errors import Problem
 
 

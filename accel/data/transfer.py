@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from accel.comm.base import Communicator
-from accel.data.layout import Path
+from accel.data.batch_layout import Path
 from accel.errors import StateError
 from accel.ops import broadcast, send_to_device
 from accel.tree import flatten, iterate, recursively_apply

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel.errors import ConfigError, unknown_choice
-from accel.plan import Plan
+from accel.planning.plan import Plan
 from accel.precision.amp import DTYPES, AmpPrecision
 from accel.precision.base import Precision
 

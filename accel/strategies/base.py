@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from accel.checkpoint.optimizers import ParameterNames, load_by_name, state_by_name
+from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, state_by_name
 from accel.data.base import PreparedLoader
 from accel.data.prepare import prepare_data_loader
 from accel.enums import DistributedType
 from accel.errors import CheckpointError, ConfigError, Problem
-from accel.objects import Objects
+from accel.memory_estimate import Footprint, num_bytes, state_bytes
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
 from accel.precision.amp import StepScaler
+from accel.prepared import Objects
 from accel.scheduler import AcceleratedScheduler
 from accel.strategies.compile import compile_model
-from accel.strategies.footprint import Footprint, num_bytes, state_bytes
 from accel.wrapping import own_module
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
-    from accel.plan import Plan
+    from accel.planning.plan import Plan
     from accel.precision.base import Precision
 
 

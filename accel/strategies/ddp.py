@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.config.handlers import DistributedDataParallelKwargs
 from accel.enums import DDPCommunicationHookType as Hook
 from accel.errors import ConfigError, Problem, nearest
-from accel.objects import Objects
 from accel.optimizer import unwrap_optimizer
+from accel.prepared import Objects
 from accel.strategies.base import Strategy, Traits
-from accel.strategies.reducer import (
+from accel.strategies.ddp_reducer import (
     FollowTrainable,
     RefuseUnfrozen,
     RefuseUnreduced,

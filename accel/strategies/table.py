@@ -12,14 +12,14 @@ from accel.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
-    from accel.plan import Plan
+    from accel.planning.plan import Plan
     from accel.precision.base import Precision
 
 STRATEGIES: dict[str, str] = {
     "single": "accel.strategies.single:SingleProcessStrategy",
     "ddp": "accel.strategies.ddp:DDPStrategy",
-    "fsdp": "accel.strategies.fsdp.strategy:FSDPStrategy",
-    "tp": "accel.strategies.tp:TensorParallelStrategy",
+    "fsdp": "accel.strategies.mesh.fsdp:FSDPStrategy",
+    "tp": "accel.strategies.mesh.tp:TensorParallelStrategy",
     "deepspeed": "accel.strategies.deepspeed.strategy:DeepSpeedStrategy",
 }
 

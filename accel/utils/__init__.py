@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from accel._lazy import attribute
 
 if TYPE_CHECKING:
-    from accel.checkpoint.exports import save as save
-    from accel.checkpoint.weights import load_checkpoint_in_model as load_checkpoint_in_model
+    from accel.checkpoint.export import save as save
+    from accel.checkpoint.load_weights import load_checkpoint_in_model as load_checkpoint_in_model
     from accel.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
     from accel.config.deepspeed_json import HfDeepSpeedConfig as HfDeepSpeedConfig
     from accel.config.fp8 import AORecipeKwargs as AORecipeKwargs
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from accel.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
     from accel.config.handlers import KwargsHandler as KwargsHandler
     from accel.config.handlers import ProfileKwargs as ProfileKwargs
-    from accel.config.parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+    from accel.config.tensor_parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
     from accel.config.training import DataLoaderConfiguration as DataLoaderConfiguration
     from accel.config.training import GradientAccumulationPlugin as GradientAccumulationPlugin
     from accel.config.training import ProjectConfiguration as ProjectConfiguration
@@ -102,7 +102,7 @@ _PLACES = {
     "RNGType": "accel.enums",
     "TERecipeKwargs": "accel.config.fp8",
     "TorchDynamoPlugin": "accel.config.training",
-    "TorchTensorParallelPlugin": "accel.config.parallel",
+    "TorchTensorParallelPlugin": "accel.config.tensor_parallel",
     "broadcast": "accel.ops",
     "broadcast_object_list": "accel.ops",
     "clear_device_cache": "accel.memory",
@@ -127,12 +127,12 @@ _PLACES = {
     "is_torch_xla_available": "accel.imports",
     "is_torchdata_available": "accel.imports",
     "is_xpu_available": "accel.imports",
-    "load_checkpoint_in_model": "accel.checkpoint.weights",
+    "load_checkpoint_in_model": "accel.checkpoint.load_weights",
     "pad_across_processes": "accel.ops",
     "recursively_apply": "accel.tree",
     "reduce": "accel.ops",
     "release_memory": "accel.memory",
-    "save": "accel.checkpoint.exports",
+    "save": "accel.checkpoint.export",
     "send_to_device": "accel.ops",
     "set_seed": "accel.rng",
     "should_reduce_batch_size": "accel.memory",

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from accel.loss import normalize_loss
+from accel.loss_normalization import normalize_loss
 from runner.builtin.optimizers import linear
 from runner.data.micro_batch import Window
 from runner.data.shards import share_of

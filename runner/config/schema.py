@@ -23,7 +23,7 @@ from accel.config.handlers import (
     check_choice,
     check_minimum,
 )
-from accel.config.parallel import TorchTensorParallelPlugin
+from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset, SequentialSampler
 
-from accel.data.layout import batch_length, num_samples
+from accel.data.batch_layout import batch_length, num_samples
 from accel.data.prepare import prepare_data_loader
 from accel.data.samplers import mix_seeds
 from accel.errors import ConfigError, Problem

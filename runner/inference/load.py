@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.checkpoint import files as checkpoints
+from accel.checkpoint import directory as checkpoints
 from accel.errors import CheckpointError, Problem
 from runner.config.schema import Recipe
 from runner.run_dir import directory
@@ -68,7 +68,7 @@ def restored_step(path: Path, recipe: Recipe) -> Step:
     Raises:
         CheckpointError: if the checkpoint does not fit.
     """
-    from accel.checkpoint.common import read_model
+    from accel.checkpoint.serialization import read_model
     from accel.rng import preserved
     from runner.build import parts
 

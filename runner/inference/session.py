@@ -112,11 +112,11 @@ def write_predictions(request: Request) -> int:
             return _write_lines(request, file)
     output = Path(os.path.realpath(output))  # a link stays one
     partial = output.parent / f".{output.name}.partial"
-    from accel.checkpoint import files as checkpoints
-    from accel.checkpoint import space
+    from accel.checkpoint import directory as checkpoints
+    from accel.checkpoint import disk_space
 
     try:
-        with space.told("the predictions", output.parent):
+        with disk_space.told("the predictions", output.parent):
             with _opened(partial, output) as file:
                 count = _write_lines(request, file)
             checkpoints.replace_file(partial, output)

@@ -130,7 +130,7 @@ def run(folder: Path, stop: StopFlag | None = None) -> int:
 
 
 def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
-    from accel.checkpoint import space
+    from accel.checkpoint import disk_space
     from accel.rng import set_seed
     from runner.build import meta_init
     from runner.build.accelerator import running
@@ -144,7 +144,7 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     num_replicas = processes.replicas(recipe, here.world_size)
     plan = plan_batches(recipe.trainer, num_replicas, None)
     with (
-        space.told("the run", job.run_dir),
+        disk_space.told("the run", job.run_dir),
         of_the_recipe(),
         watchdog.watching(recipe, job.run_dir, stop, here.rank or 0, here.world_size),
         running(recipe, job.run_dir, plan) as accelerator,

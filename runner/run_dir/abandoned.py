@@ -7,7 +7,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from accel.checkpoint import files as checkpoints
+from accel.checkpoint import directory as checkpoints
 from runner.exit_codes import FAILED, REFUSED
 from runner.run_dir import directory
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from accel.checkpoint import files as checkpoints
+from accel.checkpoint import directory as checkpoints
 from accel.env import read
 from accel.errors import CheckpointError, ConfigError, Problem
 from runner.config import paths

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from accel.checkpoint import files as checkpoints
+from accel.checkpoint import directory as checkpoints
 from accel.errors import ConfigError, Problem
 from runner.config import paths, serialization, trust
 from runner.config.schema import Recipe

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from accel import env
-from accel.checkpoint import files as checkpoints
+from accel.checkpoint import directory as checkpoints
 from runner.config.schema import Recipe
 from runner.run_dir import transaction
 

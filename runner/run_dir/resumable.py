@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel.checkpoint import files as checkpoints
+from accel.checkpoint import directory as checkpoints
 from accel.errors import ConfigError, Problem
 from runner.config import carry_over, serialization
 from runner.config.schema import Recipe

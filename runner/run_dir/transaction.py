@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from accel.checkpoint import files as checkpoints
+from accel.checkpoint import directory as checkpoints
 
 CONFIG = "config.yaml"
 PREFIX = ".attempt-"

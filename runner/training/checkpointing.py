@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from accel.checkpoint import files as checkpoints
-from accel.checkpoint.common import read_model
+from accel.checkpoint import directory as checkpoints
+from accel.checkpoint.serialization import read_model
 from accel.errors import CheckpointError, Problem
 from accel.ops import broadcast_object_list
 from runner.run_dir import directory

@@ -36,8 +36,8 @@ CONTRACT = (
 )
 REMEDY = (
     "Sum the loss over the samples of each micro-batch and give "
-    "accel.loss.normalize_loss(total, global_weight, num_processes=…, num_steps=…) to "
-    "accelerator.backward, as runner.training.step.SupervisedStep does."
+    "accel.loss_normalization.normalize_loss(total, global_weight, num_processes=…, num_steps=…) "
+    "to accelerator.backward, as runner.training.step.SupervisedStep does."
 )
 
 

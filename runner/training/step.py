@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel.errors import ConfigError, Problem
-from accel.loss import global_weight, normalize_loss
+from accel.loss_normalization import global_weight, normalize_loss
 from runner.data.micro_batch import MicroBatch, Window
 from runner.data.shards import share_of
 from runner.training import return_checks
@@ -35,9 +35,9 @@ class Step(ABC):
     are cut into micro-batches and processes. `Accelerator.backward` divides by the micro-batches of
     the window, and DDP averages over processes. So a loss that is normalised by the weight of the
     whole window comes out too small by both; give `backward` what
-    `accel.loss.normalize_loss(total, weight, num_processes=…, num_steps=…)` returns. A mean over
-    each micro-batch is right only where all are of one size and nothing is padded or masked
-    (`MicroBatch.valid`). ``runner debug=fdr`` compares one micro-batch with two.
+    `accel.loss_normalization.normalize_loss(total, weight, num_processes=…, num_steps=…)` returns.
+    A mean over each micro-batch is right only where all are of one size and nothing is padded or
+    masked (`MicroBatch.valid`). ``runner debug=fdr`` compares one micro-batch with two.
 
     Attributes:
         models: by name; the runner replaces them by the prepared ones before the first step.

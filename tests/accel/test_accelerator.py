@@ -14,7 +14,7 @@ from accel.config.handlers import DistributedDataParallelKwargs
 from accel.config.training import ProjectConfiguration, TorchDynamoPlugin
 from accel.enums import PrecisionType
 from accel.errors import ConfigError, NotBuiltError
-from accel.plan import Plan
+from accel.planning.plan import Plan
 from accel.state import AcceleratorState, GradientState, PartialState
 
 

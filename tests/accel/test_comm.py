@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel.arguments import Arguments
 from accel.comm.base import Communicator
 from accel.comm.connect import connect
 from accel.comm.local import LocalCommunicator
@@ -22,7 +21,8 @@ from accel.comm.torch import TorchCommunicator
 from accel.config.handlers import InitProcessGroupKwargs
 from accel.env import Environment
 from accel.errors import StateError
-from accel.plan import Plan, resolve
+from accel.planning.arguments import Arguments
+from accel.planning.plan import Plan, resolve
 from tests.helpers import run_distributed
 
 WORLD_SIZES = [1, 2, 3]

@@ -12,11 +12,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from accel import Accelerator
-from accel.arguments import Arguments
 from accel.config.training import TorchDynamoPlugin
 from accel.env import Environment
 from accel.errors import ConfigError
-from accel.plan import resolve
+from accel.planning.arguments import Arguments
+from accel.planning.plan import resolve
 from accel.strategies.compile import compile_arguments, compile_model, repeated_blocks
 from tests.accel.strategies import training
 from tests.helpers import run_distributed

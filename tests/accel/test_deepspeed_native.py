@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.checkpoint.optimizers import ParameterNames
+from accel.checkpoint.optimizer_state import ParameterNames
 from accel.errors import CheckpointError, ConfigError
 from accel.utils import DeepSpeedPlugin, DummyScheduler
 from tests.accel.test_deepspeed import GLOBAL_BATCH, RATE, adamw, build, data, error_of, largest

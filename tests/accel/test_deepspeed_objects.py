@@ -209,7 +209,7 @@ def resumes_the_loss_scale(folder: str) -> None:
     """fp16 does not run on the host: its scaler is put into an engine of another precision."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig
 
-    from accel.strategies.deepspeed.scaling import load_scale_state, scale_state
+    from accel.strategies.deepspeed.loss_scale import load_scale_state, scale_state
 
     accelerator, model, _ = started(zero_stage=1)
 

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
-from accel.arguments import Arguments
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.handlers import (
     DistributedDataParallelKwargs,
@@ -22,7 +21,8 @@ from accel.config.handlers import (
 from accel.config.training import GradientAccumulationPlugin
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError, StateError
-from accel.plan import Plan, resolve
+from accel.planning.arguments import Arguments
+from accel.planning.plan import Plan, resolve
 from accel.state import AcceleratorState, get_active_deepspeed_plugin
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from accel.strategies.deepspeed.options import ignored

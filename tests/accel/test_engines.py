@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from accel.arguments import Arguments
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import AutocastKwargs, DistributedDataParallelKwargs
-from accel.config.parallel import TorchTensorParallelPlugin
-from accel.engines import Findings, check_shards, choose
+from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.enums import DistributedType
 from accel.env import Environment
 from accel.errors import ConfigError
-from accel.plan import resolve
+from accel.planning.arguments import Arguments
+from accel.planning.engine import Findings, check_shards, choose
+from accel.planning.plan import resolve
 
 FOUR = Environment(
     rank=0, local_rank=0, world_size=4, local_world_size=4, master_addr="localhost", master_port=1

@@ -9,7 +9,7 @@ import torch
 
 from accel import Accelerator
 from accel.comm.local import LocalCommunicator
-from accel.loss import global_weight, normalize_loss
+from accel.loss_normalization import global_weight, normalize_loss
 from tests.helpers import run_distributed
 
 # Tokens of each sequence, one sequence a micro-batch; ragged on purpose. An optimizer step is the

@@ -10,7 +10,7 @@ import torch
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.errors import ConfigError
-from accel.strategies.optimizers import is_elementwise, whole_tensor_kind
+from accel.strategies.optimizer_kinds import is_elementwise, whole_tensor_kind
 from accel.utils import DummyOptim
 from tests.accel.strategies.training import (
     BATCH,

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.arguments import Arguments
 from accel.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel.config.handlers import (
     AutocastKwargs,
@@ -29,7 +28,8 @@ from accel.config.training import (
 from accel.enums import DistributedType, PrecisionType
 from accel.env import Environment
 from accel.errors import ConfigError, NotBuiltError
-from accel.plan import resolve
+from accel.planning.arguments import Arguments
+from accel.planning.plan import resolve
 
 TWO = Environment(
     rank=1, local_rank=1, world_size=2, master_addr="localhost", master_port=1, use_cpu=True

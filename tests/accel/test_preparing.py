@@ -14,8 +14,8 @@ from accel.config.deepspeed import DeepSpeedPlugin
 from accel.data.loaders import DataLoaderShard
 from accel.data.prepare import prepare_data_loader
 from accel.errors import ConfigError
-from accel.objects import Objects
 from accel.optimizer import AcceleratedOptimizer
+from accel.prepared import Objects
 from accel.scheduler import AcceleratedScheduler
 from accel.state import AcceleratorState
 from accel.strategies.base import Strategy, Traits

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from accel import env
-from accel.arguments import Arguments
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel.enums import DistributedType
 from accel.errors import ConfigError, StateError
-from accel.plan import resolve
+from accel.planning.arguments import Arguments
+from accel.planning.plan import resolve
 from accel.state import AcceleratorState, GradientState, PartialState, current_environment
 from tests.helpers import run_distributed
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.config.parallel import TorchTensorParallelPlugin
+from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import TorchDynamoPlugin
 from tests.parity.task import Task
 

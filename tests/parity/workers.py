@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from accel import Accelerator
 from accel.config.handlers import GradScalerKwargs
 from accel.config.training import DataLoaderConfiguration
-from accel.loss import global_weight, normalize_loss
+from accel.loss_normalization import global_weight, normalize_loss
 from tests.parity.cells import BACKENDS, Cell
 from tests.parity.memory import Walk
 from tests.parity.reference import IGNORED, Run, summed_loss

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from accel.checkpoint.files import checkpoints
+from accel.checkpoint.directory import checkpoints
 from runner.build.accelerator import make_accelerator
 from runner.config.batch_plan import plan_batches
 from runner.config.processes import replicas

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from accel.checkpoint import files
+from accel.checkpoint import directory
 from accel.errors import AccelError
 from runner.config import serialization
 from runner.run_dir.job import Job
@@ -65,11 +65,11 @@ class State:
         if run_dir is None:
             return cls(wrong="there is no run directory")
         whole, torn = [], []
-        for path in files.checkpoints(run_dir / "checkpoints"):
-            if not (path / files.MANIFEST).exists():
+        for path in directory.checkpoints(run_dir / "checkpoints"):
+            if not (path / directory.MANIFEST).exists():
                 continue  # nobody takes it for a checkpoint
             try:
-                whole.append(int(files.verify(path).metadata["step"]))
+                whole.append(int(directory.verify(path).metadata["step"]))
             except (AccelError, KeyError) as error:
                 torn.append(f"{path.name}: {error!r}")
         wrong = unreadable(run_dir) or ("" if whole else "there is no whole checkpoint")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.checkpoint import files
+from accel.checkpoint import directory
 from runner.config import serialization
 from runner.run_dir.job import Job
 from tests.helpers import python
@@ -31,10 +31,10 @@ def write(run_dir: Path, steps: tuple[int, ...], rows: int) -> Path:
     for number, step in enumerate(steps):
         final = run_dir / "checkpoints" / f"checkpoint_{number}"
         final.parent.mkdir(exist_ok=True)
-        staged = files.stage(final)
+        staged = directory.stage(final)
         (staged / "model.safetensors").write_bytes(bytes(64))
-        files.seal(staged, {}, {"step": step})
-        files.publish(staged, final)
+        directory.seal(staged, {}, {"step": step})
+        directory.publish(staged, final)
     lines = [json.dumps({"step": step, "split": "train"}) for step in range(1, rows + 1)]
     (run_dir / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
     return run_dir

@@ -9,7 +9,7 @@ from typing import Any
 
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.config.parallel import TorchTensorParallelPlugin
+from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from tests.zoo.models import MODELS
 
 PRECISIONS = ("no", "bf16")

@@ -17,7 +17,7 @@ from accel.strategies.deepspeed.dummies import DummyOptim
 from accel.strategies.deepspeed.package import can_build
 from accel.strategies.deepspeed.settings import ZERO, Settings
 from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer
-from accel.strategies.optimizers import WHOLE_TENSOR, is_elementwise, whole_tensor_kind
+from accel.strategies.optimizer_kinds import WHOLE_TENSOR, is_elementwise, whole_tensor_kind
 
 logger = get_logger(__name__)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from accel.errors import Problem
 
 if TYPE_CHECKING:
-    from accel.plan import Plan
+    from accel.planning.plan import Plan
 
 
 def ignored(plan: Plan) -> list[Problem]:

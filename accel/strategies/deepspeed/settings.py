@@ -21,7 +21,7 @@ from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from accel.wrapping import MakeContext
 
 if TYPE_CHECKING:
-    from accel.plan import Plan
+    from accel.planning.plan import Plan
     from accel.precision.base import Precision
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"

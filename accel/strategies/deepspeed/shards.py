@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.checkpoint.optimizers import FORMAT_VERSION, ParameterNames
+from accel.checkpoint.optimizer_state import FORMAT_VERSION, ParameterNames
 from accel.errors import CheckpointError, Problem
+from accel.memory_estimate import Footprint, num_bytes, state_bytes
 from accel.strategies.deepspeed.disk import Disk
-from accel.strategies.footprint import Footprint, num_bytes, state_bytes
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator

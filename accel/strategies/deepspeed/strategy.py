@@ -18,32 +18,32 @@ from typing import Any, final
 import torch
 
 from accel import env
-from accel.checkpoint.optimizers import ParameterNames
+from accel.checkpoint.optimizer_state import ParameterNames
 from accel.config.deepspeed import DeepSpeedPlugin, watch
 from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem, StateError
-from accel.objects import Objects
+from accel.memory_estimate import Footprint
 from accel.optimizer import AcceleratedOptimizer
+from accel.prepared import Objects
 from accel.scheduler import AcceleratedScheduler
 from accel.strategies.base import Strategy, Traits
-from accel.strategies.copies import WHOLE_AVERAGE, refuse_copies
+from accel.strategies.deepcopies import WHOLE_AVERAGE, refuse_copies
 from accel.strategies.deepspeed import (
     checks,
+    loss_scale,
     options,
     package,
-    recognition,
-    scaling,
     shards,
+    transformers_flag,
     universal,
 )
-from accel.strategies.deepspeed.building import RefusesLostValues
 from accel.strategies.deepspeed.disk import Disk
 from accel.strategies.deepspeed.dummies import DummyScheduler
-from accel.strategies.deepspeed.engine import cast_forward, start
-from accel.strategies.deepspeed.recognition import Recognition
+from accel.strategies.deepspeed.initialize import cast_forward, start
+from accel.strategies.deepspeed.partitioned_init import RefusesLostValues
 from accel.strategies.deepspeed.settings import MICRO_BATCH, Settings
+from accel.strategies.deepspeed.transformers_flag import Recognition
 from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, DeepSpeedScheduler
-from accel.strategies.footprint import Footprint
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # What trains or evaluates each engine of this process, as long as both live.
@@ -98,7 +98,7 @@ class DeepSpeedStrategy(Strategy):
         self._withdraw()
         plugin = self.plugin
         wanted = plugin.stage == 3 and plugin.zero3_init_flag is not False
-        if wanted and recognition.is_possible():
+        if wanted and transformers_flag.is_possible():
             package.join_group(self.package, self.plan.local_world_size)
             config = self._init_settings().config
             self._recognition = Recognition(config, self.plan.local_rank)
@@ -441,7 +441,7 @@ class DeepSpeedStrategy(Strategy):
         where = shards.pieces(engine)
         inner = getattr(optimizer, "optimizer", optimizer)
         with Disk(engine) as disk:
-            extra = scaling.scale_state(engine)
+            extra = loss_scale.scale_state(engine)
             return shards.optimizer_state(inner, groups, where, names, self.comm, disk, extra)
 
     def load_optimizer_state(
@@ -452,7 +452,7 @@ class DeepSpeedStrategy(Strategy):
         inner = getattr(optimizer, "optimizer", optimizer)
         with Disk(engine) as disk:
             shards.load_optimizer_state(inner, groups, shards.pieces(engine), state, names, disk)
-        scaling.load_scale_state(engine, state["extra"])
+        loss_scale.load_scale_state(engine, state["extra"])
         engine.optimizer._hp_optimizer_states_linked = False
 
     def save_native(self, model: torch.nn.Module, folder: Path) -> None:
@@ -491,7 +491,7 @@ class DeepSpeedStrategy(Strategy):
             optimizer.engine.destroy()
         self._trained = self._recognition = None
         _OWNERS.clear()  # the process group closes, for every Accelerator
-        recognition.withdraw_all()
+        transformers_flag.withdraw_all()
         self._let_go()
         super().release()
 

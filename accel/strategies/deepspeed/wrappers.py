@@ -13,8 +13,8 @@ import torch
 from accel.errors import ConfigError, Problem
 from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler
-from accel.strategies.deepspeed.byhand import ByHand
 from accel.strategies.deepspeed.dummies import DummyOptim
+from accel.strategies.deepspeed.manual_changes import ByHand
 from accel.strategies.trainable import Trainable
 
 # Attributes of torch's schedulers that hold a value for each group of the optimizer.

@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from accel.checkpoint import files
+from accel.checkpoint import directory
 from tests.accel.checkpoint.parts import automatic, build
 
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")
@@ -49,10 +49,10 @@ def main(root: Path, into: str) -> None:
             os._exit(0)
         _, status = os.waitpid(child, 0)
         killed = os.WIFSIGNALED(status)
-        newest = files.newest_complete(root / "checkpoints")
-        repaired = newest is None and files.repair(first)
-        newest = newest or files.newest_complete(root / "checkpoints")
-        state = None if newest is None else files.verify(newest).metadata["state"]
+        newest = directory.newest_complete(root / "checkpoints")
+        repaired = newest is None and directory.repair(first)
+        newest = newest or directory.newest_complete(root / "checkpoints")
+        state = None if newest is None else directory.verify(newest).metadata["state"]
         print(json.dumps({"killed": killed, "state": state, "repaired": repaired}), flush=True)
         if not killed:
             return

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from accel.checkpoint import common
+from accel.checkpoint import serialization
 from accel.errors import CheckpointError
 
 
@@ -39,8 +39,8 @@ class Tied(nn.Module):
 
 
 def round_trip(value: Any, folder: Path) -> Any:
-    common.save_plain(value, folder / "value.bin", "value")
-    return common.load_plain(folder / "value.bin")
+    serialization.save_plain(value, folder / "value.bin", "value")
+    return serialization.load_plain(folder / "value.bin")
 
 
 # -- plain values --------------------------------------------------------------------------
@@ -101,10 +101,10 @@ def test_arrays_come_back_and_are_pickled_nowhere(tmp_path: Path, array: np.ndar
 
 
 def test_arrays_that_are_missing_are_named(tmp_path: Path) -> None:
-    common.save_plain({"x": np.ones(2)}, tmp_path / "x.bin", "x")
+    serialization.save_plain({"x": np.ones(2)}, tmp_path / "x.bin", "x")
     (tmp_path / "x.bin.arrays.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"x\.bin\.arrays\.safetensors"):
-        common.load_plain(tmp_path / "x.bin")
+        serialization.load_plain(tmp_path / "x.bin")
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,12 @@ def test_what_could_not_be_read_back_is_refused_when_saved(
     tmp_path: Path, value: Any, place: str
 ) -> None:
     with pytest.raises(CheckpointError, match=place):
-        common.save_plain(value, tmp_path / "scheduler.bin", "scheduler 0")
+        serialization.save_plain(value, tmp_path / "scheduler.bin", "scheduler 0")
 
 
 def test_a_full_disk_is_not_taken_for_a_bad_value(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"does not exist"):
-        common.save_plain({"x": 1}, tmp_path / "missing" / "x.bin", "x")
+        serialization.save_plain({"x": 1}, tmp_path / "missing" / "x.bin", "x")
 
 
 def test_a_file_that_would_run_code_is_refused(
@@ -136,12 +136,12 @@ def test_a_file_that_would_run_code_is_refused(
     for writer in (torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))):
         writer(Evil(), tmp_path / "evil.pkl")
         with pytest.raises(CheckpointError, match="could run code"):
-            common.load_plain(tmp_path / "evil.pkl")
+            serialization.load_plain(tmp_path / "evil.pkl")
     assert "code ran" not in caplog.text
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    for read in (common.load_plain, common.read_tensors):
+    for read in (serialization.load_plain, serialization.read_tensors):
         with pytest.raises(CheckpointError, match=r"holds no x\.bin"):
             read(tmp_path / "x.bin")
 
@@ -151,9 +151,9 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
 def test_shared_tensors_are_stored_once_and_come_back_under_every_name(tmp_path: Path) -> None:
     model, path = Tied(), tmp_path / "model.safetensors"
-    common.write_tensors(model.state_dict(), path)
+    serialization.write_tensors(model.state_dict(), path)
     assert list(load_file(path)) == ["embedding.weight"]
-    state = common.read_tensors(path)
+    state = serialization.read_tensors(path)
     assert state.keys() == model.state_dict().keys()
     fresh = Tied()
     fresh.load_state_dict(state)
@@ -163,7 +163,7 @@ def test_shared_tensors_are_stored_once_and_come_back_under_every_name(tmp_path:
 
 def test_safetensors_own_reader_understands_shared_tensors(tmp_path: Path) -> None:
     model, fresh = Tied(), Tied()
-    common.write_tensors(model.state_dict(), tmp_path / "model.safetensors")
+    serialization.write_tensors(model.state_dict(), tmp_path / "model.safetensors")
     assert load_model(fresh, tmp_path / "model.safetensors") == (set(), [])
     assert torch.equal(fresh.head.weight, model.head.weight)
 
@@ -178,8 +178,8 @@ def test_overlapping_strided_and_empty_tensors_are_each_stored_whole(tmp_path: P
         "none": torch.empty(0, 4),
         "scalar": torch.tensor(2.5),
     }
-    common.write_tensors(state, tmp_path / "x.safetensors")
-    found = common.read_tensors(tmp_path / "x.safetensors")
+    serialization.write_tensors(state, tmp_path / "x.safetensors")
+    found = serialization.read_tensors(tmp_path / "x.safetensors")
     assert found.keys() == state.keys()
     for name, tensor in state.items():
         assert torch.equal(found[name], tensor), name
@@ -190,7 +190,7 @@ def test_overlapping_strided_and_empty_tensors_are_each_stored_whole(tmp_path: P
 def test_any_mix_of_views_comes_back(views: list[tuple[int, int, int]]) -> None:
     bases = [torch.randn(8) for _ in range(3)]
     state = {f"t{i}": bases[b][start : start + n] for i, (b, start, n) in enumerate(views)}
-    kept, aliases = common.split_shared(state)
+    kept, aliases = serialization.split_shared(state)
     assert kept.keys() | aliases.keys() == state.keys()
     for name, tensor in state.items():
         assert torch.equal(kept[aliases.get(name, name)], tensor)
@@ -203,15 +203,15 @@ def test_any_mix_of_views_comes_back(views: list[tuple[int, int, int]]) -> None:
 )
 def test_tensors_that_the_format_cannot_hold_are_named(tmp_path: Path, tensor: Any) -> None:
     with pytest.raises(CheckpointError, match=r"tensor 'layer\.weight'"):
-        common.write_tensors({"layer.weight": tensor}, tmp_path / "x.safetensors")
+        serialization.write_tensors({"layer.weight": tensor}, tmp_path / "x.safetensors")
 
 
 def test_a_cut_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    common.write_tensors({"x": torch.ones(100)}, path)
+    serialization.write_tensors({"x": torch.ones(100)}, path)
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(CheckpointError, match="no whole safetensors file"):
-        common.read_tensors(path)
+        serialization.read_tensors(path)
 
 
 # -- models --------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_a_cut_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("safe", [True, False])
 def test_models_keep_values_that_are_no_tensors(tmp_path: Path, safe: bool) -> None:
     state = {"weight": torch.randn(3), "_extra_state": {"seen": 5}}
-    common.write_model(state, tmp_path, index=1, safe=safe)
-    found = common.read_model(tmp_path, index=1)
+    serialization.write_model(state, tmp_path, index=1, safe=safe)
+    found = serialization.read_model(tmp_path, index=1)
     assert found["_extra_state"] == {"seen": 5}
     assert torch.equal(found["weight"], state["weight"])

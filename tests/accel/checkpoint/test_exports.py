@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load, load_file
 from torch import nn
 
-from accel.checkpoint import exports
-from accel.checkpoint.common import read_tensors
+from accel.checkpoint import export
+from accel.checkpoint.serialization import read_tensors
 from accel.errors import CheckpointError, ConfigError
 
 
@@ -30,19 +30,19 @@ def names(folder: Path) -> list[str]:
     [(7, 7), ("123", 123), ("5MB", 5_000_000), ("1.5 KiB", 1536), ("10GB", 10**10)],
 )
 def test_sizes(size: int | str, expected: int) -> None:
-    assert exports.parse_size(size) == expected
+    assert export.parse_size(size) == expected
 
 
 @pytest.mark.parametrize("size", ["big", "5XB", "-1GB", "0", ""])
 def test_sizes_that_are_none_are_refused(size: str) -> None:
     with pytest.raises(ConfigError, match="max_shard_size"):
-        exports.parse_size(size)
+        export.parse_size(size)
 
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_shards_are_listed_in_an_index(tmp_path: Path, safe: bool) -> None:
     tensors = state()
-    exports.export_model(tensors, tmp_path, max_shard_size=900, safe=safe)
+    export.export_model(tensors, tmp_path, max_shard_size=900, safe=safe)
     base, suffix = ("model", "safetensors") if safe else ("pytorch_model", "bin")
     index = json.loads((tmp_path / f"{base}.{suffix}.index.json").read_text())
     assert index["metadata"]["total_size"] == 2000
@@ -56,14 +56,14 @@ def test_shards_are_listed_in_an_index(tmp_path: Path, safe: bool) -> None:
 
 
 def test_a_tensor_larger_than_a_shard_has_one_of_its_own() -> None:
-    parts = exports.shard({"a": torch.ones(4), "big": torch.ones(99), "b": torch.ones(4)}, 40)
+    parts = export.shard({"a": torch.ones(4), "big": torch.ones(99), "b": torch.ones(4)}, 40)
     assert [list(part) for part in parts] == [["a"], ["big"], ["b"]]
 
 
 def test_shared_tensors_lie_in_one_shard_under_every_name(tmp_path: Path) -> None:
     tensors = state()
     tensors["head.weight"] = tensors["layer0.weight"]
-    exports.export_model(tensors, tmp_path, max_shard_size=500)
+    export.export_model(tensors, tmp_path, max_shard_size=500)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert "head.weight" not in index  # no file holds it; its metadata tells what it is
     assert torch.equal(
@@ -75,7 +75,7 @@ def test_shared_tensors_lie_in_one_shard_under_every_name(tmp_path: Path) -> Non
 def test_an_index_names_weights_that_its_files_hold(tmp_path: Path, safe: bool) -> None:
     tensor = torch.ones(4, 4)
     tied = {"embedding": tensor, "other": torch.zeros(4, 4), "head": tensor}
-    exports.export_model(tied, tmp_path, max_shard_size=64, safe=safe)
+    export.export_model(tied, tmp_path, max_shard_size=64, safe=safe)
     (index,) = tmp_path.glob("*.index.json")
     weight_map = json.loads(index.read_text())["weight_map"]
     held: dict[str, set[str]] = {}
@@ -91,32 +91,32 @@ def test_an_index_names_weights_that_its_files_hold(tmp_path: Path, safe: bool) 
 
 def test_an_export_leaves_nothing_of_an_earlier_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    exports.export_model(state(), tmp_path, max_shard_size=900)
-    exports.export_model(state(), tmp_path)
+    export.export_model(state(), tmp_path, max_shard_size=900)
+    export.export_model(state(), tmp_path)
     assert names(tmp_path) == ["config.json", "model.safetensors"]
 
 
 def test_values_that_are_no_tensors_want_the_other_format(tmp_path: Path) -> None:
     mixed = {"weight": torch.ones(2), "_extra_state": {"seen": 1}}
     with pytest.raises(CheckpointError, match="_extra_state"):
-        exports.export_model(mixed, tmp_path)
-    exports.export_model(mixed, tmp_path, safe=False)
+        export.export_model(mixed, tmp_path)
+    export.export_model(mixed, tmp_path, safe=False)
     found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     assert found["_extra_state"] == {"seen": 1}
 
 
 def test_any_model_is_loaded_as_it_was(tmp_path: Path) -> None:
     model, fresh = nn.LSTM(3, 4, 2), nn.LSTM(3, 4, 2)
-    exports.export_model(model.state_dict(), tmp_path)
+    export.export_model(model.state_dict(), tmp_path)
     fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert torch.equal(fresh.weight_hh_l1, model.weight_hh_l1)
 
 
 def test_single_objects(tmp_path: Path) -> None:
     tensors, buffer = state(), io.BytesIO()
-    exports.save_to_path(tensors, tmp_path / "x.safetensors", safe=True)
-    exports.save_to_path({"any": [1, 2]}, tmp_path / "x.bin", safe=False)
-    exports.save_to_file(tensors, buffer, safe=True)
+    export.save_to_path(tensors, tmp_path / "x.safetensors", safe=True)
+    export.save_to_path({"any": [1, 2]}, tmp_path / "x.bin", safe=False)
+    export.save_to_file(tensors, buffer, safe=True)
     assert load_file(tmp_path / "x.safetensors").keys() == tensors.keys()
     assert torch.load(tmp_path / "x.bin") == {"any": [1, 2]}
     assert load(buffer.getvalue()).keys() == tensors.keys()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel.checkpoint.common import load_plain, save_plain
-from accel.checkpoint.optimizers import ParameterNames, load_by_name, state_by_name
+from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, state_by_name
+from accel.checkpoint.serialization import load_plain, save_plain
 from accel.errors import CheckpointError
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel import load_checkpoint_in_model, utils
-from accel.checkpoint import files
+from accel.checkpoint import directory
 from accel.config.handlers import DistributedDataParallelKwargs
 from accel.config.training import ProjectConfiguration
 from accel.errors import CheckpointError
@@ -116,7 +116,9 @@ def save_on_disks_of_their_own(folder: str) -> dict[str, Any]:
         run.train()
         run.accelerator.load_state("/proc/self/cwd/state")
         held = sorted(path.name for path in before.iterdir())
-        states = [n for n in files.verify(before / "state").files if n.startswith("random_states")]
+        states = [
+            n for n in directory.verify(before / "state").files if n.startswith("random_states")
+        ]
         return {"same": equal(run.everything(), saved), "held": held, "states": states}
     finally:
         os.chdir(here)
@@ -182,9 +184,9 @@ def test_processes_save_and_all_continue_as_they_would(tmp_path: Path, world_siz
         assert equal(after[0], saved[0][0])
         assert after[1] == before[3]
         assert equal(after[2], before[2])
-    held = set(files.verify(path).files)
+    held = set(directory.verify(path).files)
     assert {f"random_states_{rank}.pkl" for rank in range(world_size)} < held
-    assert files.read_manifest(path).engine["strategy"] == "ddp"
+    assert directory.read_manifest(path).engine["strategy"] == "ddp"
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

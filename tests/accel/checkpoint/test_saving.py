@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration, load_checkpoint_in_model
-from accel.checkpoint import files
+from accel.checkpoint import directory
 from accel.errors import CheckpointError, ConfigError
 from accel.utils import save
 from tests.accel.checkpoint.parts import automatic, build, equal
@@ -339,7 +339,7 @@ def test_only_so_many_are_kept(tmp_path: Path) -> None:
     for _ in range(4):
         engine.save_state()
     assert names(tmp_path / "checkpoints") == ["checkpoint_2", "checkpoint_3"]
-    assert files.is_complete(engine.load_state())
+    assert directory.is_complete(engine.load_state())
 
 
 def test_the_number_of_the_next_one(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
-from accel.checkpoint import files
+from accel.checkpoint import directory
 from accel.errors import CheckpointError, ConfigError
 from tests.accel.checkpoint.parts import automatic, build, equal
 from tests.helpers import reset_accel
@@ -216,7 +216,7 @@ def test_positions_of_stateful_loaders_have_files_of_their_own(tmp_path: Path) -
     loaders[0].position = loaders[1].position = 0
     run.accelerator.load_state(tmp_path)
     assert [loader.position for loader in loaders] == [3, 7]
-    assert [files.positions_name(rank, i) for rank, i in ((0, 0), (1, 0), (1, 2))] == [
+    assert [directory.positions_name(rank, i) for rank, i in ((0, 0), (1, 0), (1, 2))] == [
         *("dl_state_dict.bin", "dl_state_dict_rank1.bin", "dl_state_dict_rank1_2.bin")
     ]
 
@@ -300,7 +300,7 @@ def test_hooks_save_and_load_in_their_own_way(tmp_path: Path) -> None:
     ]
     run.accelerator.save_state(tmp_path / "state")
     assert "model.safetensors" not in names(tmp_path / "state")
-    assert "unet/own.bin" in files.verify(tmp_path / "state").files
+    assert "unet/own.bin" in directory.verify(tmp_path / "state").files
     run.train()
     run.accelerator.load_state(tmp_path / "state")
     assert equal(list(run.weights().values()), list(original.values()))
@@ -386,7 +386,7 @@ def test_numpy_arrays_of_registered_objects_come_back(tmp_path: Path) -> None:
     history = {"losses": np.linspace(0.0, 1.0, 5), "rng": np.random.MT19937(3).state}
     run.accelerator.register_for_checkpointing(Counter(history))
     run.accelerator.save_state(tmp_path)
-    assert "custom_checkpoint_0.pkl.arrays.safetensors" in files.verify(tmp_path).files
+    assert "custom_checkpoint_0.pkl.arrays.safetensors" in directory.verify(tmp_path).files
     other, counter = build(seed=5), Counter()
     other.accelerator.register_for_checkpointing(counter)
     other.accelerator.load_state(tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.checkpoint import space
+from accel.checkpoint import disk_space
 from accel.errors import DiskFullError
 from tests.helpers import on_small_disk, python, small_disks_work
 
@@ -74,7 +74,7 @@ def test_a_checkpoint_that_finds_no_room_says_so(tmp_path: Path) -> None:
 
 
 def _fill(folder: str) -> None:
-    with space.told("the log", Path(folder)):
+    with disk_space.told("the log", Path(folder)):
         try:
             with open("/dev/full", "w") as file:
                 file.write("x")
@@ -85,9 +85,9 @@ def _fill(folder: str) -> None:
 def test_what_says_that_a_disk_is_full() -> None:
     with pytest.raises(DiskFullError, match=r"writing the log: the disk is full: .* are free in /"):
         _fill("/nowhere/at/all")
-    assert space.is_full(OSError(errno.EDQUOT, "Disk quota exceeded"))
-    assert space.is_full(RuntimeError("I/O error: No space left on device (os error 28)"))
-    assert not space.is_full(OSError(errno.EACCES, "Permission denied"))
+    assert disk_space.is_full(OSError(errno.EDQUOT, "Disk quota exceeded"))
+    assert disk_space.is_full(RuntimeError("I/O error: No space left on device (os error 28)"))
+    assert not disk_space.is_full(OSError(errno.EACCES, "Permission denied"))
     for other in (ValueError("unexpected pos 64 vs 0"), PermissionError("no")):
-        with pytest.raises(type(other)), space.told("it", Path("/")):
+        with pytest.raises(type(other)), disk_space.told("it", Path("/")):
             raise other  # there is room: it is something else

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from accel import Accelerator, load_checkpoint_in_model
-from accel.checkpoint import common
-from accel.checkpoint.exports import export_model
+from accel.checkpoint import serialization
+from accel.checkpoint.export import export_model
 from accel.errors import CheckpointError, ConfigError, NotBuiltError
 from tests.accel.checkpoint.test_common import Evil
 
@@ -301,7 +301,7 @@ def test_legacy_files_may_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         mapped.append((kwargs["map_location"], kwargs["mmap"], kwargs["weights_only"]))
         return load(path, **kwargs)
 
-    monkeypatch.setattr(common.torch, "load", spy)
+    monkeypatch.setattr(serialization.torch, "load", spy)
     for wanted in (True, False):
         fresh = net()
         load_checkpoint_in_model(fresh, tmp_path, offload_state_dict=wanted)

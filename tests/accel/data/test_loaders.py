@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from accel import GradientAccumulationPlugin
-from accel.checkpoint.loaders import load_loader_state, loader_state
+from accel.checkpoint.dataloader_state import load_loader_state, loader_state
 from accel.data.loaders import (
     PreparedLoader,
 )

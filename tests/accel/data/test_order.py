@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel.checkpoint.loaders import load_loader_state, loader_state
+from accel.checkpoint.dataloader_state import load_loader_state, loader_state
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.errors import ConfigError
 from accel.state import AcceleratorState, PartialState

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accel.data.prepare import prepare_data_loader, skip_first_batches
-from accel.data.streams import shards_by_rank
+from accel.data.stream_checks import shards_by_rank
 from accel.errors import ConfigError
 from accel.ops import gather_object
 from accel.state import PartialState

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from accel.enums import DistributedType
 from accel.errors import ConfigError
-from accel.strategies.dtensor.scaler import ShardedStepScaler
+from accel.strategies.mesh.grad_scaler import ShardedStepScaler
 from tests.accel.strategies.training import (
     BATCH,
     Model,

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
-from accel.strategies.fsdp.strategy import logger
+from accel.strategies.mesh.fsdp import logger
 from tests.accel.strategies.training import (
     Model,
     build,

@@ -22,13 +22,13 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from accel.arguments import Arguments
 from accel.config.fsdp import FullyShardedDataParallelPlugin as Plugin
-from accel.engines import Findings, choose
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError
-from accel.plan import resolve
-from accel.strategies.fsdp.precision import build_formats
+from accel.planning.arguments import Arguments
+from accel.planning.engine import Findings, choose
+from accel.planning.plan import resolve
+from accel.strategies.mesh.mixed_precision import build_formats
 from tests.accel.strategies.training import build
 from tests.helpers import reset_accel
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.errors import ConfigError
-from accel.strategies.dtensor.dtypes import split_by_dtype
-from accel.strategies.fsdp.units import find_units
+from accel.strategies.mesh.units import find_units
+from accel.strategies.mesh.units_by_dtype import split_by_dtype
 from tests.accel.strategies.training import (
     WIDTH,
     Block,

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.data import DataLoader
 
-from accel.config.parallel import TorchTensorParallelPlugin
+from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.enums import DistributedType
 from accel.errors import ConfigError
 from tests.accel.strategies.training import (

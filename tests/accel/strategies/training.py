@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.config.parallel import TorchTensorParallelPlugin
+from accel.config.tensor_parallel import TorchTensorParallelPlugin
 
 VOCABULARY, WIDTH, LENGTH = 12, 8, 4
 BATCH, STEPS = 8, 10

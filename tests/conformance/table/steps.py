@@ -203,7 +203,7 @@ WRAPPERS = [
 
 NORMALISATION = [
     Entry(
-        "accel.loss:normalize_loss",
+        "accel.loss_normalization:normalize_loss",
         EQUAL_STEPS,
         NoOp.FIRST,
         {
@@ -214,7 +214,7 @@ NORMALISATION = [
         },
     ),
     Entry(
-        "accel.loss:global_weight",
+        "accel.loss_normalization:global_weight",
         EQUAL_STEPS,
         parameters={"weights": P(REQUIRED, EQUAL_STEPS), "comm": P(REQUIRED, EQUAL_STEPS)},
     ),

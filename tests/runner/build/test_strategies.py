@@ -14,7 +14,7 @@ from rich.console import Console
 
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.config.parallel import TorchTensorParallelPlugin
+from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel.errors import ConfigError
 from runner.build import parts

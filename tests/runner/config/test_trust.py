@@ -51,7 +51,7 @@ def test_what_the_product_brings_in_is_trusted(name: str) -> None:
         ("accel.imports.require", "leads to accel.imports.require, which is not trusted"),
         ("accel.env.set_values", "leads to accel.env.set_values"),
         ("accel.config.handlers.import_callable", "leads to accel.config.handlers"),
-        ("accel.checkpoint.files.prune", "leads to accel.checkpoint.files.prune"),
+        ("accel.checkpoint.directory.prune", "leads to accel.checkpoint.directory.prune"),
         ("runner.cli.dispatch.run", "leads to runner.cli.dispatch.run"),
         ("runner.launch.launcher.launch", "leads to runner.launch.launcher.launch"),
         (

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from accel.checkpoint import files as checkpoints
+from accel.checkpoint import directory as checkpoints
 from accel.errors import ConfigError
 from runner.config.schema import Recipe
 from runner.run_dir import directory

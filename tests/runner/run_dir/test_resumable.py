@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accel.checkpoint import files as checkpoints
+from accel.checkpoint import directory as checkpoints
 from accel.config.training import ProjectConfiguration
 from accel.errors import ConfigError
 from runner.config.schema import Checkpoint, DataLoader, Distributed, Recipe, Trainer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.checkpoint import files as checkpoints
+from accel.checkpoint import directory as checkpoints
 from accel.config.training import ProjectConfiguration
 from accel.errors import CheckpointError
 from runner.build import parts

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel.checkpoint import files as checkpoints
+from accel.checkpoint import directory as checkpoints
 from accel.errors import CheckpointError
 from runner.training.callback import Callback
 from runner.training.checkpointing import Best, read_best

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from accel.accelerator import Accelerator
-from accel.checkpoint.files import checkpoints, read_manifest
+from accel.checkpoint.directory import checkpoints, read_manifest
 from accel.config.handlers import ProfileKwargs
 from accel.config.training import ProjectConfiguration
 from accel.errors import ConfigError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from accel.checkpoint.files import checkpoints, read_manifest
+from accel.checkpoint.directory import checkpoints, read_manifest
 from accel.errors import ConfigError
 from runner.data.datasets import Data
 from runner.reporting.console import Display

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel.config.parallel import SUMMED
+from accel.config.tensor_parallel import SUMMED
 from accel.errors import ConfigError
 from tests.accel.strategies.training import (
     PLAN,

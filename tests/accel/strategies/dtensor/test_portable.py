@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel.checkpoint.optimizers import ParameterNames
+from accel.checkpoint.optimizer_state import ParameterNames
 from accel.errors import CheckpointError
 from accel.rng import set_seed
 from tests.accel.strategies.training import (

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from accel.config.handlers import GradScalerKwargs
-from accel.strategies.dtensor.scaler import ShardedStepScaler
+from accel.strategies.mesh.grad_scaler import ShardedStepScaler
 from tests.accel.strategies.training import (
     BATCH,
     Model,

@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from accel.config.parallel import SUMMED
+from accel.config.tensor_parallel import SUMMED
 from accel.errors import ConfigError
-from accel.strategies.dtensor.splitting import resolve_plan
+from accel.strategies.mesh.tp_plan import resolve_plan
 from tests.accel.strategies.training import Model, build, largest, plain, train
 from tests.helpers import run_distributed
 

@@ -16,21 +16,21 @@ from torch.nn import Parameter
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import import_callable
-from accel.engines import num_replicas
 from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem
 from accel.logging import get_logger
-from accel.objects import Objects
+from accel.planning.engine import num_replicas
+from accel.prepared import Objects
 from accel.strategies.base import Traits
 from accel.strategies.compile import is_on
-from accel.strategies.dtensor.dtypes import split_by_dtype
-from accel.strategies.dtensor.initial import InitialWeights
-from accel.strategies.dtensor.mesh import TENSOR, build_mesh, check_given, data_axes
-from accel.strategies.dtensor.splitting import split_matrices
-from accel.strategies.dtensor.strategy import DTensorStrategy
-from accel.strategies.fsdp.ignored import average_gradients, ignored_modules, parameters_of
-from accel.strategies.fsdp.precision import Formats, build_formats, cast_buffers
-from accel.strategies.fsdp.units import Modules, check_classes, find_units
+from accel.strategies.mesh.base import DTensorStrategy
+from accel.strategies.mesh.device_mesh import TENSOR, build_mesh, check_given, data_axes
+from accel.strategies.mesh.ignored_modules import average_gradients, ignored_modules, parameters_of
+from accel.strategies.mesh.materialize import InitialWeights
+from accel.strategies.mesh.mixed_precision import Formats, build_formats, cast_buffers
+from accel.strategies.mesh.tp_plan import split_matrices
+from accel.strategies.mesh.units import Modules, check_classes, find_units
+from accel.strategies.mesh.units_by_dtype import split_by_dtype
 
 logger = get_logger(__name__)
 

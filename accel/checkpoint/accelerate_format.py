@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from accel import rng
-from accel.checkpoint import files
-from accel.checkpoint.common import load_plain
-from accel.checkpoint.files import Manifest, broken, numbered
-from accel.checkpoint.weights import ties
+from accel.checkpoint import directory
+from accel.checkpoint.directory import Manifest, broken, numbered
+from accel.checkpoint.load_weights import ties
+from accel.checkpoint.serialization import load_plain
 
 # By kind of object: the names of the file of its `index`-th.
 _NAMES: dict[str, Callable[[int], tuple[str, ...]]] = {
-    "models": lambda index: (files.model_name(index), files.model_name(index, safe=False)),
+    "models": lambda index: (directory.model_name(index), directory.model_name(index, safe=False)),
     "optimizers": lambda index: (numbered("optimizer", ".bin", index),),
     "schedulers": lambda index: (numbered("scheduler", ".bin", index),),
-    "custom": lambda index: (files.custom_name(index),),
+    "custom": lambda index: (directory.custom_name(index),),
 }
 _ACCELERATOR = re.compile(r"torch_(\w+)_manual_seed")
 
@@ -35,8 +35,8 @@ _ACCELERATOR = re.compile(r"torch_(\w+)_manual_seed")
 def is_documented(path: str | PathLike[str]) -> bool:
     """Return whether a directory has the documented files and no manifest."""
     root = Path(path)
-    has_manifest = (root / files.MANIFEST).exists() or any(root.glob(".partial-*"))
-    return not has_manifest and (root / files.random_states_name(0)).is_file()
+    has_manifest = (root / directory.MANIFEST).exists() or any(root.glob(".partial-*"))
+    return not has_manifest and (root / directory.random_states_name(0)).is_file()
 
 
 def describe(path: str | PathLike[str]) -> Manifest:
@@ -47,15 +47,15 @@ def describe(path: str | PathLike[str]) -> Manifest:
     """
     root = Path(path)
     if not is_documented(root):
-        rule = f"it has no {files.MANIFEST}, and not the documented files of a state either"
+        rule = f"it has no {directory.MANIFEST}, and not the documented files of a state either"
         raise broken(root, rule, "Name a directory that `save_state` wrote to its end.")
-    entries = files.entries(root)
-    random_states = load_plain(root / files.random_states_name(0), pickled_arrays=True)
+    entries = directory.entries(root)
+    random_states = load_plain(root / directory.random_states_name(0), pickled_arrays=True)
     engine = {
         # Loaders have no files there, however many there were.
         "objects": {kind: _count(entries, kind) for kind in _NAMES} | {"dataloaders": math.inf},
         "world_size": sum(name.startswith("random_states_") for name in entries),
-        "mixed_precision": "fp16" if files.SCALER in entries else "no",
+        "mixed_precision": "fp16" if directory.SCALER in entries else "no",
         "accumulation_step": int(random_states.get("step", 0)),
     }
     return Manifest(entries, engine, {})

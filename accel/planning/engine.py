@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin, from_variables
 from accel.config.handlers import DistributedDataParallelKwargs, KwargsHandler
-from accel.config.parallel import TorchTensorParallelPlugin
+from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.enums import DistributedType
 from accel.env import Environment
 from accel.errors import ConfigError, NotBuiltError, Problem
 
 if TYPE_CHECKING:
-    from accel.arguments import Arguments
+    from accel.planning.arguments import Arguments
 
 # What is reported of a run under each strategy; the others report their kind of device.
 REPORTED = {

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from accel.strategies.dtensor.leaving import units_of
+from accel.strategies.mesh.teardown import units_of
 from accel.strategies.trainable import requires_grad
 
 Models = Iterable[torch.nn.Module]

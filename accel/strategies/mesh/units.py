@@ -16,7 +16,7 @@ from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import import_callable
 from accel.errors import ConfigError, Problem, nearest
 from accel.logging import get_logger
-from accel.strategies.dtensor.dtypes import holds_all_uses, shared_parameters
+from accel.strategies.mesh.units_by_dtype import holds_all_uses, shared_parameters
 
 logger = get_logger(__name__)
 

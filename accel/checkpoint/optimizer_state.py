@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accel.checkpoint.files import numbered
+from accel.checkpoint.directory import numbered
 from accel.errors import CheckpointError, Problem
 
 FORMAT_VERSION = 1

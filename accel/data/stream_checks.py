@@ -21,8 +21,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accel.comm.base import Communicator
-from accel.data.draws import process_states
 from accel.data.iterable import IterableDatasetShard, codes_within, held_by
+from accel.data.sampler_draws import process_states
 from accel.errors import ConfigError, Problem
 
 _SAMPLES, _LEAVES = 32, 8  # of a first round, that are compared

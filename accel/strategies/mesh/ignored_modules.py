@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel.errors import ConfigError, Problem, nearest
-from accel.strategies.dtensor.mesh import TENSOR
-from accel.strategies.footprint import local
+from accel.memory_estimate import local
+from accel.strategies.mesh.device_mesh import TENSOR
 
 
 def ignored_modules(model: torch.nn.Module, given: Any) -> list[torch.nn.Module]:

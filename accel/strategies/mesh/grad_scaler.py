@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from accel.memory_estimate import local
 from accel.precision.amp import StepScaler
-from accel.strategies.dtensor.gathered import unreduced_gradients
-from accel.strategies.footprint import local
+from accel.strategies.mesh.resharding import unreduced_gradients
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator

@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from accel.config.parallel import ALIASES, SUMMED, plan_problems
+from accel.config.tensor_parallel import ALIASES, SUMMED, plan_problems
 from accel.errors import ConfigError, Problem, nearest
-from accel.strategies.dtensor.agreement import sum_gradients
+from accel.strategies.mesh.tp_gradients import sum_gradients
 from accel.wrapping import own_module
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from accel.checkpoint import files
-from accel.checkpoint.common import load_plain, read_tensors, unreadable_tensors
+from accel.checkpoint import directory
+from accel.checkpoint.serialization import load_plain, read_tensors, unreadable_tensors
 from accel.errors import CheckpointError, Problem
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _indexed(index: Path, mmap: bool) -> Source:
         rule = f"it is no index of shards ({error!r})"
         raise _refused(index, rule, 'It is JSON: {"weight_map": {weight: file}}.') from error
     names = sorted(set(weight_map.values()))
-    outside = [name for name in names if not files.is_inside(name)]
+    outside = [name for name in names if not directory.is_inside(name)]
     if outside:
         raise _refused(index, f"it names {outside}, which lie elsewhere", "Use another one.")
     paths = tuple(index.parent / name for name in names)

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.errors import ConfigError, Problem
 from accel.optimizer import unwrap_optimizer
-from accel.strategies.dtensor.tensors import fitted
+from accel.strategies.mesh.full_tensors import fitted
 
 
 def by_name(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accel.errors import ConfigError, Problem
-from accel.strategies.dtensor.leaving import forget_meshes
+from accel.strategies.mesh.teardown import forget_meshes
 
 if TYPE_CHECKING:
-    from accel.plan import Plan
+    from accel.planning.plan import Plan
 
 REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
 

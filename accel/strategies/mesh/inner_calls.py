@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from accel.strategies.dtensor.gathered import gather_outside_inference, reshard
-from accel.strategies.dtensor.leaving import initialize, reduce_after
+from accel.strategies.mesh.resharding import gather_outside_inference, reshard
+from accel.strategies.mesh.teardown import initialize, reduce_after
 
 
 class InnerCalls:

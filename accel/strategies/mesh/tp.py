@@ -10,14 +10,14 @@ from typing import Any, final
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from accel.config.parallel import TorchTensorParallelPlugin
+from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.enums import DistributedType
 from accel.strategies.base import Traits
-from accel.strategies.dtensor.dtypes import split_by_dtype
-from accel.strategies.dtensor.initial import InitialWeights
-from accel.strategies.dtensor.mesh import TENSOR, build_mesh, check_given, data_axes
-from accel.strategies.dtensor.splitting import split_matrices
-from accel.strategies.dtensor.strategy import DTensorStrategy
+from accel.strategies.mesh.base import DTensorStrategy
+from accel.strategies.mesh.device_mesh import TENSOR, build_mesh, check_given, data_axes
+from accel.strategies.mesh.materialize import InitialWeights
+from accel.strategies.mesh.tp_plan import split_matrices
+from accel.strategies.mesh.units_by_dtype import split_by_dtype
 
 
 @final

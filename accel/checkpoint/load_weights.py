@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from accel.checkpoint import sources
-from accel.checkpoint.sources import Shapes
+from accel.checkpoint import weight_files
+from accel.checkpoint.weight_files import Shapes
 from accel.device import default_device_type, device_count
 from accel.errors import CheckpointError, ConfigError, NotBuiltError, Problem, nearest
 from accel.logging import get_logger
@@ -107,17 +107,19 @@ def _refuse_unbuilt(device_map: Any, to_disk: str, eight_bit: bool, full: bool) 
         raise NotBuiltError(*problems)
 
 
-def _source(checkpoint: Any, mmap: bool, broadcast: bool) -> sources.Source | sources.Broadcast:
+def _source(
+    checkpoint: Any, mmap: bool, broadcast: bool
+) -> weight_files.Source | weight_files.Broadcast:
     if not broadcast:
-        return sources.find(checkpoint, mmap)
+        return weight_files.find(checkpoint, mmap)
     state = PartialState()
-    found: sources.Source | Exception | None = None
+    found: weight_files.Source | Exception | None = None
     if state.comm.rank == 0:
         try:
-            found = sources.find(checkpoint, mmap)
+            found = weight_files.find(checkpoint, mmap)
         except CheckpointError as error:
             found = error  # raised on every rank when the shapes are asked for
-    return sources.Broadcast(found, state.comm, state.device)
+    return weight_files.Broadcast(found, state.comm, state.device)
 
 
 # -- what goes where -----------------------------------------------------------------------

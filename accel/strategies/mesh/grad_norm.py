@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from accel.strategies.footprint import local
+from accel.memory_estimate import local
 
 
 def gradient_norm(parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

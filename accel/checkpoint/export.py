@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, cast
 import torch
 from safetensors.torch import save as to_safetensors
 
-from accel.checkpoint import files
-from accel.checkpoint.common import refuse_unwritable, split_shared, write_tensors
+from accel.checkpoint import directory
+from accel.checkpoint.serialization import refuse_unwritable, split_shared, write_tensors
 from accel.errors import CheckpointError, ConfigError, Problem
 from accel.state import PartialState
 
@@ -64,7 +64,7 @@ def save_to_path(value: Any, path: Path, safe: bool) -> None:
             write_tensors(value, partial)
         else:
             torch.save(value, partial)
-        files.replace_file(partial, path)
+        directory.replace_file(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -148,7 +148,7 @@ def export_model(
         where |= {alias: where[own] for alias, own in aliases.items()}
     total = sum(tensor.nbytes for tensor in kept.values())
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
-    files.write_atomically(root / index, f"{text}\n".encode())
+    directory.write_atomically(root / index, f"{text}\n".encode())
 
 
 def _split(state: Mapping[str, Any], safe: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from accel.checkpoint import arrays, files
+from accel.checkpoint import directory, numpy_arrays
 from accel.errors import CheckpointError, Problem
 
 _EXTRA = "model_extra"
@@ -54,9 +54,9 @@ def save_plain(value: Any, path: Path, what: str) -> None:
         CheckpointError: if it holds what `load_plain` could not read; names where.
     """
     taken: dict[str, np.ndarray] = {}
-    plain = arrays.take_out(_without_numpy_scalars(value), taken)
+    plain = numpy_arrays.take_out(_without_numpy_scalars(value), taken)
     if taken:
-        arrays.write(taken, path)
+        numpy_arrays.write(taken, path)
     try:
         torch.save(plain, path)
         # With mmap only the structure is read: the tensors' bytes are not touched.
@@ -104,14 +104,14 @@ def load_plain(
             "let classes in that you trust with torch.serialization.add_safe_globals([…])."
         )
         raise CheckpointError(str(Problem(f"file {str(path)!r}", rule, remedy))) from error
-    return arrays.put_back(plain, path)
+    return numpy_arrays.put_back(plain, path)
 
 
 def _lacking(path: Path) -> CheckpointError:
     remedy = (
         "Prepare and register the same objects as when it was saved, or use another checkpoint."
     )
-    return files.broken(path.parent, f"it holds no {path.name}", remedy)
+    return directory.broken(path.parent, f"it holds no {path.name}", remedy)
 
 
 def _first_line(error: Exception) -> str:
@@ -251,13 +251,13 @@ def write_model(state: Mapping[str, Any], folder: Path, index: int = 0, safe: bo
         safe: whether weights are safetensors, else `torch.save`.
     """
     if not safe:
-        save_plain(dict(state), folder / files.model_name(index, safe=False), f"model {index}")
+        save_plain(dict(state), folder / directory.model_name(index, safe=False), f"model {index}")
         return
     tensors = {name: v for name, v in state.items() if isinstance(v, torch.Tensor)}
-    write_tensors(tensors, folder / files.model_name(index))
+    write_tensors(tensors, folder / directory.model_name(index))
     extra = {name: value for name, value in state.items() if name not in tensors}
     if extra:
-        save_plain(extra, folder / files.numbered(_EXTRA, ".bin", index), f"model {index}")
+        save_plain(extra, folder / directory.numbered(_EXTRA, ".bin", index), f"model {index}")
 
 
 def read_model(folder: Path, index: int = 0) -> dict[str, Any]:
@@ -267,16 +267,16 @@ def read_model(folder: Path, index: int = 0) -> dict[str, Any]:
         CheckpointError: if there is none.
     """
     held = _held(folder)
-    binary = files.model_name(index, safe=False)
+    binary = directory.model_name(index, safe=False)
     if binary in held:
         return dict(load_plain(folder / binary))
-    state: dict[str, Any] = read_tensors(folder / files.model_name(index))
-    extra = files.numbered(_EXTRA, ".bin", index)
+    state: dict[str, Any] = read_tensors(folder / directory.model_name(index))
+    extra = directory.numbered(_EXTRA, ".bin", index)
     return state | (load_plain(folder / extra) if extra in held else {})
 
 
 def _held(folder: Path) -> set[str]:
     """Return the files of the checkpoint; others, of the user's own, may lie beside them."""
-    if (folder / files.MANIFEST).exists():
-        return set(files.read_manifest(folder).files)
+    if (folder / directory.MANIFEST).exists():
+        return set(directory.read_manifest(folder).files)
     return {path.name for path in folder.iterdir()}

@@ -16,7 +16,7 @@ from accel.errors import ConfigError, Problem, StateError
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
-    from accel.plan import Plan
+    from accel.planning.plan import Plan
 
 Function = Callable[..., Any]
 T = TypeVar("T")

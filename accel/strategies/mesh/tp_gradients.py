@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from accel.config.parallel import SUMMED
+from accel.config.tensor_parallel import SUMMED
 from accel.errors import ConfigError, Problem
-from accel.strategies.dtensor.mesh import TENSOR
-from accel.strategies.footprint import local
+from accel.memory_estimate import local
+from accel.strategies.mesh.device_mesh import TENSOR
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator

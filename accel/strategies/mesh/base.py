@@ -20,17 +20,24 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel.checkpoint.optimizers import ParameterNames, load_by_name, parameters
+from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, parameters
 from accel.data.loaders import data_rank
 from accel.device import synchronize
 from accel.errors import ConfigError, Problem
-from accel.objects import Objects
+from accel.memory_estimate import local
 from accel.optimizer import unwrap_optimizer
+from accel.prepared import Objects
 from accel.strategies.base import Strategy
 from accel.strategies.compile import is_on
-from accel.strategies.copies import WHOLE_AVERAGE, refuse_copies
-from accel.strategies.dtensor.agreement import check_first_step
-from accel.strategies.dtensor.gathered import (
+from accel.strategies.deepcopies import WHOLE_AVERAGE, refuse_copies
+from accel.strategies.mesh.device_mesh import SHARD, TENSOR
+from accel.strategies.mesh.foreach_by_mesh import step_by_mesh
+from accel.strategies.mesh.full_tensors import all_whole, fitted_weight, parts_of, whole
+from accel.strategies.mesh.grad_norm import gradient_norm
+from accel.strategies.mesh.grad_scaler import ShardedStepScaler
+from accel.strategies.mesh.inner_calls import InnerCalls
+from accel.strategies.mesh.parameter_remap import Successors, by_name
+from accel.strategies.mesh.resharding import (
     any_gathered,
     copies_and_shards,
     keep_requires_grad,
@@ -39,17 +46,10 @@ from accel.strategies.dtensor.gathered import (
     reshard_before_steps,
     train_after_inference,
 )
-from accel.strategies.dtensor.gradients import gradient_norm
-from accel.strategies.dtensor.inner_calls import InnerCalls
-from accel.strategies.dtensor.leaving import leave, units_of
-from accel.strategies.dtensor.mesh import SHARD, TENSOR
-from accel.strategies.dtensor.scaler import ShardedStepScaler
-from accel.strategies.dtensor.steps import step_by_mesh
-from accel.strategies.dtensor.successors import Successors, by_name
-from accel.strategies.dtensor.tensors import all_whole, fitted_weight, parts_of, whole
-from accel.strategies.dtensor.unfrozen import reduce_what_is_unfrozen
-from accel.strategies.footprint import local
-from accel.strategies.optimizers import fails_on_shards
+from accel.strategies.mesh.teardown import leave, units_of
+from accel.strategies.mesh.tp_gradients import check_first_step
+from accel.strategies.mesh.unfrozen_units import reduce_what_is_unfrozen
+from accel.strategies.optimizer_kinds import fails_on_shards
 
 SHARDED_AVERAGE = (
     f"{WHOLE_AVERAGE} Or keep it in shards: prepare the copy beside the model, prepare(model, copy,"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accel.strategies.dtensor.leaving import units_of
+from accel.strategies.mesh.teardown import units_of
 
 
 def reduce_what_is_unfrozen(model: torch.nn.Module) -> None:

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from accel import engines as engine_choice
-from accel.arguments import Arguments
 from accel.config.fp8 import RECIPES
 from accel.config.handlers import (
     AutocastKwargs,
@@ -28,10 +26,12 @@ from accel.config.training import (
     TorchDynamoPlugin,
 )
 from accel.device import process_group_backend, resolve_device
-from accel.engines import Engines, Findings
 from accel.enums import DistributedType, PrecisionType, RNGType
 from accel.env import Environment
 from accel.errors import ConfigError, nearest, unknown_choice
+from accel.planning import engine as engine_choice
+from accel.planning.arguments import Arguments
+from accel.planning.engine import Engines, Findings
 
 HANDLERS: tuple[type[KwargsHandler], ...] = (
     AutocastKwargs,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from accel import env, tree
-from accel.plan import Plan
+from accel.planning.plan import Plan
 from accel.strategies.deepspeed import package
 from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from accel.strategies.deepspeed.settings import Settings

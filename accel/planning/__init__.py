@@ -1,0 +1,1 @@
+"""From arguments and environment to one frozen plan; every conflict in one error."""

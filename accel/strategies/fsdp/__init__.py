@@ -1,1 +1,0 @@
-"""Fully sharded training with FSDP2."""

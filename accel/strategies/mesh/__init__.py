@@ -1,0 +1,1 @@
+"""Strategies whose parameters are DTensors on one device mesh: FSDP2 and tensor parallelism."""
