@@ -6,8 +6,8 @@ from typing import Any
 
 from tests.conformance.rows import Entry, P
 
-HANDLERS = "tests/accel/test_handlers.py::"
-HOOKS = "tests/accel/test_ddp_hooks.py::"
+HANDLERS = "tests/accel/config/test_handlers.py::"
+HOOKS = "tests/accel/strategies/test_ddp_reducer.py::"
 PROFILING = "tests/accel/test_profiling.py::"
 
 OFF = HANDLERS + "test_autocast_is_off_where_it_is_not_enabled"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.conformance.rows import REQUIRED, Entry, P
 
 API = "tests/accel/checkpoint/test_saving.py::test_"
-WEIGHTS = "tests/accel/checkpoint/test_weights.py::test_"
+WEIGHTS = "tests/accel/checkpoint/test_load_weights.py::test_"
 PROCESSES = "tests/accel/checkpoint/test_processes.py::test_"
 
 SAVED = API + "an_object_is_saved"

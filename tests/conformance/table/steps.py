@@ -8,7 +8,7 @@ from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 ACCELERATOR = "tests/accel/test_accelerator.py::"
 ACCUMULATION = "tests/accel/test_accumulation.py::"
 OPTIMIZER = "tests/accel/test_optimizer.py::"
-PRECISION = "tests/accel/test_precision.py::"
+PRECISION = "tests/accel/precision/test_amp.py::"
 SCHEDULER = "tests/accel/test_scheduler.py::"
 
 WINDOWS = ACCUMULATION + "test_a_window_ends_with_the_loader_unless_told_otherwise"
@@ -37,8 +37,11 @@ PLACED = OPTIMIZER + "test_state_goes_to_the_device_of_its_parameter"
 SCALER = OPTIMIZER + "test_the_scaler_unscales_gradients_and_skips_what_overflowed"
 SWITCHED = OPTIMIZER + "test_a_schedule_free_optimizer_is_switched_to_evaluation_and_back"
 
-NUMBER = "tests/accel/test_loss.py::test_a_plain_number_is_normalised_too"
-EQUAL_STEPS = "tests/accel/test_loss.py::test_any_number_of_processes_makes_the_exact_steps[2-own]"
+NUMBER = "tests/accel/test_loss_normalization.py::test_a_plain_number_is_normalised_too"
+EQUAL_STEPS = (
+    "tests/accel/test_loss_normalization.py"
+    "::test_any_number_of_processes_makes_the_exact_steps[2-own]"
+)
 
 METHODS = [
     Entry("accel:Accelerator.accumulate", WINDOWS, NoOp.CONTEXT, {"models": P(REQUIRED, SEVERAL)}),

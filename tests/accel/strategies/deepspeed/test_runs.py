@@ -19,7 +19,7 @@ from accel.utils import (
     DummyScheduler,
     get_active_deepspeed_plugin,
 )
-from tests.accel.test_deepspeed import (
+from tests.accel.strategies.deepspeed.test_strategy import (
     GLOBAL_BATCH,
     adamw,
     build,

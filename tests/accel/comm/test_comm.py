@@ -26,7 +26,7 @@ from accel.planning.plan import Plan, resolve
 from tests.helpers import run_distributed
 
 WORLD_SIZES = [1, 2, 3]
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def plan(**init: Any) -> Plan:

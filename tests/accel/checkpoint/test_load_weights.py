@@ -16,7 +16,7 @@ from accel import Accelerator, load_checkpoint_in_model
 from accel.checkpoint import serialization
 from accel.checkpoint.export import export_model
 from accel.errors import CheckpointError, ConfigError, NotBuiltError
-from tests.accel.checkpoint.test_common import Evil
+from tests.accel.checkpoint.test_serialization import Evil
 
 LAYOUTS = {
     "file": ("model.safetensors", {}),

@@ -19,7 +19,7 @@ import torch
 
 from tests.helpers import free_port, python
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RUNS = 1  # of two processes, in the first mode
 MANY_RUNS = int(os.environ.get("TEARDOWN_RUNS", "200"))  # in the slow test; 20 in CI
 AT_A_TIME = 2

@@ -12,7 +12,15 @@ from accel import Accelerator
 from accel.checkpoint.optimizer_state import ParameterNames
 from accel.errors import CheckpointError, ConfigError
 from accel.utils import DeepSpeedPlugin, DummyScheduler
-from tests.accel.test_deepspeed import GLOBAL_BATCH, RATE, adamw, build, data, error_of, largest
+from tests.accel.strategies.deepspeed.test_strategy import (
+    GLOBAL_BATCH,
+    RATE,
+    adamw,
+    build,
+    data,
+    error_of,
+    largest,
+)
 from tests.helpers import run_distributed
 
 

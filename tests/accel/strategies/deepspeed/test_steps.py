@@ -13,7 +13,13 @@ import torch
 from accel import Accelerator
 from accel.errors import ConfigError
 from accel.utils import DeepSpeedPlugin, DummyOptim
-from tests.accel.test_deepspeed import GLOBAL_BATCH, build, data, error_of, largest
+from tests.accel.strategies.deepspeed.test_strategy import (
+    GLOBAL_BATCH,
+    build,
+    data,
+    error_of,
+    largest,
+)
 from tests.helpers import run_distributed
 
 

@@ -11,7 +11,7 @@ import pytest
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.deepspeed_json import HfDeepSpeedConfig
 from accel.errors import ConfigError
-from tests.accel.test_deepspeed_settings import completed, plan_of
+from tests.accel.strategies.deepspeed.test_settings import completed, plan_of
 
 
 @pytest.mark.parametrize(
