@@ -203,12 +203,12 @@ class PrepareAPI:
         return isinstance(item, PREPARED) or any(item is entry for kind in known for entry in kind)
 
     def _refuse_device_maps(self, models: Iterable[torch.nn.Module]) -> None:
-        _, num_replicas = self.strategy.data_rank
-        if num_replicas > 1 and any(self.verify_device_map(model) for model in models):
+        dp_size = self.strategy.plan.parallel_dims.dp_size
+        if dp_size > 1 and any(self.verify_device_map(model) for model in models):
             raise ConfigError(
                 Problem(
                     "prepare: a model with a device map over several devices",
-                    f"each of the {num_replicas} processes computes on one device",
+                    f"each of the {dp_size} processes computes on one device",
                     "Load the model without device_map='auto', or start one process.",
                 )
             )

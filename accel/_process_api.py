@@ -77,18 +77,19 @@ class ProcessAPI(ProcessControl):
         Returns:
             As `gather`; for objects, the lists of all processes in one.
         """
-        copies = self.comm.world_size // self.strategy.data_rank[1]
+        leaders = self.strategy.plan.parallel_dims.dp_leaders
         last = self._last_batch()
         if use_gather_object or not _only_tensors(input_data):
-            values = ops.gather_object([input_data])[::copies]
+            gathered = ops.gather_object([input_data])
+            values = [gathered[rank] for rank in leaders]
             several = isinstance(input_data, (list, tuple))
             data = [item for value in values for item in value] if several else values
             counts = {len(value) for value in values} if several else {1}
             # Where processes gave different numbers, rows do not belong to samples evenly.
             return self._without_repetitions(data, last, even=len(counts) == 1)
         data = ops.gather(input_data)
-        if copies > 1:
-            data = recursively_apply(_distinct, data, copies, self.comm.world_size)
+        if len(leaders) < self.comm.world_size:
+            data = recursively_apply(_distinct, data, leaders, self.comm.world_size)
         return recursively_apply(self._without_repetitions, data, last)
 
     def _last_batch(self) -> list[_LastBatch]:
@@ -220,6 +221,7 @@ def _only_tensors(data: Any) -> bool:
     return True
 
 
-def _distinct(rows: torch.Tensor, copies: int, world_size: int) -> torch.Tensor:
-    """Return the rows of the first of each `copies` neighbours, out of those of all ranks."""
-    return torch.cat(rows.tensor_split(world_size)[::copies])
+def _distinct(rows: torch.Tensor, leaders: Sequence[int], world_size: int) -> torch.Tensor:
+    """Return the rows of the ranks `leaders`, out of those of all ranks."""
+    of_ranks = rows.tensor_split(world_size)
+    return torch.cat([of_ranks[rank] for rank in leaders])

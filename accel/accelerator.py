@@ -24,6 +24,7 @@ from accel.config.training import (
     TorchDynamoPlugin,
 )
 from accel.enums import DynamoBackend, PrecisionType, RNGType
+from accel.parallel import ParallelDims
 from accel.planning.arguments import Arguments
 from accel.planning.plan import Plan, resolve
 from accel.precision.build import build_precision
@@ -152,6 +153,11 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
         plan = resolve(settled_arguments(arguments), current_environment())
         self.log_with = filter_trackers(log_with, plan.project.logging_dir)
         self._set_up(plan, cpu)
+
+    @property
+    def parallel_dims(self) -> ParallelDims:
+        """Sizes of the parallel axes, this process's rank on them, and what follows from them."""
+        return self.plan.parallel_dims
 
     def _set_up(self, plan: Plan, cpu: bool) -> None:
         self.state = AcceleratorState(cpu=cpu, _from_accelerator=True, _plan=plan)

@@ -18,23 +18,24 @@ Total = TypeVar("Total", float, torch.Tensor)
 
 
 def normalize_loss(
-    total: Total, global_weight: float | torch.Tensor, *, num_processes: int, num_steps: int
+    total: Total, global_weight: float | torch.Tensor, *, grad_size: int, num_steps: int
 ) -> Total:
     """Return what to give to `Accelerator.backward`, so that the step's gradient is the exact mean.
 
-    DDP averages gradients over processes and `backward` divides by the micro-batches of a step;
+    Gradients are averaged over `grad_size` ranks, and `backward` divides by the micro-batches;
     both are undone here, so that what remains is ``d(sum of all losses) / global_weight``.
 
     Args:
         total: [] summed loss of one micro-batch of this process.
         global_weight: summed weight of the whole step, over all processes and micro-batches.
-        num_processes: how many processes' gradients are averaged.
+        grad_size: over how many ranks gradients are averaged:
+            `accelerator.parallel_dims.grad_size`.
         num_steps: what `backward` divides by: `Accelerator.gradient_accumulation_steps`.
 
     Returns:
         [] the loss to differentiate.
     """
-    return total * (num_processes * num_steps) / global_weight  # type: ignore[return-value]
+    return total * (grad_size * num_steps) / global_weight  # type: ignore[return-value]
 
 
 def global_weight(weights: Sequence[torch.Tensor | int], comm: Communicator) -> torch.Tensor | int:

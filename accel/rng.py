@@ -28,15 +28,15 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Args:
         seed: the seed.
         device_specific: whether each process adds its index, so that all draw differently. Under
-            tensor parallelism (call it after the `Accelerator` is built) it is the index of the
-            replica: processes that compute one replica draw the same.
+            tensor parallelism (call it after the `Accelerator` is built) it is the data-parallel
+            rank: processes that compute the same samples draw the same.
         deterministic: whether torch uses deterministic algorithms alone, and raises where it has
             none.
 
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
     if device_specific:
-        seed += _replica_index()
+        seed += _dp_rank()
     random.seed(seed)
     np.random.seed(seed % SEED_LIMIT)
     torch.manual_seed(seed)
@@ -46,13 +46,11 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
-def _replica_index() -> int:
-    """Return the index of the replica of the model that this process computes, as far as known."""
-    index = PartialState().process_index
+def _dp_rank() -> int:
+    """Return the data-parallel rank of this process; without an `Accelerator`, its rank."""
     if not AcceleratorState._shared_state:
-        return index
-    tensor_parallel = AcceleratorState().plan.engines.tensor_parallel
-    return index if tensor_parallel is None else index // tensor_parallel.tp_size
+        return PartialState().process_index
+    return AcceleratorState().plan.parallel_dims.dp_rank
 
 
 def _accelerator() -> Any | None:

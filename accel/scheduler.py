@@ -28,7 +28,7 @@ class AcceleratedScheduler:
         optimizers: the prepared optimizer, or several; where one skips a step, so does this.
         step_with_optimizer: whether steps follow the optimizer's; if not, `step` is passed on.
         split_batches: whether loaders split their batches over processes.
-        num_shares: how many processes read other data than the rest; None: all.
+        dp_size: data-parallel size; None: the number of processes.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class AcceleratedScheduler:
         optimizers: Any,
         step_with_optimizer: bool = True,
         split_batches: bool = False,
-        num_shares: int | None = None,
+        dp_size: int | None = None,
     ) -> None:
         several = isinstance(optimizers, Sequence)
         self.scheduler = scheduler
@@ -47,7 +47,7 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state = GradientState()
         once = split_batches or isinstance(scheduler, ReduceLROnPlateau)
-        every = PartialState().num_processes if num_shares is None else num_shares
+        every = PartialState().num_processes if dp_size is None else dp_size
         self._repeats = 1 if once else every
         self._ends = not once and hasattr(scheduler, "total_steps")
 

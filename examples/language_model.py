@@ -139,7 +139,7 @@ def train_epoch(
                     normalize_loss(
                         total,
                         weight,
-                        num_processes=accelerator.num_processes,
+                        grad_size=accelerator.parallel_dims.grad_size,
                         num_steps=num_steps,
                     )
                 )

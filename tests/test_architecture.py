@@ -31,6 +31,7 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.window_ends", 0),
     ("accel.config", 1),
     ("accel.device", 2),
+    ("accel.parallel", 2),
     ("accel.planning", 2),
     ("accel.comm", 3),
     ("accel.processes", 4),

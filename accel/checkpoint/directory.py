@@ -115,6 +115,18 @@ class Manifest:
     engine: dict[str, Any]
     metadata: dict[str, Any]
 
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel size; that of the world, if nothing tells. (Formerly "data_shares".)"""
+        before = self.engine.get("data_shares", self.engine["world_size"])
+        return int(self.engine.get("dp_size", before))
+
+    @property
+    def dp_leaders(self) -> list[int]:
+        """The lowest rank of each data-parallel rank; neighbours by rank, if nothing tells."""
+        copies = self.engine["world_size"] // self.dp_size
+        return list(self.engine.get("dp_leaders", range(0, self.dp_size * copies, copies)))
+
     def to_json(self) -> str:
         """Return the text of `manifest.json`, its own digest included."""
         body = {

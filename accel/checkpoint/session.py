@@ -86,12 +86,6 @@ class Saved:
     manifest: Manifest
     foreign: bool
 
-    @property
-    def data_shares(self) -> int:
-        """Into how many parts data was shared out; a part for each process, if nothing tells."""
-        engine = self.manifest.engine
-        return int(engine.get("data_shares", engine["world_size"]))
-
     def plain(self, name: str) -> Any:
         """Return what the file `name` holds."""
         return load_plain(self.path / name, pickled_arrays=self.foreign)
@@ -236,7 +230,8 @@ def _facts(accelerator: Accelerator) -> dict[str, Any]:
     objects = accelerator._objects
     return {
         "world_size": accelerator.comm.world_size,
-        "data_shares": accelerator.strategy.data_rank[1],
+        "dp_size": accelerator.parallel_dims.dp_size,
+        "dp_leaders": accelerator.parallel_dims.dp_leaders,
         "strategy": accelerator.strategy.traits.name,
         "mixed_precision": accelerator.plan.mixed_precision,
         "torch": str(torch.__version__),
@@ -354,7 +349,7 @@ def load(accelerator: Accelerator, input_dir: AnyPath | None, options: LoadOptio
         loaders = _matched(accelerator, saved)
         _restore_objects(accelerator, saved, loaders)
         _restore_positions(accelerator, saved, loaders)
-        _restore_random_states(accelerator.strategy.data_rank[0], saved)
+        _restore_random_states(accelerator.parallel_dims.dp_rank, saved)
     _continue_numbering(accelerator, path)
     return path
 
@@ -482,26 +477,25 @@ def _restore_positions(
     comm = accelerator.comm
     names = [directory.positions_name(comm.rank, index) for _, index in loaders]
     # Where data is shared out otherwise a rank reads other samples: its old position means nothing.
-    here = comm.world_size, accelerator.strategy.data_rank[1]
-    same = here == (saved.manifest.engine["world_size"], saved.data_shares)
+    here = comm.world_size, accelerator.parallel_dims.dp_size
+    same = here == (saved.manifest.engine["world_size"], saved.manifest.dp_size)
     present = [saved.plain(n) if same and n in saved.manifest.files else None for n in names]
     load_positions(comm, [loader for loader, _ in loaders], present)
 
 
-def _restore_random_states(share: int, saved: Saved) -> None:
-    """Restore the states that the saved run had on the same share of the data.
+def _restore_random_states(dp_rank: int, saved: Saved) -> None:
+    """Restore the random states that the saved run had on the same data-parallel rank.
 
-    Processes of one replica (tensor parallelism) have one share: they must draw the same.
+    Ranks that compute the same samples (tensor parallelism) must draw the same.
     """
     present = saved.manifest.files
-    copies = saved.manifest.engine["world_size"] // saved.data_shares
-    name = directory.random_states_name(share * copies)  # processes of one replica are neighbours
+    name = directory.random_states_name(dict(enumerate(saved.manifest.dp_leaders)).get(dp_rank, -1))
     if name in present:
         rng.restore(accelerate_format.random_states(saved.plain(name)))
         return
-    # More shares than when it was saved: a stream of its own, the same at each load.
+    # The data-parallel size was smaller: a stream of its own, the same at each load.
     root = present[min(n for n in present if n.startswith("random_states_"))].sha256
-    rng.set_seed(int(hashlib.sha256(f"{root}:{share}".encode()).hexdigest()[:8], 16))
+    rng.set_seed(int(hashlib.sha256(f"{root}:{dp_rank}".encode()).hexdigest()[:8], 16))
 
 
 def _continue_numbering(accelerator: Accelerator, path: Path) -> None:

@@ -29,6 +29,7 @@ from accel.data.samplers import (
 from accel.data.transfer import Round, SliceFunction, receive_round, send_round, with_next
 from accel.imports import require
 from accel.ops import send_to_device
+from accel.parallel import data_rank_of
 from accel.state import GradientState, PartialState
 from accel.tree import iterate
 
@@ -53,19 +54,9 @@ _DISPATCHER_ARGUMENTS = (
 _END = object()
 
 
-_SHARED_DATA_AXES = ("tp", "cp", "sp", "pp")
-
-
 def data_rank(state: PartialState, mesh: Any = None) -> tuple[int, int]:
-    """Return how many shares the data has and which is this process's."""
-    if mesh is None:
-        return state.num_processes, state.process_index
-    count, index = 1, 0
-    for axis in mesh.mesh_dim_names or ():
-        if axis not in _SHARED_DATA_AXES:
-            size = mesh[axis].size()
-            count, index = count * size, index * size + mesh.get_local_rank(axis)
-    return count, index
+    """Return the (data-parallel rank, size) of this process, on a mesh where one is given."""
+    return (state.process_index, state.num_processes) if mesh is None else data_rank_of(mesh)
 
 
 class _MaybeStateful(DataLoader[Any]):
@@ -259,7 +250,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
             non_blocking=_non_blocking,
             **kwargs,
         )
-        count, index = data_rank(PartialState(), torch_device_mesh)
+        index, count = data_rank(PartialState(), torch_device_mesh)
         self.split_batches = split_batches
         self.slice_fn = slice_fn
         self.even_batches = even_batches

@@ -109,7 +109,7 @@ def prepare_data_loader(
     if loader_index is None:
         explicit = (data_seed, num_processes, process_index) != (None, None, None)
         loader_index = 0 if explicit else next_index(state.comm)
-    count, index = data_rank(state, torch_device_mesh)
+    index, count = data_rank(state, torch_device_mesh)
     count = count if num_processes is None else num_processes
     index = index if process_index is None else process_index
     streamed = isinstance(dataloader.dataset, IterableDataset)

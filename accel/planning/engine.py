@@ -18,6 +18,7 @@ from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.enums import DistributedType
 from accel.env import Environment
 from accel.errors import ConfigError, NotBuiltError, Problem
+from accel.parallel import ParallelDims
 
 if TYPE_CHECKING:
     from accel.planning.arguments import Arguments
@@ -212,6 +213,19 @@ def check_shards(engines: Engines, environment: Environment, found: Findings) ->
             f"as a number, it divides the {shards} shards and is neither 1 nor all of them",
             "Give True or False.",
         )
+
+
+def dims(engines: Engines, environment: Environment) -> ParallelDims:
+    """Return the parallel dimensions of a request in which nothing is wrong."""
+    world_size = environment.world_size
+    rank = (environment.rank or 0) if world_size > 1 else 0
+    tp = 1 if engines.tensor_parallel is None else engines.tensor_parallel.tp_size
+    data = world_size // tp
+    replicate = 1 if engines.deepspeed is not None else data
+    if engines.fsdp is not None:
+        nodes = world_size // (environment.local_world_size or world_size)
+        replicate = num_replicas(engines.fsdp.dp_replicate_size, data, nodes)
+    return ParallelDims(dp_replicate=replicate, dp_shard=data // replicate, tp=tp, rank=rank)
 
 
 def num_replicas(wanted: int | str | None, data: int, nodes: int) -> int:

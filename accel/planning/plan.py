@@ -29,6 +29,7 @@ from accel.device import process_group_backend, resolve_device
 from accel.enums import DistributedType, PrecisionType, RNGType
 from accel.env import Environment
 from accel.errors import ConfigError, nearest, unknown_choice
+from accel.parallel import ParallelDims
 from accel.planning import engine as engine_choice
 from accel.planning.arguments import Arguments
 from accel.planning.engine import Engines, Findings
@@ -58,6 +59,7 @@ class Plan:
         local_world_size: number of processes on this node.
         backend: backend of the process group; None for one process.
         strategy: key in the strategy table.
+        parallel_dims: sizes of the parallel axes, and what each rank computes.
         engines: the engine that spreads the model, with its plugin.
         distributed_type: what is reported to the user.
         mixed_precision: a value of `PrecisionType`.
@@ -86,6 +88,7 @@ class Plan:
     local_world_size: int
     backend: str | None
     strategy: str
+    parallel_dims: ParallelDims
     engines: Engines
     distributed_type: DistributedType
     mixed_precision: str
@@ -148,6 +151,7 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
         local_world_size=environment.local_world_size or environment.world_size,
         backend=backend,
         strategy=strategy,
+        parallel_dims=engine_choice.dims(engines, environment),
         distributed_type=_distributed_type(strategy, device.type),
         engines=engines,
         mixed_precision=mixed_precision,

@@ -104,11 +104,6 @@ class Strategy(ABC):
         return None
 
     @property
-    def data_rank(self) -> tuple[int, int]:
-        """(index, count) of the data shard this process reads; ranks of one replica share it."""
-        return self.comm.rank, self.comm.world_size
-
-    @property
     def sharded(self) -> tuple[str, ...]:
         """What lies in parts on several processes, in words for people; () for nothing."""
         return ()
@@ -217,7 +212,7 @@ class Strategy(ABC):
             own or list(optimizers),
             step_with_optimizer=self.plan.step_scheduler_with_optimizer,
             split_batches=self.plan.dataloader.split_batches,
-            num_shares=self.data_rank[1],
+            dp_size=self.plan.parallel_dims.dp_size,
         )
 
     def follow(
@@ -230,14 +225,13 @@ class Strategy(ABC):
         """Return a loader that yields this process's batches, on the device if `place`."""
         if isinstance(loader, PreparedLoader):
             return loader
-        index, count = self.data_rank
-        config = self.plan.dataloader
+        dims, config = self.plan.parallel_dims, self.plan.dataloader
         loader_index, self.num_loaders = self.num_loaders, self.num_loaders + 1
         return prepare_data_loader(
             loader,
             self.device,
-            num_processes=count,
-            process_index=index,
+            num_processes=dims.dp_size,
+            process_index=dims.dp_rank,
             split_batches=config.split_batches,
             put_on_device=place,
             rng_types=list(self.plan.rng_types),

@@ -76,7 +76,7 @@ def check_machine(recipe: Recipe) -> list[Problem]:
         lambda: _check_deepspeed(
             recipe,
             plan_batches(
-                recipe.trainer, processes.replicas(recipe, processes.count(distributed)), None
+                recipe.trainer, processes.dp_size(recipe, processes.count(distributed)), None
             ),
         ),
         lambda: _check_precision(recipe, resolve_device(processes.device(distributed), 0).type),

@@ -18,7 +18,6 @@ from torch.func import functional_call
 from accel.loss_normalization import normalize_loss
 from runner.builtin.optimizers import linear
 from runner.data.micro_batch import Window
-from runner.data.shards import share_of
 from runner.training.step import Step, clip_gradients, keep_valid
 
 if TYPE_CHECKING:
@@ -198,7 +197,7 @@ class GANStep(Step):
                 loss = normalize_loss(
                     total,
                     window.num_samples,
-                    num_processes=share_of(accelerator).count,
+                    grad_size=accelerator.parallel_dims.grad_size,
                     num_steps=accelerator.gradient_accumulation_steps,
                 )
                 accelerator.backward(loss)
@@ -207,7 +206,7 @@ class GANStep(Step):
                     norms = clip_gradients(accelerator, model, trainer)
                     optimizer.step()
                     optimizer.zero_grad()
-        share /= window.num_samples * share_of(accelerator).copies
+        share /= window.num_samples * accelerator.parallel_dims.num_copies
         return share, {f"{name}_{key}": norms[key] for key in norms}
 
     def _discriminator_losses(self, accelerator: Accelerator, real: Tensor) -> Tensor:
@@ -240,9 +239,9 @@ class GANStep(Step):
 
         All processes draw the noise of all, so that it differs even where their generators agree.
         """
-        share = share_of(accelerator)
-        shape = (share.count, count, self.latent)
-        return torch.randn(shape, device=accelerator.device)[share.index]
+        dims = accelerator.parallel_dims
+        shape = (dims.dp_size, count, self.latent)
+        return torch.randn(shape, device=accelerator.device)[dims.dp_rank]
 
 
 def _noise_of(image: Tensor, latent: int) -> Tensor:

@@ -13,13 +13,13 @@ from runner.config.schema import Trainer
 class BatchPlan:
     """How many samples are computed where and when.
 
-    global_batch = micro_batch × accumulation × num_processes.
+    global_batch = micro_batch × accumulation × dp_size.
 
     Attributes:
         global_batch: samples per optimizer step.
         micro_batch: samples per process and forward pass.
         accumulation: forward passes per optimizer step.
-        num_processes: how many processes share a step.
+        dp_size: data-parallel size: into how many parts a step is divided.
         eval_batch: samples per process in evaluation.
         steps_per_epoch: optimizer steps per epoch, limits included; None: not known.
         total_steps: optimizer steps of the run, the nearer of its limits; None: not known.
@@ -28,7 +28,7 @@ class BatchPlan:
     global_batch: int
     micro_batch: int
     accumulation: int
-    num_processes: int
+    dp_size: int
     eval_batch: int
     steps_per_epoch: int | None = None
     total_steps: int | None = None
@@ -36,29 +36,29 @@ class BatchPlan:
     @property
     def round_size(self) -> int:
         """Samples that all processes together compute in one forward pass."""
-        return self.micro_batch * self.num_processes
+        return self.micro_batch * self.dp_size
 
 
-def plan_batches(trainer: Trainer, num_processes: int, num_samples: int | None) -> BatchPlan:
+def plan_batches(trainer: Trainer, dp_size: int, num_samples: int | None) -> BatchPlan:
     """Derive the batch arithmetic of a run.
 
     Args:
         trainer: what the recipe asks for.
-        num_processes: how many processes train.
+        dp_size: data-parallel size.
         num_samples: samples of the training data; None: not known (yet).
 
     Raises:
         ConfigError: naming everything that does not divide or leaves no step, with near sizes.
     """
     problems: list[Problem] = []
-    micro, accumulation = _shares(trainer, num_processes, problems)
+    micro, accumulation = _shares(trainer, dp_size, problems)
     steps = None if num_samples is None else _steps_per_epoch(trainer, num_samples, problems)
     ConfigError.raise_if(problems)
     return BatchPlan(
         global_batch=trainer.global_batch_size,
         micro_batch=micro,
         accumulation=accumulation,
-        num_processes=num_processes,
+        dp_size=dp_size,
         eval_batch=trainer.eval_batch_size or 2 * micro,
         steps_per_epoch=steps,
         total_steps=_total_steps(trainer, steps),
@@ -72,36 +72,36 @@ def limited(limit: int | float | None, count: int) -> int:
     return min(count, max(1, int(limit * count)) if isinstance(limit, float) else limit)
 
 
-def _shares(trainer: Trainer, num_processes: int, problems: list[Problem]) -> tuple[int, int]:
+def _shares(trainer: Trainer, dp_size: int, problems: list[Problem]) -> tuple[int, int]:
     """Return (micro-batch, accumulation), adding to `problems` what does not divide."""
     total, micro = trainer.global_batch_size, trainer.micro_batch_size
     accumulation = trainer.accumulation.num_steps
     given = f"trainer.global_batch_size={total}"
     if micro is not None and accumulation is not None:
-        product = micro * accumulation * num_processes
+        product = micro * accumulation * dp_size
         if product != total:
             problems.append(
                 Problem(
                     f"{given} with trainer.micro_batch_size={micro}, "
                     f"trainer.accumulation.num_steps={accumulation} and "
-                    f"{_processes(num_processes)}",
+                    f"{_processes(dp_size)}",
                     "it is their product",
                     f"Set trainer.global_batch_size={product}, or leave one of the two out.",
                 )
             )
         return micro, accumulation
-    divisor = num_processes * (micro or accumulation or 1)
+    divisor = dp_size * (micro or accumulation or 1)
     if total % divisor:
-        problems.append(_indivisible(trainer, num_processes, divisor))
+        problems.append(_indivisible(trainer, dp_size, divisor))
     share = max(1, total // divisor)
     if micro is not None:
         return micro, share
     return share, accumulation or 1
 
 
-def _indivisible(trainer: Trainer, num_processes: int, divisor: int) -> Problem:
+def _indivisible(trainer: Trainer, dp_size: int, divisor: int) -> Problem:
     total = trainer.global_batch_size
-    parts = [_processes(num_processes)]
+    parts = [_processes(dp_size)]
     if trainer.micro_batch_size is not None:
         parts.append(f"trainer.micro_batch_size={trainer.micro_batch_size}")
     elif trainer.accumulation.num_steps is not None:

@@ -92,8 +92,8 @@ def check_interface(distributed: Distributed) -> None:
         raise ConfigError(Problem(f"{INTERFACE}={given}", rule, remedy))
 
 
-def replicas(recipe: Recipe, num_processes: int) -> int:
-    """Return how many parts of a batch are computed at once: each by one replica of the matrices.
+def dp_size(recipe: Recipe, num_processes: int) -> int:
+    """Return the data-parallel size: into how many parts a step of a recipe is divided.
 
     Args:
         recipe: the recipe.

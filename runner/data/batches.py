@@ -24,7 +24,6 @@ from runner.data.datasets import (
     make_order,
 )
 from runner.data.micro_batch import MicroBatch, Window
-from runner.data.shards import share_of
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -59,7 +58,7 @@ class TrainBatches:
         self, accelerator: Accelerator, data: Data, recipe: Recipe, plan: BatchPlan
     ) -> None:
         self.accelerator = accelerator
-        self.share = share_of(accelerator)
+        self.dims = accelerator.parallel_dims
         self.recipe = recipe
         self.plan = plan
         self.streamed = isinstance(data.train, IterableDataset)
@@ -90,15 +89,13 @@ class TrainBatches:
         plan = self.plan
         steps = plan.steps_per_epoch
         if steps is None:
-            steps = plan_batches(
-                self.recipe.trainer, plan.num_processes, len(dataset)
-            ).steps_per_epoch
+            steps = plan_batches(self.recipe.trainer, plan.dp_size, len(dataset)).steps_per_epoch
         return WindowSampler(
             make_order(dataset, self.recipe.seed, self.recipe.dataloader),
             batch_size,
             plan.global_batch,
             steps or 0,
-            multiple=plan.round_size if plan.num_processes > 1 else 1,
+            multiple=plan.round_size if plan.dp_size > 1 else 1,
         )
 
     def epoch(self, epoch: int, skip_steps: int = 0) -> Iterator[Window]:
@@ -111,7 +108,7 @@ class TrainBatches:
         """
         # Over-fitting sees the first batches of the first epoch again and again.
         epoch = 0 if self.recipe.trainer.overfit_batches is not None else epoch
-        self.loader.generator.manual_seed(mix_seeds(self.recipe.seed, epoch, self.share.index))
+        self.loader.generator.manual_seed(mix_seeds(self.recipe.seed, epoch, self.dims.dp_rank))
         self.loader.set_epoch(epoch)
         if self.streamed:
             return self._stream_epoch(skip_steps)
@@ -136,9 +133,9 @@ class TrainBatches:
     def _micro(self, batch: Any, real: int, index: int) -> MicroBatch:
         """Return micro-batch `index` of a window of `real` samples."""
         micro, plan = self.plan.micro_batch, self.plan
-        if plan.num_processes == 1:
+        if plan.dp_size == 1:
             return MicroBatch(batch)
-        start = index * plan.round_size + self.share.index * micro
+        start = index * plan.round_size + self.dims.dp_rank * micro
         return MicroBatch(batch, self._valid(real - start, micro))
 
     def _valid(self, real: int, size: int) -> torch.Tensor | None:
@@ -188,11 +185,11 @@ class TrainBatches:
                 yield MicroBatch(batch), plan.round_size
                 continue
             size = min(batch_length(batch, plan.micro_batch), plan.micro_batch)
-            if plan.num_processes == 1:
+            if plan.dp_size == 1:
                 yield MicroBatch(batch), size
                 continue
             real = self.loader.remainder or plan.round_size
-            mine = real - self.share.index * size
+            mine = real - self.dims.dp_rank * size
             yield MicroBatch(batch, self._valid(mine, size)), real
 
 
@@ -228,16 +225,16 @@ class EvalBatches:
         stream = _STREAMS[split]
         seed = mix_seeds(recipe.seed, stream) if stream else recipe.seed
         config, trainer = recipe.dataloader, recipe.trainer
-        share = share_of(accelerator)
-        size = plan_batches(trainer, share.count, None).eval_batch
-        self._total = size * share.count
+        dims = accelerator.parallel_dims
+        size = plan_batches(trainer, dims.dp_size, None).eval_batch
+        self._total = size * dims.dp_size
         self._streamed = isinstance(dataset, IterableDataset)
         reader = {"batch_size": self._total if config.split_batches else size}
         self.num_batches: int | None = None
         self.num_samples: int | None = None
         seeded: SeededDataset | SeededStream
         if self._streamed:
-            ConfigError.raise_if(worker_problems(dataset, recipe, share.count))
+            ConfigError.raise_if(worker_problems(dataset, recipe, dims.dp_size))
             seeded = SeededStream(dataset, seed, config.seed_samples)
             self._count_stream(dataset)
         else:
@@ -248,8 +245,8 @@ class EvalBatches:
         self.loader: Any = prepare_data_loader(
             loader,
             accelerator.device,
-            num_processes=share.count,
-            process_index=share.index,
+            num_processes=dims.dp_size,
+            process_index=dims.dp_rank,
             split_batches=config.split_batches,
             put_on_device=trainer.device_placement,
             dispatch_batches=config.dispatch_batches,
@@ -299,16 +296,16 @@ class EvalBatches:
 
 def ragged_problems(num_samples: int, recipe: Recipe, plan: BatchPlan) -> list[Problem]:
     """Return what is wrong with uneven batches of a map-style data set."""
-    if recipe.dataloader.even_batches or plan.num_processes == 1:
+    if recipe.dataloader.even_batches or plan.dp_size == 1:
         return []
-    steps = plan_batches(recipe.trainer, plan.num_processes, num_samples).steps_per_epoch or 0
+    steps = plan_batches(recipe.trainer, plan.dp_size, num_samples).steps_per_epoch or 0
     left = min(num_samples, steps * plan.global_batch) % plan.round_size
     if left == 0:
         return []
     return [
         Problem(
             f"dataloader.even_batches=false with {num_samples} training samples",
-            f"the {plan.num_processes} processes share the last {left} unevenly, and one that has "
+            f"the {plan.dp_size} processes share the last {left} unevenly, and one that has "
             "none would keep the others waiting",
             "Set dataloader.even_batches=true (what is added is left out of the loss), or "
             "trainer.drop_last=true.",
@@ -318,8 +315,8 @@ def ragged_problems(num_samples: int, recipe: Recipe, plan: BatchPlan) -> list[P
 
 def stream_problems(dataset: Any, recipe: Recipe, plan: BatchPlan) -> list[Problem]:
     """Return what is wrong with training on an iterable data set."""
-    config, problems = recipe.dataloader, worker_problems(dataset, recipe, plan.num_processes)
-    if plan.num_processes > 1 and not config.even_batches:
+    config, problems = recipe.dataloader, worker_problems(dataset, recipe, plan.dp_size)
+    if plan.dp_size > 1 and not config.even_batches:
         problems.append(
             Problem(
                 "dataloader.even_batches=false with a stream",

@@ -141,8 +141,8 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     from runner.training.loop import Loop
 
     here = Environment.read()
-    num_replicas = processes.replicas(recipe, here.world_size)
-    plan = plan_batches(recipe.trainer, num_replicas, None)
+    dp_size = processes.dp_size(recipe, here.world_size)
+    plan = plan_batches(recipe.trainer, dp_size, None)
     with (
         disk_space.told("the run", job.run_dir),
         of_the_recipe(),

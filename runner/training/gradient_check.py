@@ -36,7 +36,7 @@ CONTRACT = (
 )
 REMEDY = (
     "Sum the loss over the samples of each micro-batch and give "
-    "accel.loss_normalization.normalize_loss(total, global_weight, num_processes=…, num_steps=…) "
+    "accel.loss_normalization.normalize_loss(total, global_weight, grad_size=…, num_steps=…) "
     "to accelerator.backward, as runner.training.step.SupervisedStep does."
 )
 

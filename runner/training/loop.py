@@ -21,7 +21,6 @@ from runner.config.batch_plan import plan_batches
 from runner.config.durations import parse_duration
 from runner.data.batches import EvalBatches, TrainBatches
 from runner.data.micro_batch import with_last
-from runner.data.shards import share_of
 from runner.reporting.console import Display
 from runner.reporting.recorder import Recorder, learning_rates
 from runner.run_dir.directory import write_summary
@@ -241,7 +240,7 @@ class Loop:
 
     def _plan(self) -> BatchPlan:
         size = summaries.num_samples(self.data.train)
-        return plan_batches(self.recipe.trainer, share_of(self.accelerator).count, size)
+        return plan_batches(self.recipe.trainer, self.accelerator.parallel_dims.dp_size, size)
 
     def _prepare(self) -> None:
         """Hand models, optimizers and everything that is saved to the engine."""
@@ -303,7 +302,7 @@ class Loop:
     def _resume(self) -> None:
         """Restore the checkpoint, or seed the generators that training draws from."""
         # Processes of one replica draw the same, the others differently.
-        set_seed(self.recipe.seed + share_of(self.accelerator).index)
+        set_seed(self.recipe.seed + self.accelerator.parallel_dims.dp_rank)
         if self.resume_from is None:
             return
         state = self.state

@@ -11,7 +11,6 @@ import torch
 from accel.errors import ConfigError, Problem
 from accel.loss_normalization import global_weight, normalize_loss
 from runner.data.micro_batch import MicroBatch, Window
-from runner.data.shards import share_of
 from runner.training import return_checks
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class Step(ABC):
     are cut into micro-batches and processes. `Accelerator.backward` divides by the micro-batches of
     the window, and DDP averages over processes. So a loss that is normalised by the weight of the
     whole window comes out too small by both; give `backward` what
-    `accel.loss_normalization.normalize_loss(total, weight, num_processes=…, num_steps=…)` returns.
+    `accel.loss_normalization.normalize_loss(total, weight, grad_size=…, num_steps=…)` returns.
     A mean over each micro-batch is right only where all are of one size and nothing is padded or
     masked (`MicroBatch.valid`). ``runner debug=fdr`` compares one micro-batch with two.
 
@@ -123,9 +122,9 @@ class SupervisedStep(Step):
         """
         model, optimizer = self.models["model"], self.optimizers["optimizer"]
         weight = self._weight(accelerator, window)
-        share_of_data = share_of(accelerator)
+        dims = accelerator.parallel_dims
         scale = {
-            "num_processes": share_of_data.count,
+            "grad_size": dims.grad_size,
             "num_steps": accelerator.gradient_accumulation_steps,
         }
         shares: list[torch.Tensor] = []
@@ -141,7 +140,7 @@ class SupervisedStep(Step):
                     optimizer.step()
                     optimizer.zero_grad()
         share = shares[0] if last == 0 else torch.stack(shares).sum()
-        return {"loss": share / weight / share_of_data.copies, **values}
+        return {"loss": share / weight / dims.num_copies, **values}
 
     def evaluate(self, batch: Any) -> Mapping[str, torch.Tensor]:
         """Return the objective's values, each [B, ...]."""
@@ -170,7 +169,7 @@ class SupervisedStep(Step):
             return weight
         # A window in which every item is masked has a loss of 0 / 0; it is to change nothing.
         weight = torch.where(weight == 0, 1, weight)
-        copies = share_of(accelerator).copies
+        copies = accelerator.parallel_dims.num_copies
         return weight / copies if copies > 1 else weight  # counted as often as it is computed
 
     def _total_loss(self, model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:

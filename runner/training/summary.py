@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runner.data.shards import share_of
 from runner.reporting.console import clock, number, short
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def header_rows(loop: Run) -> list[Row]:
         ("model", model_line(loop)),
         ("per rank", memory_line(loop)),
         ("data", data_line(loop.data)),
-        ("batch", batch_line(loop.plan, share_of(loop.accelerator).copies)),
+        ("batch", batch_line(loop.plan, loop.accelerator.parallel_dims.model_size)),
         ("length", length_line(loop)),
     ]
     rows += slow_rows(loop.recipe, loop.accelerator.device.type)
@@ -160,9 +159,9 @@ def batch_line(plan: BatchPlan, copies: int = 1) -> str:
         plan: the arithmetic.
         copies: how many processes compute each sample together.
     """
-    processes = counted(plan.num_processes, "process", "processes")
+    processes = counted(plan.dp_size, "process", "processes")
     if copies > 1:
-        processes = counted(plan.num_processes, "replica")
+        processes = counted(plan.dp_size, "replica")
     return (
         f"global batch {plan.global_batch} = {processes} × {plan.micro_batch}"
         f" × {plan.accumulation} accumulated"

@@ -31,7 +31,7 @@ PYTHON_CALLS = 8
 C_CALLS = 1
 # Modules that `from accel import Accelerator` brings beyond torch's own; none at a step.
 # (Among them those of data order and its resumes, of how a loop reads, and of loader workers.)
-MODULES = 93
+MODULES = 94
 OPTIONAL = (
     "deepspeed",
     "tensorboard",

@@ -72,7 +72,7 @@ def accumulated_weights(weigh: str) -> list[list[float]]:
                 loss = normalize_loss(
                     (model(sequence) ** 2).sum(),
                     total,
-                    num_processes=count,
+                    grad_size=count,
                     num_steps=accelerator.gradient_accumulation_steps,
                 )
                 accelerator.backward(loss)
@@ -110,4 +110,4 @@ def test_weights_of_both_kinds_are_summed() -> None:
 
 
 def test_a_plain_number_is_normalised_too() -> None:
-    assert normalize_loss(6.0, 3, num_processes=2, num_steps=4) == 16.0
+    assert normalize_loss(6.0, 3, grad_size=2, num_steps=4) == 16.0

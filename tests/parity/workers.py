@@ -40,7 +40,7 @@ def train(cell: Cell) -> dict[str, Any]:
     optimizer = task.recipe.optimizer(model.parameters())
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     run = Run()
-    index, count = accelerator.strategy.data_rank
+    index, count = accelerator.parallel_dims.dp_rank, accelerator.parallel_dims.dp_size
     for number, window in enumerate(windows(task, cell, loader)):
         if cell.sabotage == "last window dropped" and number == task.num_steps - 1:
             break
@@ -110,7 +110,7 @@ def step(
 ) -> float:
     """Make one optimizer step; return this process's share of its loss."""
     recipe = sabotaged(cell).recipe
-    _, replicas = accelerator.strategy.data_rank
+    replicas = accelerator.parallel_dims.dp_size
     copies = accelerator.num_processes // replicas  # processes that read the same data
     weight = global_weight([(t != IGNORED).sum() for _, t in window], accelerator.comm) / copies
     twice = cell.sabotage == "gradients divided by W twice"
@@ -127,7 +127,7 @@ def step(
             scaled = normalize_loss(
                 total / divisor,
                 weight,
-                num_processes=replicas,
+                grad_size=replicas,
                 num_steps=accelerator.gradient_accumulation_steps,
             )
             accelerator.backward(scaled)

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from accel.checkpoint.directory import checkpoints
 from runner.build.accelerator import make_accelerator
 from runner.config.batch_plan import plan_batches
-from runner.config.processes import replicas
+from runner.config.processes import dp_size
 from runner.config.schema import Checkpoint, DataLoader, Precision, Recipe, Tracker, Trainer
 from runner.data.datasets import Data
 from runner.reporting.console import Display
@@ -189,8 +189,8 @@ def build(
     run_dir.mkdir(parents=True, exist_ok=True)
     data = data or Data(Points(NUM_TRAIN), Points(NUM_VALIDATION), Points(9))
     size = None if isinstance(data.train, Stream) else len(data.train)  # type: ignore[arg-type]
-    num_replicas = replicas(recipe, int(os.environ.get("WORLD_SIZE", "1")))
-    plan = plan_batches(recipe.trainer, num_replicas, size)
+    parts = dp_size(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+    plan = plan_batches(recipe.trainer, parts, size)
     accelerator = make_accelerator(recipe, run_dir, plan)
     layers = (nn.Linear(4, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 1))
     step = SupervisedStep(

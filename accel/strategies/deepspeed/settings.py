@@ -44,16 +44,15 @@ class Settings(Claims):
     Args:
         plugin: the active plugin.
         plan: the resolved configuration of the run.
-        num_replicas: processes that read different batches.
 
     Attributes:
         batch_sizes: what `follow_run` was told.
         allows_untested: what the configuration says of untested optimizers; None: nothing.
     """
 
-    def __init__(self, plugin: DeepSpeedPlugin, plan: Plan, num_replicas: int) -> None:
+    def __init__(self, plugin: DeepSpeedPlugin, plan: Plan) -> None:
         super().__init__(plugin)
-        self.plan, self.num_replicas = plan, num_replicas
+        self.plan, self.dp_size = plan, plan.parallel_dims.dp_size
         self.batch_sizes: list[int] = []
         told = value_at(self.config, UNTESTED)
         self.allows_untested: bool | None = None if told == AUTO else told
@@ -143,12 +142,12 @@ class Settings(Claims):
             size = choose(sizes)
             self.claim(MICRO_BATCH, size, f"batch_size={size} of {source}")
         whole = value_at(self.config, BATCH)
-        per_step = steps * self.num_replicas
+        per_step = steps * self.dp_size
         if isinstance(whole, int) and not sizes:
             self.default(MICRO_BATCH, max(1, whole // per_step))
         self.default(MICRO_BATCH, 1)
         size = value_at(self.config, MICRO_BATCH)
-        told = f"{size} samples × {steps} micro-batches × {self.num_replicas} processes"
+        told = f"{size} samples × {steps} micro-batches × {self.dp_size} processes"
         if BATCH not in self.plugin.decided:
             self.claim(BATCH, size * per_step, told)
 
@@ -231,7 +230,7 @@ class Settings(Claims):
                 steps = self._steps(given)
                 told = f"DummyScheduler({name}={given})"
                 if steps != given:
-                    told += f", {steps} steps of {self.num_replicas} processes"
+                    told += f", {steps} steps of {self.dp_size} processes"
                 self.claim(key, steps, told)
         lacks = value_at(self.config, f"{params}.total_num_steps") is None
         if "total_num_steps" in taken and lacks:
@@ -277,7 +276,7 @@ class Settings(Claims):
         """Return the engine's steps for `num_steps` of one process alone."""
         if self.plan.dataloader.split_batches:
             return num_steps
-        return math.ceil(num_steps / self.num_replicas)
+        return math.ceil(num_steps / self.dp_size)
 
     def follow_model(self, model: torch.nn.Module) -> None:
         """Fill the sizes that depend on the model's width; drop buckets larger than the model."""
@@ -310,7 +309,7 @@ class Settings(Claims):
         section.setdefault("max_in_cpu", 0)
         sizes = [math.prod(_shape(parameter)) for parameter in model.parameters()]
         if sizes:  # none where only the context is asked for in which a model is built
-            section.setdefault("buffer_size", math.ceil(max(sizes) / self.num_replicas))
+            section.setdefault("buffer_size", math.ceil(max(sizes) / self.dp_size))
             most = max(len(list(m.parameters(recurse=False))) for m in model.modules())
             section.setdefault("buffer_count", max(5, 2 * most))
 

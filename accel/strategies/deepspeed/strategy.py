@@ -188,7 +188,7 @@ class DeepSpeedStrategy(Strategy):
         """Return the engine's configuration, completed from the run and its objects."""
         (model,) = objects.models
         optimizer = next(iter(objects.optimizers), None)
-        settings = Settings(self.plugin, self.plan, self.data_rank[1])
+        settings = Settings(self.plugin, self.plan)
         settings.follow_run(self._batch_sizes(loaders))
         settings.follow_optimizer(optimizer, self.device.type)
         engine_side = [s for s in objects.schedulers if isinstance(s, DummyScheduler)]
@@ -200,7 +200,7 @@ class DeepSpeedStrategy(Strategy):
     def _batch_sizes(self, loaders: Sequence[Any]) -> list[int]:
         """Return the samples per process and micro-batch of each loader that tells them."""
         sizes = [size for size in map(_batch_size, loaders) if size]
-        share = self.data_rank[1] if self.plan.dataloader.split_batches else 1
+        share = self.plan.parallel_dims.dp_size if self.plan.dataloader.split_batches else 1
         return [max(1, size // share) for size in sizes]
 
     def _follow_loaders(self, loaders: Sequence[Any]) -> None:
@@ -208,7 +208,7 @@ class DeepSpeedStrategy(Strategy):
         optimizer, sizes = self._optimizer(), self._batch_sizes(loaders)
         if optimizer is None or not self._lacks_loaders or not sizes:
             return
-        settings = Settings(optimizer.engine.accel_plugin, self.plan, self.data_rank[1])
+        settings = Settings(optimizer.engine.accel_plugin, self.plan)
         settings.follow_run(sizes)
         ConfigError.raise_if(settings.problems)
         optimizer.engine.set_train_micro_batch_size(settings.config[MICRO_BATCH])
@@ -317,7 +317,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _init_settings(self) -> Settings:
         """Return what is known of the configuration before there is a model."""
-        settings = Settings(self.plugin, self.plan, self.data_rank[1])
+        settings = Settings(self.plugin, self.plan)
         settings.follow_run([])
         settings.config.pop("optimizer", None)
         settings.config.pop("scheduler", None)

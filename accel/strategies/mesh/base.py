@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, parameters
-from accel.data.loaders import data_rank
 from accel.device import synchronize
 from accel.errors import ConfigError, Problem
 from accel.memory_estimate import local
@@ -79,14 +78,6 @@ class DTensorStrategy(Strategy):
     def device_mesh(self) -> DeviceMesh | None:
         """The mesh of the run."""
         return self._mesh
-
-    @property
-    def data_rank(self) -> tuple[int, int]:
-        """(index, count) of the data shard this process reads; ranks of one replica share it."""
-        if self._mesh is None:
-            return super().data_rank
-        count, index = data_rank(None, self._mesh)  # type: ignore[arg-type]
-        return index, count
 
     @property
     def sharded(self) -> tuple[str, ...]:

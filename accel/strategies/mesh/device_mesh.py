@@ -1,4 +1,4 @@
-"""The `DeviceMesh` of a run: axes of replicas, of shards, and of split matrices."""
+"""The `DeviceMesh` of a run: replicate, shard and tensor-parallel axes."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accel.errors import ConfigError, Problem
+from accel.parallel import DP_REPLICATE, DP_SHARD, TP, gradient_axes
 from accel.strategies.mesh.teardown import forget_meshes
 
 if TYPE_CHECKING:
     from accel.planning.plan import Plan
 
-REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
+REPLICATE, SHARD, TENSOR = DP_REPLICATE, DP_SHARD, TP
 
 
-def build_mesh(plan: Plan, replicate: int, tp_size: int) -> DeviceMesh:
-    """Return the mesh; neighbours by rank split matrices. Every rank calls this.
+def build_mesh(plan: Plan) -> DeviceMesh:
+    """Return the mesh of the plan's parallel dimensions. Every rank calls this.
 
     Args:
-        plan: gives device and number of processes.
-        replicate: replicas of the model; with 1 there is no axis of that name.
-        tp_size: processes that split matrices; with 1 there is no axis of that name.
+        plan: gives the device and the dimensions; of an axis of size 1 there is none on the mesh,
+            but for the shard axis.
     """
     forget_meshes()
-    axes = {REPLICATE: replicate, SHARD: plan.world_size // tp_size // replicate, TENSOR: tp_size}
+    dims = plan.parallel_dims
+    axes = {name: dims.size(name) for name in dims.order}
     kept = {name: size for name, size in axes.items() if size > 1 or name == SHARD}
     return init_device_mesh(plan.device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
     """Return the part of a mesh over which gradients are averaged."""
-    names = tuple(name for name in mesh.mesh_dim_names or () if name != TENSOR)
+    names = gradient_axes(mesh.mesh_dim_names or ())
     return mesh[names] if len(names) > 1 else mesh[names[0]]
 
 

@@ -19,7 +19,6 @@ from accel.config.handlers import import_callable
 from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem
 from accel.logging import get_logger
-from accel.planning.engine import num_replicas
 from accel.prepared import Objects
 from accel.strategies.base import Traits
 from accel.strategies.compile import is_on
@@ -52,14 +51,10 @@ class FSDPStrategy(DTensorStrategy):
         plugin = self.plan.engines.fsdp
         self.plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
         self._split = self.plan.engines.tensor_parallel
-        tp_size = 1 if self._split is None else self._split.tp_size
         self._formats: Formats = build_formats(
             self.plugin.mixed_precision_policy, self.plan.mixed_precision
         )
-        size = self.plan.world_size
-        nodes = size // self.plan.local_world_size
-        count = num_replicas(self.plugin.dp_replicate_size, size // tp_size, nodes)
-        self._mesh = build_mesh(self.plan, count, tp_size)
+        self._mesh = build_mesh(self.plan)
         if self._split is not None and self._split.torch_device_mesh is not None:
             check_given(self._split.torch_device_mesh, self._mesh)
         # The parameters of ignored modules, by model.

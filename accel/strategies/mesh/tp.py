@@ -36,8 +36,7 @@ class TensorParallelStrategy(DTensorStrategy):
         super().__init__(*args)
         given = self.plan.engines.tensor_parallel
         self.plugin = TorchTensorParallelPlugin() if given is None else given
-        size = self.plugin.tp_size
-        self._mesh = build_mesh(self.plan, self.plan.world_size // size, size)
+        self._mesh = build_mesh(self.plan)
         if self.plugin.torch_device_mesh is not None:
             check_given(self.plugin.torch_device_mesh, self._mesh)
 

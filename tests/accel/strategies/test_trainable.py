@@ -105,7 +105,7 @@ def trained(
     model = Net()
     optimizer = sgd(model)
     model, optimizer = accelerator.prepare(model, optimizer)
-    rank, size = accelerator.strategy.data_rank
+    rank, size = accelerator.parallel_dims.dp_rank, accelerator.parallel_dims.dp_size
     own = accelerator.unwrap_model(model)
     schedule = changes(grows, accelerator.process_index)
     for index in range(MICRO_BATCHES):

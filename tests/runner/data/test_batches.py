@@ -18,6 +18,7 @@ from accel.data.prepare import prepare_data_loader
 from accel.data.samplers import SeedableRandomSampler
 from accel.errors import ConfigError
 from accel.ops import gather
+from accel.parallel import data_parallel
 from accel.state import GradientState, PartialState
 from runner.build.accelerator import make_accelerator
 from runner.config.batch_plan import plan_batches
@@ -62,7 +63,8 @@ class Pretended:
         self.device = torch.device("cpu")
         self.num_processes, self.process_index = count, rank
         self.config = recipe.dataloader
-        self.strategy = SimpleNamespace(wrap_dataloader=self.wrap, data_rank=(rank, count))
+        self.strategy = SimpleNamespace(wrap_dataloader=self.wrap)
+        self.parallel_dims = data_parallel(count, rank)
 
     def wrap(self, loader, place=True):
         config = self.config

@@ -104,7 +104,8 @@ def check_objects() -> None:
     assert sizes["embed.weight"] == (12, 8)
     # Ranks of one replica read the same batches; replicas read others.
     rank = accelerator.process_index
-    assert accelerator.strategy.data_rank == (rank // 2, 2)
+    dims = accelerator.parallel_dims
+    assert (dims.dp_rank, dims.dp_size) == (rank // 2, 2)
     loader = accelerator.prepare(DataLoader(data(), BATCH))
     tokens, _ = next(iter(loader))
     assert tokens.shape[0] == BATCH // 2
@@ -121,7 +122,8 @@ def check_objects() -> None:
     assert sizes["blocks.0.up.weight"] == (5, 8)
     assert sizes["blocks.0.down.weight"] == (4, 10)
     assert sizes["embed.weight"] == (6, 8)
-    assert accelerator.strategy.data_rank == (rank // 2, 2)
+    dims = accelerator.parallel_dims
+    assert (dims.dp_rank, dims.dp_size) == (rank // 2, 2)
 
 
 def test_matrices_are_split_and_data_is_shared_by_replica() -> None:
