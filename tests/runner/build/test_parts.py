@@ -248,7 +248,7 @@ def test_any_callable_is_registered_and_checked(factory: Any, registered: None) 
 
 def test_a_name_of_another_callable_is_refused_by_what_has_it(registered: None) -> None:
     register.model("callable_a")(functools.partial(linear, 3, bias=False))
-    rule = r"the name belongs to \S*test_build:linear\(3, bias=False, …\)"
+    rule = r"the name belongs to \S*test_parts:linear\(3, bias=False, …\)"
     with pytest.raises(ConfigError, match=rule):
         register.model("callable_a")(functools.partial(linear, 4))
     with pytest.raises(ConfigError, match=rf"on \S*test_build:Maker\(\): {rule}"):

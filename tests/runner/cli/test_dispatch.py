@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from runner import cli
-from runner.cli import dispatch, help
+from runner.cli import help
 from runner.cli.arguments import take_imports
 from runner.config import paths
 from runner.config.schema import Recipe, Trainer
+from runner.launch import start
 from runner.run_dir.job import Job
 from tests.helpers import python
 
@@ -55,7 +56,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
         return CODES.get(len(jobs), 0)
 
     CODES.clear()
-    monkeypatch.setattr(dispatch, "start", record)
+    monkeypatch.setattr(start, "start", record)
     return jobs
 
 
@@ -221,7 +222,7 @@ def test_an_unexpected_error_keeps_its_traceback(
     def fail(*arguments: Any, **named: Any) -> int:
         raise ValueError("disk on fire")
 
-    monkeypatch.setattr(dispatch, "start", fail)
+    monkeypatch.setattr(start, "start", fail)
     assert cli.main([]) == 1
     err = capsys.readouterr().err
     assert "ValueError: disk on fire" in err
@@ -232,7 +233,7 @@ def test_an_interrupt_has_a_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     def interrupt(*arguments: Any, **named: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dispatch, "start", interrupt)
+    monkeypatch.setattr(start, "start", interrupt)
     assert cli.main([]) == 130
 
 

@@ -14,7 +14,7 @@ from accel.config import fp8, handlers, training
 from accel.enums import DDPCommunicationHookType, DynamoBackend
 from runner.build import parts
 from runner.compose import composition, hydra_setup
-from runner.config import keys, paths
+from runner.config import keys, paths, serialization
 from runner.config.schema import DataLoader, Recipe
 from runner.run_dir.job import Job
 
@@ -361,7 +361,7 @@ def test_every_field_of_every_handler_is_set_by_override(monkeypatch: pytest.Mon
 
 def test_every_key_of_the_schema_is_a_key_of_the_composed_recipe() -> None:
     found = composition.require(composition.anew([], "config"))
-    plain = composition.recipe.to_plain(found)
+    plain = serialization.to_plain(found)
     missing = []
     for key in keys.typed_keys():
         node: Any = plain
