@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.slow  # `test_attempt.py`, `test_starting.py` and `test_taking_over.py` do it here
+@pytest.mark.slow  # `test_transaction.py`, `test_start.py` and `test_taking_over.py` do it here
 def test_however_a_run_ended_it_can_be_used(tmp_path: Path) -> None:
     command = python("-m", "tests.resume_matrix", "--every", "90", "--offset", "20", "--sizes", "1")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}

@@ -129,7 +129,7 @@ def test_what_a_run_leaves(straight: Path) -> None:
     assert test[0]["accuracy"] > 0.5
 
 
-@pytest.mark.slow  # `test_commands.py` does it in this process
+@pytest.mark.slow  # `test_session.py` does it in this process
 def test_eval_and_predict_use_the_run(straight: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     output = tmp_path / "predictions.jsonl"

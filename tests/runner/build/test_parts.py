@@ -251,7 +251,7 @@ def test_a_name_of_another_callable_is_refused_by_what_has_it(registered: None) 
     rule = r"the name belongs to \S*test_parts:linear\(3, bias=False, …\)"
     with pytest.raises(ConfigError, match=rule):
         register.model("callable_a")(functools.partial(linear, 4))
-    with pytest.raises(ConfigError, match=rf"on \S*test_build:Maker\(\): {rule}"):
+    with pytest.raises(ConfigError, match=rf"on \S*test_parts:Maker\(\): {rule}"):
         register.model("callable_a")(Maker())
 
 

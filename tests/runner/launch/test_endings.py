@@ -91,7 +91,7 @@ def training(tmp_path: Path) -> Iterator[Training]:
     started.process.communicate()
 
 
-@pytest.mark.slow  # `test_launch.py` hands the signal on, `test_loop.py` saves at it
+@pytest.mark.slow  # `test_launcher.py` hands the signal on, `test_loop.py` saves at it
 def test_sigterm_saves_and_leaves_nobody(training: Training) -> None:
     code, output, left = training.end(signal.SIGTERM)
     assert code == 75, output
@@ -106,7 +106,7 @@ def test_sigterm_saves_and_leaves_nobody(training: Training) -> None:
     assert f"runner resume={training.run_dir}" in output.replace("\n", "")
 
 
-@pytest.mark.slow  # `test_launch.py` does the same with workers that do not train
+@pytest.mark.slow  # `test_launcher.py` does the same with workers that do not train
 def test_control_c_leaves_nobody(training: Training) -> None:
     code, output, left = training.end(signal.SIGINT)
     assert code == 130, output
