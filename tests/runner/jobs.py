@@ -1,4 +1,4 @@
-"""What the workers of `test_launcher.py` do in place of training. No torch: a fresh start is fast."""
+"""Stand-ins for training in the workers of `test_launcher.py`. No torch: a fresh start is fast."""
 
 from __future__ import annotations
 
