@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from accel.loss_normalization import normalize_loss
 from runner.builtin.optimizers import linear
 from runner.data.micro_batch import Window
-from runner.training.step import Step, clip_gradients, keep_valid
+from runner.training.gradients import optimizer_step
+from runner.training.step import Step
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -186,28 +186,16 @@ class GANStep(Step):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this process's share of the loss, [], and what clipping measured."""
         model, optimizer = self.models[name], self.optimizers[name]
-        share = torch.zeros((), device=accelerator.device)
-        norms: dict[str, Tensor] = {}
-        last = len(window.micro_batches) - 1
         optimizer.zero_grad()  # of the other model's update, where an engine keeps its parameters
-        for index, micro_batch in enumerate(window.micro_batches):
-            with accelerator.accumulate(model, sync_gradients=index == last):
-                values = losses(accelerator, micro_batch.batch[0])
-                total = keep_valid(values, micro_batch.valid).sum()
-                loss = normalize_loss(
-                    total,
-                    window.num_samples,
-                    grad_size=accelerator.parallel_dims.grad_size,
-                    num_steps=accelerator.gradient_accumulation_steps,
-                )
-                accelerator.backward(loss)
-                share += total.detach()
-                if index == last:
-                    norms = clip_gradients(accelerator, model, trainer)
-                    optimizer.step()
-                    optimizer.zero_grad()
-        share /= window.num_samples * accelerator.parallel_dims.num_copies
-        return share, {f"{name}_{key}": norms[key] for key in norms}
+        values = optimizer_step(
+            accelerator,
+            window,
+            trainer,
+            model,
+            optimizer,
+            lambda batch: losses(accelerator, batch[0]),
+        )
+        return values.pop("loss"), {f"{name}_{key}": value for key, value in values.items()}
 
     def _discriminator_losses(self, accelerator: Accelerator, real: Tensor) -> Tensor:
         """Return the discriminator's loss on each real image and a made one beside it: [B]."""

@@ -35,9 +35,9 @@ CONTRACT = (
     "averaged"
 )
 REMEDY = (
-    "Sum the loss over the samples of each micro-batch and give "
-    "accel.loss_normalization.normalize_loss(total, global_weight, grad_size=…, num_steps=…) "
-    "to accelerator.backward, as runner.training.step.SupervisedStep does."
+    "Make the step with runner.optimizer_step; by hand, sum the loss over the samples of each "
+    "micro-batch and give runner.normalize_loss(total, global_weight, grad_size=…, num_steps=…) to "
+    "accelerator.backward."
 )
 
 

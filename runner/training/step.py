@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel.errors import ConfigError, Problem
-from accel.loss_normalization import global_weight, normalize_loss
-from runner.data.micro_batch import MicroBatch, Window
 from runner.training import return_checks
+from runner.training.gradients import optimizer_step
 
 if TYPE_CHECKING:
     from accel import Accelerator
     from runner.config.schema import Trainer
+    from runner.data.micro_batch import Window
     from runner.training.objective import Objective
 
 
@@ -31,12 +31,14 @@ class Step(ABC):
 
     The contract of `train`: the update is that of the gradient of the loss over *all* samples of
     the window, on all processes: summed loss over summed weight (samples or tokens), however they
-    are cut into micro-batches and processes. `Accelerator.backward` divides by the micro-batches of
-    the window, and DDP averages over processes. So a loss that is normalised by the weight of the
-    whole window comes out too small by both; give `backward` what
-    `accel.loss_normalization.normalize_loss(total, weight, grad_size=…, num_steps=…)` returns.
-    A mean over each micro-batch is right only where all are of one size and nothing is padded or
-    masked (`MicroBatch.valid`). ``runner debug=fdr`` compares one micro-batch with two.
+    are divided into micro-batches and ranks. `runner.optimizer_step` does all of that for one
+    optimizer. A step that calls `accelerator.backward` by hand has to undo two divisions:
+    `backward` divides by the micro-batches of the window, and gradients are averaged over
+    `accelerator.parallel_dims.grad_size` ranks. So it gives `backward` what `runner.normalize_loss`
+    returns for the summed loss of a micro-batch (of real samples: `runner.keep_valid`) and the
+    weight of the whole window (`Window.num_samples`, or `runner.global_weight`), and clips with
+    `runner.clip_gradients`. A mean over each micro-batch is right only where all are of one size
+    and nothing is padded or masked. ``runner debug=fdr`` compares one micro-batch with two.
 
     Attributes:
         models: by name; the runner replaces them by the prepared ones before the first step.
@@ -120,27 +122,16 @@ class SupervisedStep(Step):
         Returns:
             `loss`, and `grad_norm` (before clipping) where gradients are clipped by norm.
         """
-        model, optimizer = self.models["model"], self.optimizers["optimizer"]
-        weight = self._weight(accelerator, window)
-        dims = accelerator.parallel_dims
-        scale = {
-            "grad_size": dims.grad_size,
-            "num_steps": accelerator.gradient_accumulation_steps,
-        }
-        shares: list[torch.Tensor] = []
-        values: dict[str, torch.Tensor] = {}
-        last = len(window.micro_batches) - 1
-        for index, micro_batch in enumerate(window.micro_batches):
-            with accelerator.accumulate(model, sync_gradients=index == last):
-                total = self._total_loss(model, micro_batch)
-                accelerator.backward(normalize_loss(total, weight, **scale))
-                shares.append(total.detach())
-                if index == last:
-                    values = clip_gradients(accelerator, model, trainer)
-                    optimizer.step()
-                    optimizer.zero_grad()
-        share = shares[0] if last == 0 else torch.stack(shares).sum()
-        return {"loss": share / weight / dims.num_copies, **values}
+        model, objective = self.models["model"], self.objective
+
+        def losses(batch: Any) -> torch.Tensor:
+            return return_checks.losses(objective, objective.losses(model, batch))
+
+        def weights(batch: Any) -> torch.Tensor | None:
+            return return_checks.weights(objective, objective.weights(batch))
+
+        optimizer = self.optimizers["optimizer"]
+        return optimizer_step(accelerator, window, trainer, model, optimizer, losses, weights)
 
     def evaluate(self, batch: Any) -> Mapping[str, torch.Tensor]:
         """Return the objective's values, each [B, ...]."""
@@ -153,50 +144,3 @@ class SupervisedStep(Step):
     def predict(self, batch: Any) -> Any:
         """Return the objective's predictions, each [B, ...]."""
         return self.objective.predict(self.models["model"], batch)
-
-    def _weight(self, accelerator: Accelerator, window: Window) -> torch.Tensor | int:
-        """Return the weight of the window over all processes, never zero."""
-        sums: list[torch.Tensor | int] = []
-        for micro_batch in window.micro_batches:
-            weights = return_checks.weights(
-                self.objective, self.objective.weights(micro_batch.batch)
-            )
-            if weights is None:
-                return window.num_samples
-            sums.append(keep_valid(weights, micro_batch.valid).sum())
-        weight = global_weight(sums, accelerator.comm)
-        if not isinstance(weight, torch.Tensor):
-            return weight
-        # A window in which every item is masked has a loss of 0 / 0; it is to change nothing.
-        weight = torch.where(weight == 0, 1, weight)
-        copies = accelerator.parallel_dims.num_copies
-        return weight / copies if copies > 1 else weight  # counted as often as it is computed
-
-    def _total_loss(self, model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-        """Return the summed loss of the real samples: []."""
-        losses = return_checks.losses(
-            self.objective, self.objective.losses(model, micro_batch.batch)
-        )
-        return keep_valid(losses, micro_batch.valid).sum()
-
-
-def keep_valid(values: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """Return `values` [B] with zeros where `valid` [B] is False, be they finite or not."""
-    return values if valid is None else torch.where(valid, values, 0)
-
-
-def clip_gradients(
-    accelerator: Accelerator, model: torch.nn.Module, trainer: Trainer
-) -> dict[str, torch.Tensor]:
-    """Clip the gradients of `model` as the recipe says.
-
-    Returns:
-        `grad_norm`: this process's share of the total norm before clipping, if that is bounded.
-    """
-    values: dict[str, torch.Tensor] = {}
-    if trainer.clip_grad_norm is not None:
-        norm = accelerator.clip_grad_norm_(model.parameters(), trainer.clip_grad_norm)
-        values["grad_norm"] = norm.detach() / accelerator.num_processes
-    if trainer.clip_grad_value is not None:
-        accelerator.clip_grad_value_(model.parameters(), trainer.clip_grad_value)
-    return values
