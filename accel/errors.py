@@ -102,7 +102,14 @@ class MissingPackageError(AccelError, ImportError):
 
 
 class CheckpointError(AccelError, RuntimeError):
-    """A checkpoint is missing, incomplete, altered or does not fit the run."""
+    """A checkpoint is missing, incomplete, altered or does not fit the run.
+
+    Args:
+        reason: a problem, or a message.
+    """
+
+    def __init__(self, reason: Problem | str = "") -> None:
+        super().__init__(str(reason))
 
 
 class DiskFullError(CheckpointError):

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 from packaging.version import Version, parse
 
@@ -53,6 +54,12 @@ def require(
     if not is_available(module.partition(".")[0]):
         raise MissingPackageError(package or module, needed_for, extra)
     return importlib.import_module(module)
+
+
+def load_attribute(place: str) -> Any:
+    """Import and return what ``"package.module:attribute"`` names."""
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement: str) -> bool:

@@ -84,7 +84,7 @@ def load_positions(
                 "Resume with use_stateful_dataloader, and as many processes and replicas of the "
                 "model as when it was saved."
             )
-            raise CheckpointError(str(Problem(f"stateful data loader {index}", rule, remedy)))
+            raise CheckpointError(Problem(f"stateful data loader {index}", rule, remedy))
     for index, loader in stateful.items():
         found: list[Any] = [standing[index] for standing in ranks]
         behind = _furthest_behind(index, found)
@@ -120,7 +120,7 @@ def _furthest_behind(index: int, ranks: Sequence[Any]) -> int | None:
     if not ahead:
         return None
     if any(epoch != first + 1 or at in _BEGUN for epoch, at in ahead):
-        raise CheckpointError(str(_different_epochs(index, found)))
+        raise CheckpointError(_different_epochs(index, found))
     there = [rank for rank, (epoch, _) in found.items() if epoch == first]
     return next((rank for rank in there if found[rank][1] in _BEGUN), there[0])
 

@@ -149,7 +149,7 @@ def _digest_of(body: Mapping[str, Any]) -> str:
 
 def broken(path: str | os.PathLike[str], rule: str, remedy: str) -> CheckpointError:
     """Return the error for a checkpoint at `path` that breaks `rule`."""
-    return CheckpointError(str(Problem(f"checkpoint {os.fspath(path)!r}", rule, remedy)))
+    return CheckpointError(Problem(f"checkpoint {os.fspath(path)!r}", rule, remedy))
 
 
 _USE_ANOTHER = "Use another checkpoint: an older one may be whole."

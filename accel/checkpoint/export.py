@@ -158,7 +158,7 @@ def _split(state: Mapping[str, Any], safe: bool) -> tuple[dict[str, torch.Tensor
     if safe and extra:
         rule = "safetensors holds tensors only"
         remedy = "Save with safe_serialization=False."
-        raise CheckpointError(str(Problem(f"state {', '.join(sorted(extra))}", rule, remedy)))
+        raise CheckpointError(Problem(f"state {', '.join(sorted(extra))}", rule, remedy))
     return tensors, extra
 
 

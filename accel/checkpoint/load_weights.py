@@ -309,7 +309,7 @@ def _compare(checkpoint: str, plan: _Plan, shapes: Shapes, strict: bool) -> None
         also = ", or pass strict=False." if not wrong else "."
         value = f"checkpoint {checkpoint!r}"
         rule = f"its weights do not fit {type(plan.model).__name__}; {'; '.join(told)}"
-        raise CheckpointError(str(Problem(value, rule, remedy + also)))
+        raise CheckpointError(Problem(value, rule, remedy + also))
     if told:
         logger.warning("load_checkpoint_in_model(%r): %s.", checkpoint, "; ".join(told))
 

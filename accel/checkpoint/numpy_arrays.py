@@ -99,7 +99,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
     except (OSError, SafetensorError) as error:
         rule = f"it is no whole safetensors file ({error})"
         remedy = "Use another checkpoint."
-        raise CheckpointError(str(Problem(f"file {str(path)!r}", rule, remedy))) from error
+        raise CheckpointError(Problem(f"file {str(path)!r}", rule, remedy)) from error
 
 
 def _array(mark: dict[str, Any], path: Path, held: dict[str, np.ndarray]) -> np.ndarray:
@@ -107,7 +107,7 @@ def _array(mark: dict[str, Any], path: Path, held: dict[str, np.ndarray]) -> np.
     if found is None:
         value = f"file {str(file_of(path))!r}"
         rule = f"it lacks array {mark[_MARK]} of {path.name}"
-        raise CheckpointError(str(Problem(value, rule, "Use another checkpoint.")))
+        raise CheckpointError(Problem(value, rule, "Use another checkpoint."))
     dtype = np.dtype(_as_description(mark["dtype"]))
     if found.dtype == dtype:
         return found.reshape(mark["shape"]).copy()

@@ -91,13 +91,13 @@ def load_by_name(
     """
     if not isinstance(saved, dict) or saved.get("format") != FORMAT_VERSION:
         found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
-        raise _misfit(f"format {found!r}", f"this version reads {FORMAT_VERSION}")
+        raise misfit(f"format {found!r}", f"this version reads {FORMAT_VERSION}")
     keys = names.keys(optimizer)
     position = {key: index for index, key in enumerate(keys)}
     live = optimizer.state_dict()["param_groups"]
     groups = saved["param_groups"]
     if len(groups) != len(live):
-        raise _misfit(f"{len(live)} parameter groups", f"the saved one has {len(groups)}")
+        raise misfit(f"{len(live)} parameter groups", f"the saved one has {len(groups)}")
     state = {
         position[names.canonical(key)]: value
         for key, value in saved["state"].items()
@@ -129,7 +129,7 @@ def _fitted(
     if ours != theirs:
         lacking = _some(theirs - ours)
         new = _some(ours - theirs)
-        raise _misfit(
+        raise misfit(
             f"group {number}", f"it lacks {lacking} of the saved group, and has {new} besides"
         )
     own = {"params": live["params"]}
@@ -156,6 +156,7 @@ def _some(keys: Iterable[str]) -> str:
     return (", ".join(ordered[:3]) or "nothing") + more
 
 
-def _misfit(value: str, rule: str) -> CheckpointError:
+def misfit(value: str, rule: str) -> CheckpointError:
+    """Return the error that a saved optimizer state does not fit the optimizer."""
     remedy = "Build the optimizer as it was when it was saved, over the same models."
-    return CheckpointError(str(Problem(f"optimizer: {value}", rule, remedy)))
+    return CheckpointError(Problem(f"optimizer: {value}", rule, remedy))

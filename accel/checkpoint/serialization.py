@@ -103,7 +103,7 @@ def load_plain(
             "Nothing else is unpickled, as it could run code. Use a checkpoint of `save_state`, or "
             "let classes in that you trust with torch.serialization.add_safe_globals([…])."
         )
-        raise CheckpointError(str(Problem(f"file {str(path)!r}", rule, remedy))) from error
+        raise CheckpointError(Problem(f"file {str(path)!r}", rule, remedy)) from error
     return numpy_arrays.put_back(plain, path)
 
 
@@ -212,7 +212,7 @@ def refuse_unwritable(state: Mapping[str, torch.Tensor]) -> None:
         if kind != str(torch.strided):
             rule = "safetensors holds dense tensors that have data"
             remedy = "Make it dense, or save with safe_serialization=False."
-            raise CheckpointError(str(Problem(f"tensor {name!r} ({kind})", rule, remedy)))
+            raise CheckpointError(Problem(f"tensor {name!r} ({kind})", rule, remedy))
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -235,7 +235,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 def unreadable_tensors(path: Path, error: Exception) -> CheckpointError:
     """Return the error for a safetensors file that cannot be read."""
     rule = f"it is no whole safetensors file ({_first_line(error)})"
-    return CheckpointError(str(Problem(f"file {str(path)!r}", rule, "Use another checkpoint.")))
+    return CheckpointError(Problem(f"file {str(path)!r}", rule, "Use another checkpoint."))
 
 
 # -- whole models --------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def _require(path: Path | None) -> Path:
             "Name a directory, or pass ProjectConfiguration(project_dir=…, "
             "automatic_checkpoint_naming=True)."
         )
-        raise CheckpointError(str(Problem("no directory was given", rule, remedy)))
+        raise CheckpointError(Problem("no directory was given", rule, remedy))
     return path
 
 

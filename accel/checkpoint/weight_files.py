@@ -201,7 +201,7 @@ def _indexed(index: Path, mmap: bool) -> Source:
 
 
 def _refused(path: Path, rule: str, remedy: str) -> CheckpointError:
-    return CheckpointError(str(Problem(f"checkpoint {fspath(path)!r}", rule, remedy)))
+    return CheckpointError(Problem(f"checkpoint {fspath(path)!r}", rule, remedy))
 
 
 # -- what they hold ------------------------------------------------------------------------

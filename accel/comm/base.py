@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -68,10 +67,6 @@ class Communicator(ABC):
     @abstractmethod
     def posted(self, key: str) -> list[str] | None:
         """Return what the ranks have posted under `key`, by rank; None until all of them have."""
-
-    def save(self, value: Any, path: str | Path) -> None:
-        """Write `value` with the transport's own serialisation (`torch.save` where it has none)."""
-        torch.save(value, path)
 
     def flush(self) -> None:  # noqa: B027 (eager transports have nothing to wait for)
         """Wait until work that was only queued (lazy backends) is done. Nothing by default."""

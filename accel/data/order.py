@@ -375,7 +375,7 @@ def check_samplers(found: int, saved: int) -> None:
         rule = f"the saved one has {saved}"
         remedy = "Build the loader, and set use_seedable_sampler, as when it was saved."
         value = f"a data loader with {found} samplers that have a state"
-        raise CheckpointError(str(Problem(value, rule, remedy)))
+        raise CheckpointError(Problem(value, rule, remedy))
 
 
 # -- what is known of samplers -------------------------------------------------------------------

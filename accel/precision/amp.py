@@ -14,10 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.config.handlers import AutocastKwargs
 from accel.errors import StateError
-from accel.precision.base import Precision
+from accel.precision.base import COMPUTE_DTYPES, Precision
 from accel.wrapping import unwrap_forward, wrap_forward
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class StepScaler(torch.amp.GradScaler):
@@ -300,7 +298,7 @@ class AmpPrecision(Precision):
 
     def __init__(self, name: str, device_type: str, autocast: AutocastKwargs) -> None:
         self.name = name
-        self.dtype = DTYPES[name]
+        self.dtype = COMPUTE_DTYPES[name]
         self.device_type = device_type
         self.handler = autocast
 

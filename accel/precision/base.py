@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from accel.config.handlers import AutocastKwargs
 
 
+# What matrix products compute in, by the value of `mixed_precision`.
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 class Precision:
     """Full precision: no autocast.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from accel.errors import ConfigError, unknown_choice
 from accel.planning.plan import Plan
-from accel.precision.amp import DTYPES, AmpPrecision
-from accel.precision.base import Precision
+from accel.precision.amp import AmpPrecision
+from accel.precision.base import COMPUTE_DTYPES, Precision
 
 
 def build_precision(plan: Plan) -> Precision:
@@ -19,6 +19,8 @@ def build_precision(plan: Plan) -> Precision:
     """
     if plan.mixed_precision == "no":
         return Precision()
-    if plan.mixed_precision in DTYPES:
+    if plan.mixed_precision in COMPUTE_DTYPES:
         return AmpPrecision(plan.mixed_precision, plan.device_type, plan.autocast)
-    raise ConfigError(unknown_choice("mixed_precision", plan.mixed_precision, ("no", *DTYPES)))
+    raise ConfigError(
+        unknown_choice("mixed_precision", plan.mixed_precision, ("no", *COMPUTE_DTYPES))
+    )

@@ -19,8 +19,7 @@ import torch
 from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, state_by_name
 from accel.data.base import PreparedLoader
 from accel.data.prepare import prepare_data_loader
-from accel.enums import DistributedType
-from accel.errors import CheckpointError, ConfigError, Problem
+from accel.errors import CheckpointError, Problem
 from accel.memory_estimate import Footprint, num_bytes, state_bytes
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
 from accel.precision.amp import StepScaler
@@ -41,31 +40,20 @@ class Traits:
 
     Attributes:
         name: key in the strategy table.
-        distributed_type: what `Accelerator.distributed_type` reports; None lets the device decide
-            (MULTI_CPU, MULTI_GPU, …).
-        places_models: whether the backend moves models to the device itself.
-        places_batches: whether the backend moves batches to the device itself.
         owns_precision: whether the backend casts weights by itself, below autocast, and scales
             losses where that is wanted.
         owns_accumulation: whether the backend counts micro-batches itself.
         owns_parameters: whether optimizers hold tensors of the backend after `prepare`, and not
             the models' own parameters.
-        joint_prepare: whether model, optimizer and scheduler must be prepared in one call.
-        max_models: how many models one `prepare` may hold; None: any number.
         hooks_inside: whether the backend works between the layers of a model, so that
             `torch.compile` takes its repeated blocks unless the run says otherwise.
         joins_uneven: whether `join` lets processes see different numbers of batches.
     """
 
     name: str
-    distributed_type: DistributedType | None = None
-    places_models: bool = False
-    places_batches: bool = False
     owns_precision: bool = False
     owns_accumulation: bool = False
     owns_parameters: bool = False
-    joint_prepare: bool = False
-    max_models: int | None = None
     hooks_inside: bool = False
     joins_uneven: bool = False
 
@@ -132,17 +120,8 @@ class Strategy(ABC):
 
     # -- preparing -------------------------------------------------------------------------
 
-    def validate(self, objects: Objects) -> None:
+    def validate(self, objects: Objects) -> None:  # noqa: B027 (most take any)
         """Raise `ConfigError` if the backend cannot take these objects together."""
-        most = self.traits.max_models
-        if most is not None and len(objects.models) > most:
-            raise ConfigError(
-                Problem(
-                    f"prepare: {len(objects.models)} models in one call",
-                    f"{self.traits.name} takes {most}",
-                    "Prepare them in calls of their own.",
-                )
-            )
 
     def prepare(
         self,
@@ -361,7 +340,7 @@ class Strategy(ABC):
     def _refuse_native(self, what: str, remedy: str) -> None:
         name = self.traits.name
         problem = Problem(f"{what} under {name}", "it has no format of its own", remedy)
-        raise CheckpointError(str(problem))
+        raise CheckpointError(problem)
 
     @contextlib.contextmanager
     def portable(self) -> Iterator[None]:

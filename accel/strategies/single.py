@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import final
 
-from accel.enums import DistributedType
 from accel.strategies.base import Strategy, Traits
 
 
@@ -12,4 +11,4 @@ from accel.strategies.base import Strategy, Traits
 class SingleProcessStrategy(Strategy):
     """The whole model in one process."""
 
-    traits = Traits(name="single", distributed_type=DistributedType.NO)
+    traits = Traits(name="single")

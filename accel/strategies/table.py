@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 import torch
 
 from accel.errors import ConfigError, unknown_choice
+from accel.imports import load_attribute
 from accel.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ def find_strategy(name: str) -> type[Strategy]:
     """
     if name not in STRATEGIES:
         raise ConfigError(unknown_choice("strategy", name, STRATEGIES))
-    module, _, attribute = STRATEGIES[name].partition(":")
-    found: type[Strategy] = getattr(importlib.import_module(module), attribute)
+    found: type[Strategy] = load_attribute(STRATEGIES[name])
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 from accel.enums import LoggerType
 from accel.errors import ConfigError, MissingPackageError, NotBuiltError, Problem, nearest
-from accel.imports import is_tensorboard_available
+from accel.imports import is_tensorboard_available, load_attribute
 from accel.trackers.base import GeneralTracker, require_attributes
 
 # A name, a class of a user's own, or an object of one.
@@ -35,8 +34,7 @@ class Entry:
 
     def load(self) -> type[GeneralTracker]:
         """Return the class."""
-        module, _, attribute = self.place.partition(":")
-        found: type[GeneralTracker] = getattr(importlib.import_module(module), attribute)
+        found: type[GeneralTracker] = load_attribute(self.place)
         return found
 
 

@@ -10,8 +10,8 @@ from typing import NoReturn
 
 from accel.errors import ConfigError, Problem, nearest
 from runner.config import mistyped
+from runner.config.mistyped import COMMANDS
 
-COMMANDS = ("eval", "predict")
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 

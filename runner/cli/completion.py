@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.cli.arguments import COMMANDS, INFO, long_flags
+from runner.cli.arguments import INFO, long_flags
 from runner.compose import diagnose, hydra_setup
 from runner.config import keys, trust
+from runner.config.mistyped import COMMANDS
 from runner.config.schema import Recipe
 from runner.config.serialization import examine
 from runner.factories import static_checks

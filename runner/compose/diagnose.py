@@ -31,7 +31,6 @@ MISTAKES = (
     *(HydraException, OmegaConfBaseException, YAMLError),
     *(AssertionError, AttributeError, ValueError, OSError, RecursionError),
 )
-COMMANDS = ("eval", "predict")
 NODE = "it is a node with keys of its own"
 
 
@@ -172,7 +171,7 @@ def options_of(group: str) -> list[str]:
 
 def _unreadable(override: str, failure: HydraException) -> Problem:
     if "=" not in override:
-        known = [*COMMANDS, *(f"{group}=" for group in hydra_setup.groups())]
+        known = [*mistyped.COMMANDS, *(f"{group}=" for group in hydra_setup.groups())]
         key = mistyped.key_for(override)
         if key is not None:
             return Problem(override, "a value is given as key=value", f"Write {key}=…")

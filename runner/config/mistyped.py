@@ -10,6 +10,8 @@ from accel.errors import Problem
 from runner.config import habits, keys
 from runner.config.schema import Recipe
 
+COMMANDS = ("eval", "predict")
+
 
 def key_for(name: str) -> str | None:
     """Return the key that a flag or a bare word stands for, or None."""

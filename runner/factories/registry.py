@@ -8,11 +8,11 @@ and imported when first asked for, so that names can be listed without importing
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from accel.errors import ConfigError, Problem, nearest
+from accel.imports import load_attribute
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -67,8 +67,7 @@ class Registry:
         """
         self.require(name)
         if name not in self._factories:
-            module, _, attribute = self._builtin[name].partition(":")
-            self._factories[name] = getattr(importlib.import_module(module), attribute)
+            self._factories[name] = load_attribute(self._builtin[name])
         return self._factories[name]
 
     def built_in(self, name: str) -> str | None:

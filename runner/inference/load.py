@@ -147,5 +147,5 @@ def _existing(path: Path | None, run_dir: Path, which: str) -> Path:
     if path is None or not path.is_dir():
         rule = "the run has no such checkpoint"
         remedy = f"Choose {BEST}, {LAST} or a folder in {directory.checkpoint_folder(run_dir)}."
-        raise CheckpointError(str(Problem(f"checkpoint {which!r} of {run_dir}", rule, remedy)))
+        raise CheckpointError(Problem(f"checkpoint {which!r} of {run_dir}", rule, remedy))
     return path

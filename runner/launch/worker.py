@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel import env
 from accel.env import Environment
+from accel.imports import load_attribute
 from runner.config.error_keys import of_the_recipe
 from runner.config.schema import Recipe
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
@@ -66,7 +66,7 @@ def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag)
     release((*STOP_SIGNALS, signal.SIGINT))
     try:
         with endings.told(stop):
-            code = resolve(order["target"])(Path(order["job"]), stop)
+            code = load_attribute(order["target"])(Path(order["job"]), stop)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also SystemExit: the run is not complete
@@ -100,13 +100,6 @@ def leave(code: int) -> None:
     if code == DONE:
         sys.exit(DONE)
     os._exit(code)
-
-
-def resolve(target: str) -> Callable[[Path, StopFlag], int]:
-    """Return the function that ``module:function`` names."""
-    module, _, name = target.partition(":")
-    function: Callable[[Path, StopFlag], int] = getattr(importlib.import_module(module), name)
-    return function
 
 
 def run(folder: Path, stop: StopFlag | None = None) -> int:

@@ -109,7 +109,7 @@ def read_best(folder: Path, owns: Callable[[Path], bool] = _any) -> Best | None:
         wrong = f"it does not name a checkpoint ({error})"
         if known is None:
             remedy = 'Remove it, or name a checkpoint: --checkpoint last, runner.load(…, "last").'
-            raise CheckpointError(str(Problem(str(pointer), wrong, remedy))) from error
+            raise CheckpointError(Problem(str(pointer), wrong, remedy)) from error
         logger.warning("%s: %s. By the newest state it is %s.", pointer, wrong, known.checkpoint)
         return known
     if known is not None and known.step > best.step:
@@ -214,7 +214,7 @@ class Saver:
         if own in others and not automatic:
             rule = f"it is a checkpoint of another run ({directory.run_of(own)})"
             remedy = "Give each run a checkpoint.project.project_dir of its own."
-            raise CheckpointError(str(Problem(str(own), rule, remedy)))
+            raise CheckpointError(Problem(str(own), rule, remedy))
         self.last = self._accelerator.save_state(
             None if automatic else str(own),
             metadata={**metadata, "best": self._known_best(metadata.get("monitor", "loss"))},

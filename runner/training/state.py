@@ -8,6 +8,8 @@ from typing import Any
 
 from accel.errors import CheckpointError, ConfigError, Problem
 
+FORMERLY = "best_checkpoint"  # in checkpoints of earlier versions, and never set
+
 
 @dataclass
 class TrainState:
@@ -23,7 +25,6 @@ class TrainState:
         evaluated_step: the step at which the validation data was last evaluated; -1: never.
         best: best value of the monitored metric so far.
         best_step: the step that reached it.
-        best_checkpoint: name of the checkpoint that holds that state.
         seconds: time spent on the run, over all invocations.
     """
 
@@ -35,7 +36,6 @@ class TrainState:
     evaluated_step: int = -1
     best: float | None = None
     best_step: int | None = None
-    best_checkpoint: str | None = None
     seconds: float = 0.0
 
     @property
@@ -95,6 +95,7 @@ class TrainState:
         Raises:
             CheckpointError: if one is missing or unknown.
         """
+        state = {name: value for name, value in state.items() if name != FORMERLY}
         names = {field.name for field in fields(self)}
         if names != set(state):
             raise CheckpointError(

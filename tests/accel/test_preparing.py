@@ -18,7 +18,6 @@ from accel.optimizer import AcceleratedOptimizer
 from accel.prepared import Objects
 from accel.scheduler import AcceleratedScheduler
 from accel.state import AcceleratorState
-from accel.strategies.base import Strategy, Traits
 from accel.strategies.single import SingleProcessStrategy
 from accel.strategies.table import STRATEGIES, find_strategy
 from tests.accel.checkpoint.test_session import Counter
@@ -342,15 +341,3 @@ def test_an_unknown_strategy_names_the_nearest() -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_table_holds_its_own_names(name: str) -> None:
     assert find_strategy(name).traits.name == name
-
-
-def test_a_strategy_may_limit_the_models_of_a_call() -> None:
-    class OneModel(Strategy):
-        traits = Traits(name="one", max_models=1)
-
-    accelerator = Accelerator(cpu=True)
-    accelerator.strategy = OneModel(
-        accelerator.plan, accelerator.comm, accelerator.device, accelerator.precision
-    )
-    with pytest.raises(ConfigError, match="2 models in one call: one takes 1"):
-        accelerator.prepare(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))

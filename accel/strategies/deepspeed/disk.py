@@ -34,7 +34,7 @@ class Disk:
         if hasattr(swapper, "async_swap_in"):
             value = "state under offload to nvme with pipeline_read or pipeline_write"
             rule = "parts that are read ahead cannot be gathered"
-            raise CheckpointError(str(Problem(value, rule, "Switch both off.")))
+            raise CheckpointError(Problem(value, rule, "Switch both off."))
 
     def __enter__(self) -> Disk:
         return self

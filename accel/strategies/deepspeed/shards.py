@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.checkpoint.optimizer_state import FORMAT_VERSION, ParameterNames
-from accel.errors import CheckpointError, Problem
+from accel.checkpoint.optimizer_state import FORMAT_VERSION, ParameterNames, misfit
 from accel.memory_estimate import Footprint, num_bytes, state_bytes
 from accel.strategies.deepspeed.disk import Disk
 
@@ -310,12 +309,12 @@ def load_optimizer_state(
         CheckpointError: if it was saved of other parameters or groups, or of another format.
     """
     if not isinstance(saved, dict) or saved.get("format") != FORMAT_VERSION:
-        raise _misfit("another format", f"this version reads {FORMAT_VERSION}")
+        raise misfit("another format", f"this version reads {FORMAT_VERSION}")
     keys = _keys(groups, names)
     ours = [{keys[id(p)] for p in group} for group in groups]
     theirs = [{names.canonical(key) for key in group["params"]} for group in saved["param_groups"]]
     if ours != theirs:
-        raise _misfit("its parameter groups", "they hold other parameters than the saved ones")
+        raise misfit("its parameter groups", "they hold other parameters than the saved ones")
     for live, group in zip(basic.param_groups, saved["param_groups"], strict=True):
         live.update({k: v for k, v in group.items() if k not in ("params", "param_names")})
     by_key = {names.canonical(key): value for key, value in saved["state"].items()}
@@ -341,7 +340,7 @@ def _put_state(
             continue
         if name in stepped and float(stepped[name]) != float(value):
             rule = "ZeRO keeps one for all parameters of a group, and the saved ones differ"
-            raise _misfit(f"{name}={float(value)} of {key}", rule)
+            raise misfit(f"{name}={float(value)} of {key}", rule)
         stepped[name] = _scalar(basic, value)
 
 
@@ -363,11 +362,6 @@ def _copy(value: Any) -> Any:
 def _keys(groups: list[list[torch.nn.Parameter]], names: ParameterNames) -> dict[int, str]:
     flat = {id(p): p for group in groups for p in group}
     return {key: names.key(p, position) for position, (key, p) in enumerate(flat.items())}
-
-
-def _misfit(value: str, rule: str) -> CheckpointError:
-    remedy = "Build the optimizer as it was when it was saved, over the same models."
-    return CheckpointError(str(Problem(f"optimizer: {value}", rule, remedy)))
 
 
 # -- memory --------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ import torch
 from accel import env
 from accel.checkpoint.optimizer_state import ParameterNames
 from accel.config.deepspeed import DeepSpeedPlugin, watch
-from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem, StateError
 from accel.memory_estimate import Footprint
 from accel.optimizer import AcceleratedOptimizer
+from accel.precision.base import COMPUTE_DTYPES
 from accel.prepared import Objects
 from accel.scheduler import AcceleratedScheduler
 from accel.strategies.base import Strategy, Traits
@@ -45,7 +45,6 @@ from accel.strategies.deepspeed.settings import MICRO_BATCH, Settings
 from accel.strategies.deepspeed.transformers_flag import Recognition
 from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, DeepSpeedScheduler
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # What trains or evaluates each engine of this process, as long as both live.
 _OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[DeepSpeedStrategy]] = (
     weakref.WeakKeyDictionary()
@@ -58,13 +57,9 @@ class DeepSpeedStrategy(Strategy):
 
     traits = Traits(
         name="deepspeed",
-        distributed_type=DistributedType.DEEPSPEED,
-        places_models=True,
         owns_precision=True,
         owns_accumulation=True,
         owns_parameters=True,
-        joint_prepare=True,
-        max_models=1,
         hooks_inside=True,
     )
 
@@ -233,8 +228,8 @@ class DeepSpeedStrategy(Strategy):
                 )
             )
         model = model.to(self.device) if place else model
-        if self.precision.name in DTYPES:
-            dtype = DTYPES[self.precision.name]
+        if self.precision.name in COMPUTE_DTYPES:
+            dtype = COMPUTE_DTYPES[self.precision.name]
             cast_forward(model.to(dtype), dtype, settings.autocast(self.precision))
         done.models = [self.compile_model(model)]
         return done
@@ -264,8 +259,8 @@ class DeepSpeedStrategy(Strategy):
         engine = start(self.package, model, optimizer, schedulers, settings, self.plan)
         engine.accel_plugin = self.plugin
         _OWNERS[engine] = weakref.ref(self)
-        if self.precision.name in DTYPES and not engine.torch_autocast_enabled():
-            dtype = DTYPES[self.precision.name]
+        if self.precision.name in COMPUTE_DTYPES and not engine.torch_autocast_enabled():
+            dtype = COMPUTE_DTYPES[self.precision.name]
             cast_forward(engine.module, dtype, settings.autocast(self.precision))
         self.compile_model(engine.module)
         if settings.stage == 3:

@@ -109,4 +109,4 @@ def _check_engine(engine: Any, what: str) -> None:
 
 
 def _refuse(value: str, rule: str, remedy: str) -> None:
-    raise CheckpointError(str(Problem(value, rule, remedy)))
+    raise CheckpointError(Problem(value, rule, remedy))

@@ -16,7 +16,6 @@ from torch.nn import Parameter
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import import_callable
-from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem
 from accel.logging import get_logger
 from accel.prepared import Objects
@@ -40,8 +39,6 @@ class FSDPStrategy(DTensorStrategy):
 
     traits = Traits(
         name="fsdp",
-        distributed_type=DistributedType.FSDP,
-        places_models=True,
         owns_precision=True,
         hooks_inside=True,
     )

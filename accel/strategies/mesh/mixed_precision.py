@@ -14,9 +14,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from accel.config.fsdp import DTYPES
+from accel.precision.base import COMPUTE_DTYPES
 
 DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype")
-COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def build_formats(given: Any, mixed_precision: str) -> Formats:
         given: `FullyShardedDataParallelPlugin.mixed_precision_policy`.
         mixed_precision: no, bf16 or fp16.
     """
-    standard = _standard(COMPUTE.get(mixed_precision))
+    standard = _standard(COMPUTE_DTYPES.get(mixed_precision))
     if given is None:
         return standard
     if isinstance(given, str):

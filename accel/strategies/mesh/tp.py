@@ -11,7 +11,6 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
-from accel.enums import DistributedType
 from accel.strategies.base import Traits
 from accel.strategies.mesh.base import DTensorStrategy
 from accel.strategies.mesh.device_mesh import TENSOR, build_mesh, check_given, data_axes
@@ -28,9 +27,7 @@ class TensorParallelStrategy(DTensorStrategy):
     what is trained in another dtype than what is around it is a unit of its own.
     """
 
-    traits = Traits(
-        name="tp", distributed_type=DistributedType.TP, places_models=True, hooks_inside=True
-    )
+    traits = Traits(name="tp", hooks_inside=True)
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -12,6 +12,7 @@ import pytest
 
 from accel import env
 from accel.errors import ConfigError, MissingPackageError, Problem
+from accel.imports import load_attribute
 from runner.config.processes import Adopted
 from runner.config.schema import Distributed, Recipe
 from runner.launch import launcher, rank_logs, worker
@@ -189,7 +190,7 @@ def test_other_ranks_of_torchrun_receive_the_run_directory(tmp_path: Path) -> No
 
 
 def test_a_target_is_named_by_module_and_function() -> None:
-    assert worker.resolve("runner.launch.worker:run") is worker.run
+    assert load_attribute(launcher.TRAIN) is worker.run
 
 
 def test_handlers_are_set_for_the_run_alone(
