@@ -45,7 +45,7 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
         gradient_accumulation_steps: micro-batches per optimizer step; where it is 1,
             ACCELERATE_GRADIENT_ACCUMULATION_STEPS holds.
         cpu: whether accelerators are ignored.
-        dataloader_config: how prepared loaders spread batches over processes.
+        dataloader_config: how prepared loaders divide batches over processes.
         deepspeed_plugin: DeepSpeed, in one plugin or several by name.
         fsdp_plugin: fully sharded training.
         megatron_lm_plugin: not built yet.
@@ -74,7 +74,7 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
         plan: everything decided, frozen.
         comm: how processes talk.
         precision: the number format.
-        strategy: how the model is spread.
+        strategy: how the model is distributed.
         scaler: the gradient scaler of fp16, or None.
         device: where this process computes.
         step: micro-batches since the end of the last pass over a loader.

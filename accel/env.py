@@ -34,7 +34,7 @@ def flag(name: str) -> bool:
         raise ConfigError(
             Problem(
                 f"{name}={os.environ[name]!r} (environment)",
-                "it is a switch",
+                "expected true or false",
                 f"Set {name}=1 or {name}=0.",
             )
         )

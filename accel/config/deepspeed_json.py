@@ -232,7 +232,7 @@ def _key_problems(config: Mapping[str, Any], place: str) -> Iterator[Problem]:
     """Yield keys that there are not, or not any more, and sections that are none."""
     for key in (key for key in config if key not in (*TOP_LEVEL, *SECTIONS)):
         for near in difflib.get_close_matches(key, TOP_LEVEL, n=1, cutoff=0.85):
-            yield Problem(f"{place}: {key}", "there is none", f"Did you mean {near}?")
+            yield Problem(f"{place}: {key}", "unknown key", f"Did you mean {near}?")
     for key, example in SECTIONS.items():
         found = value_at(config, key)
         if found is not None and not isinstance(found, Mapping):
@@ -245,7 +245,7 @@ def _key_problems(config: Mapping[str, Any], place: str) -> Iterator[Problem]:
 
 
 def _value_problems(config: Mapping[str, Any], place: str) -> Iterator[Problem]:
-    """Yield values of another kind than their keys take, and ways to spread a model but ZeRO."""
+    """Yield values of another kind than their keys take, and ways to distribute a model other than ZeRO."""
     for key in SWITCHES:
         found = value_at(config, key)
         if not isinstance(found, bool) and found not in (None, AUTO):

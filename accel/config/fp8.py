@@ -132,7 +132,7 @@ class AORecipeKwargs(KwargsHandler):
             [
                 Problem(
                     f"AORecipeKwargs.{name}={getattr(self, name)!r} with config",
-                    "one place decides",
+                    "given in two places with different values",
                     f"Give {name} in the Float8LinearConfig alone.",
                 )
                 for name in given

@@ -259,7 +259,7 @@ def _parse_switches(plugin: FullyShardedDataParallelPlugin, problems: list[Probl
 
 def _not_a_switch(name: str, given: Any) -> Problem:
     where = f"FullyShardedDataParallelPlugin.{name}={given!r}"
-    return Problem(where, "it is a switch", "Give True or False.")
+    return Problem(where, "expected true or false", "Give True or False.")
 
 
 # -- older spellings -----------------------------------------------------------------------
@@ -438,7 +438,7 @@ def _policy_entry(where: str, name: str, value: Any, problems: list[Problem]) ->
     if not name.endswith("_dtype"):
         switch = None if value is None else _switch(value)
         if value is not None and switch is None:
-            problems.append(Problem(entry, "it is a switch", "Give True or False."))
+            problems.append(Problem(entry, "expected true or false", "Give True or False."))
         if switch and name not in TRANSLATED:
             problems.append(_no_choice(entry))
         return switch

@@ -14,7 +14,7 @@ from accel.errors import ConfigError, Problem
 
 @dataclass
 class DataLoaderConfiguration:
-    """How prepared loaders spread batches over processes.
+    """How prepared loaders divide batches over processes.
 
     Args:
         split_batches: whether each batch of the original loader is split over the processes (the

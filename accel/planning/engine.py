@@ -1,4 +1,4 @@
-"""How the model is spread: the one engine that arguments or environment switch on.
+"""Which strategy distributes the model, as arguments or environment switch it on.
 
 None on means DistributedDataParallel, or one process alone.
 """
@@ -63,7 +63,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Engines:
-    """The engine that spreads the model, and its plugin.
+    """The plugins of the strategy that distributes the model.
 
     Attributes:
         fsdp: fully sharded training.
@@ -127,7 +127,7 @@ def choose(arguments: Arguments, environment: Environment, found: Findings) -> E
         found: takes what is wrong: two engines on, a plugin of another kind.
     """
     if arguments.megatron_lm_plugin is not None or "megatron_lm" in environment.engines:
-        found.missing("megatron_lm_plugin", "Leave it out: the model is then spread with DDP.")
+        found.missing("megatron_lm_plugin", "Leave it out: the model is then replicated by DDP.")
     engines = Engines(
         fsdp=_fsdp(arguments, environment, found),
         tensor_parallel=_tensor_parallel(arguments, environment, found),
@@ -139,7 +139,7 @@ def choose(arguments: Arguments, environment: Environment, found: Findings) -> E
         if frozenset(pair) not in TOGETHER:
             found.add(
                 f"{pair[0]} with {pair[1]}",
-                "one engine spreads a model",
+                "they cannot be combined",
                 f"Switch {pair[0]} or {pair[1]} off.",
             )
     return engines
@@ -183,7 +183,7 @@ def check_handlers(
         if not told or name is None:
             continue
         if isinstance(handler, DistributedDataParallelKwargs):
-            rule = f"{name} spreads the model, and nothing is wrapped in DistributedDataParallel"
+            rule = f"{name} distributes the model: none is wrapped in DistributedDataParallel"
             found.add(f"{type(handler).__name__}({told}) with {name}", rule, "Leave it out.")
 
 

@@ -60,7 +60,7 @@ class Plan:
         backend: backend of the process group; None for one process.
         strategy: key in the strategy table.
         parallel_dims: sizes of the parallel axes, and what each rank computes.
-        engines: the engine that spreads the model, with its plugin.
+        engines: the plugin of the strategy that distributes the model.
         distributed_type: what is reported to the user.
         mixed_precision: a value of `PrecisionType`.
         autocast: behaviour of autocast.
@@ -307,7 +307,7 @@ def _dataloader(arguments: Arguments, found: Findings) -> DataLoaderConfiguratio
         if getattr(config, name) != value:
             found.add(
                 f"{name}={value!r} with dataloader_config.{name}={getattr(config, name)!r}",
-                "one place decides",
+                "given in two places with different values",
                 f"Give {name} in DataLoaderConfiguration alone.",
             )
     return config
@@ -322,7 +322,7 @@ def _accumulation(
     if owned and plugin is not None and steps not in (1, plugin.num_steps):
         found.add(
             f"{source}={steps} with gradient_accumulation_plugin.num_steps={plugin.num_steps}",
-            "one place decides",
+            "given in two places with different values",
             "Give num_steps in GradientAccumulationPlugin alone.",
         )
     if owned and plugin is not None:
@@ -350,7 +350,7 @@ def _project(arguments: Arguments, found: Findings) -> ProjectConfiguration:
         if getattr(config, name) not in (None, value):
             found.add(
                 f"{name}={value!r} with project_config.{name}={getattr(config, name)!r}",
-                "one place decides",
+                "given in two places with different values",
                 f"Give {name} in ProjectConfiguration alone.",
             )
     lacking = {name: value for name, value in given.items() if getattr(config, name) is None}
@@ -362,7 +362,7 @@ def _dynamo(arguments: Arguments, environment: Environment, found: Findings) -> 
     if plugin is not None and backend is not None:
         found.add(
             f"dynamo_backend={str(backend)!r} with dynamo_plugin",
-            "one place decides",
+            "given in two places with different values",
             "Give the backend in TorchDynamoPlugin alone.",
         )
     told = {

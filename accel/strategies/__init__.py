@@ -1,1 +1,1 @@
-"""How the model is spread over the processes: one room per backend, chosen by the table."""
+"""How the model is distributed over processes: one room per strategy, chosen by the table."""

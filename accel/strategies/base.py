@@ -59,7 +59,7 @@ class Traits:
 
 
 class Strategy(ABC):
-    """One way to spread a model over processes.
+    """One way to distribute a model over processes.
 
     Args:
         plan: the resolved configuration of the run.

@@ -170,7 +170,7 @@ def _check_clipping(recipe: Recipe) -> None:
         raise ConfigError(
             Problem(
                 f"trainer.clip_grad_value={value} with {on[0]}=",
-                "engines that spread gradients over processes clip by their norm alone",
+                "sharded gradients support clipping by norm only",
                 f"Set trainer.clip_grad_norm instead, or {on[0]}=null.",
             )
         )

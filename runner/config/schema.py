@@ -124,7 +124,7 @@ class Precision:
 
 @dataclass
 class DataLoader(DataLoaderConfiguration):
-    """How batches are read, and (inherited) how they are spread over processes.
+    """How batches are read, and (inherited) how they are divided over processes.
 
     Args:
         num_workers: reader processes per training process.
@@ -332,7 +332,7 @@ class Tracker:
         ConfigError.raise_if(problems)
 
 
-# The nodes that spread a model over processes; of several, only these share one.
+# The nodes that distribute a model over processes; of several, only these can be combined.
 ENGINES = ("fsdp", "deepspeed", "tensor_parallel")
 TOGETHER = {frozenset({"fsdp", "tensor_parallel"})}
 
@@ -350,7 +350,7 @@ class Recipe:
         tags: words to find the run by.
         distributed: where the processes live.
         precision: the number format.
-        dataloader: how batches are read and spread.
+        dataloader: how batches are read and divided over processes.
         fsdp: fully sharded training, null for off.
         deepspeed: DeepSpeed, null for off.
         tensor_parallel: matrices split over processes, null for off.
@@ -414,12 +414,12 @@ class Recipe:
         ConfigError.raise_if(problems)
 
     def _engine_problems(self) -> list[Problem]:
-        """Return the pairs of engines that cannot spread one model."""
+        """Return the pairs of strategies that cannot be combined."""
         on = [name for name in ENGINES if getattr(self, name) is not None]
         return [
             Problem(
                 f"{first}= and {second}= are both on",
-                "one engine spreads a model",
+                "they cannot be combined",
                 f"Switch one off: {first}=null or {second}=null.",
             )
             for first, second in itertools.combinations(on, 2)

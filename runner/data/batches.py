@@ -42,7 +42,7 @@ class TrainBatches:
     only completes it is marked invalid.
 
     Args:
-        accelerator: the run's engine; its `dataloader_config` says how batches are spread.
+        accelerator: the run's engine; its `dataloader_config` says how batches are divided.
         data: the data sets.
         recipe: the frozen recipe.
         plan: the batch arithmetic for this number of processes and samples.

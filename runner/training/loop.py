@@ -320,9 +320,12 @@ class Loop:
             )
             state.best = state.best_step = None
         added = [name for name in self._saved.added if not self._hyper.knows(name)]
-        for names, what in ((added, "start anew"), (self._saved.dropped, "are gone")):
+        for label, names in (
+            ("Not in the checkpoint, starting fresh", added),
+            ("Not in the recipe, dropped", self._saved.dropped),
+        ):
             if names:
-                self.display.note(f"Not in both the checkpoint and the recipe: {names} {what}.")
+                self.display.note(f"{label}: {', '.join(names)}.")
 
     def _open(self) -> None:
         """Open what the run writes to, and show the header."""

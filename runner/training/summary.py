@@ -98,7 +98,7 @@ def engine_line(accelerator: Accelerator) -> str:
 
 
 def _axes(accelerator: Accelerator) -> dict[str, int]:
-    """Return the axes of processes by name; engines without a mesh spread data alone."""
+    """Return the axes of processes by name; strategies without a mesh have a data axis only."""
     mesh = accelerator.strategy.device_mesh
     if mesh is not None:
         return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))

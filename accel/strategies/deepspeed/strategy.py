@@ -222,7 +222,7 @@ class DeepSpeedStrategy(Strategy):
             raise ConfigError(
                 Problem(
                     f"prepare: a model without an optimizer under ZeRO {self.plugin.stage}",
-                    "only stage 3 spreads a model that is not trained",
+                    "only stage 3 shards a model that is not trained",
                     "Prepare it with its optimizer in one call; to evaluate it, select a plugin "
                     "with zero_stage=3, or call prepare_model(model, evaluation_mode=True).",
                 )

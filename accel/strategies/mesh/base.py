@@ -59,7 +59,7 @@ SHARDED_AVERAGE = (
 class DTensorStrategy(Strategy):
     """Base of backends that replace parameters by DTensors on one `DeviceMesh`; no backend itself.
 
-    They build `_mesh` and implement `spread`.
+    They build `_mesh` and implement `parallelize`.
     """
 
     _mesh: DeviceMesh | None = None
@@ -71,7 +71,7 @@ class DTensorStrategy(Strategy):
         self._unsynced: Counter[int] = Counter()
         # By id of a model that exchanges nothing now: what its units are resharded to otherwise.
         self._resharding: dict[int, list[tuple[Any, Any]]] = {}
-        self._spread: list[weakref.ref[torch.nn.Module]] = []
+        self._parallelized: list[weakref.ref[torch.nn.Module]] = []
         self.comm.before_exit(self._let_go)
 
     @property
@@ -107,11 +107,11 @@ class DTensorStrategy(Strategy):
         self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
     ) -> torch.nn.Module:
         """Return `model` with its parameters in parts, unless they are already."""
-        if isinstance(model, FSDPModule) or any(known() is model for known in self._spread):
+        if isinstance(model, FSDPModule) or any(known() is model for known in self._parallelized):
             return model  # as after free_memory()
         before = by_name(model)
-        self.spread(model)
-        self._spread.append(weakref.ref(model))
+        self.parallelize(model)
+        self._parallelized.append(weakref.ref(model))
         self._successors.record(before, by_name(model))
         self._known.update((parameter, True) for parameter in model.parameters())
         if isinstance(model, FSDPModule):
@@ -127,7 +127,7 @@ class DTensorStrategy(Strategy):
         return self.compile_model(model)
 
     @abstractmethod
-    def spread(self, model: torch.nn.Module) -> None:
+    def parallelize(self, model: torch.nn.Module) -> None:
         """Give `model` the weights of rank 0, and replace its parameters by parts, in place.
 
         Args:
@@ -171,8 +171,8 @@ class DTensorStrategy(Strategy):
         return own
 
     def _models(self) -> list[torch.nn.Module]:
-        """Return the models that are spread, and still there."""
-        return [model for reference in self._spread if (model := reference()) is not None]
+        """Return the models that are distributed, and still referenced."""
+        return [model for reference in self._parallelized if (model := reference()) is not None]
 
     # -- the step --------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class DTensorStrategy(Strategy):
             raise ConfigError(
                 Problem(
                     f"clip_grad_value_ with {self.traits.name}",
-                    "the engines that shard gradients clip by their norm alone",
+                    "sharded gradients support clipping by norm only",
                     "Call clip_grad_norm_(parameters, max_norm).",
                 )
             )
@@ -348,7 +348,7 @@ class DTensorStrategy(Strategy):
 
     def _let_go(self) -> None:
         models = self._models()
-        self._spread.clear()
+        self._parallelized.clear()
         if self._mesh is not None:
             leave(self._mesh, models, self._in_group())
         self._mesh = None

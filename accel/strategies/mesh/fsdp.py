@@ -73,12 +73,12 @@ class FSDPStrategy(DTensorStrategy):
                 raise ConfigError(
                     Problem(
                         "prepare: a DistributedDataParallel model with fsdp",
-                        "one engine spreads a model",
+                        "they cannot be combined",
                         "Prepare the module inside.",
                     )
                 )
 
-    def spread(self, model: torch.nn.Module) -> None:
+    def parallelize(self, model: torch.nn.Module) -> None:
         """Shard `model` unit by unit, after its matrices are split where that is on, too."""
         weights = self._initial_weights()
         weights.check(model)

@@ -111,7 +111,7 @@ def keep_requires_grad(model: torch.nn.Module) -> None:
     micro-batches of a window, `module.requires_grad_()` finds the copies.
 
     Args:
-        model: spread, before its first forward pass.
+        model: sharded, before its first forward pass.
     """
     for unit in units_of(model):
         _keep_requires_grad(unit)

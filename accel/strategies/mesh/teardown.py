@@ -40,8 +40,9 @@ class LeftGroup:
         if name.startswith("__"):  # what copying and pickling ask for
             raise AttributeError(name)
         raise StateError(
-            "The processes that hold the model's other parts were left. Train, evaluate and save "
-            "before end_training(), or build a new Accelerator() on every process."
+            "The process group was destroyed by end_training(), so that sharded parameters can no "
+            "longer be gathered. Train, evaluate and save before it, or build a new Accelerator() on "
+            "every process."
         )
 
 
@@ -52,7 +53,7 @@ def leave(mesh: DeviceMesh, models: Iterable[torch.nn.Module], still_there: bool
 
     Args:
         mesh: of `build_mesh`.
-        models: spread over it.
+        models: sharded over it.
         still_there: whether the groups are; else they went with the default group.
     """
     infos = [info for model in models for info in _mesh_infos(model)]

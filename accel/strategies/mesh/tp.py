@@ -42,7 +42,7 @@ class TensorParallelStrategy(DTensorStrategy):
         """What lies in parts on several processes, in words for people."""
         return ("the matrices of the plan",) if self.plugin.tp_size > 1 else ()
 
-    def spread(self, model: torch.nn.Module) -> None:
+    def parallelize(self, model: torch.nn.Module) -> None:
         """Split the matrices of `model`, and average its gradients over replicas."""
         weights = InitialWeights(self.comm, self.device)
         weights.check(model)

@@ -127,7 +127,7 @@ def _apart(names: list[str]) -> Problem:
     shown = ", ".join(names[:most]) + (f" and {len(names) - most} more" * (len(names) > most))
     return Problem(
         f"optimizer.step: gradients of {shown} that differ between the processes of tp",
-        "what is whole on each of them is trained alike, or its copies drift apart",
+        "replicated parameters must receive identical gradients on every rank of the tp group",
         f"Give them the style {SUMMED!r} in tp_plan if split activations flow through them (each "
         "process then has a part of the gradient); if the model draws at random (dropout), seed "
         "the processes of a replica alike: set_seed(seed).",

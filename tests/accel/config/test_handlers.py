@@ -136,7 +136,11 @@ def test_the_levels_of_a_recipe(kind: Any) -> None:
         (TERecipeKwargs, {"override_linear_precision": (True, False)}, "three switches"),
         (TERecipeKwargs, {"override_linear_precision": (1, 2, 3)}, "three switches"),
         (AORecipeKwargs, {"module_filter_func": "torch.no_such"}, "dotted name"),
-        (AORecipeKwargs, {"config": object(), "pad_inner_dim": True}, "one place decides"),
+        (
+            AORecipeKwargs,
+            {"config": object(), "pad_inner_dim": True},
+            "given in two places",
+        ),
     ],
 )
 def test_what_a_recipe_does_not_know_is_refused(

@@ -1,4 +1,4 @@
-"""Which engine spreads the model: the arguments, the environment, and what does not go together."""
+"""Which strategy distributes the model: the arguments, the environment, and what does not go together."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_one_engine_spreads_a_model_but_for_pairs_that_share_it() -> None:
     sharded, split = FullyShardedDataParallelPlugin(), TorchTensorParallelPlugin(2)
     assert chosen(fsdp_plugin=sharded, torch_tp_plugin=split) == ("fsdp", "")
     _, text = chosen(fsdp_plugin=sharded, deepspeed_plugin=DeepSpeedPlugin())
-    assert "fsdp with deepspeed: one engine spreads a model" in text
+    assert "fsdp with deepspeed: they cannot be combined" in text
     _, text = chosen(torch_tp_plugin=split, deepspeed_plugin=DeepSpeedPlugin())
     assert "deepspeed with tp" in text
 

@@ -243,7 +243,7 @@ def test_dynamo() -> None:
     assert resolve(Arguments(dynamo_backend="no"), ONE).dynamo == TorchDynamoPlugin()
     assert "Did you mean 'inductor'?" in problems(Arguments(dynamo_backend="indctor"))
     both = Arguments(dynamo_backend="no", dynamo_plugin=TorchDynamoPlugin())
-    assert "one place decides" in problems(both)
+    assert "given in two places with different values" in problems(both)
     told = dataclasses.replace(ONE, dynamo_backend="eager")
     assert resolve(Arguments(), told).dynamo == TorchDynamoPlugin(backend="eager")
 

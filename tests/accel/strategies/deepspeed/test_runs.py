@@ -381,7 +381,7 @@ def refuses_devices() -> None:
     )
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
     model = build()
-    with pytest.raises(ConfigError, match="only stage 3 spreads a model that is not trained"):
+    with pytest.raises(ConfigError, match="only stage 3 shards a model that is not trained"):
         accelerator.prepare(model)
     assert accelerator.prepare_model(model, evaluation_mode=True) is model
     with pytest.raises(ConfigError) as error:
