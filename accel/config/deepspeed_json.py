@@ -245,7 +245,7 @@ def _key_problems(config: Mapping[str, Any], place: str) -> Iterator[Problem]:
 
 
 def _value_problems(config: Mapping[str, Any], place: str) -> Iterator[Problem]:
-    """Yield values of another kind than their keys take, and ways to distribute a model other than ZeRO."""
+    """Yield values of another kind than their keys take, and strategies other than ZeRO."""
     for key in SWITCHES:
         found = value_at(config, key)
         if not isinstance(found, bool) and found not in (None, AUTO):

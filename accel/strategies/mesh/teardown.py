@@ -41,8 +41,8 @@ class LeftGroup:
             raise AttributeError(name)
         raise StateError(
             "The process group was destroyed by end_training(), so that sharded parameters can no "
-            "longer be gathered. Train, evaluate and save before it, or build a new Accelerator() on "
-            "every process."
+            "longer be gathered. Train, evaluate and save before it, or build a new Accelerator() "
+            "on every process."
         )
 
 

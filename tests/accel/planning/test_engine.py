@@ -1,4 +1,4 @@
-"""Which strategy distributes the model: the arguments, the environment, and what does not go together."""
+"""Which strategy is resolved from arguments and environment, and which cannot be combined."""
 
 from __future__ import annotations
 
