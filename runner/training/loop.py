@@ -320,12 +320,10 @@ class Loop:
             )
             state.best = state.best_step = None
         added = [name for name in self._saved.added if not self._hyper.knows(name)]
-        for label, names in (
-            ("Not in the checkpoint, starting fresh", added),
-            ("Not in the recipe, dropped", self._saved.dropped),
-        ):
-            if names:
-                self.display.note(f"{label}: {', '.join(names)}.")
+        if added:
+            self.display.note(f"Not in the checkpoint, starting fresh: {', '.join(added)}.")
+        if self._saved.dropped:
+            self.display.note(f"Not in the recipe, dropped: {', '.join(self._saved.dropped)}.")
 
     def _open(self) -> None:
         """Open what the run writes to, and show the header."""
