@@ -212,7 +212,7 @@ NORMALISATION = [
         {
             "total": P(REQUIRED, NUMBER),
             "global_weight": P(REQUIRED, NUMBER),
-            "num_processes": P(REQUIRED, NUMBER),
+            "grad_size": P(REQUIRED, NUMBER),
             "num_steps": P(REQUIRED, NUMBER),
         },
     ),

@@ -21,6 +21,7 @@ from accel.config.handlers import (
 from accel.config.training import GradientAccumulationPlugin
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError, StateError
+from accel.parallel import data_parallel
 from accel.planning.arguments import Arguments
 from accel.planning.plan import Plan, resolve
 from accel.state import AcceleratorState, get_active_deepspeed_plugin
@@ -43,7 +44,8 @@ def completed(
     replicas: int = 2,
     **arguments: Any,
 ) -> dict[str, Any]:
-    settings = Settings(plugin, plan_of(plugin, **arguments), replicas)
+    plan = replace(plan_of(plugin, **arguments), parallel_dims=data_parallel(replicas, 0))
+    settings = Settings(plugin, plan)
     settings.follow_run(sizes or [4])
     settings.follow_optimizer(optimizer, "cpu")
     settings.follow_scheduler(scheduler, optimizer)
@@ -286,8 +288,9 @@ def test_autocast_of_the_configuration_is_that_of_the_run(
     precision: str, expected: str | None
 ) -> None:
     plugin = DeepSpeedPlugin({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
-    plan = replace(plan_of(plugin), mixed_precision=precision)
-    settings = Settings(plugin, plan, 2)
+    dims = data_parallel(2, 0)
+    plan = replace(plan_of(plugin), mixed_precision=precision, parallel_dims=dims)
+    settings = Settings(plugin, plan)
     settings.follow_run([4])
     assert len(settings.problems) == (expected is not None)
     assert (expected or "") in "".join(problem.value for problem in settings.problems)
