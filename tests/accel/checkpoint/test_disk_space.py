@@ -21,7 +21,7 @@ import os, sys
 from pathlib import Path
 import torch
 from accel import Accelerator
-from accel.checkpoint import files
+from accel.checkpoint import directory
 from accel.errors import DiskFullError
 
 folder = Path(sys.argv[1])
@@ -43,8 +43,8 @@ for left in (1500, 700, 420, 200, 64, 8, 0):
         print("full", left, error)
     else:
         print("saved", left)
-    files.verify(first)
-    assert not (folder / "second").exists() or files.is_complete(folder / "second")
+    directory.verify(first)
+    assert not (folder / "second").exists() or directory.is_complete(folder / "second")
     filler.write_bytes(b"")
 accelerator.save_state(folder / "second")
 """

@@ -21,9 +21,9 @@ PARENT = """
 import signal, sys
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from runner import launch
+from runner.launch import launcher
 run_dir = Path(sys.argv[1])
-sys.exit(launch.run_group(run_dir, 2, run_dir, f"tests.runner.jobs:{sys.argv[2]}"))
+sys.exit(launcher.run_group(run_dir, 2, run_dir, f"tests.runner.jobs:{sys.argv[2]}"))
 """
 
 

@@ -17,7 +17,7 @@ from runner.run_dir import lock
 from tests.helpers import python
 
 ROOT = Path(__file__).resolve().parents[3]
-HOLD = "from runner import lock; import sys, pathlib, time\n"
+HOLD = "from runner.run_dir import lock; import sys, pathlib, time\n"
 SLEEP = "print('ready', flush=True); time.sleep(300)\n"
 HELD = f"{HOLD}with lock.held(pathlib.Path(sys.argv[1])): {SLEEP}"
 SHARED = f"{HOLD}with lock.shared(pathlib.Path(sys.argv[1])): {SLEEP}"
