@@ -148,7 +148,7 @@ class Builder:
         op = folder / "op.so"
         if not op.exists() or op.read_text() != str(folder):  # one that was moved is not taken
             time.sleep(0.2)
-            with (folder.parents[3] / "compilations").open("a") as log:
+            with (folder.parents[1] / "compilations").open("a") as log:
                 log.write("x")
             op.write_text(str(folder))
         lock.unlink()
