@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from accel._checkpoint_api import CheckpointAPI
-from accel._prepare_api import PrepareAPI
-from accel._process_api import ProcessAPI
-from accel._step_api import StepAPI, Windows
-from accel._tracking_api import TrackingAPI
-from accel.config.handlers import KwargsHandler, ProfileKwargs
+from accel import profiling
+from accel._delegate import delegate
+from accel.accumulation import Accumulation
+from accel.checkpoint.run_objects import RunObjects
+from accel.checkpoint.session import CheckpointSession
+from accel.collectives import Collectives
+from accel.config.handlers import AutocastKwargs, KwargsHandler, ProfileKwargs
 from accel.config.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -24,18 +23,23 @@ from accel.config.training import (
     TorchDynamoPlugin,
 )
 from accel.enums import DynamoBackend, PrecisionType, RNGType
+from accel.optimizer import AcceleratedOptimizer
 from accel.parallel import ParallelDims
 from accel.planning.arguments import Arguments
 from accel.planning.plan import Plan, resolve
 from accel.precision.build import build_precision
+from accel.preparation import Preparation
 from accel.prepared import Objects
+from accel.processes import ProcessControl
+from accel.scheduler import AcceleratedScheduler
 from accel.state import AcceleratorState, GradientState, current_environment, settled_arguments
 from accel.strategies.table import build_strategy
 from accel.trackers.base import GeneralTracker
-from accel.trackers.table import Wanted, filter_trackers
+from accel.trackers.group import TrackerGroup
+from accel.trackers.table import Choice, Wanted, filter_trackers
 
 
-class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
+class Accelerator(ProcessControl):
     """One run: its processes, device, precision, and the objects it trains.
 
     Args:
@@ -70,15 +74,16 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
 
     Attributes:
         state: who this process is, and what the run was set up with.
-        gradient_state: where gradient accumulation stands.
         plan: everything decided, frozen.
         comm: how processes talk.
+        device: where this process computes.
         precision: the number format.
         strategy: how the model is distributed.
-        scaler: the gradient scaler of fp16, or None.
-        device: where this process computes.
-        step: micro-batches since the end of the last pass over a loader.
-        trackers: those that `init_trackers` opened.
+        preparation: prepares objects, and holds them.
+        accumulation: windows of micro-batches, backward passes, clipping.
+        collectives: gathering and reducing over processes.
+        checkpoints: saves and restores the run.
+        tracker_group: the experiment trackers.
 
     Raises:
         ConfigError: naming everything that contradicts itself or the machine.
@@ -151,30 +156,179 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
             use_seedable_sampler=use_seedable_sampler,
         )
         plan = resolve(settled_arguments(arguments), current_environment())
-        self.log_with = filter_trackers(log_with, plan.project.logging_dir)
+        chosen = filter_trackers(log_with, plan.project.logging_dir)
         self._set_up(plan, cpu)
+        self.tracker_group = TrackerGroup(chosen, self.logging_dir, self.is_main_process)
+
+    def _set_up(self, plan: Plan, cpu: bool) -> None:
+        self.state = AcceleratorState(cpu=cpu, _from_accelerator=True, _plan=plan)
+        self.plan = plan = self.state.settle(plan)
+        self.comm = self.state.comm
+        self.device = self.state.device
+        self.precision = build_precision(plan)
+        self.strategy = build_strategy(plan, self.comm, self.device, self.precision)
+        objects = Objects()
+        self.accumulation = Accumulation(plan, self.strategy, objects)
+        self.preparation = Preparation(plan, self.strategy, self.accumulation, objects)
+        self.collectives = Collectives(plan, self.comm, self.gradient_state)
+        self.checkpoints = CheckpointSession(
+            RunObjects(plan, self.comm, self.strategy, objects, self.accumulation)
+        )
+        self.device_placement = plan.device_placement
+
+    # -- preparing -----------------------------------------------------------------------------
+
+    prepare = delegate("preparation", Preparation.prepare)
+    prepare_model = delegate("preparation", Preparation.prepare_model)
+    prepare_optimizer = delegate("preparation", Preparation.prepare_optimizer)
+    prepare_scheduler = delegate("preparation", Preparation.prepare_scheduler)
+    prepare_data_loader = delegate("preparation", Preparation.prepare_data_loader)
+    unwrap_model = delegate("preparation", Preparation.unwrap_model)
+    skip_first_batches = delegate("preparation", Preparation.skip_first_batches)
+    verify_device_map = delegate("preparation", Preparation.verify_device_map)
+    free_memory = delegate("preparation", Preparation.free_memory)
+    clear = delegate("preparation", Preparation.clear)
+
+    # -- the step ------------------------------------------------------------------------------
+
+    accumulate = delegate("accumulation", Accumulation.accumulate)
+    no_sync = delegate("accumulation", Accumulation.no_sync)
+    trigger_sync_in_backward = delegate("accumulation", Accumulation.trigger_sync_in_backward)
+    join_uneven_inputs = delegate("accumulation", Accumulation.join_uneven_inputs)
+    backward = delegate("accumulation", Accumulation.backward)
+    forward_backward = delegate("accumulation", Accumulation.forward_backward)
+    lomo_backward = delegate("accumulation", Accumulation.lomo_backward)
+    unscale_gradients = delegate("accumulation", Accumulation.unscale_gradients)
+    clip_grad_norm_ = delegate("accumulation", Accumulation.clip_grad_norm_)
+    clip_grad_value_ = delegate("accumulation", Accumulation.clip_grad_value_)
+
+    def autocast(
+        self, autocast_handler: AutocastKwargs | None = None
+    ) -> AbstractContextManager[Any]:
+        """Return a context that computes in the run's precision, as prepared models do anyway.
+
+        Args:
+            autocast_handler: takes the place of the run's own, for instance
+                ``AutocastKwargs(enabled=False)`` to compute in fp32.
+        """
+        return self.precision.autocast(autocast_handler)
+
+    # -- collectives ---------------------------------------------------------------------------
+
+    gather = delegate("collectives", Collectives.gather)
+    gather_for_metrics = delegate("collectives", Collectives.gather_for_metrics)
+    reduce = delegate("collectives", Collectives.reduce)
+    pad_across_processes = delegate("collectives", Collectives.pad_across_processes)
+    set_trigger = delegate("collectives", Collectives.set_trigger)
+    check_trigger = delegate("collectives", Collectives.check_trigger)
+    check_breakpoint = delegate("collectives", Collectives.check_breakpoint)
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    save_state = delegate("checkpoints", CheckpointSession.save_state)
+    load_state = delegate("checkpoints", CheckpointSession.load_state)
+    register_for_checkpointing = delegate(
+        "checkpoints", CheckpointSession.register_for_checkpointing
+    )
+    register_save_state_pre_hook = delegate(
+        "checkpoints", CheckpointSession.register_save_state_pre_hook
+    )
+    register_load_state_pre_hook = delegate(
+        "checkpoints", CheckpointSession.register_load_state_pre_hook
+    )
+    save = delegate("checkpoints", CheckpointSession.save)
+    save_model = delegate("checkpoints", CheckpointSession.save_model)
+    save_native = delegate("checkpoints", CheckpointSession.save_native)
+    load_native = delegate("checkpoints", CheckpointSession.load_native)
+    get_state_dict = delegate("checkpoints", CheckpointSession.get_state_dict)
+
+    # -- trackers ------------------------------------------------------------------------------
+
+    init_trackers = delegate("tracker_group", TrackerGroup.init_trackers)
+    get_tracker = delegate("tracker_group", TrackerGroup.get_tracker)
+    log = delegate("tracker_group", TrackerGroup.log)
+    log_images = delegate("tracker_group", TrackerGroup.log_images)
+
+    @property
+    def log_with(self) -> list[Choice]:
+        """The chosen trackers: classes, or instances of the caller's own."""
+        return self.tracker_group.log_with
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers that `init_trackers` opened."""
+        return self.tracker_group.trackers
+
+    # -- where the run stands ------------------------------------------------------------------
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where gradient accumulation stands."""
+        return self.accumulation.gradient_state
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler of fp16, or None."""
+        return self.accumulation.scaler
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """The micro-batches of an optimizer step."""
+        return self.accumulation.gradient_accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, num_steps: int) -> None:
+        self.accumulation.gradient_accumulation_steps = num_steps
+
+    @property
+    def step(self) -> int:
+        """The micro-batches since the end of the last pass over a loader."""
+        return self.accumulation.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.accumulation.step = step
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch ends an optimizer step."""
+        return self.accumulation.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.accumulation.sync_gradients = sync_gradients
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether any optimizer's last step was skipped because gradients overflowed."""
+        return self.accumulation.optimizer_step_was_skipped
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        return self.preparation.objects.models
+
+    @property
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        return self.preparation.objects.optimizers
+
+    @property
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        return self.preparation.objects.schedulers
+
+    @property
+    def _dataloaders(self) -> list[Any]:
+        return self.preparation.objects.dataloaders
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return self.preparation.objects.custom
+
+    # -- what was decided ----------------------------------------------------------------------
 
     @property
     def parallel_dims(self) -> ParallelDims:
         """Sizes of the parallel axes, this process's rank on them, and what follows from them."""
         return self.plan.parallel_dims
-
-    def _set_up(self, plan: Plan, cpu: bool) -> None:
-        self.state = AcceleratorState(cpu=cpu, _from_accelerator=True, _plan=plan)
-        self.plan = self.state.settle(plan)
-        self.comm = self.state.comm
-        self.device = self.state.device
-        self.gradient_state = GradientState(self.plan.accumulation)
-        self._windows = Windows(self.gradient_state)
-        self.precision = build_precision(self.plan)
-        self.strategy = build_strategy(self.plan, self.comm, self.device, self.precision)
-        self.scaler = self.strategy.scaler
-        self.device_placement = self.plan.device_placement
-        self.trackers: list[GeneralTracker] = []
-        self._objects = Objects()
-        self._divides_loss = not self.strategy.traits.owns_accumulation
-
-    # -- what was decided ----------------------------------------------------------------------
 
     @property
     def mixed_precision(self) -> str:
@@ -238,60 +392,28 @@ class Accelerator(ProcessAPI, PrepareAPI, StepAPI, TrackingAPI, CheckpointAPI):
 
     # -- around the run ------------------------------------------------------------------------
 
-    @contextlib.contextmanager
     def profile(
         self, profile_handler: ProfileKwargs | None = None
-    ) -> Iterator[torch.profiler.profile]:
-        """Profile the code inside the context.
+    ) -> AbstractContextManager[torch.profiler.profile]:
+        """Return a context whose code is profiled.
 
         Args:
             profile_handler: takes the place of the run's own. With `output_trace_dir`, each process
                 writes ``profile_<rank>.json`` there (Chrome's format), and one per further cycle.
 
-        Yields:
-            The profiler; with a schedule, call its `step` after each step.
+        Returns:
+            The context of the profiler; with a schedule, call its `step` after each step.
         """
-        handler = profile_handler or self.plan.profile
-        if handler.output_trace_dir is not None:
-            exports = _TraceFiles(Path(handler.output_trace_dir), self.process_index)
-            exports.also = handler.on_trace_ready
-            handler = dataclasses.replace(handler, on_trace_ready=exports)
-        with handler.build() as profiler:
-            yield profiler
+        return profiling.profile(profile_handler or self.plan.profile, self.process_index)
 
     def end_training(self) -> None:
         """Close the trackers and leave the process group, after everything under way is done.
 
         Call it on every process at the end of a script; nothing can be exchanged afterwards.
         """
-        for tracker in self.trackers:
-            tracker.finish()
-        self.trackers = []
-        self.strategy.release()
+        self.tracker_group.finish()
+        self.strategy.close()
         self.comm.close()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}\n{self.state!r}"
-
-
-class _TraceFiles:
-    """Called by the profiler at the end of each cycle: writes one Chrome trace.
-
-    Args:
-        folder: where.
-        rank: index of the process, part of the names.
-    """
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder = folder
-        self.rank = rank
-        self.cycles = 0
-        self.also: Callable[[torch.profiler.profile], None] | None = None
-
-    def __call__(self, profiler: torch.profiler.profile) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        cycle = f"_{self.cycles}" if self.cycles else ""
-        profiler.export_chrome_trace(str(self.folder / f"profile_{self.rank}{cycle}.json"))
-        self.cycles += 1
-        if self.also is not None:
-            self.also(profiler)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from accel.optimizer import AcceleratedOptimizer
+from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
 from accel.state import GradientState, PartialState
+
+if TYPE_CHECKING:
+    from accel.planning.plan import Plan
 
 
 class AcceleratedScheduler:
@@ -122,3 +125,24 @@ class AcceleratedScheduler:
             state_dict: state of a scheduler of the same kind.
         """
         self.scheduler.load_state_dict(state_dict)
+
+
+def wrap_scheduler(
+    scheduler: Any, optimizers: Sequence[torch.optim.Optimizer], plan: Plan
+) -> AcceleratedScheduler:
+    """Return `scheduler`, which follows its own optimizer if that is known, else all of them.
+
+    Args:
+        scheduler: anything with `step`.
+        optimizers: prepared.
+        plan: the resolved configuration.
+    """
+    inner = getattr(scheduler, "optimizer", None)
+    own = [known for known in optimizers if unwrap_optimizer(known) is inner or known is inner]
+    return AcceleratedScheduler(
+        scheduler,
+        own or list(optimizers),
+        step_with_optimizer=plan.step_scheduler_with_optimizer,
+        split_batches=plan.dataloader.split_batches,
+        dp_size=plan.parallel_dims.dp_size,
+    )

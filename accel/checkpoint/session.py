@@ -1,512 +1,336 @@
-"""Saving and loading a whole run: every object of an `Accelerator`, on every rank.
-
-Its phases are taken together: a failure on one rank raises on all of them before the next begins.
-"""
+"""Checkpoints of a run, and exports of its models."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from os import PathLike, fspath
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
-from accel import rng
-from accel.checkpoint import accelerate_format, directory, disk_space
-from accel.checkpoint.dataloader_matching import describe, match
-from accel.checkpoint.dataloader_state import (
-    load_loader_state,
-    load_positions,
-    loader_state,
-    positions,
-)
-from accel.checkpoint.directory import Manifest, numbered
-from accel.checkpoint.optimizer_state import ParameterNames
-from accel.checkpoint.serialization import load_plain, read_model, save_plain, write_model
-from accel.comm.all_or_none import decided, together
-from accel.errors import CheckpointError, Problem
-from accel.logging import get_logger
+from accel.checkpoint import export
+from accel.checkpoint.load import LoadOptions, load
+from accel.checkpoint.run_objects import RunObjects
+from accel.checkpoint.save import SaveOptions, save
+from accel.comm.all_or_none import together
+from accel.errors import CheckpointError, ConfigError, Problem, nearest
 
 if TYPE_CHECKING:
-    from accel.accelerator import Accelerator
+    from accel.strategies.base import NativeFormat
 
-logger = get_logger(__name__)
-
-AnyPath = str | PathLike[str]
-Hook = Callable[..., None]
+_MAP_LOCATIONS = (None, "cpu", "on_device")
 
 
-@dataclass(frozen=True)
-class SaveOptions:
-    """How a state is written.
+class CheckpointSession:
+    """Saves and restores the state of a run, and exports models.
 
     Args:
-        safe: whether weights are safetensors, else `torch.save`.
-        metadata: what the manifest tells of the run: step, sample counter, …
-        protected: checkpoints that `total_limit` must not delete.
-        hooks: called as ``hook(models, weights, folder)`` before anything is written.
+        run: what a checkpoint is made of.
     """
 
-    safe: bool = True
-    metadata: Mapping[str, Any] | None = None
-    protected: Iterable[AnyPath] = ()
-    hooks: Iterable[Hook] = ()
+    def __init__(self, run: RunObjects) -> None:
+        self._run = run
+        self._save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self._load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
 
+    # -- states --------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """How a state is read.
+    def save_state(
+        self,
+        /,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        protected: Iterable[str | os.PathLike[str]] = (),
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Save models, optimizers, schedulers, samplers, scaler, random states, registered objects.
 
-    Args:
-        strict: whether every weight of models and checkpoint must match.
-        trust_unverified: whether a directory without a manifest is read, too.
-        hooks: called as ``hook(models, folder)`` before anything is loaded.
-    """
+        Call it on every process. The directory counts as a checkpoint only once everything is on
+        the disk; cut off before, older checkpoints are untouched. Under automatic naming it is
+        ``<project_dir>/checkpoints/checkpoint_<iteration>``, `output_dir` is not used, and the
+        oldest above `total_limit` are deleted after the commit. Otherwise an existing `output_dir`
+        is taken over: files of an earlier state in it are replaced, others stay.
 
-    strict: bool = True
-    trust_unverified: bool = False
-    hooks: Iterable[Hook] = ()
+        Args:
+            output_dir: where; created if it does not exist.
+            safe_serialization: whether weights are safetensors, else `torch.save`.
+            metadata: what the manifest is to tell of the run (step, sample counter, …), plain JSON.
+            protected: checkpoints that `total_limit` must spare, such as the best.
+            save_model_func_kwargs: arguments of a backend's own save function; none are known here.
 
+        Returns:
+            The path of the committed checkpoint.
 
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint to load.
+        Raises:
+            CheckpointError: on every process, if saving failed on any.
+            ConfigError: for arguments that the backend does not know.
 
-    Args:
-        path: its directory.
-        manifest: what it consists of.
-        foreign: whether it has no manifest of its own.
-    """
-
-    path: Path
-    manifest: Manifest
-    foreign: bool
-
-    def plain(self, name: str) -> Any:
-        """Return what the file `name` holds."""
-        return load_plain(self.path / name, pickled_arrays=self.foreign)
-
-
-def writes(accelerator: Accelerator) -> bool:
-    """Return whether this rank writes what all ranks share."""
-    plan = accelerator.plan
-    return (plan.local_rank if plan.project.save_on_each_node else plan.rank) == 0
-
-
-# -- save ----------------------------------------------------------------------------------
-
-
-def save(accelerator: Accelerator, output_dir: AnyPath | None, options: SaveOptions) -> Path:
-    """Write the state of `accelerator` and return the committed directory.
-
-    Raises:
-        CheckpointError: on every rank, if it failed on any; older checkpoints are untouched.
-    """
-    comm, project = accelerator.comm, accelerator.plan.project
-    if project.automatic_checkpoint_naming and output_dir is not None:
-        logger.warning(
-            "save_state(%r): under automatic naming states go to %s.",
-            fspath(output_dir),
-            folder_of(accelerator),
+        Example:
+            >>> accelerator.save_state("states/epoch_1", metadata={"epoch": 1})
+        """
+        _refuse(
+            save_model_func_kwargs, "save_state", ("output_dir", "safe_serialization", "metadata")
         )
-    final = decided(comm, lambda: _save_path(accelerator, output_dir), "save_state")
-    path = _require(final)
-    _warn_of_open_window(accelerator)
-    _write_and_commit(accelerator, path, options)
-    if project.automatic_checkpoint_naming:
-        project.iteration += 1  # it is committed, whatever becomes of the old ones
-        if project.total_limit is not None:
-            with together(comm, "deleting old checkpoints"):
-                if writes(accelerator):
-                    directory.prune(path.parent, project.total_limit, options.protected)
-    return path
-
-
-def _warn_of_open_window(accelerator: Accelerator) -> None:
-    """Tell that gradients are not saved, where a window of micro-batches has only begun."""
-    num_steps = accelerator.gradient_accumulation_steps
-    begun = accelerator.step % num_steps
-    if begun and not accelerator.sync_gradients:
-        logger.warning_once(
-            "save_state after %d of %d micro-batches of a window: gradients are not saved, so a "
-            "run that resumes makes the next step without them. Save where "
-            "accelerator.sync_gradients is true.",
-            begun,
-            num_steps,
+        options = SaveOptions(
+            safe_serialization, metadata, tuple(protected), tuple(self._save_hooks.values())
         )
+        return os.fspath(save(self._run, output_dir, options))
+
+    def load_state(
+        self,
+        /,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        strict: bool = True,
+        map_location: str | None = None,
+        trust_unverified: bool = False,
+        **load_model_func_kwargs: Any,
+    ) -> str:
+        """Restore what `save_state` saved, after verifying every file.
+
+        Call it on every process, after preparing and registering the same objects. The number of
+        processes may differ. Saved objects that are not registered here are not loaded. No file is
+        read in a way that could run code.
+
+        Args:
+            input_dir: the checkpoint. None: under automatic naming, the newest complete one.
+            load_kwargs: how files are read: `map_location` as below, and `weights_only`, which is
+                always True.
+            strict: whether every weight of the models and of the checkpoint must match.
+            map_location: "cpu" or "on_device": where weights are read before they are copied into
+                the models; here they are always read on the CPU.
+            trust_unverified: whether a directory in the documented layout without a manifest is
+                loaded, such as another library's. Data loaders begin their order anew then.
+            load_model_func_kwargs: arguments of a backend's own load function; none are known here.
+
+        Returns:
+            The path of the checkpoint that was loaded.
+
+        Raises:
+            CheckpointError: on every process, if it is missing, incomplete or altered, or does not
+                fit the run. Objects may then be partly restored.
+            ConfigError: for arguments that do not exist.
+
+        Example:
+            >>> accelerator.register_for_checkpointing(my_state)
+            >>> accelerator.load_state("states/epoch_1")
+        """
+        known = ("input_dir", "load_kwargs", "strict", "map_location", "trust_unverified")
+        _refuse(load_model_func_kwargs, "load_state", known)
+        _check_reading({"map_location": map_location, **(load_kwargs or {})})
+        hooks = tuple(self._load_hooks.values())
+        options = LoadOptions(strict, trust_unverified, hooks)
+        return os.fspath(load(self._run, input_dir, options))
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load `objects` with the state, in the order they are registered.
+
+        Args:
+            objects: each has `state_dict()`, which returns plain containers, numbers and tensors,
+                and `load_state_dict(state)`.
+
+        Raises:
+            ConfigError: naming every one that lacks `state_dict` or `load_state_dict`.
+        """
+        problems = [
+            Problem(
+                f"object {index} ({type(entry).__name__})",
+                "what is registered for checkpointing has state_dict() and load_state_dict(state)",
+                "Add the two methods.",
+            )
+            for index, entry in enumerate(objects)
+            if not all(callable(getattr(entry, n, None)) for n in ("state_dict", "load_state_dict"))
+        ]
+        ConfigError.raise_if(problems)
+        self._run.objects.custom.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, weights, output_dir)`` in `save_state` before anything is saved.
+
+        `weights` are the models' state dicts; those that the hook removes from the list are not
+        saved by the engine. What it writes into `output_dir` becomes part of the checkpoint (the
+        directory is renamed when it is complete, so do not keep the path).
+
+        Args:
+            hook: called on every process, in the order of registration.
+
+        Returns:
+            A handle whose `remove()` removes the hook.
+        """
+        return _register(self._save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, input_dir)`` in `load_state` before anything is loaded.
+
+        Models that the hook removes from the list are not loaded by the engine.
+
+        Args:
+            hook: called on every process, in the order of registration.
+
+        Returns:
+            A handle whose `remove()` removes the hook.
+        """
+        return _register(self._load_hooks, hook)
+
+    # -- exports -------------------------------------------------------------------------------
+
+    def save(
+        self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False
+    ) -> None:
+        """Save an object once per run, or once per node with `save_on_each_node`.
+
+        Args:
+            obj: what `torch.save` takes; with `safe_serialization`, tensors by name.
+            f: path (replaced whole, never in part) or open file.
+            safe_serialization: whether to write safetensors.
+        """
+        each_node = self._run.plan.project.save_on_each_node
+        export.save(obj, f, each_node, safe_serialization)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Export a model's weights as one file, or as shards with an index.
+
+        `load_checkpoint_in_model` loads them. Call it on every process; one writes (one of each
+        node with `save_on_each_node`), and the others do not wait for it. Files of an earlier
+        export in the folder are removed.
+
+        Args:
+            model: prepared or not.
+            save_directory: created if it does not exist.
+            max_shard_size: largest size of a file: bytes, or a number with a unit such as "5GB"
+                (10^9 bytes) or "5GiB" (2^30). A single larger tensor has a file of its own.
+            safe_serialization: whether files are safetensors, else what `torch.save` writes.
+
+        Raises:
+            CheckpointError: if safetensors cannot hold the model's state.
+            ConfigError: if `max_shard_size` is no size.
+        """
+        export.parse_size(max_shard_size)
+        state = self.get_state_dict(model)
+        if self._run.writes:
+            export.export_model(state, save_directory, max_shard_size, safe_serialization)
+
+    def save_native(self, model: torch.nn.Module, save_directory: str | os.PathLike[str]) -> None:
+        """Export a model and its optimizer in the format of the engine that trains it.
+
+        For exchange with other programs; to resume a run, there is `save_state`. DeepSpeed writes
+        its universal checkpoint. Call it on every process.
+
+        Args:
+            model: prepared.
+            save_directory: created if it does not exist; on a disk that all processes see.
+
+        Raises:
+            CheckpointError: on every process, if it failed on any; if the engine has no format of
+                its own.
+
+        Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
+        """
+        with together(self._run.comm, "save_native"):
+            self._native("save_native", "Call save_state.").save(
+                model, Path(save_directory).expanduser()
+            )
+
+    def load_native(
+        self,
+        model: torch.nn.Module,
+        input_dir: str | os.PathLike[str],
+        *,
+        trust_pickle: bool = False,
+    ) -> None:
+        """Read model and optimizer as `save_native`, or the engine elsewhere, wrote them.
+
+        Call it on every process; their number may differ.
+
+        Args:
+            model: prepared.
+            input_dir: what `save_native` was given.
+            trust_pickle: whether whoever wrote these files is trusted: engines unpickle them, and
+                that runs any code that is in them.
+
+        Raises:
+            CheckpointError: on every process, if it failed on any; if the engine has no format of
+                its own.
+            ConfigError: without `trust_pickle`.
+
+        Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
+        """
+        if not trust_pickle:
+            raise ConfigError(
+                Problem(
+                    f"load_native({os.fspath(input_dir)!r})",
+                    "the engine unpickles these files, which runs any code that is in them",
+                    "If you trust whoever wrote them, give trust_pickle=True; else load_state.",
+                )
+            )
+        with together(self._run.comm, "load_native"):
+            self._native("load_native", "Call load_state.").load(
+                model, Path(input_dir).expanduser()
+            )
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return a model's whole state dict. Call it on every process.
+
+        Args:
+            model: prepared or not.
+            unwrap: whether names are those of the user's own module, without a wrapper's prefix.
+                Tensors are the same, whole ones.
+        """
+        io = self._run.strategy.state
+        state = io.model_state(model)
+        if unwrap:
+            return state
+        own = io.unwrap(model)
+        path = next(name for name, module in model.named_modules() if module is own)
+        return {f"{path}.{name}" if path else name: value for name, value in state.items()}
+
+    def _native(self, what: str, remedy: str) -> NativeFormat:
+        strategy = self._run.strategy
+        if strategy.native is None:
+            value = f"{what} under {strategy.traits.name}"
+            raise CheckpointError(Problem(value, "it has no format of its own", remedy))
+        return strategy.native
 
 
-def _require(path: Path | None) -> Path:
-    if path is None:
-        rule = "a checkpoint needs a place"
-        remedy = (
-            "Name a directory, or pass ProjectConfiguration(project_dir=…, "
-            "automatic_checkpoint_naming=True)."
-        )
-        raise CheckpointError(Problem("no directory was given", rule, remedy))
-    return path
-
-
-def folder_of(accelerator: Accelerator) -> Path | None:
-    """Return where automatically named checkpoints lie; None where they are not named so."""
-    project = accelerator.plan.project
-    if not project.automatic_checkpoint_naming or project.project_dir is None:
-        return None
-    return Path(project.project_dir) / directory.FOLDER
-
-
-def _save_path(accelerator: Accelerator, output_dir: AnyPath | None) -> Path | None:
-    project = accelerator.plan.project
-    if not project.automatic_checkpoint_naming:
-        return None if output_dir is None else Path(output_dir).expanduser().absolute()
-    folder = folder_of(accelerator)
-    if folder is None:
-        return None
-    path = folder.absolute() / f"checkpoint_{project.iteration}"
-    if path.exists():
-        remedy = (
-            "Go on from it with load_state(), set ProjectConfiguration(iteration=…) to a free "
-            "number, or choose another project_dir."
-        )
-        raise directory.broken(path, "automatic naming never overwrites a checkpoint", remedy)
-    return path
-
-
-def _write_and_commit(accelerator: Accelerator, final: Path, options: SaveOptions) -> None:
-    comm, is_writer = accelerator.comm, writes(accelerator)
-    staged = _stage(accelerator, final)
-    try:
-        with together(comm, f"writing {final}"):
-            _write(accelerator, staged, options)
-        with together(comm, f"committing {final}"), _room_for(final):
-            if is_writer:
-                directory.seal(staged, _facts(accelerator), options.metadata or {})
-                directory.publish(staged, final)
-    except BaseException:
-        # A sealed directory may be half moved into its place: `files.repair` finishes that.
-        if is_writer and not (staged / directory.MANIFEST).exists():
-            directory.discard(staged)
-        raise
-
-
-def _stage(accelerator: Accelerator, final: Path) -> Path:
-    """Create the directory that this rank writes in, and see that every rank has one."""
-    comm, is_writer = accelerator.comm, writes(accelerator)
-    mine: Path | None = None
-    with together(comm, f"creating {final}"):
-        if is_writer:
-            directory.tidy(final)
-    try:
-        with together(comm, f"creating {final}"):
-            mine = directory.stage(final) if is_writer else None
-        created = comm.all_gather_object(None if mine is None else fspath(mine))
-        with together(comm, f"creating {final}"):
-            return _own_folder(created, comm.rank, final)
-    except CheckpointError:
-        if mine is not None:
-            directory.discard(mine)
-        raise
-
-
-def _own_folder(created: list[str | None], rank: int, final: Path) -> Path:
-    """Return the directory that the writer of this rank's node created, and this rank sees."""
-    writers = [writer for writer, path in enumerate(created) if path is not None]
-    own = max(writer for writer in writers if writer <= rank)
-    found = {writer: Path(created[writer] or "") for writer in writers}
-    if not found[own].is_dir():
-        remedy = "Use a disk that all nodes share, or ProjectConfiguration(save_on_each_node=True)."
-        raise directory.broken(final, f"rank {rank} does not see what rank {own} created", remedy)
-    if any(found[writer].is_dir() for writer in writers if writer != own):
-        rule = "save_on_each_node=True on a disk that nodes share lets them overwrite each other"
-        raise directory.broken(final, rule, "Set save_on_each_node=False.")
-    return found[own]
-
-
-def _facts(accelerator: Accelerator) -> dict[str, Any]:
-    objects = accelerator._objects
-    return {
-        "world_size": accelerator.comm.world_size,
-        "dp_size": accelerator.parallel_dims.dp_size,
-        "dp_leaders": accelerator.parallel_dims.dp_leaders,
-        "strategy": accelerator.strategy.traits.name,
-        "mixed_precision": accelerator.plan.mixed_precision,
-        "torch": str(torch.__version__),
-        "iteration": accelerator.plan.project.iteration,
-        "accumulation_step": accelerator.step,
-        "objects": {kind: len(getattr(objects, kind)) for kind in vars(objects)},
-        "dataloaders": [describe(loader) for loader in objects.dataloaders],
-    }
-
-
-def _write(accelerator: Accelerator, folder: Path, options: SaveOptions) -> None:
-    objects, strategy = accelerator._objects, accelerator.strategy
-    with strategy.portable():
-        weights = [strategy.model_state(model) for model in objects.models]
-    # On every rank: what is sharded is gathered from all of them.
-    states = list(_shared_states(accelerator))
-    remaining = list(weights)
-    everything = [weights, [state for _, state, _ in states]]
-    with _room_for(folder, lambda: disk_space.size_of(everything)):
-        _write_states(accelerator, folder, options, weights, remaining, states)
-
-
-def _room_for(
-    folder: Path, needed: Callable[[], int] = lambda: 0
-) -> contextlib.AbstractContextManager[None]:
-    remedy = (
-        f"{disk_space.REMEDY} (ProjectConfiguration(project_dir=…)), or keep fewer checkpoints "
-        "(ProjectConfiguration(total_limit=…))."
-    )
-    return disk_space.told("the checkpoint", folder.parent, needed, remedy)
-
-
-def _write_states(
-    accelerator: Accelerator,
-    folder: Path,
-    options: SaveOptions,
-    weights: list[Any],
-    remaining: list[Any],
-    states: list[tuple[str, Any, str]],
-) -> None:
-    objects = accelerator._objects
-    for hook in options.hooks:
-        hook(list(objects.models), remaining, fspath(folder))
-    if writes(accelerator):
-        for index, state in _indexed(remaining, weights, "save_state"):
-            write_model(state, folder, index, options.safe)
-        for name, state, what in states:
-            save_plain(state, folder / name, what)
-    rank = accelerator.comm.rank
-    save_plain(rng.capture(), folder / directory.random_states_name(rank), "random states")
-    for index, position in enumerate(positions(objects.dataloaders)):
-        if position is not None:
-            path = folder / directory.positions_name(rank, index)
-            save_plain(position, path, f"data loader {index}")
-
-
-def _indexed(remaining: list[Any], every: list[Any], what: str) -> list[tuple[int, Any]]:
-    """Return (index among `every`, entry) of the entries that hooks left in `remaining`."""
-    if len(remaining) == len(every):
-        return list(enumerate(remaining))
-    positions = {id(entry): index for index, entry in enumerate(every)}
-    if any(id(entry) not in positions for entry in remaining):
-        rule = "a hook takes entries out of the list, or replaces them all"
-        raise CheckpointError(
-            str(Problem(f"a pre-hook of {what} added to the list", rule, "Do so."))
-        )
-    return [(positions[id(entry)], entry) for entry in remaining]
-
-
-def _shared_states(accelerator: Accelerator) -> Iterator[tuple[str, Any, str]]:
-    """Yield (file name, state, what it is) of everything but weights and random states."""
-    objects = accelerator._objects
-    names = _parameter_names(accelerator)
-    for index, optimizer in enumerate(objects.optimizers):
-        state = accelerator.strategy.optimizer_state(optimizer, names)
-        yield numbered("optimizer", ".bin", index), state, f"optimizer {index}"
-    for index, scheduler in enumerate(objects.schedulers):
-        yield numbered("scheduler", ".bin", index), scheduler.state_dict(), f"scheduler {index}"
-    for index, loader in enumerate(objects.dataloaders):
-        yield numbered("sampler", ".bin", index), loader_state(loader), f"data loader {index}"
-    if accelerator.scaler is not None:
-        yield directory.SCALER, accelerator.scaler.state_dict(), "gradient scaler"
-    for index, custom in enumerate(objects.custom):
-        what = f"registered object {index} ({type(custom).__name__})"
-        yield directory.custom_name(index), custom.state_dict(), what
-
-
-def _parameter_names(accelerator: Accelerator) -> ParameterNames:
-    unwrap = accelerator.strategy.unwrap_model
-    return ParameterNames([unwrap(model) for model in accelerator._objects.models])
-
-
-# -- load ----------------------------------------------------------------------------------
-
-
-def load(accelerator: Accelerator, input_dir: AnyPath | None, options: LoadOptions) -> Path:
-    """Restore the state of `accelerator` and return the directory that it came from.
-
-    Raises:
-        CheckpointError: on every rank, if it failed on any. Objects may then be partly restored.
-    """
-    comm = accelerator.comm
-    path = _require(decided(comm, lambda: _load_path(accelerator, input_dir), "load_state"))
-    with together(comm, f"verifying {path}"):
-        if accelerator.plan.local_rank == 0:
-            directory.repair(path)
-            _verify(path, options.trust_unverified)
-    with together(comm, f"loading {path}"):
-        saved = _saved(path)
-        _check_counts(accelerator, saved)
-        models = list(accelerator._objects.models)
-        for hook in options.hooks:
-            hook(models, fspath(path))
-        _restore_models(accelerator, saved, models, options.strict)
-        loaders = _matched(accelerator, saved)
-        _restore_objects(accelerator, saved, loaders)
-        _restore_positions(accelerator, saved, loaders)
-        _restore_random_states(accelerator.parallel_dims.dp_rank, saved)
-    _continue_numbering(accelerator, path)
-    return path
-
-
-def _verify(path: Path, trusted: bool) -> None:
-    if not accelerate_format.is_documented(path):
-        directory.verify(path)
-    elif trusted:
-        logger.warning(
-            "%s has no %s: its files could not be verified. Data loaders begin their order anew.",
-            path,
-            directory.MANIFEST,
-        )
-    else:
-        rule = f"it has no {directory.MANIFEST}: it was cut off, or another library wrote it"
-        remedy = (
-            "If you know that it is whole, pass load_state(…, trust_unverified=True): it is read "
-            "without running code. The next save_state writes a directory that can be verified."
-        )
-        raise directory.broken(path, rule, remedy)
-
-
-def _saved(path: Path) -> Saved:
-    if accelerate_format.is_documented(path):
-        return Saved(path, accelerate_format.describe(path), foreign=True)
-    return Saved(path, directory.read_manifest(path), foreign=False)
-
-
-def _load_path(accelerator: Accelerator, input_dir: AnyPath | None) -> Path | None:
-    if input_dir is not None:
-        return Path(input_dir).expanduser().absolute()
-    folder = folder_of(accelerator)
-    if folder is None:
-        return None
-    newest = directory.newest_complete(folder.absolute())
-    if newest is None:
-        raise directory.broken(folder, "no complete checkpoint lies there", "Save one first.")
-    return newest
-
-
-def _check_counts(accelerator: Accelerator, checkpoint: Saved) -> None:
-    """Refuse a checkpoint that lacks what this run trains; what it has besides is not loaded."""
-    saved = checkpoint.manifest.engine["objects"]
-    lacking = [
-        f"{saved.get(kind, 0)} of {len(found)} {kind}"
-        for kind, found in vars(accelerator._objects).items()
-        if len(found) > saved.get(kind, 0) and kind != "dataloaders"  # a new one starts anew
+def _refuse(arguments: Mapping[str, Any], method: str, known: tuple[str, ...]) -> None:
+    problems = [
+        Problem(f"{method}({name}=…)", "no such argument", nearest(name, known))
+        for name in arguments
     ]
-    if lacking:
-        remedy = "Prepare and register the same objects as when it was saved."
-        raise directory.broken(checkpoint.path, f"it holds only {', '.join(lacking)}", remedy)
+    ConfigError.raise_if(problems)
 
 
-def _restore_models(
-    accelerator: Accelerator, saved: Saved, models: list[Any], strict: bool
-) -> None:
-    strategy = accelerator.strategy
-    for index, model in _indexed(models, accelerator._objects.models, "load_state"):
-        state = read_model(saved.path, index)
-        if saved.foreign:
-            state = accelerate_format.complete(strategy.unwrap_model(model), state)
-        try:
-            strategy.load_model_state(model, state, strict=strict)
-        except RuntimeError as error:
-            rule = f"its weights do not fit model {index} ({type(model).__name__}): {error}"
-            remedy = "Build the model as it was when it was saved, or pass strict=False."
-            raise directory.broken(saved.path, rule, remedy) from error
+def _check_reading(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of `torch.load` that this engine cannot follow."""
+    problems = []
+    for name, value in arguments.items():
+        what = f"load_state({name}={value!r})"
+        if name == "map_location" and (value and str(value)) not in _MAP_LOCATIONS:
+            problems.append(Problem(what, "it is 'cpu' or 'on_device'", "Leave it out."))
+        elif name == "weights_only" and value is not True:
+            remedy = "Let classes that you trust in with torch.serialization.add_safe_globals([…])."
+            problems.append(Problem(what, "nothing is read in a way that runs code", remedy))
+        elif name not in ("map_location", "weights_only"):
+            remedy = nearest(name, ("map_location", "weights_only"))
+            problems.append(Problem(what, "no such argument", remedy))
+    ConfigError.raise_if(problems)
 
 
-def _restore_objects(
-    accelerator: Accelerator, saved: Saved, loaders: list[tuple[Any, int]]
-) -> None:
-    objects = accelerator._objects
-    names = _parameter_names(accelerator)
-    for index, optimizer in enumerate(objects.optimizers):
-        state = saved.plain(numbered("optimizer", ".bin", index))
-        if saved.foreign and accelerate_format.is_by_position(state):
-            optimizer.load_state_dict(state)
-        else:
-            accelerator.strategy.load_optimizer_state(optimizer, state, names)
-    for index, scheduler in enumerate(objects.schedulers):
-        scheduler.load_state_dict(saved.plain(numbered("scheduler", ".bin", index)))
-    if not saved.foreign:
-        for loader, index in loaders:
-            load_loader_state(loader, saved.plain(numbered("sampler", ".bin", index)))
-    if accelerator.scaler is not None:
-        _restore_scaler(accelerator.scaler, saved)
-    for index, custom in enumerate(objects.custom):
-        custom.load_state_dict(saved.plain(directory.custom_name(index)))
-    accelerator.step = int(saved.manifest.engine["accumulation_step"])
-
-
-def _matched(accelerator: Accelerator, saved: Saved) -> list[tuple[Any, int]]:
-    """Return the loaders that were saved, each with the index of its state."""
-    engine, loaders = saved.manifest.engine, accelerator._objects.dataloaders
-    if saved.foreign:  # whose loaders have no states
-        return [(loader, index) for index, loader in enumerate(loaders)]
-    indices = match(loaders, engine.get("dataloaders", engine["objects"].get("dataloaders", 0)))
-    new = [position for position, index in enumerate(indices) if index is None]
-    if new:
-        logger.warning(
-            "The checkpoint %s holds no state of data loader %s (in the order of prepare): its "
-            "order starts as in a new run.",
-            saved.path,
-            ", ".join(map(str, new)),
-        )
-    return [(one, i) for one, i in zip(loaders, indices, strict=True) if i is not None]
-
-
-def _restore_scaler(scaler: torch.amp.GradScaler, saved: Saved) -> None:
-    if directory.SCALER in saved.manifest.files:
-        scaler.load_state_dict(saved.plain(directory.SCALER))
-        return
-    logger.warning(
-        "The checkpoint %s was saved under precision %r, without a gradient scaler: this run's "
-        "starts at its initial scale.",
-        saved.path,
-        saved.manifest.engine["mixed_precision"],
-    )
-
-
-def _restore_positions(
-    accelerator: Accelerator, saved: Saved, loaders: list[tuple[Any, int]]
-) -> None:
-    comm = accelerator.comm
-    names = [directory.positions_name(comm.rank, index) for _, index in loaders]
-    # Where data is shared out otherwise a rank reads other samples: its old position means nothing.
-    here = comm.world_size, accelerator.parallel_dims.dp_size
-    same = here == (saved.manifest.engine["world_size"], saved.manifest.dp_size)
-    present = [saved.plain(n) if same and n in saved.manifest.files else None for n in names]
-    load_positions(comm, [loader for loader, _ in loaders], present)
-
-
-def _restore_random_states(dp_rank: int, saved: Saved) -> None:
-    """Restore the random states that the saved run had on the same data-parallel rank.
-
-    Ranks that compute the same samples (tensor parallelism) must draw the same.
-    """
-    present = saved.manifest.files
-    name = directory.random_states_name(dict(enumerate(saved.manifest.dp_leaders)).get(dp_rank, -1))
-    if name in present:
-        rng.restore(accelerate_format.random_states(saved.plain(name)))
-        return
-    # The data-parallel size was smaller: a stream of its own, the same at each load.
-    root = present[min(n for n in present if n.startswith("random_states_"))].sha256
-    rng.set_seed(int(hashlib.sha256(f"{root}:{dp_rank}".encode()).hexdigest()[:8], 16))
-
-
-def _continue_numbering(accelerator: Accelerator, path: Path) -> None:
-    """Give the next checkpoint a number above the loaded one's and above any that exists."""
-    project, folder = accelerator.plan.project, folder_of(accelerator)
-    if folder is None:
-        return
-
-    def taken() -> list[int]:
-        present = [directory.iteration_of(p) for p in [path, *directory.checkpoints(folder)]]
-        return [number for number in present if number is not None]
-
-    (numbers,) = accelerator.comm.broadcast_objects([taken()])
-    project.iteration = max([project.iteration, *(number + 1 for number in numbers)])
+def _register(
+    hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]
+) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

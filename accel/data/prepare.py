@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 
 from accel.data import stream_checks
-from accel.data.base import (
-    PreparedLoader,
-)
+from accel.data.base import PreparedLoader
 from accel.data.common_order import Ordering
 from accel.data.iterable import IterableDatasetShard, worker_problems
 from accel.data.loaders import (
@@ -35,6 +33,9 @@ from accel.data.samplers import (
 from accel.enums import RNGType
 from accel.errors import ConfigError, Problem
 from accel.state import PartialState
+
+if TYPE_CHECKING:
+    from accel.planning.plan import Plan
 
 
 def prepare_data_loader(
@@ -165,6 +166,34 @@ def prepare_data_loader(
     )
     dispatcher._order = order
     return dispatcher
+
+
+def prepare_for(plan: Plan, loader: DataLoader[Any], **options: Any) -> Any:
+    """Return a loader that yields this rank's batches of a run.
+
+    Args:
+        plan: the resolved configuration of the run.
+        loader: prepared or not.
+        options: arguments of `prepare_data_loader` that the plan does not decide.
+    """
+    if isinstance(loader, PreparedLoader):
+        return loader
+    dims, config = plan.parallel_dims, plan.dataloader
+    return prepare_data_loader(
+        loader,
+        plan.device,
+        num_processes=dims.dp_size,
+        process_index=dims.dp_rank,
+        split_batches=config.split_batches,
+        rng_types=list(plan.rng_types),
+        dispatch_batches=config.dispatch_batches,
+        even_batches=config.even_batches,
+        use_seedable_sampler=config.use_seedable_sampler,
+        data_seed=config.data_seed,
+        non_blocking=config.non_blocking,
+        use_stateful_dataloader=config.use_stateful_dataloader,
+        **options,
+    )
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:

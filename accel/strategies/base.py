@@ -1,37 +1,40 @@
-"""The interface every backend implements. Its defaults are right for one process.
+"""The interface of a strategy: how a model is distributed over processes.
 
-A backend is one class in one file or folder; backends never inherit from each other. `Traits` tell
-the engine what it needs to know without asking which backend it is.
+A strategy is one class in one room; strategies never inherit from each other. The defaults are
+right for one process. What a strategy does differently is in the class itself (preparing, the
+backward pass) or in one of its capabilities: `sync`, `gradients`, `state`, `native`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
 
 from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, state_by_name
-from accel.data.base import PreparedLoader
-from accel.data.prepare import prepare_data_loader
-from accel.errors import CheckpointError, Problem
 from accel.memory_estimate import Footprint, num_bytes, state_bytes
+from accel.ops import send_to_device
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
 from accel.precision.amp import StepScaler
 from accel.prepared import Objects
-from accel.scheduler import AcceleratedScheduler
+from accel.scheduler import wrap_scheduler
 from accel.strategies.compile import compile_model
 from accel.wrapping import own_module
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from accel.comm.base import Communicator
     from accel.planning.plan import Plan
     from accel.precision.base import Precision
+
+Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,6 @@ class Traits:
             the models' own parameters.
         hooks_inside: whether the backend works between the layers of a model, so that
             `torch.compile` takes its repeated blocks unless the run says otherwise.
-        joins_uneven: whether `join` lets processes see different numbers of batches.
     """
 
     name: str
@@ -55,56 +57,92 @@ class Traits:
     owns_accumulation: bool = False
     owns_parameters: bool = False
     hooks_inside: bool = False
-    joins_uneven: bool = False
 
 
-class Strategy(ABC):
-    """One way to distribute a model over processes.
+class Accumulation(Protocol):
+    """What `Strategy.forward_backward` needs of the run's gradient accumulation."""
 
-    Args:
-        plan: the resolved configuration of the run.
-        comm: how this process talks to the others.
-        device: where this process computes.
-        precision: the number format of forward and backward passes.
+    def accumulate(
+        self, *models: torch.nn.Module, sync_gradients: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Return the context of one micro-batch; `sync_gradients`: whether it ends the window."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients of a loss [], scaled for accumulation and precision."""
+
+
+class Sync:
+    """When gradients are synchronized over data-parallel ranks; for one process, never.
 
     Attributes:
-        scaler: what scales losses, and skips steps whose gradients overflowed; None: nothing does.
-        num_loaders: how many loaders were prepared; each draws permutations of its own.
+        joins_uneven: whether `join` lets ranks see different numbers of batches.
     """
 
-    traits: ClassVar[Traits]
+    joins_uneven: ClassVar[bool] = False
 
-    def __init__(
-        self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
-    ) -> None:
-        self.plan = plan
-        self.comm = comm
-        self.device = device
-        self.precision = precision
-        self.scaler = self.make_scaler()
-        self.num_loaders = 0
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which backward passes through `model` reduce no gradients."""
+        return contextlib.nullcontext()
 
-    # -- where data goes -------------------------------------------------------------------
+    def trigger(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Return a context whose backward reduces gradients after forwards under `no_sync`."""
+        return contextlib.nullcontext()
 
-    @property
-    def device_mesh(self) -> Any | None:
-        """The `DeviceMesh` of the run, if the backend has one."""
-        return None
+    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[None]:
+        """Return a context in which ranks may see different numbers of batches."""
+        return contextlib.nullcontext()
+
+
+class Gradients:
+    """Scaling and clipping of gradients, and the tensors that optimizers step.
+
+    Attributes:
+        scaler: scales losses under fp16, and skips steps whose gradients overflowed; None: nothing
+            does.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler | None = None) -> None:
+        self.scaler = scaler
+
+    def stepped(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors that optimizers hold for `parameters` of a prepared model."""
+        return list(parameters)
+
+    def admit(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors that an optimizer steps for `parameters` that are added to it.
+
+        Raises:
+            ConfigError: if they would be trained wrongly.
+        """
+        return self.stepped(parameters)
+
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale gradients to a total norm of at most `max_norm`; return the norm [] before."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clamp each gradient's elements to ±`clip_value`."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+
+class StateIO:
+    """Full state dicts of models and optimizers by parameter name; every rank calls each method."""
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the user's own module; its names are those of a portable state dict."""
+        return own_module(model)
 
     @property
     def sharded(self) -> tuple[str, ...]:
-        """What lies in parts on several processes, in words for people; () for nothing."""
+        """Names of sharded state, for the run header: parameters, gradients, optimizer state."""
         return ()
-
-    @property
-    def weights_on_first(self) -> bool:
-        """Whether models come to `prepare` with weights on the first process alone."""
-        return False
 
     def footprint(
         self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
     ) -> Footprint:
-        """Return the bytes that this process holds once a step is made. Exchanges nothing.
+        """Return the bytes that this rank holds once a step is made. No collectives.
 
         Args:
             models: prepared.
@@ -118,190 +156,20 @@ class Strategy(ABC):
             None if None in states else sum(size or 0 for size in states),
         )
 
-    # -- preparing -------------------------------------------------------------------------
-
-    def validate(self, objects: Objects) -> None:  # noqa: B027 (most take any)
-        """Raise `ConfigError` if the backend cannot take these objects together."""
-
-    def prepare(
-        self,
-        objects: Objects,
-        placement: Objects,
-        prepared: Objects,
-        evaluation: bool = False,
-        slice_fn: Any | None = None,
-    ) -> Objects:
-        """Return `objects` wrapped for training.
-
-        Args:
-            objects: what the caller prepares in one call.
-            placement: of the same lengths; booleans that tell what is moved to the device.
-            prepared: what earlier calls returned.
-            evaluation: whether the models are only evaluated.
-            slice_fn: takes this process's part of a dispatched batch; None: `slice_tensors`.
-        """
-        models = [
-            self.wrap_model(model, place, evaluation)
-            for model, place in zip(objects.models, placement.models, strict=True)
-        ]
-        optimizers = [
-            self.wrap_optimizer(optimizer, place)
-            for optimizer, place in zip(objects.optimizers, placement.optimizers, strict=True)
-        ]
-        known = [*prepared.optimizers, *optimizers]
-        return Objects(
-            models=models,
-            optimizers=optimizers,
-            schedulers=[self.wrap_scheduler(scheduler, known) for scheduler in objects.schedulers],
-            dataloaders=self.wrap_dataloaders(objects, placement, slice_fn),
-        )
-
-    def wrap_model(
-        self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
-    ) -> torch.nn.Module:
-        """Return `model` on the device, in the run's precision and the backend's wrapper."""
-        if place:
-            model = model.to(self.device)
-        self.precision.wrap_forward(model)
-        return self.compile_model(model)
-
-    def compile_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return `model` compiled as the run says, or as it is.
-
-        It comes after the forward pass under autocast and before a container such as DDP, which
-        then still sees each gradient as soon as it is there. Backends that put hooks into the model
-        (`Traits.hooks_inside`) call it after that, and get the same object back.
-        """
-        return compile_model(model, self.plan.dynamo, self.traits.hooks_inside)
-
-    def wrap_optimizer(
-        self, optimizer: torch.optim.Optimizer, place: bool = True
-    ) -> torch.optim.Optimizer:
-        """Return `optimizer` as it steps in this run."""
-        return AcceleratedOptimizer(
-            optimizer, device_placement=place, scaler=self.scaler, admit=self.admit
-        )
-
-    def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Any:
-        """Return `scheduler` following its own optimizer if that is known, else all of them."""
-        inner = getattr(scheduler, "optimizer", None)
-        own = [known for known in optimizers if unwrap_optimizer(known) is inner or known is inner]
-        return AcceleratedScheduler(
-            scheduler,
-            own or list(optimizers),
-            step_with_optimizer=self.plan.step_scheduler_with_optimizer,
-            split_batches=self.plan.dataloader.split_batches,
-            dp_size=self.plan.parallel_dims.dp_size,
-        )
-
-    def follow(
-        self, scheduler: AcceleratedScheduler, optimizers: Sequence[AcceleratedOptimizer]
-    ) -> None:
-        """Let a prepared scheduler follow optimizers that are prepared after it."""
-        scheduler.follow(optimizers)
-
-    def wrap_dataloader(self, loader: Any, place: bool = True, slice_fn: Any | None = None) -> Any:
-        """Return a loader that yields this process's batches, on the device if `place`."""
-        if isinstance(loader, PreparedLoader):
-            return loader
-        dims, config = self.plan.parallel_dims, self.plan.dataloader
-        loader_index, self.num_loaders = self.num_loaders, self.num_loaders + 1
-        return prepare_data_loader(
-            loader,
-            self.device,
-            num_processes=dims.dp_size,
-            process_index=dims.dp_rank,
-            split_batches=config.split_batches,
-            put_on_device=place,
-            rng_types=list(self.plan.rng_types),
-            dispatch_batches=config.dispatch_batches,
-            even_batches=config.even_batches,
-            slice_fn_for_dispatch=slice_fn,
-            use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
-            non_blocking=config.non_blocking,
-            use_stateful_dataloader=config.use_stateful_dataloader,
-            loader_index=loader_index,
-        )
-
-    def wrap_dataloaders(
-        self, objects: Objects, placement: Objects, slice_fn: Any | None = None
-    ) -> list[Any]:
-        """Return the loaders of `objects`, each as `wrap_dataloader` returns it."""
-        return [
-            self.wrap_dataloader(loader, place, slice_fn)
-            for loader, place in zip(objects.dataloaders, placement.dataloaders, strict=True)
-        ]
-
-    def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the user's own module; its names are those of a portable state."""
-        return own_module(model)
-
-    # -- the step --------------------------------------------------------------------------
-
-    def make_scaler(self) -> torch.amp.GradScaler | None:
-        """Return what scales losses under fp16; None in other formats, or if the engine does."""
-        if self.plan.mixed_precision != "fp16" or self.traits.owns_precision:
-            return None
-        return StepScaler(self.plan.device_type, **self.plan.scaler.to_dict())
-
-    backward: Callable[..., None] = staticmethod(torch.Tensor.backward)
-    """Compute gradients of a loss [], already scaled for accumulation and precision."""
-
-    def init_context(self) -> AbstractContextManager[None]:
-        """Context in which models are built: engines that shard may have them built in parts."""
-        return contextlib.nullcontext()
-
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which backward passes through `model` exchange no gradients."""
-        return contextlib.nullcontext()
-
-    def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Return a context whose backward exchanges gradients after forwards under `no_sync`."""
-        return contextlib.nullcontext()
-
-    def join(self, joinables: Sequence[Any], **kwargs: Any) -> AbstractContextManager[None]:
-        """Return a context in which ranks may see different numbers of batches."""
-        return contextlib.nullcontext()
-
-    def stepped_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what optimizers hold for `parameters` of a prepared model."""
-        return list(parameters)
-
-    def admit(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what an optimizer steps for `parameters` that are added to it.
-
-        Raises:
-            ConfigError: if they would be trained wrongly.
-        """
-        return self.stepped_parameters(parameters)
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
-        """Scale gradients to a total norm of at most `max_norm`; return the norm before."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-
-    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clamp each gradient's elements to ±`clip_value`."""
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
-
-    # -- state -----------------------------------------------------------------------------
-
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the whole model's tensors by parameter name (full tensors, no wrapper prefix)."""
-        return self.unwrap_model(model).state_dict()
+        """Return the full tensors of a model by parameter name, without a wrapper's prefix."""
+        return self.unwrap(model).state_dict()
 
     def load_model_state(
         self, model: torch.nn.Module, state: dict[str, torch.Tensor], strict: bool = True
     ) -> None:
-        """Load what `model_state` returned, from any backend and world size."""
-        self.unwrap_model(model).load_state_dict(state, strict=strict)
+        """Load what `model_state` returned, from any strategy and world size."""
+        self.unwrap(model).load_state_dict(state, strict=strict)
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, names: ParameterNames
     ) -> dict[str, Any]:
-        """Return an optimizer's state by parameter name, in whole tensors. Called on every rank.
+        """Return an optimizer's state by parameter name, in full tensors.
 
         Args:
             optimizer: prepared.
@@ -312,41 +180,161 @@ class Strategy(ABC):
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], names: ParameterNames
     ) -> None:
-        """Load what `optimizer_state` returned, from any backend and world size.
+        """Load what `optimizer_state` returned, from any strategy and world size.
 
         Args:
             optimizer: prepared.
-            state: by parameter name, in whole tensors.
+            state: by parameter name, in full tensors.
             names: the names of all prepared models' parameters.
         """
         load_by_name(unwrap_optimizer(optimizer), state, names)
 
-    def save_native(self, model: torch.nn.Module, folder: Path) -> None:
-        """Write model and optimizer in the engine's own format. Called on every rank.
+
+class NativeFormat(Protocol):
+    """The checkpoint format of a foreign engine. Every rank calls each method."""
+
+    def save(self, model: torch.nn.Module, folder: Path) -> None:
+        """Write model and optimizer."""
+
+    def load(self, model: torch.nn.Module, folder: Path) -> None:
+        """Read what `save` wrote, which can run code."""
+
+
+class Strategy(ABC):
+    """One way to distribute a model over processes.
+
+    Args:
+        plan: the resolved configuration of the run.
+        comm: how this process talks to the others.
+        device: where this process computes.
+        precision: the number format of forward and backward passes.
+
+    Attributes:
+        sync: when gradients are synchronized.
+        gradients: how they are scaled and clipped.
+        state: full state dicts, out and in.
+        native: the engine's own checkpoint format; None: it has none.
+    """
+
+    traits: ClassVar[Traits]
+
+    def __init__(
+        self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
+    ) -> None:
+        self.plan = plan
+        self.comm = comm
+        self.device = device
+        self.precision = precision
+        self.sync = Sync()
+        self.gradients = Gradients(None if self.traits.owns_precision else make_scaler(plan))
+        self.state = StateIO()
+        self.native: NativeFormat | None = None
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The `DeviceMesh` of the run, if the strategy has one."""
+        return None
+
+    # -- preparing -------------------------------------------------------------------------
+
+    def prepare(
+        self, objects: Objects, placement: Objects, prepared: Objects, evaluation: bool = False
+    ) -> Objects:
+        """Return the models, optimizers and schedulers of `objects`, wrapped for training.
+
+        Args:
+            objects: what the caller prepares in one call; its loaders are prepared already.
+            placement: of the same lengths; booleans: whether an object is moved to the device.
+            prepared: what earlier calls returned.
+            evaluation: whether the models are only evaluated.
 
         Raises:
-            CheckpointError: if it has none.
+            ConfigError: if the strategy cannot take these objects together.
         """
-        self._refuse_native("save_native", "Call save_state.")
+        models = [
+            self.wrap_model(model, place, evaluation)
+            for model, place in zip(objects.models, placement.models, strict=True)
+        ]
+        optimizers = [
+            self.wrap_optimizer(optimizer, place)
+            for optimizer, place in zip(objects.optimizers, placement.optimizers, strict=True)
+        ]
+        for scheduler in prepared.schedulers:
+            scheduler.follow(optimizers)
+        known = [*prepared.optimizers, *optimizers]
+        schedulers = [wrap_scheduler(entry, known, self.plan) for entry in objects.schedulers]
+        return Objects(models, optimizers, schedulers, objects.dataloaders)
 
-    def load_native(self, model: torch.nn.Module, folder: Path) -> None:
-        """Read what `save_native` wrote, which can run code. Called on every rank.
+    def wrap_model(
+        self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
+    ) -> torch.nn.Module:
+        """Return `model` on the device, in the run's precision and the strategy's wrapper."""
+        if place:
+            model = model.to(self.device)
+        self.precision.wrap_forward(model)
+        # After autocast and before a container such as DDP, which then still sees each gradient
+        # as soon as it is there.
+        return compile_model(model, self.plan.dynamo, self.traits.hooks_inside)
 
-        Raises:
-            CheckpointError: if the engine has no format of its own.
+    def wrap_optimizer(
+        self, optimizer: torch.optim.Optimizer, place: bool = True
+    ) -> torch.optim.Optimizer:
+        """Return `optimizer` as it steps in this run."""
+        gradients = self.gradients
+        return AcceleratedOptimizer(
+            optimizer, device_placement=place, scaler=gradients.scaler, admit=gradients.admit
+        )
+
+    def init_context(self) -> AbstractContextManager[None]:
+        """Return the context in which models are built: sharded, or without memory, if need be."""
+        return contextlib.nullcontext()
+
+    # -- the step --------------------------------------------------------------------------
+
+    def forward_backward(
+        self,
+        model: torch.nn.Module,
+        micro_batches: Sequence[Batch],
+        loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor],
+        accumulation: Accumulation,
+    ) -> list[torch.Tensor]:
+        """Compute the gradients of a window of micro-batches; it ends with the last one.
+
+        Args:
+            model: prepared.
+            micro_batches: nested data on the host or the device; moved to it one at a time.
+            loss_fn: from `model` and a micro-batch on the device to its loss [].
+            accumulation: of the run.
+
+        Returns:
+            The losses [] of the micro-batches, detached, as `loss_fn` returned them.
         """
-        self._refuse_native("load_native", "Call load_state.")
+        losses = []
+        last = len(micro_batches) - 1
+        for index, micro_batch in enumerate(micro_batches):
+            with accumulation.accumulate(model, sync_gradients=index == last):
+                loss = loss_fn(model, self._place(micro_batch))
+                accumulation.backward(loss)
+                losses.append(loss.detach())
+        return losses
 
-    def _refuse_native(self, what: str, remedy: str) -> None:
-        name = self.traits.name
-        problem = Problem(f"{what} under {name}", "it has no format of its own", remedy)
-        raise CheckpointError(problem)
+    def _place(self, batch: Batch) -> Batch:
+        if not self.plan.device_placement:
+            return batch
+        placed: Batch = send_to_device(batch, self.device, self.plan.dataloader.non_blocking)
+        return placed
 
-    @contextlib.contextmanager
-    def portable(self) -> Iterator[None]:
-        """Context in which `model_state` may be called on every rank (gathers where it must)."""
-        yield
+    # Bound once: at every step.
+    backward: Callable[..., None] = staticmethod(torch.Tensor.backward)
+    """Compute gradients of a loss [], already scaled for accumulation and precision."""
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Drop references to wrapped objects, draining what is under way first."""
         self.comm.flush()
+
+
+def make_scaler(plan: Plan) -> StepScaler | None:
+    """Return the gradient scaler of fp16; None in other formats."""
+    if plan.mixed_precision != "fp16":
+        return None
+    return StepScaler(plan.device_type, **plan.scaler.to_dict())

@@ -13,7 +13,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -28,7 +28,7 @@ from accel.enums import DDPCommunicationHookType as Hook
 from accel.errors import ConfigError, Problem, nearest
 from accel.optimizer import unwrap_optimizer
 from accel.prepared import Objects
-from accel.strategies.base import Strategy, Traits
+from accel.strategies.base import Gradients, Strategy, Sync, Traits
 from accel.strategies.ddp_reducer import (
     FollowTrainable,
     RefuseUnfrozen,
@@ -36,6 +36,11 @@ from accel.strategies.ddp_reducer import (
     WarnOfBypassed,
     unreduced,
 )
+
+if TYPE_CHECKING:
+    from accel.comm.base import Communicator
+    from accel.planning.plan import Plan
+    from accel.precision.base import Precision
 
 
 def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,89 +82,20 @@ _NUMBERS = itertools.count()  # of strategies
 HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 
-@final
-class DDPStrategy(Strategy):
-    """Gradients are averaged over processes while they are computed."""
+class DDPSync(Sync):
+    """Gradients are reduced where a window of micro-batches ends; ranks may run out of batches."""
 
-    traits = Traits(name="ddp", joins_uneven=True)
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._number = next(_NUMBERS)
-        # Models that no reducer knows: they are only evaluated, or had nothing to train.
-        self._unreduced: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self.comm.before_exit(_detach_all)
-
-    def validate(self, objects: Objects) -> None:
-        """Raise `ConfigError` if the arguments of the communication hook do not fit it."""
-        super().validate(objects)
-        if objects.models:
-            ConfigError.raise_if(_hook_problems(self.plan.ddp))
-
-    def wrap_model(
-        self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
-    ) -> torch.nn.Module:
-        """Return `model` in DDP, unless it is one already, or has nothing to train."""
-        if isinstance(model, DistributedDataParallel):
-            _follow(model)
-            return model
-        model = super().wrap_model(model, place, evaluation)
-        if evaluation or not any(parameter.requires_grad for parameter in model.parameters()):
-            self._unreduced.add(model)
-            if not evaluation:
-                model.register_forward_pre_hook(RefuseUnfrozen(model))
-            return model
-        handler = self.plan.ddp
-        arguments = {k: v for k, v in handler.to_kwargs().items() if k not in HOOK_FIELDS}
-        wrapped = DistributedDataParallel(model, device_ids=self._device_ids(model), **arguments)
-        register_hook(wrapped, handler)
-        _follow(wrapped, self._number)
-        return wrapped
-
-    def wrap_optimizer(
-        self, optimizer: torch.optim.Optimizer, place: bool = True
-    ) -> torch.optim.Optimizer:
-        """Return `optimizer`, which refuses, or tells of, gradients that are not averaged."""
-        own = unwrap_optimizer(optimizer)
-        own.register_step_pre_hook(RefuseUnreduced(self._unreduced_ids))
-        own.register_step_pre_hook(WarnOfBypassed(_FOLLOWERS))
-        return super().wrap_optimizer(optimizer, place)
-
-    def _unreduced_ids(self) -> set[int]:
-        """Return the ids of the parameters of prepared models whose gradients nobody averages."""
-        if not self._unreduced:
-            return set()
-        reduced = {id(p) for model in _FOLLOWERS for p in model.parameters()}
-        return {id(p) for model in self._unreduced for p in model.parameters()} - reduced
-
-    def admit(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return parameters that are added to an optimizer.
-
-        Raises:
-            ConfigError: if no model in DDP holds them.
-        """
-        entries = list(parameters)
-        reduced = {id(p) for model in _FOLLOWERS for p in model.parameters()}
-        own = [p for p in entries if id(p) not in reduced and not hasattr(p, "_ddp_ignored")]
-        if own:
-            raise ConfigError(unreduced(f"add_param_group: {len(own)} parameters"))
-        return entries
-
-    def _device_ids(self, model: torch.nn.Module) -> list[torch.device] | None:
-        """Return the one accelerator that the model lies on, or None (CPU, or several)."""
-        devices = {parameter.device for parameter in model.parameters()}
-        single = devices.pop() if len(devices) == 1 else None
-        return None if single is None or single.type == "cpu" else [single]
+    joins_uneven = True
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which backward passes through `model` exchange no gradients."""
+        """Return a context in which backward passes through `model` reduce no gradients."""
         if isinstance(model, DistributedDataParallel) and _knows_its_graph(model):
             return model.no_sync()
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def trigger_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """Exchange gradients in the next backward, though the forward ran under `no_sync`.
+    def trigger(self, model: torch.nn.Module) -> Iterator[None]:
+        """Reduce gradients in the next backward, though the forward ran under `no_sync`.
 
         Raises:
             ConfigError: with `find_unused_parameters`, which needs the outputs of the forward.
@@ -179,15 +115,15 @@ class DDPStrategy(Strategy):
         _FOLLOWERS[model].check(model)
         before = model.require_backward_grad_sync
         model.require_backward_grad_sync = True
-        # What a forward outside of no_sync does: the reducer waits for every parameter's gradient.
+        # As a forward outside of no_sync: the reducer waits for every parameter's gradient.
         model.reducer.prepare_for_backward([])
         try:
             yield
         finally:
             model.require_backward_grad_sync = before
 
-    def join(self, joinables: Sequence[Any], **kwargs: Any) -> AbstractContextManager[Any]:
-        """Return a context in which processes that run out of batches shadow the others.
+    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Return a context in which ranks that run out of batches shadow the others.
 
         Raises:
             ConfigError: if there is nothing to join, or something that cannot be joined.
@@ -196,14 +132,108 @@ class DDPStrategy(Strategy):
         """
         own: list[Any] = [unwrap_optimizer(joinable) for joinable in joinables]
         ConfigError.raise_if(_join_problems(own))
-        return Join(own, **kwargs)
+        return Join(own)
 
-    def release(self) -> None:
+
+class DDPGradients(Gradients):
+    """Gradients are those of parameters that a reducer knows."""
+
+    def admit(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return parameters that are added to an optimizer.
+
+        Raises:
+            ConfigError: if no model in DDP holds them.
+        """
+        entries = list(parameters)
+        reduced = _reduced_ids()
+        own = [p for p in entries if id(p) not in reduced and not hasattr(p, "_ddp_ignored")]
+        if own:
+            raise ConfigError(unreduced(f"add_param_group: {len(own)} parameters"))
+        return entries
+
+
+@final
+class DDPStrategy(Strategy):
+    """Each rank holds the full model; gradients are averaged while they are computed."""
+
+    traits = Traits(name="ddp")
+
+    def __init__(
+        self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
+    ) -> None:
+        super().__init__(plan, comm, device, precision)
+        self.sync = DDPSync()
+        self.gradients = DDPGradients(self.gradients.scaler)
+        self._number = next(_NUMBERS)
+        # Models that no reducer knows: they are only evaluated, or had nothing to train.
+        self._unreduced: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        comm.before_exit(_detach_all)
+
+    def prepare(
+        self, objects: Objects, placement: Objects, prepared: Objects, evaluation: bool = False
+    ) -> Objects:
+        """Return the objects of one call wrapped for training.
+
+        Raises:
+            ConfigError: if the arguments of the communication hook do not fit it.
+        """
+        if objects.models:
+            ConfigError.raise_if(_hook_problems(self.plan.ddp))
+        return super().prepare(objects, placement, prepared, evaluation)
+
+    def wrap_model(
+        self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
+    ) -> torch.nn.Module:
+        """Return `model` in DDP, unless it is one already, or has nothing to train."""
+        if isinstance(model, DistributedDataParallel):
+            _follow(model)
+            return model
+        model = super().wrap_model(model, place, evaluation)
+        if evaluation or not any(parameter.requires_grad for parameter in model.parameters()):
+            self._unreduced.add(model)
+            if not evaluation:
+                model.register_forward_pre_hook(RefuseUnfrozen(model))
+            return model
+        handler = self.plan.ddp
+        arguments = {k: v for k, v in handler.to_kwargs().items() if k not in HOOK_FIELDS}
+        wrapped = DistributedDataParallel(model, device_ids=_device_ids(model), **arguments)
+        register_hook(wrapped, handler)
+        _follow(wrapped, self._number)
+        return wrapped
+
+    def wrap_optimizer(
+        self, optimizer: torch.optim.Optimizer, place: bool = True
+    ) -> torch.optim.Optimizer:
+        """Return `optimizer`, which refuses, or warns of, gradients that are not averaged."""
+        own = unwrap_optimizer(optimizer)
+        own.register_step_pre_hook(RefuseUnreduced(self._unreduced_ids))
+        own.register_step_pre_hook(WarnOfBypassed(_FOLLOWERS))
+        return super().wrap_optimizer(optimizer, place)
+
+    def _unreduced_ids(self) -> set[int]:
+        """Return the ids of the parameters of prepared models whose gradients nobody averages."""
+        if not self._unreduced:
+            return set()
+        return {id(p) for model in self._unreduced for p in model.parameters()} - _reduced_ids()
+
+    def close(self) -> None:
         """Take the reducers from the models, so that no thread of theirs outlives the group."""
-        super().release()
+        super().close()
         for model, owner in _wrapped_here():
             if owner == self._number:
                 _detach(model)
+
+
+def _reduced_ids() -> set[int]:
+    """Return the ids of the parameters whose gradients a reducer averages."""
+    return {id(p) for model in _FOLLOWERS for p in model.parameters()}
+
+
+def _device_ids(model: torch.nn.Module) -> list[torch.device] | None:
+    """Return the one accelerator that the model lies on, or None (CPU, or several)."""
+    devices = {parameter.device for parameter in model.parameters()}
+    single = devices.pop() if len(devices) == 1 else None
+    return None if single is None or single.type == "cpu" else [single]
 
 
 def _follow(model: DistributedDataParallel, owner: int | None = None) -> None:

@@ -67,7 +67,7 @@ def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Ac
         dynamo_plugin=recipe.compile,
     )
     # Loader 0 is the run's own: one that an objective prepares draws other permutations.
-    accelerator.strategy.num_loaders = 1
+    accelerator.preparation.reserve_loader()
     return accelerator
 
 

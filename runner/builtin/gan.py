@@ -193,7 +193,7 @@ class GANStep(Step):
             trainer,
             model,
             optimizer,
-            lambda batch: losses(accelerator, batch[0]),
+            lambda _, batch: losses(accelerator, batch[0]),
         )
         return values.pop("loss"), {f"{name}_{key}": value for key, value in values.items()}
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, SequentialSampler
 
 from accel.data.batch_layout import batch_length, num_samples
-from accel.data.prepare import prepare_data_loader
+from accel.data.prepare import prepare_data_loader, prepare_for
 from accel.data.samplers import mix_seeds
 from accel.errors import ConfigError, Problem
 from runner.config.batch_plan import BatchPlan, limited, plan_batches
@@ -23,7 +23,7 @@ from runner.data.datasets import (
     make_loader,
     make_order,
 )
-from runner.data.micro_batch import MicroBatch, Window
+from runner.data.micro_batch import MicroBatch, OnDevice, Window
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -81,9 +81,8 @@ class TrainBatches:
         loader = make_loader(
             self._dataset, config, accelerator.device.type, data.collate_fn, **arguments
         )
-        self.loader = accelerator.strategy.wrap_dataloader(
-            loader, place=recipe.trainer.device_placement
-        )
+        # Micro-batches move to the device one at a time.
+        self.loader = prepare_for(accelerator.plan, loader, loader_index=0, put_on_device=False)
 
     def _make_sampler(self, dataset: Any, batch_size: int) -> WindowSampler:
         plan = self.plan
@@ -125,7 +124,7 @@ class TrainBatches:
                 real = min(window, total - start)
                 rounds = -(-real // self.plan.round_size)
                 fetched = itertools.islice(batches, rounds)
-                yield Window([self._micro(b, real, j) for j, b in enumerate(fetched)], real)
+                yield self._window([self._micro(b, real, j) for j, b in enumerate(fetched)], real)
             next(batches, None)  # lets the loader end its pass
         finally:
             batches.close()
@@ -142,7 +141,13 @@ class TrainBatches:
         """Return a mask [size] of which the first `real` are true; None if all are."""
         if real >= size:
             return None
-        return torch.arange(size, device=self.accelerator.device) < real
+        return torch.arange(size) < real
+
+    def _window(self, micro_batches: list[MicroBatch], num_samples: int) -> Window:
+        if not self.recipe.trainer.device_placement:
+            return Window(micro_batches, num_samples)
+        device, non_blocking = self.accelerator.device, self.recipe.dataloader.non_blocking
+        return Window(OnDevice(micro_batches, device, non_blocking), num_samples)
 
     # -- streams -------------------------------------------------------------------------------
 
@@ -175,7 +180,7 @@ class TrainBatches:
         while fetched := list(itertools.islice(micros, plan.accumulation)):
             samples = sum(real for _, real in fetched)
             if samples == plan.global_batch or not drop_last:
-                yield Window([micro for micro, _ in fetched], samples)
+                yield self._window([micro for micro, _ in fetched], samples)
 
     def _stream_micros(self, batches: Iterator[Any]) -> Iterator[tuple[MicroBatch, int]]:
         """Yield this process's micro-batches, each with the real samples on all processes."""

@@ -144,10 +144,8 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     ):
         # The same on all ranks: each builds the same weights.
         set_seed(recipe.seed, deterministic=recipe.deterministic)
-        once = meta_init.drawn_once(recipe, accelerator)
-        strategy = accelerator.strategy
-        context = meta_init.on_first_process(accelerator) if once else strategy.init_context()
-        parts = build_parts(recipe, context)
+        meta_init.check(recipe)
+        parts = build_parts(recipe, accelerator.strategy.init_context())
         loop = Loop(
             recipe,
             job.run_dir,

@@ -250,7 +250,7 @@ class Saver:
             self.best = None
             return self._state.step
         for index, model in enumerate(self._accelerator._models):
-            strategy.load_model_state(model, read_model(path, index))
+            strategy.state.load_model_state(model, read_model(path, index))
         return self.best.step
 
     def _is_whole(self, path: Path) -> bool:

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel.errors import ConfigError, Problem
-from accel.ops import send_to_device
 from accel.optimizer import unwrap_optimizer
 from accel.rng import preserved, set_seed
 from runner.data import user_code
-from runner.data.micro_batch import MicroBatch, Window
+from runner.data.micro_batch import MicroBatch, OnDevice, Window
 from runner.training.evaluation import evaluation_mode
 
 if TYPE_CHECKING:
@@ -135,11 +134,15 @@ def _gradients(
     accelerator.step = 0
     set_seed(seed)
     seen: list[list[torch.Tensor]] = []
-    micro = [MicroBatch(send_to_device(batch, accelerator.device)) for batch in batches]
+    micro = [MicroBatch(batch) for batch in batches]
     with contextlib.ExitStack() as stack:
         for optimizer in loop.step.optimizers.values():
             stack.enter_context(_recorded(unwrap_optimizer(optimizer), seen))
-        loop.step.train(accelerator, Window(micro, num_samples), loop.recipe.trainer)
+        loop.step.train(
+            accelerator,
+            Window(OnDevice(micro, accelerator.device), num_samples),
+            loop.recipe.trainer,
+        )
     for model in loop.step.models.values():
         model.zero_grad(set_to_none=True)
     return seen

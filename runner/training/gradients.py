@@ -12,7 +12,7 @@ from accel.loss_normalization import global_weight, normalize_loss
 if TYPE_CHECKING:
     from accel import Accelerator
     from runner.config.schema import Trainer
-    from runner.data.micro_batch import Window
+    from runner.data.micro_batch import MicroBatch, Window
 
 
 def optimizer_step(
@@ -21,7 +21,7 @@ def optimizer_step(
     trainer: Trainer,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    losses: Callable[[Any], torch.Tensor],
+    losses: Callable[[torch.nn.Module, Any], torch.Tensor],
     weights: Callable[[Any], torch.Tensor | None] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Accumulate the gradients of a window, clip them and make one step of one optimizer.
@@ -38,7 +38,8 @@ def optimizer_step(
         trainer: of the recipe; says how gradients are clipped.
         model: prepared; the one that is trained.
         optimizer: prepared; its parameters are the model's.
-        losses: from a batch to the loss of each sample, summed over what it consists of: [B].
+        losses: from `model` and a batch to the loss of each sample, summed over what it consists
+            of: [B].
         weights: from a batch to the weight of each sample, for instance its number of tokens: [B];
             or to None: each sample weighs 1, as without `weights`.
 
@@ -51,7 +52,7 @@ def optimizer_step(
         >>> class Classify(Step):
         ...     def train(self, accelerator, window, trainer):
         ...         model, optimizer = self.models["model"], self.optimizers["optimizer"]
-        ...         def losses(batch):
+        ...         def losses(model, batch):
         ...             return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
         ...         return optimizer_step(accelerator, window, trainer, model, optimizer, losses)
     """
@@ -59,18 +60,17 @@ def optimizer_step(
     dims = accelerator.parallel_dims
     scale = {"grad_size": dims.grad_size, "num_steps": accelerator.gradient_accumulation_steps}
     totals: list[torch.Tensor] = []
-    values: dict[str, torch.Tensor] = {}
-    last = len(window.micro_batches) - 1
-    for index, micro_batch in enumerate(window.micro_batches):
-        with accelerator.accumulate(model, sync_gradients=index == last):
-            total = keep_valid(losses(micro_batch.batch), micro_batch.valid).sum()
-            accelerator.backward(normalize_loss(total, weight, **scale))
-            totals.append(total.detach())
-            if index == last:
-                values = clip_gradients(accelerator, model, trainer)
-                optimizer.step()
-                optimizer.zero_grad()
-    total = totals[0] if last == 0 else torch.stack(totals).sum()
+
+    def normalized(model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
+        total = keep_valid(losses(model, micro_batch.batch), micro_batch.valid).sum()
+        totals.append(total.detach())
+        return normalize_loss(total, weight, **scale)
+
+    accelerator.forward_backward(model, window.on_host, normalized)
+    values = clip_gradients(accelerator, model, trainer)
+    optimizer.step()
+    optimizer.zero_grad()
+    total = totals[0] if len(totals) == 1 else torch.stack(totals).sum()
     return {"loss": total / weight / dims.num_copies, **values}
 
 
@@ -79,11 +79,12 @@ def _weight_of(
 ) -> torch.Tensor | int:
     """Return the weight of the window over all processes, never zero."""
     sums: list[torch.Tensor | int] = []
-    for micro_batch in window.micro_batches:
+    for micro_batch in window.on_host:
         of_samples = None if weights is None else weights(micro_batch.batch)
         if of_samples is None:
             return window.num_samples
-        sums.append(keep_valid(of_samples, micro_batch.valid).sum())
+        total = keep_valid(of_samples, micro_batch.valid).sum()
+        sums.append(total.to(accelerator.device, non_blocking=True))
     weight = global_weight(sums, accelerator.comm)
     if not isinstance(weight, torch.Tensor):
         return weight

@@ -124,7 +124,7 @@ class SupervisedStep(Step):
         """
         model, objective = self.models["model"], self.objective
 
-        def losses(batch: Any) -> torch.Tensor:
+        def losses(model: torch.nn.Module, batch: Any) -> torch.Tensor:
             return return_checks.losses(objective, objective.losses(model, batch))
 
         def weights(batch: Any) -> torch.Tensor | None:

@@ -88,8 +88,8 @@ def engine_line(accelerator: Accelerator) -> str:
     axes = _axes(accelerator)
     if axes:
         parts.append("mesh " + " × ".join(f"{name} {size}" for name, size in axes.items()))
-    if strategy.sharded:
-        parts.append("in shards: " + ", ".join(strategy.sharded))
+    if strategy.state.sharded:
+        parts.append("in shards: " + ", ".join(strategy.state.sharded))
     elif accelerator.num_processes > 1:
         parts.append("the whole model on each process")
     if accelerator.plan.dynamo.backend != "no":
@@ -108,7 +108,7 @@ def _axes(accelerator: Accelerator) -> dict[str, int]:
 def memory_line(loop: Run) -> str:
     """Return e.g. "parameters 2.6 MB · gradients 2.6 MB · optimizer state 5.3 MB"."""
     step = loop.step
-    held = loop.accelerator.strategy.footprint(step.models.values(), step.optimizers.values())
+    held = loop.accelerator.strategy.state.footprint(step.models.values(), step.optimizers.values())
     state = held.optimizer_state
     return " · ".join(
         (

@@ -356,7 +356,7 @@ def test_unwrapping_stops_at_the_users_own_module() -> None:
     assert accelerator.unwrap_model(compiled) is compiled
     assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is inner
     assert accelerator.unwrap_model(torch.compile(torch.nn.DataParallel(inner))) is inner
-    assert accelerator.strategy.unwrap_model(compiled) is inner
+    assert accelerator.strategy.state.unwrap(compiled) is inner
 
 
 def test_a_run_after_the_end_starts_from_its_own_arguments() -> None:

@@ -7,43 +7,47 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
-import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, final
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from accel import env
-from accel.checkpoint.optimizer_state import ParameterNames
 from accel.config.deepspeed import DeepSpeedPlugin, watch
-from accel.errors import ConfigError, Problem, StateError
-from accel.memory_estimate import Footprint
+from accel.errors import ConfigError, Problem
 from accel.optimizer import AcceleratedOptimizer
 from accel.precision.base import COMPUTE_DTYPES
 from accel.prepared import Objects
-from accel.scheduler import AcceleratedScheduler
+from accel.scheduler import AcceleratedScheduler, wrap_scheduler
 from accel.strategies.base import Strategy, Traits
+from accel.strategies.compile import compile_model
 from accel.strategies.deepcopies import WHOLE_AVERAGE, refuse_copies
 from accel.strategies.deepspeed import (
     checks,
-    loss_scale,
     options,
     package,
     shards,
     transformers_flag,
-    universal,
 )
-from accel.strategies.deepspeed.disk import Disk
+from accel.strategies.deepspeed.capabilities import (
+    DeepSpeedGradients,
+    DeepSpeedSync,
+    Trained,
+    UniversalCheckpoint,
+    ZeroState,
+)
 from accel.strategies.deepspeed.dummies import DummyScheduler
 from accel.strategies.deepspeed.initialize import cast_forward, start
 from accel.strategies.deepspeed.partitioned_init import RefusesLostValues
 from accel.strategies.deepspeed.settings import MICRO_BATCH, Settings
 from accel.strategies.deepspeed.transformers_flag import Recognition
 from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, DeepSpeedScheduler
+
+if TYPE_CHECKING:
+    from accel.comm.base import Communicator
+    from accel.planning.plan import Plan
+    from accel.precision.base import Precision
 
 # What trains or evaluates each engine of this process, as long as both live.
 _OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[DeepSpeedStrategy]] = (
@@ -63,16 +67,21 @@ class DeepSpeedStrategy(Strategy):
         hooks_inside=True,
     )
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
+    ) -> None:
+        super().__init__(plan, comm, device, precision)
         ConfigError.raise_if(options.ignored(self.plan))
         for plugin in (self.plan.engines.deepspeed or {}).values():
             plugin.settle()
+        self._trained = Trained(plan)
         self.package = package.load(self.device)
+        self.sync: DeepSpeedSync = DeepSpeedSync()
+        self.gradients = DeepSpeedGradients(self._trained)
+        self.state = ZeroState(self._trained, comm, self.package)
+        self.native = UniversalCheckpoint(self._trained, comm)
         self.comm.before_exit(self._let_go)
-        self._trained: weakref.ref[DeepSpeedOptimizer] | None = None
         self._lacks_loaders = False  # whether the engine was built before any loader
-        self._holds = 0  # contexts of `no_sync` around the current code
         self._recognition: Recognition | None = None
         self._announce(self.plugin)
         watch(self._announce)
@@ -80,10 +89,7 @@ class DeepSpeedStrategy(Strategy):
     @property
     def plugin(self) -> DeepSpeedPlugin:
         """The active plugin."""
-        plugin = self.plan.engines.deepspeed_plugin
-        if plugin is None:
-            raise StateError("No plugin of DeepSpeed is selected. Select one by its name.")
-        return plugin
+        return self._trained.plugin
 
     def _announce(self, changed: DeepSpeedPlugin) -> None:
         """Let transformers build models in shards if the active plugin has them sharded."""
@@ -103,48 +109,7 @@ class DeepSpeedStrategy(Strategy):
             self._recognition.withdraw()
             self._recognition = None
 
-    @property
-    def sharded(self) -> tuple[str, ...]:
-        """What lies in parts on several processes, in words for people."""
-        kinds = ("optimizer state", "gradients", "parameters")
-        return kinds[: self.plugin.stage] if self.plan.world_size > 1 else ()
-
-    def footprint(
-        self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
-    ) -> Footprint:
-        """Return the bytes that this process holds once a step is made. Exchanges nothing.
-
-        Args:
-            models: prepared.
-            optimizers: prepared.
-        """
-        held = [parameter for model in models for parameter in model.parameters()]
-        return shards.footprint(held, [o for o in optimizers if isinstance(o, DeepSpeedOptimizer)])
-
     # -- preparing -------------------------------------------------------------------------
-
-    def validate(self, objects: Objects) -> None:
-        """Raise `ConfigError` if DeepSpeed cannot take these objects together."""
-        problems = []
-        if len(objects.models) > 1:
-            problems.append(checks.two_models(f"{len(objects.models)} models in one call"))
-        if len(objects.optimizers) > 1:
-            problems.append(
-                Problem(
-                    f"prepare: {len(objects.optimizers)} optimizers under DeepSpeed",
-                    "an engine steps one",
-                    "Put the parameters into groups of one optimizer.",
-                )
-            )
-        if objects.optimizers and not objects.models:
-            problems.append(
-                Problem(
-                    "prepare: an optimizer without its model under DeepSpeed",
-                    "the engine takes both at once",
-                    "Prepare them in one call: prepare(model, optimizer, …).",
-                )
-            )
-        ConfigError.raise_if(problems)
 
     def prepare(
         self,
@@ -152,17 +117,21 @@ class DeepSpeedStrategy(Strategy):
         placement: Objects,
         prepared: Objects,
         evaluation: bool = False,
-        slice_fn: Any | None = None,
     ) -> Objects:
-        """Return `objects`, model and optimizer as an engine of DeepSpeed."""
-        loaders = self.wrap_dataloaders(objects, placement, slice_fn)
+        """Return `objects`, model and optimizer as an engine of DeepSpeed.
+
+        Raises:
+            ConfigError: if DeepSpeed cannot take these objects together.
+        """
+        ConfigError.raise_if(_problems(objects))
+        loaders = objects.dataloaders
         done = Objects(dataloaders=loaders)
         if not objects.models:
             self._follow_loaders(loaders)
             for optimizer, scheduler in itertools.product(prepared.optimizers, objects.schedulers):
                 optimizer.follow(scheduler)
             done.schedulers = [
-                self.wrap_scheduler(s, prepared.optimizers) for s in objects.schedulers
+                wrap_scheduler(s, prepared.optimizers, self.plan) for s in objects.schedulers
             ]
             return done
         (model,), (place,) = objects.models, placement.models
@@ -177,6 +146,8 @@ class DeepSpeedStrategy(Strategy):
             checks.check_kind(settings, optimizer)
         checks.check_leaves(settings, model, self.package)
         self._build(model, optimizer, objects.schedulers, settings, done)
+        for scheduler in prepared.schedulers:
+            self._follow(scheduler, done.optimizers)
         return done
 
     def _settings(self, objects: Objects, loaders: Sequence[Any]) -> Settings:
@@ -200,7 +171,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _follow_loaders(self, loaders: Sequence[Any]) -> None:
         """Let an engine that was built before any loader take the batch size of the first ones."""
-        optimizer, sizes = self._optimizer(), self._batch_sizes(loaders)
+        optimizer, sizes = self._trained.optimizer(), self._batch_sizes(loaders)
         if optimizer is None or not self._lacks_loaders or not sizes:
             return
         settings = Settings(optimizer.engine.accel_plugin, self.plan)
@@ -231,7 +202,7 @@ class DeepSpeedStrategy(Strategy):
         if self.precision.name in COMPUTE_DTYPES:
             dtype = COMPUTE_DTYPES[self.precision.name]
             cast_forward(model.to(dtype), dtype, settings.autocast(self.precision))
-        done.models = [self.compile_model(model)]
+        done.models = [self._compile(model)]
         return done
 
     def _check_second(self, optimizer: torch.optim.Optimizer | None, prepared: Objects) -> None:
@@ -262,7 +233,7 @@ class DeepSpeedStrategy(Strategy):
         if self.precision.name in COMPUTE_DTYPES and not engine.torch_autocast_enabled():
             dtype = COMPUTE_DTYPES[self.precision.name]
             cast_forward(engine.module, dtype, settings.autocast(self.precision))
-        self.compile_model(engine.module)
+        self._compile(engine.module)
         if settings.stage == 3:
             refuse_copies(engine.modules(), "ZeRO-3", WHOLE_AVERAGE)
         done.models = [engine]
@@ -271,7 +242,7 @@ class DeepSpeedStrategy(Strategy):
         shards.undo_first_step(engine)
         shards.share_weights(engine)
         wrapped = DeepSpeedOptimizer(engine, groups, optimizer)
-        self._trained = weakref.ref(wrapped)
+        self._trained.set(wrapped)
         decided = settings.batch_sizes or MICRO_BATCH in self.plugin.decided
         self._lacks_loaders = not decided
         done.optimizers = [wrapped]
@@ -280,16 +251,19 @@ class DeepSpeedStrategy(Strategy):
                 done.schedulers.append(DeepSpeedScheduler(engine.lr_scheduler, wrapped))
             else:
                 wrapped.follow(scheduler)
-                done.schedulers.append(self.wrap_scheduler(scheduler, [wrapped]))
+                done.schedulers.append(wrap_scheduler(scheduler, [wrapped], self.plan))
 
-    def follow(
+    def _compile(self, model: torch.nn.Module) -> torch.nn.Module:
+        return compile_model(model, self.plan.dynamo, self.traits.hooks_inside)
+
+    def _follow(
         self, scheduler: AcceleratedScheduler, optimizers: Sequence[AcceleratedOptimizer]
     ) -> None:
         """Let a prepared scheduler steer the engine's optimizer, which is prepared after it."""
         for optimizer in optimizers:
             if isinstance(optimizer, DeepSpeedOptimizer):
                 optimizer.follow(scheduler.scheduler)
-        super().follow(scheduler, optimizers)
+        scheduler.follow(optimizers)
 
     @contextlib.contextmanager
     def init_context(self) -> Iterator[None]:
@@ -321,17 +295,6 @@ class DeepSpeedStrategy(Strategy):
 
     # -- the step --------------------------------------------------------------------------
 
-    def _optimizer(self) -> DeepSpeedOptimizer | None:
-        return None if self._trained is None else self._trained()
-
-    def _require_optimizer(self, what: str) -> DeepSpeedOptimizer:
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise StateError(
-                f"{what}: DeepSpeed trains no model yet. Prepare it, and its optimizer."
-            )
-        return optimizer
-
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Let the engine compute gradients; it divides by the micro-batches of a step.
 
@@ -343,157 +306,54 @@ class DeepSpeedStrategy(Strategy):
             ConfigError: for another keyword; for what the stage of ZeRO would compute wrongly.
             StateError: if no model is trained yet.
         """
-        optimizer = self._require_optimizer("backward")
+        optimizer = self._trained.require_optimizer("backward")
         ConfigError.raise_if(checks.backward_problems(optimizer, kwargs))
         state, engine = optimizer.gradient_state, optimizer.engine
-        ends = state.sync_gradients and not self._holds
+        ends = state.sync_gradients and not self.sync.holds
         engine.set_gradient_accumulation_boundary(ends)
         engine.backward(loss / state.num_steps, scale_wrt_gas=False, **kwargs)
         optimizer.window_ended = ends
 
-    @contextlib.contextmanager
-    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """Let backward passes in the context not end a window of micro-batches."""
-        self._holds += 1
-        try:
-            yield
-        finally:
-            self._holds -= 1
-
-    @contextlib.contextmanager
-    def trigger_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """Let the next backward end a window of micro-batches, whatever is around it."""
-        before, self._holds = self._holds, 0
-        try:
-            yield
-        finally:
-            self._holds = before
-
-    def join(self, joinables: Sequence[Any], **kwargs: Any) -> AbstractContextManager[None]:
-        """Return a context that does nothing: processes need as many batches each."""
-        warnings.warn(
-            "join_uneven_inputs: DeepSpeed needs the same number of batches on every process.",
-            stacklevel=4,
-        )
-        return contextlib.nullcontext()
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
-        """Let the next step clip gradients to `max_norm`; return the norm [] before.
-
-        Raises:
-            ConfigError: if the configuration clips to another norm and `max_norm` is finite, for
-                another kind of norm, and for a part of the parameters.
-        """
-        optimizer = self._require_optimizer("clip_grad_norm_")
-        ConfigError.raise_if(
-            checks.clip_problems(self.plugin, optimizer, list(parameters), max_norm, norm_type)
-        )
-        if not optimizer.gradient_state.sync_gradients:  # they are not complete, nor averaged
-            return torch.tensor(float(optimizer.engine.get_global_grad_norm() or 0.0))
-        if max_norm != math.inf:  # the norm alone is asked for: the configuration's stays
-            optimizer.clip_next_step(max_norm)
-        return optimizer.gradient_norm()
-
-    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Refuse: gradients are the engine's, which clips by their norm.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            Problem(
-                f"clip_grad_value_({clip_value}) under DeepSpeed",
-                "its engine clips gradients by their norm alone",
-                "Call clip_grad_norm_, or give DeepSpeedPlugin(gradient_clipping=…).",
-            )
-        )
-
-    # -- state -----------------------------------------------------------------------------
-
-    def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the whole model's tensors by parameter name, trained ones in fp32.
-
-        Called on every rank.
-        """
-        module = self.unwrap_model(model)
-        with Disk(model) as disk:
-            return shards.model_state(module, self._pieces(model), self._gather, self.comm, disk)
-
-    def load_model_state(
-        self, model: torch.nn.Module, state: dict[str, torch.Tensor], strict: bool = True
-    ) -> None:
-        """Load what `model_state` returned, from any backend and world size."""
-        module = self.unwrap_model(model)
-        with Disk(model) as disk:
-            where = self._pieces(model)
-            shards.load_model_state(module, state, where, self._write, strict, disk)
-
-    def optimizer_state(self, optimizer: Any, names: ParameterNames) -> dict[str, Any]:
-        """Return an optimizer's state by parameter name, in whole tensors. Called on every rank."""
-        engine, groups = optimizer.engine, optimizer.groups
-        where = shards.pieces(engine)
-        inner = getattr(optimizer, "optimizer", optimizer)
-        with Disk(engine) as disk:
-            extra = loss_scale.scale_state(engine)
-            return shards.optimizer_state(inner, groups, where, names, self.comm, disk, extra)
-
-    def load_optimizer_state(
-        self, optimizer: Any, state: dict[str, Any], names: ParameterNames
-    ) -> None:
-        """Load what `optimizer_state` returned, from any backend and world size."""
-        engine, groups = optimizer.engine, optimizer.groups
-        inner = getattr(optimizer, "optimizer", optimizer)
-        with Disk(engine) as disk:
-            shards.load_optimizer_state(inner, groups, shards.pieces(engine), state, names, disk)
-        loss_scale.load_scale_state(engine, state["extra"])
-        engine.optimizer._hp_optimizer_states_linked = False
-
-    def save_native(self, model: torch.nn.Module, folder: Path) -> None:
-        """Write a universal checkpoint of DeepSpeed. Called on every rank."""
-        universal.save(model, folder, self.comm.rank == 0)
-
-    def load_native(self, model: torch.nn.Module, folder: Path) -> None:
-        """Read a universal checkpoint of DeepSpeed, which can run code. Called on every rank."""
-        universal.load(model, folder)
-        optimizer = self._require_optimizer("load_native")
-        optimizer.clip_next_step(optimizer.clipping)  # the checkpoint brought its own
-
-    def _pieces(self, model: Any) -> dict[int, shards.Piece]:
-        optimizer = self._optimizer()
-        if optimizer is None or optimizer.engine is not model:
-            return {}
-        return shards.pieces(model)
-
-    def _gather(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        with self.package.zero.GatheredParameters([parameter]):
-            return parameter.detach().cpu().clone()
-
-    def _write(self, parameter: torch.nn.Parameter, whole: torch.Tensor) -> None:
-        if not hasattr(parameter, "ds_id"):
-            with torch.no_grad():
-                parameter.copy_(whole)
-            return
-        with self.package.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
-            if self.comm.rank == 0:
-                parameter.copy_(whole)
-
-    def release(self) -> None:
+    def close(self) -> None:
         """Let go of the engine, and of what DeepSpeed keeps of the process group."""
-        optimizer = self._optimizer()
+        optimizer = self._trained.optimizer()
         if optimizer is not None:
             optimizer.engine.destroy()
-        self._trained = self._recognition = None
+        self._trained.forget()
+        self._recognition = None
         _OWNERS.clear()  # the process group closes, for every Accelerator
         transformers_flag.withdraw_all()
         self._let_go()
-        super().release()
+        super().close()
 
     def _let_go(self) -> None:
         """Drop what DeepSpeed keeps of the process group; engines that are still there hold it."""
         package.leave_group(self.package)
         package.restore_linear(self.package)
+
+
+def _problems(objects: Objects) -> list[Problem]:
+    """Return why DeepSpeed cannot take these objects together."""
+    problems = []
+    if len(objects.models) > 1:
+        problems.append(checks.two_models(f"{len(objects.models)} models in one call"))
+    if len(objects.optimizers) > 1:
+        problems.append(
+            Problem(
+                f"prepare: {len(objects.optimizers)} optimizers under DeepSpeed",
+                "an engine steps one",
+                "Put the parameters into groups of one optimizer.",
+            )
+        )
+    if objects.optimizers and not objects.models:
+        problems.append(
+            Problem(
+                "prepare: an optimizer without its model under DeepSpeed",
+                "the engine takes both at once",
+                "Prepare them in one call: prepare(model, optimizer, …).",
+            )
+        )
+    return problems
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -6,7 +6,9 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 from __future__ import annotations
 
 import itertools
-from typing import Any, final
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,16 +21,22 @@ from accel.config.handlers import import_callable
 from accel.errors import ConfigError, Problem
 from accel.logging import get_logger
 from accel.prepared import Objects
+from accel.rng import synchronize_rng_states
 from accel.strategies.base import Traits
 from accel.strategies.compile import is_on
 from accel.strategies.mesh.base import DTensorStrategy
-from accel.strategies.mesh.device_mesh import TENSOR, build_mesh, check_given, data_axes
+from accel.strategies.mesh.device_mesh import TENSOR, check_given, data_axes
 from accel.strategies.mesh.ignored_modules import average_gradients, ignored_modules, parameters_of
 from accel.strategies.mesh.materialize import InitialWeights
 from accel.strategies.mesh.mixed_precision import Formats, build_formats, cast_buffers
 from accel.strategies.mesh.tp_plan import split_matrices
 from accel.strategies.mesh.units import Modules, check_classes, find_units
 from accel.strategies.mesh.units_by_dtype import split_by_dtype
+
+if TYPE_CHECKING:
+    from accel.comm.base import Communicator
+    from accel.planning.plan import Plan
+    from accel.precision.base import Precision
 
 logger = get_logger(__name__)
 
@@ -43,30 +51,46 @@ class FSDPStrategy(DTensorStrategy):
         hooks_inside=True,
     )
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
+    ) -> None:
+        super().__init__(plan, comm, device, precision)
         plugin = self.plan.engines.fsdp
         self.plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
         self._split = self.plan.engines.tensor_parallel
         self._formats: Formats = build_formats(
             self.plugin.mixed_precision_policy, self.plan.mixed_precision
         )
-        self._mesh = build_mesh(self.plan)
-        if self._split is not None and self._split.torch_device_mesh is not None:
-            check_given(self._split.torch_device_mesh, self._mesh)
+        given = None if self._split is None else self._split.torch_device_mesh
+        if given is not None and self._mesh is not None:
+            check_given(given, self._mesh)
         # The parameters of ignored modules, by model.
         self._ignored: WeakKeyDictionary[torch.nn.Module, list[Parameter]] = WeakKeyDictionary()
 
-    @property
-    def weights_on_first(self) -> bool:
-        """Whether models come to `prepare` with weights on the first process alone."""
-        return bool(self.plugin.cpu_ram_efficient_loading)
-
     # -- preparing -------------------------------------------------------------------------
 
-    def validate(self, objects: Objects) -> None:
-        """Raise `ConfigError` for a model of another way of training, or blocks that none has."""
-        super().validate(objects)
+    def init_context(self) -> AbstractContextManager[None]:
+        """Return the context in which a model gets weights on rank 0 only, if the plugin says so.
+
+        The other ranks build it on the meta device. After it, torch's generator is everywhere where
+        rank 0 left it, as if all had drawn.
+        """
+        return self._on_first_rank() if self.plugin.cpu_ram_efficient_loading else nullcontext()
+
+    @contextmanager
+    def _on_first_rank(self) -> Iterator[None]:
+        with nullcontext() if self.comm.rank == 0 else torch.device("meta"):
+            yield
+        synchronize_rng_states(["torch"])
+
+    def prepare(
+        self, objects: Objects, placement: Objects, prepared: Objects, evaluation: bool = False
+    ) -> Objects:
+        """Return the objects of one call wrapped for training.
+
+        Raises:
+            ConfigError: for a model of another way of training, or blocks that none has.
+        """
         check_classes(objects.models, self.plugin.transformer_cls_names_to_wrap)
         for model in objects.models:
             if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -77,6 +101,7 @@ class FSDPStrategy(DTensorStrategy):
                         "Prepare the module inside.",
                     )
                 )
+        return super().prepare(objects, placement, prepared, evaluation)
 
     def parallelize(self, model: torch.nn.Module) -> None:
         """Shard `model` unit by unit, after its matrices are split where that is on, too."""
@@ -97,7 +122,7 @@ class FSDPStrategy(DTensorStrategy):
         if self.plugin.forward_prefetch:
             _prefetch_forward(units)
 
-    def compile_model(self, model: torch.nn.Module) -> torch.nn.Module:
+    def compile(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return `model` compiled as the run says; of a whole one, the graphs between hooks."""
         dynamo = self.plan.dynamo
         inside = any(m is not model and isinstance(m, FSDPModule) for m in model.modules())
@@ -107,7 +132,7 @@ class FSDPStrategy(DTensorStrategy):
                 "unit. Units are compiled; what calls them in a loop is not. For one graph, shard "
                 "the model as one unit: auto_wrap_policy='no_wrap'."
             )
-        return super().compile_model(model)
+        return super().compile(model)
 
     def _initial_weights(self) -> InitialWeights:
         import_callable(self.plugin, "param_init_fn")
@@ -181,7 +206,7 @@ class FSDPStrategy(DTensorStrategy):
         """
         loss.backward(**kwargs)
         for model, parameters in self._ignored.items():
-            if self._mesh is not None and self.exchanges(model):
+            if self._mesh is not None and self.sync.reduces(model):
                 trained = [parameter for parameter in parameters if parameter.requires_grad]
                 average_gradients(trained, self._mesh)
 

@@ -5,7 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -13,10 +13,15 @@ from torch.distributed.fsdp import fully_shard
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.strategies.base import Traits
 from accel.strategies.mesh.base import DTensorStrategy
-from accel.strategies.mesh.device_mesh import TENSOR, build_mesh, check_given, data_axes
+from accel.strategies.mesh.device_mesh import TENSOR, check_given, data_axes
 from accel.strategies.mesh.materialize import InitialWeights
 from accel.strategies.mesh.tp_plan import split_matrices
 from accel.strategies.mesh.units_by_dtype import split_by_dtype
+
+if TYPE_CHECKING:
+    from accel.comm.base import Communicator
+    from accel.planning.plan import Plan
+    from accel.precision.base import Precision
 
 
 @final
@@ -29,17 +34,17 @@ class TensorParallelStrategy(DTensorStrategy):
 
     traits = Traits(name="tp", hooks_inside=True)
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        given = self.plan.engines.tensor_parallel
+    def __init__(
+        self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
+    ) -> None:
+        given = plan.engines.tensor_parallel
         self.plugin = TorchTensorParallelPlugin() if given is None else given
-        self._mesh = build_mesh(self.plan)
-        if self.plugin.torch_device_mesh is not None:
+        super().__init__(plan, comm, device, precision)
+        if self.plugin.torch_device_mesh is not None and self._mesh is not None:
             check_given(self.plugin.torch_device_mesh, self._mesh)
 
-    @property
-    def sharded(self) -> tuple[str, ...]:
-        """What lies in parts on several processes, in words for people."""
+    def sharded_names(self) -> tuple[str, ...]:
+        """Return the names of sharded state, for the run header."""
         return ("the matrices of the plan",) if self.plugin.tp_size > 1 else ()
 
     def parallelize(self, model: torch.nn.Module) -> None:

@@ -111,9 +111,8 @@ def drawn(folder: str, *overrides: str) -> tuple[bool, float]:
     recipe = composed(*overrides)
     plan = plan_batches(recipe.trainer, 2, None)
     with running(recipe, Path(folder), plan) as accelerator:
-        assert meta_init.drawn_once(recipe, accelerator)
         set_seed(accelerator.process_index)
-        step = parts.build_step(recipe, meta_init.on_first_process(accelerator))
+        step = parts.build_step(recipe, accelerator.strategy.init_context())
         (model,) = step.models.values()
         return all(p.is_meta for p in model.parameters()), torch.rand(()).item()
 
@@ -127,15 +126,10 @@ def test_weights_are_drawn_on_the_first_process_alone(text: Path, tmp_path: Path
     assert loops.losses(runs[0]) == loops.losses(runs[1])
 
 
-def test_a_step_that_builds_its_own_models_draws_on_every_process(tmp_path: Path) -> None:
+def test_a_step_that_builds_its_own_models_draws_on_every_process() -> None:
     plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
-    recipe = loops.recipe_of(model=None, fsdp=plugin)
-    plan = plan_batches(recipe.trainer, 1, None)
-    with (
-        running(recipe, tmp_path, plan) as accelerator,
-        pytest.raises(ConfigError, match="cpu_ram_efficient_loading=true with model=null"),
-    ):
-        meta_init.drawn_once(recipe, accelerator)
+    with pytest.raises(ConfigError, match="cpu_ram_efficient_loading=true with model=null"):
+        meta_init.check(loops.recipe_of(model=None, fsdp=plugin))
 
 
 def test_fp16_in_shards_skips_together(text: Path, tmp_path: Path) -> None:

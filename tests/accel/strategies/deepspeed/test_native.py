@@ -46,7 +46,7 @@ def held(accelerator: Any, model: Any, optimizer: Any) -> tuple[dict[str, Any], 
     """Weights and moments by parameter."""
     weights = {n: t.clone() for n, t in accelerator.get_state_dict(model).items()}
     names = ParameterNames([accelerator.unwrap_model(model)])
-    return weights, accelerator.strategy.optimizer_state(optimizer, names)
+    return weights, accelerator.strategy.state.optimizer_state(optimizer, names)
 
 
 def exports(folder: str, stage: int) -> Any:

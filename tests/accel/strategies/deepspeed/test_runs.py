@@ -370,7 +370,7 @@ def refuses() -> None:
     with pytest.raises(ConfigError, match=r"backward\(create_graph=…\)"):
         accelerator.backward(torch.zeros(1, requires_grad=True).sum(), create_graph=True)
     with pytest.warns(UserWarning, match="same number of batches"):
-        with accelerator.strategy.join([model]):
+        with accelerator.strategy.sync.join([model]):
             pass
     accelerator.end_training()
 

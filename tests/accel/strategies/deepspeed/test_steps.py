@@ -311,7 +311,7 @@ def sets_gradients(model: torch.nn.Module) -> None:
 
 def loads(model: torch.nn.Module) -> None:
     state = {name: value * 0.5 for name, value in accelerator_state(model).items()}
-    model.accel_test.strategy.load_model_state(model, state)
+    model.accel_test.strategy.state.load_model_state(model, state)
 
 
 def accelerator_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:

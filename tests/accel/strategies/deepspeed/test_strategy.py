@@ -164,7 +164,7 @@ def steps_the_weights_themselves(fields: dict[str, Any], precision: str, shared:
     flats = model.optimizer.fp32_partitioned_groups_flat
     assert len(flats) >= 2
     assert {flat.untyped_storage().data_ptr() in held for flat in flats} == {shared}
-    bytes_of = accelerator.strategy.footprint([model], [optimizer])
+    bytes_of = accelerator.strategy.state.footprint([model], [optimizer])
     inputs, targets = next(iter(loader))
     before = accelerator.get_state_dict(model)
     accelerator.backward(error_of(model(inputs), targets))

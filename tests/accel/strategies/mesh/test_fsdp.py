@@ -105,12 +105,12 @@ def check_replicas() -> None:
     model = accelerator.prepare(Model())
     assert accelerator.strategy.device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard")
     assert local_sizes(model)["embed.weight"] == (6, 8)
-    assert "parameters" in accelerator.strategy.sharded
+    assert "parameters" in accelerator.strategy.state.sharded
     assert model.embed.weight.placements == (Replicate(), Shard(0))
     accelerator.end_training()
     accelerator = build(fsdp={"dp_replicate_size": "all"})
     assert local_sizes(accelerator.prepare(Model()))["embed.weight"] == (12, 8)
-    assert accelerator.strategy.sharded == ()
+    assert accelerator.strategy.state.sharded == ()
 
 
 def test_replicas_of_a_sharded_model_hold_more() -> None:

@@ -30,8 +30,8 @@ Whole = dict[str, torch.Tensor]
 def whole_state(accelerator: Any, model: torch.nn.Module, optimizer: Any) -> Whole:
     """Return weights, moments and options, in whole tensors by name."""
     strategy = accelerator.strategy
-    names = ParameterNames([strategy.unwrap_model(model)])
-    saved = strategy.optimizer_state(optimizer, names)
+    names = ParameterNames([strategy.state.unwrap(model)])
+    saved = strategy.state.optimizer_state(optimizer, names)
     state = {f"model/{k}": v.clone() for k, v in accelerator.get_state_dict(model).items()}
     for name, entry in saved["state"].items():
         state |= {f"{name}/{k}": torch.as_tensor(v).clone() for k, v in entry.items()}
@@ -142,7 +142,7 @@ class Positioned(DataLoader[Any]):
 def keep_positions(path: str) -> None:
     plain, split = build(), build(tp={"tp_size": 2})
     for accelerator in (plain, split):
-        accelerator._objects.dataloaders.append(Positioned([1]))
+        accelerator.preparation.objects.dataloaders.append(Positioned([1]))
     plain.save_state(path)
     plain.load_state(path)
     with pytest.raises(CheckpointError, match="as many processes and replicas"):

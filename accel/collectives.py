@@ -1,4 +1,4 @@
-"""The part of `Accelerator` that concerns processes: who runs what, and what they exchange."""
+"""Collective operations of a run: gathering, reducing, metrics, triggers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from accel import ops
 from accel.logging import get_logger
-from accel.processes import ProcessControl
 from accel.tree import recursively_apply
 
 if TYPE_CHECKING:
-    from accel.state import AcceleratorState, GradientState
-    from accel.strategies.base import Strategy
+    from accel.comm.base import Communicator
+    from accel.planning.plan import Plan
+    from accel.state import GradientState
 
 logger = get_logger(__name__)
 
@@ -35,18 +35,25 @@ class _LastBatch:
     in_hand: bool = True
 
 
-class ProcessAPI(ProcessControl):
-    """Mixin of `Accelerator`: process control and collectives."""
+class Collectives:
+    """Collective operations of a run.
 
-    state: AcceleratorState
-    gradient_state: GradientState
-    strategy: Strategy
-    _trigger: bool = False
-    _kept_repetitions: bool = False  # whether that was told
-    _kept_late: bool = False  # as above, for rows that are gathered after their loop
-    _kept_ambiguous: bool = False  # as above, for loaders that are read side by side
+    Args:
+        plan: the resolved configuration.
+        comm: how processes talk.
+        gradient_state: says where loaders stand.
+    """
 
-    # -- what they exchange --------------------------------------------------------------------
+    def __init__(self, plan: Plan, comm: Communicator, gradient_state: GradientState) -> None:
+        self._device = plan.device
+        self._dims = plan.parallel_dims
+        self._comm = comm
+        self._gradient_state = gradient_state
+        self._trigger = False
+        # Whether these were warned of:
+        self._kept_repetitions = False
+        self._kept_late = False  # rows that are gathered after their loop
+        self._kept_ambiguous = False  # rows of loaders that are read side by side
 
     def gather(self, tensor: Any) -> Any:
         """Return nested tensors [n, ...] of all processes, joined along dim 0.
@@ -77,7 +84,7 @@ class ProcessAPI(ProcessControl):
         Returns:
             As `gather`; for objects, the lists of all processes in one.
         """
-        leaders = self.strategy.plan.parallel_dims.dp_leaders
+        leaders = self._dims.dp_leaders
         last = self._last_batch()
         if use_gather_object or not _only_tensors(input_data):
             gathered = ops.gather_object([input_data])
@@ -88,14 +95,14 @@ class ProcessAPI(ProcessControl):
             # Where processes gave different numbers, rows do not belong to samples evenly.
             return self._without_repetitions(data, last, even=len(counts) == 1)
         data = ops.gather(input_data)
-        if len(leaders) < self.comm.world_size:
-            data = recursively_apply(_distinct, data, leaders, self.comm.world_size)
+        if len(leaders) < self._comm.world_size:
+            data = recursively_apply(_distinct, data, leaders, self._comm.world_size)
         return recursively_apply(self._without_repetitions, data, last)
 
     def _last_batch(self) -> list[_LastBatch]:
         """Return the counts of the last batches in hand, one of which has repetitions; else []."""
-        state = self.gradient_state
-        if self.comm.world_size == 1:  # a short batch is not completed
+        state = self._gradient_state
+        if self._comm.world_size == 1:  # a short batch is not completed
             return []
         if not state.in_dataloader:
             real, size = state.broken_off
@@ -123,7 +130,7 @@ class ProcessAPI(ProcessControl):
             even: whether each process gave as many rows.
         """
         if not ended:
-            if self.comm.world_size > 1:
+            if self._comm.world_size > 1:
                 self._tell_late(len(rows))
             return rows
         fits = [last for last in ended if even and len(rows) % last.size == 0]
@@ -146,7 +153,7 @@ class ProcessAPI(ProcessControl):
 
     def _tell_late(self, num_rows: int) -> None:
         """Warn once of the rows of a whole pass that is over."""
-        size, repeated = self.gradient_state.passed
+        size, repeated = self._gradient_state.passed
         if not repeated or num_rows % size or self._kept_late:
             return
         self._kept_late = True
@@ -203,9 +210,9 @@ class ProcessAPI(ProcessControl):
 
     def check_trigger(self) -> bool:
         """Return whether any process set its trigger, and reset it. Call it on every process."""
-        flag = torch.tensor([self._trigger], dtype=torch.int32, device=self.device)
+        flag = torch.tensor([self._trigger], dtype=torch.int32, device=self._device)
         self._trigger = False
-        return bool(self.comm.all_reduce(flag, "max").item())
+        return bool(self._comm.all_reduce(flag, "max").item())
 
     def check_breakpoint(self) -> bool:
         """Do what `check_trigger` does, by the name that an example of the documentation uses."""

@@ -1,4 +1,4 @@
-"""The part of `Accelerator` that records experiments."""
+"""The trackers of a run."""
 
 from __future__ import annotations
 
@@ -10,18 +10,28 @@ from accel.errors import ConfigError, Problem, StateError, nearest
 from accel.trackers.base import GeneralTracker
 
 if TYPE_CHECKING:
-    from accel.planning.plan import Plan
-    from accel.state import AcceleratorState
     from accel.trackers.table import Choice
 
 
-class TrackingAPI:
-    """Trackers of a run. A tracker that logs on the main process alone exists there alone."""
+class TrackerGroup:
+    """Trackers of a run. A tracker that logs on the main process alone exists there alone.
 
-    log_with: list[Choice]
-    trackers: list[GeneralTracker]
-    state: AcceleratorState
-    plan: Plan
+    Args:
+        log_with: the chosen trackers: classes, or instances of the caller's own.
+        logging_dir: folder of those that want one.
+        is_main_process: whether this is process 0.
+
+    Attributes:
+        trackers: those that `init_trackers` opened.
+    """
+
+    def __init__(
+        self, log_with: list[Choice], logging_dir: str | None, is_main_process: bool
+    ) -> None:
+        self.log_with = log_with
+        self.trackers: list[GeneralTracker] = []
+        self._logging_dir = logging_dir
+        self._is_main_process = is_main_process
 
     def init_trackers(
         self,
@@ -51,7 +61,7 @@ class TrackingAPI:
         )
         self.trackers = []
         for choice in self.log_with:
-            if not choice.main_process_only or self.state.is_main_process:
+            if not choice.main_process_only or self._is_main_process:
                 self.trackers.append(self._open(choice, project_name, arguments))
         for tracker in self.trackers:
             tracker.start()
@@ -63,7 +73,7 @@ class TrackingAPI:
             return choice
         given = arguments.get(choice.name, {})
         if choice.requires_logging_directory is True:
-            return choice(project_name, self.plan.project.logging_dir, **given)  # type: ignore[call-arg]
+            return choice(project_name, self._logging_dir, **given)  # type: ignore[call-arg]
         return choice(project_name, **given)  # type: ignore[call-arg]
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
@@ -89,7 +99,7 @@ class TrackingAPI:
             raise ConfigError(
                 Problem(f"get_tracker({name!r})", "no such tracker is used", nearest(name, names))
             )
-        if self.state.is_main_process:
+        if self._is_main_process:
             raise StateError(f"get_tracker({name!r}): call init_trackers(…) first.")
         return None if unwrap else SilentTracker()
 
@@ -124,6 +134,12 @@ class TrackingAPI:
         """
         for tracker in self.trackers:
             tracker.log_images(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def finish(self) -> None:
+        """Close the trackers."""
+        for tracker in self.trackers:
+            tracker.finish()
+        self.trackers = []
 
 
 class SilentTracker(GeneralTracker):

@@ -1,9 +1,10 @@
-"""The part of `Accelerator` that takes objects in, and lets go of them."""
+"""Preparing objects for a run, and releasing them."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel.data.loaders import PreparedLoader
-from accel.data.prepare import skip_first_batches
+from accel.data.prepare import prepare_for, skip_first_batches
 from accel.errors import ConfigError, Problem
 from accel.memory import release_memory
 from accel.optimizer import AcceleratedOptimizer
@@ -20,8 +21,8 @@ from accel.scheduler import AcceleratedScheduler
 from accel.wrapping import extract_model_from_parallel
 
 if TYPE_CHECKING:
-    from accel.comm.base import Communicator
-    from accel.state import GradientState
+    from accel.accumulation import Accumulation
+    from accel.planning.plan import Plan
     from accel.strategies.base import Strategy
 
 KINDS = ("models", "optimizers", "schedulers", "dataloaders")
@@ -29,18 +30,30 @@ STATEFUL = ("state_dict", "load_state_dict")
 PREPARED = (AcceleratedOptimizer, AcceleratedScheduler, PreparedLoader)
 
 
-class PrepareAPI:
-    """Mixin of `Accelerator`: preparing objects, and releasing them."""
+class Preparation:
+    """Prepares objects for a run, and holds what it prepared.
 
-    strategy: Strategy
-    comm: Communicator
-    device: torch.device
-    device_placement: bool
-    step: int
-    gradient_state: GradientState
-    _objects: Objects
+    Args:
+        plan: the resolved configuration.
+        strategy: how models are distributed.
+        accumulation: starts again when everything is released.
+        objects: takes what is prepared.
+    """
 
-    # -- taking in -----------------------------------------------------------------------------
+    def __init__(
+        self, plan: Plan, strategy: Strategy, accumulation: Accumulation, objects: Objects
+    ) -> None:
+        self._plan = plan
+        self._strategy = strategy
+        self._accumulation = accumulation
+        self._num_loaders = 0  # each draws permutations of its own
+        self.objects = objects
+
+    def reserve_loader(self) -> None:
+        """Leave the permutations of the next loader to one that is prepared elsewhere."""
+        self._num_loaders += 1
+
+    # -- preparing -----------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Make models, optimizers, loaders and schedulers fit the run, whatever their order.
@@ -70,7 +83,7 @@ class PrepareAPI:
             if kind is not None:
                 getattr(new, kind).append(item)
                 getattr(placement, kind).append(place)
-        done = self._take_in(new, placement)
+        done = self._prepare(new, placement)
         ready = {kind: iter(getattr(done, kind)) for kind in KINDS}
         result = [
             item if kind is None else next(ready[kind])
@@ -91,7 +104,7 @@ class PrepareAPI:
             device_placement: whether it is moved to the device; None: as the `Accelerator` does.
             evaluation_mode: whether it is only evaluated: then nothing prepares it for training.
         """
-        return self._take_in_one("models", model, device_placement, evaluation=evaluation_mode)
+        return self._prepare_one("models", model, device_placement, evaluation=evaluation_mode)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -102,7 +115,7 @@ class PrepareAPI:
             optimizer: the optimizer.
             device_placement: whether state that it brings along is moved to the device.
         """
-        return self._take_in_one("optimizers", optimizer, device_placement)
+        return self._prepare_one("optimizers", optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Make a learning-rate scheduler fit the run; prepare its optimizer before.
@@ -113,7 +126,7 @@ class PrepareAPI:
         Returns:
             One that steps when its optimizer does.
         """
-        return self._take_in_one("schedulers", scheduler, None)
+        return self._prepare_one("schedulers", scheduler, None)
 
     def prepare_data_loader(
         self,
@@ -129,40 +142,58 @@ class PrepareAPI:
             slice_fn_for_dispatch: with `dispatch_batches`, takes a process's part of a batch; None:
                 `slice_tensors`.
         """
-        return self._take_in_one(
+        return self._prepare_one(
             "dataloaders", data_loader, device_placement, slice_fn=slice_fn_for_dispatch
         )
 
-    def _take_in_one(self, kind: str, item: Any, place: bool | None, **options: Any) -> Any:
+    def _prepare_one(self, kind: str, item: Any, place: bool | None, **options: Any) -> Any:
         if self._is_prepared(item):
             return item
-        placed = self.device_placement if place is None else place
+        placed = self._plan.device_placement if place is None else place
         new, placement = Objects(**{kind: [item]}), Objects(**{kind: [placed]})
-        return getattr(self._take_in(new, placement, **options), kind)[0]
+        return getattr(self._prepare(new, placement, **options), kind)[0]
 
-    def _take_in(
+    def _prepare(
         self,
         new: Objects,
         placement: Objects,
         evaluation: bool = False,
         slice_fn: Callable[..., Any] | None = None,
     ) -> Objects:
-        """Prepare `new`, remember the result and return it."""
+        """Prepare `new`, record the result and return it."""
         if new.models:
             self._refuse_device_maps(new.models)
-        self.strategy.validate(new)
+        loaders = self._loaders(new.dataloaders, placement.dataloaders, slice_fn)
         before = {id(p): p for model in new.models for p in model.parameters()}
-        done = self.strategy.prepare(new, placement, self._objects, evaluation, slice_fn)
-        for scheduler in self._objects.schedulers:
-            self.strategy.follow(scheduler, done.optimizers)
-        self._objects.extend(done)
-        if new.models and new.optimizers and not self.strategy.traits.owns_parameters:
+        given = replace(new, dataloaders=loaders)
+        done = self._strategy.prepare(given, placement, self.objects, evaluation)
+        self._num_loaders += len(loaders)
+        self.objects.extend(done)
+        if new.models and new.optimizers and not self._strategy.traits.owns_parameters:
             self._check_parameters(new.optimizers, before)
         return done
 
+    def _loaders(
+        self,
+        loaders: Iterable[DataLoader[Any]],
+        places: Iterable[bool],
+        slice_fn: Callable[..., Any] | None,
+    ) -> list[Any]:
+        """Return loaders that yield this rank's batches, on the device if `places` says so."""
+        return [
+            prepare_for(
+                self._plan,
+                loader,
+                loader_index=self._num_loaders + position,
+                put_on_device=place,
+                slice_fn_for_dispatch=slice_fn,
+            )
+            for position, (loader, place) in enumerate(zip(loaders, places, strict=True))
+        ]
+
     def _places(self, args: Sequence[Any], given: Sequence[bool | None] | None) -> Sequence[bool]:
         if given is None:
-            return [self.device_placement] * len(args)
+            return [self._plan.device_placement] * len(args)
         if len(given) != len(args):
             raise ConfigError(
                 Problem(
@@ -171,7 +202,7 @@ class PrepareAPI:
                     "Give as many, or leave it out.",
                 )
             )
-        return [self.device_placement if place is None else place for place in given]
+        return [self._plan.device_placement if place is None else place for place in given]
 
     def _kind(self, item: Any) -> str | None:
         """Return what `item` is, a field of `Objects`; None for what is left as it is."""
@@ -199,11 +230,11 @@ class PrepareAPI:
         return None
 
     def _is_prepared(self, item: Any) -> bool:
-        known = (self._objects.models, self._objects.optimizers, self._objects.dataloaders)
+        known = (self.objects.models, self.objects.optimizers, self.objects.dataloaders)
         return isinstance(item, PREPARED) or any(item is entry for kind in known for entry in kind)
 
     def _refuse_device_maps(self, models: Iterable[torch.nn.Module]) -> None:
-        dp_size = self.strategy.plan.parallel_dims.dp_size
+        dp_size = self._plan.parallel_dims.dp_size
         if dp_size > 1 and any(self.verify_device_map(model) for model in models):
             raise ConfigError(
                 Problem(
@@ -222,40 +253,19 @@ class PrepareAPI:
             optimizers: those of this call, as they were given.
             before: the parameters of the call's models, as they were given, by id.
         """
-        known = {id(p) for model in self._objects.models for p in model.parameters()}
+        known = {id(p) for model in self.objects.models for p in model.parameters()}
         problems = []
         for index, optimizer in enumerate(optimizers):
             entries = [p for group in optimizer.param_groups for p in group["params"]]
             strange = [p for p in entries if id(p) not in known]
             replaced = sum(id(p) in before for p in strange)
             apart = sum(
-                self.comm.world_size > 1 or p.device.type != self.device.type for p in strange
+                self._plan.world_size > 1 or p.device.type != self._plan.device.type
+                for p in strange
             )
             if replaced or apart:
                 problems.append(_parameter_problem(index, len(strange), replaced > 0))
         ConfigError.raise_if(problems)
-
-    # -- what was taken in ---------------------------------------------------------------------
-
-    @property
-    def _models(self) -> list[torch.nn.Module]:
-        return self._objects.models
-
-    @property
-    def _optimizers(self) -> list[AcceleratedOptimizer]:
-        return self._objects.optimizers
-
-    @property
-    def _schedulers(self) -> list[AcceleratedScheduler]:
-        return self._objects.schedulers
-
-    @property
-    def _dataloaders(self) -> list[Any]:
-        return self._objects.dataloaders
-
-    @property
-    def _custom_objects(self) -> list[Any]:
-        return self._objects.custom
 
     # -- around it -----------------------------------------------------------------------------
 
@@ -308,9 +318,8 @@ class PrepareAPI:
         Returns:
             As many None as there are `objects`: ``a, b = accelerator.free_memory(a, b)``.
         """
-        self._objects.clear_prepared()
-        self.step = 0
-        self.gradient_state._start_over()
+        self.objects.clear_prepared()
+        self._accumulation.restart()
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[None]:

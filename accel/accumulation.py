@@ -1,17 +1,16 @@
-"""The part of `Accelerator` that makes a step: accumulation, gradients, clipping, precision."""
+"""From micro-batches to an optimizer step: accumulation, backward passes, clipping."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from accel.config.handlers import AutocastKwargs
 from accel.errors import ConfigError, Problem, StateError
 from accel.optimizer import unwrap_optimizer
 from accel.precision.amp import StepScaler, has_gradients, parameters_of
@@ -19,24 +18,38 @@ from accel.prepared import Objects
 from accel.state import GradientState
 
 if TYPE_CHECKING:
-    from accel.comm.base import Communicator
     from accel.planning.plan import Plan
-    from accel.precision.base import Precision
     from accel.strategies.base import Strategy
 
+Batch = TypeVar("Batch")
 
-class StepAPI:
-    """Mixin of `Accelerator`: everything between a batch and an optimizer step."""
 
-    comm: Communicator
-    plan: Plan
-    precision: Precision
-    strategy: Strategy
-    gradient_state: GradientState
-    scaler: Any
-    _objects: Objects
-    _windows: Windows
-    _divides_loss: bool
+class Accumulation:
+    """Windows of micro-batches, their backward passes and the clipping of their gradients.
+
+    Args:
+        plan: the resolved configuration.
+        strategy: how models are distributed.
+        objects: what was prepared.
+
+    Attributes:
+        gradient_state: where the current window stands.
+        scaler: the gradient scaler of fp16, or None.
+    """
+
+    def __init__(self, plan: Plan, strategy: Strategy, objects: Objects) -> None:
+        self._plan = plan
+        self._strategy = strategy
+        self._objects = objects
+        self.gradient_state = GradientState(plan.accumulation)
+        self.scaler: Any = strategy.gradients.scaler
+        self._windows = Windows(self.gradient_state)
+        self._divides_loss = not strategy.traits.owns_accumulation
+
+    def restart(self) -> None:
+        """Forget the open window, and set `step` to 0."""
+        self.step = 0
+        self.gradient_state._start_over()
 
     # -- accumulation --------------------------------------------------------------------------
 
@@ -47,7 +60,7 @@ class StepAPI:
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, num_steps: int) -> None:
-        plugin = dataclasses.replace(self.plan.accumulation, num_steps=num_steps)
+        plugin = dataclasses.replace(self._plan.accumulation, num_steps=num_steps)
         self.gradient_state = GradientState(plugin)
 
     @property
@@ -102,7 +115,7 @@ class StepAPI:
         """
         if sync_gradients is None and self.gradient_state.num_steps == 1:
             return self._windows
-        return _MicroBatchContext(self._windows, self.strategy, models, sync_gradients)
+        return _MicroBatchContext(self._windows, self._strategy, models, sync_gradients)
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module | None = None) -> Iterator[None]:
@@ -113,7 +126,7 @@ class StepAPI:
         """
         with ExitStack() as stack:
             for entry in self._objects.models if model is None else [model]:
-                stack.enter_context(self.strategy.no_sync(entry))
+                stack.enter_context(self._strategy.sync.no_sync(entry))
             yield
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[None]:
@@ -122,7 +135,7 @@ class StepAPI:
         Args:
             model: the prepared model.
         """
-        return self.strategy.trigger_sync(model)
+        return self._strategy.sync.trigger(model)
 
     @contextlib.contextmanager
     def join_uneven_inputs(
@@ -137,11 +150,11 @@ class StepAPI:
             even_batches: takes the place of the loaders' own setting inside the context. Streams
                 keep theirs, and so do all loaders where the backend cannot join.
         """
-        if self.comm.world_size == 1:
+        if self._plan.world_size == 1:
             yield
             return
-        own = even_batches if self.strategy.traits.joins_uneven else None
-        with self._even_batches(own), self.strategy.join(joinables):
+        own = even_batches if self._strategy.sync.joins_uneven else None
+        with self._even_batches(own), self._strategy.sync.join(joinables):
             yield
 
     @contextlib.contextmanager
@@ -168,7 +181,7 @@ class StepAPI:
 
     # -- the step ------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, /, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients of `loss` over the micro-batches of a step, scaled under fp16.
 
         Args:
@@ -183,7 +196,36 @@ class StepAPI:
             return
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        self.strategy.backward(loss, **kwargs)
+        self._strategy.backward(loss, **kwargs)
+
+    def forward_backward(
+        self,
+        model: torch.nn.Module,
+        micro_batches: Sequence[Batch],
+        loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Compute the gradients of a window of micro-batches; `optimizer.step()` may follow.
+
+        The strategy decides how forward and backward passes follow each other, and moves each
+        micro-batch to the device when it is computed.
+
+        Args:
+            model: prepared.
+            micro_batches: all of the window on this rank; nested data, on the host or the device.
+            loss_fn: from `model` and a micro-batch on the device to its loss [], which is divided
+                by `gradient_accumulation_steps`, as by `backward`.
+
+        Returns:
+            The losses [] of the micro-batches, detached, as `loss_fn` returned them.
+
+        Example:
+            >>> losses = accelerator.forward_backward(
+            ...     model, batches, lambda model, batch: loss_function(model(batch[0]), batch[1])
+            ... )
+            >>> optimizer.step()
+            >>> optimizer.zero_grad()
+        """
+        return self._strategy.forward_backward(model, micro_batches, loss_fn, self)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Compute gradients and update at once, as LOMO optimizers do.
@@ -208,17 +250,6 @@ class StepAPI:
             )
         for optimizer in fused:
             optimizer.optimizer.fused_backward(loss, learning_rate)
-
-    def autocast(
-        self, autocast_handler: AutocastKwargs | None = None
-    ) -> AbstractContextManager[Any]:
-        """Return a context that computes in the run's precision, as prepared models do anyway.
-
-        Args:
-            autocast_handler: takes the place of the run's own, for instance
-                ``AutocastKwargs(enabled=False)`` to compute in fp32.
-        """
-        return self.precision.autocast(autocast_handler)
 
     def unscale_gradients(
         self, optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None
@@ -259,7 +290,7 @@ class StepAPI:
             StateError: under fp16 while gradients are still accumulated.
         """
         tensors, held = self._unscaled(parameters)
-        norm = self.strategy.clip_grad_norm_(tensors, max_norm, norm_type=norm_type)
+        norm = self._strategy.gradients.clip_norm(tensors, max_norm, norm_type=norm_type)
         if held and isinstance(self.scaler, StepScaler):
             self.scaler.skip_unless_finite(norm, held)
         return norm
@@ -276,7 +307,7 @@ class StepAPI:
         Raises:
             StateError: under fp16 while gradients are still accumulated.
         """
-        self.strategy.clip_grad_value_(self._unscaled(parameters)[0], clip_value)
+        self._strategy.gradients.clip_value(self._unscaled(parameters)[0], clip_value)
 
     def _unscaled(
         self, parameters: torch.Tensor | Iterable[torch.Tensor]
@@ -291,7 +322,7 @@ class StepAPI:
                 "Gradients are clipped while they are accumulated, and what is added later is "
                 "still scaled. Clip inside `if accelerator.sync_gradients:`."
             )
-        tensors = self.strategy.stepped_parameters(tensors)
+        tensors = self._strategy.gradients.stepped(tensors)
         loose = {id(tensor): tensor for tensor in tensors}
         given = set(loose)
         for optimizer in self._objects.optimizers:
@@ -353,7 +384,7 @@ class _MicroBatchContext:
         if not sync and self._models and not state.sync_each_batch:
             self._exits = ExitStack()
             for model in self._models:
-                self._exits.enter_context(self._strategy.no_sync(model))
+                self._exits.enter_context(self._strategy.sync.no_sync(model))
 
     def _ends_window(self) -> bool:
         """Count this micro-batch; return whether it is the last of its window."""

@@ -1,0 +1,29 @@
+"""Methods of a facade that are those of an object it owns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def delegate(
+    owner: str, method: Callable[Concatenate[Any, P], R]
+) -> Callable[Concatenate[Any, P], R]:
+    """Return a method that calls that of the attribute `owner`; signature and docstring are its.
+
+    Args:
+        owner: name of the attribute.
+        method: of the owner's class.
+    """
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        found: R = getattr(getattr(self, owner), name)(*args, **kwargs)
+        return found
+
+    return call

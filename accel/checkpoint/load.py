@@ -1,0 +1,240 @@
+"""Restoring a run: every prepared and registered object, on every rank.
+
+Its phases are all or none: a failure on one rank raises on all of them before the next begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from os import fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel import rng
+from accel.checkpoint import accelerate_format, directory
+from accel.checkpoint.dataloader_matching import match
+from accel.checkpoint.dataloader_state import load_loader_state, load_positions
+from accel.checkpoint.directory import Manifest, numbered
+from accel.checkpoint.run_objects import AnyPath, Hook, RunObjects, hooked, require_path
+from accel.checkpoint.serialization import load_plain, read_model
+from accel.comm.all_or_none import decided, together
+from accel.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a state is read.
+
+    Args:
+        strict: whether every weight of models and checkpoint must match.
+        trust_unverified: whether a directory without a manifest is read, too.
+        hooks: called as ``hook(models, folder)`` before anything is loaded.
+    """
+
+    strict: bool = True
+    trust_unverified: bool = False
+    hooks: Iterable[Hook] = ()
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint to load.
+
+    Args:
+        path: its directory.
+        manifest: what it consists of.
+        foreign: whether it has no manifest of its own.
+    """
+
+    path: Path
+    manifest: Manifest
+    foreign: bool
+
+    def plain(self, name: str) -> Any:
+        """Return what the file `name` holds."""
+        return load_plain(self.path / name, pickled_arrays=self.foreign)
+
+
+def load(run: RunObjects, input_dir: AnyPath | None, options: LoadOptions) -> Path:
+    """Restore the state of `run` and return the directory that it came from.
+
+    Raises:
+        CheckpointError: on every rank, if it failed on any. Objects may then be partly restored.
+    """
+    comm = run.comm
+    path = require_path(decided(comm, lambda: _load_path(run, input_dir), "load_state"))
+    with together(comm, f"verifying {path}"):
+        if run.plan.local_rank == 0:
+            directory.repair(path)
+            _verify(path, options.trust_unverified)
+    with together(comm, f"loading {path}"):
+        saved = _saved(path)
+        _check_counts(run, saved)
+        models = list(run.objects.models)
+        for hook in options.hooks:
+            hook(models, fspath(path))
+        _restore_models(run, saved, models, options.strict)
+        loaders = _matched(run, saved)
+        _restore_objects(run, saved, loaders)
+        _restore_positions(run, saved, loaders)
+        _restore_random_states(run.plan.parallel_dims.dp_rank, saved)
+    _continue_numbering(run, path)
+    return path
+
+
+def _verify(path: Path, trusted: bool) -> None:
+    if not accelerate_format.is_documented(path):
+        directory.verify(path)
+    elif trusted:
+        logger.warning(
+            "%s has no %s: its files could not be verified. Data loaders begin their order anew.",
+            path,
+            directory.MANIFEST,
+        )
+    else:
+        rule = f"it has no {directory.MANIFEST}: it was cut off, or another library wrote it"
+        remedy = (
+            "If you know that it is whole, pass load_state(…, trust_unverified=True): it is read "
+            "without running code. The next save_state writes a directory that can be verified."
+        )
+        raise directory.broken(path, rule, remedy)
+
+
+def _saved(path: Path) -> Saved:
+    if accelerate_format.is_documented(path):
+        return Saved(path, accelerate_format.describe(path), foreign=True)
+    return Saved(path, directory.read_manifest(path), foreign=False)
+
+
+def _load_path(run: RunObjects, input_dir: AnyPath | None) -> Path | None:
+    if input_dir is not None:
+        return Path(input_dir).expanduser().absolute()
+    folder = run.folder
+    if folder is None:
+        return None
+    newest = directory.newest_complete(folder.absolute())
+    if newest is None:
+        raise directory.broken(folder, "no complete checkpoint lies there", "Save one first.")
+    return newest
+
+
+def _check_counts(run: RunObjects, checkpoint: Saved) -> None:
+    """Refuse a checkpoint that lacks what this run trains; what it has besides is not loaded."""
+    saved = checkpoint.manifest.engine["objects"]
+    lacking = [
+        f"{saved.get(kind, 0)} of {len(found)} {kind}"
+        for kind, found in vars(run.objects).items()
+        if len(found) > saved.get(kind, 0) and kind != "dataloaders"  # a new one starts anew
+    ]
+    if lacking:
+        remedy = "Prepare and register the same objects as when it was saved."
+        raise directory.broken(checkpoint.path, f"it holds only {', '.join(lacking)}", remedy)
+
+
+def _restore_models(run: RunObjects, saved: Saved, models: list[Any], strict: bool) -> None:
+    strategy = run.strategy
+    for index, model in hooked(models, run.objects.models, "load_state"):
+        state = read_model(saved.path, index)
+        if saved.foreign:
+            state = accelerate_format.complete(strategy.state.unwrap(model), state)
+        try:
+            strategy.state.load_model_state(model, state, strict=strict)
+        except RuntimeError as error:
+            rule = f"its weights do not fit model {index} ({type(model).__name__}): {error}"
+            remedy = "Build the model as it was when it was saved, or pass strict=False."
+            raise directory.broken(saved.path, rule, remedy) from error
+
+
+def _restore_objects(run: RunObjects, saved: Saved, loaders: list[tuple[Any, int]]) -> None:
+    objects = run.objects
+    names = run.parameter_names()
+    for index, optimizer in enumerate(objects.optimizers):
+        state = saved.plain(numbered("optimizer", ".bin", index))
+        if saved.foreign and accelerate_format.is_by_position(state):
+            optimizer.load_state_dict(state)
+        else:
+            run.strategy.state.load_optimizer_state(optimizer, state, names)
+    for index, scheduler in enumerate(objects.schedulers):
+        scheduler.load_state_dict(saved.plain(numbered("scheduler", ".bin", index)))
+    if not saved.foreign:
+        for loader, index in loaders:
+            load_loader_state(loader, saved.plain(numbered("sampler", ".bin", index)))
+    if run.accumulation.scaler is not None:
+        _restore_scaler(run.accumulation.scaler, saved)
+    for index, custom in enumerate(objects.custom):
+        custom.load_state_dict(saved.plain(directory.custom_name(index)))
+    run.accumulation.step = int(saved.manifest.engine["accumulation_step"])
+
+
+def _matched(run: RunObjects, saved: Saved) -> list[tuple[Any, int]]:
+    """Return the loaders that were saved, each with the index of its state."""
+    engine, loaders = saved.manifest.engine, run.objects.dataloaders
+    if saved.foreign:  # whose loaders have no states
+        return [(loader, index) for index, loader in enumerate(loaders)]
+    indices = match(loaders, engine.get("dataloaders", engine["objects"].get("dataloaders", 0)))
+    new = [position for position, index in enumerate(indices) if index is None]
+    if new:
+        logger.warning(
+            "The checkpoint %s holds no state of data loader %s (in the order of prepare): its "
+            "order starts as in a new run.",
+            saved.path,
+            ", ".join(map(str, new)),
+        )
+    return [(one, i) for one, i in zip(loaders, indices, strict=True) if i is not None]
+
+
+def _restore_scaler(scaler: torch.amp.GradScaler, saved: Saved) -> None:
+    if directory.SCALER in saved.manifest.files:
+        scaler.load_state_dict(saved.plain(directory.SCALER))
+        return
+    logger.warning(
+        "The checkpoint %s was saved under precision %r, without a gradient scaler: this run's "
+        "starts at its initial scale.",
+        saved.path,
+        saved.manifest.engine["mixed_precision"],
+    )
+
+
+def _restore_positions(run: RunObjects, saved: Saved, loaders: list[tuple[Any, int]]) -> None:
+    comm = run.comm
+    names = [directory.positions_name(comm.rank, index) for _, index in loaders]
+    # Where data is shared out otherwise a rank reads other samples: its old position means nothing.
+    here = comm.world_size, run.plan.parallel_dims.dp_size
+    same = here == (saved.manifest.engine["world_size"], saved.manifest.dp_size)
+    present = [saved.plain(n) if same and n in saved.manifest.files else None for n in names]
+    load_positions(comm, [loader for loader, _ in loaders], present)
+
+
+def _restore_random_states(dp_rank: int, saved: Saved) -> None:
+    """Restore the random states that the saved run had on the same data-parallel rank.
+
+    Ranks that compute the same samples (tensor parallelism) must draw the same.
+    """
+    present = saved.manifest.files
+    name = directory.random_states_name(dict(enumerate(saved.manifest.dp_leaders)).get(dp_rank, -1))
+    if name in present:
+        rng.restore(accelerate_format.random_states(saved.plain(name)))
+        return
+    # The data-parallel size was smaller: a stream of its own, the same at each load.
+    root = present[min(n for n in present if n.startswith("random_states_"))].sha256
+    rng.set_seed(int(hashlib.sha256(f"{root}:{dp_rank}".encode()).hexdigest()[:8], 16))
+
+
+def _continue_numbering(run: RunObjects, path: Path) -> None:
+    """Give the next checkpoint a number above the loaded one's and above any that exists."""
+    project, folder = run.plan.project, run.folder
+    if folder is None:
+        return
+
+    def taken() -> list[int]:
+        present = [directory.iteration_of(p) for p in [path, *directory.checkpoints(folder)]]
+        return [number for number in present if number is not None]
+
+    (numbers,) = run.comm.broadcast_objects([taken()])
+    project.iteration = max([project.iteration, *(number + 1 for number in numbers)])

@@ -1,0 +1,90 @@
+"""What a checkpoint is made of: the objects of a run, and who writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.checkpoint import directory
+from accel.checkpoint.optimizer_state import ParameterNames
+from accel.errors import CheckpointError, Problem
+
+if TYPE_CHECKING:
+    from accel.accumulation import Accumulation
+    from accel.comm.base import Communicator
+    from accel.planning.plan import Plan
+    from accel.prepared import Objects
+    from accel.strategies.base import Strategy
+
+AnyPath = str | PathLike[str]
+Hook = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class RunObjects:
+    """What a checkpoint is made of.
+
+    Args:
+        plan: the resolved configuration.
+        comm: how processes talk.
+        strategy: how models are distributed.
+        objects: prepared and registered ones.
+        accumulation: counts micro-batches, and holds the gradient scaler.
+    """
+
+    plan: Plan
+    comm: Communicator
+    strategy: Strategy
+    objects: Objects
+    accumulation: Accumulation
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes what all ranks share."""
+        plan = self.plan
+        return (plan.local_rank if plan.project.save_on_each_node else plan.rank) == 0
+
+    @property
+    def folder(self) -> Path | None:
+        """Where automatically named checkpoints lie; None where they are not named so."""
+        project = self.plan.project
+        if not project.automatic_checkpoint_naming or project.project_dir is None:
+            return None
+        return Path(project.project_dir) / directory.FOLDER
+
+    def parameter_names(self) -> ParameterNames:
+        """Return the names of all models' parameters."""
+        unwrap = self.strategy.state.unwrap
+        return ParameterNames([unwrap(model) for model in self.objects.models])
+
+
+def require_path(path: Path | None) -> Path:
+    """Return `path`.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    if path is None:
+        rule = "a checkpoint needs a place"
+        remedy = (
+            "Name a directory, or pass ProjectConfiguration(project_dir=…, "
+            "automatic_checkpoint_naming=True)."
+        )
+        raise CheckpointError(Problem("no directory was given", rule, remedy))
+    return path
+
+
+def hooked(remaining: list[Any], every: list[Any], what: str) -> list[tuple[int, Any]]:
+    """Return (index among `every`, entry) of the entries that hooks left in `remaining`."""
+    if len(remaining) == len(every):
+        return list(enumerate(remaining))
+    positions = {id(entry): index for index, entry in enumerate(every)}
+    if any(id(entry) not in positions for entry in remaining):
+        rule = "a hook takes entries out of the list, or replaces them all"
+        raise CheckpointError(
+            str(Problem(f"a pre-hook of {what} added to the list", rule, "Do so."))
+        )
+    return [(positions[id(entry)], entry) for entry in remaining]

@@ -1,0 +1,231 @@
+"""Saving a run: every prepared and registered object, on every rank.
+
+Its phases are all or none: a failure on one rank raises on all of them before the next begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from os import fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel import rng
+from accel.checkpoint import directory, disk_space
+from accel.checkpoint.dataloader_matching import describe
+from accel.checkpoint.dataloader_state import loader_state, positions
+from accel.checkpoint.directory import numbered
+from accel.checkpoint.run_objects import AnyPath, Hook, RunObjects, hooked, require_path
+from accel.checkpoint.serialization import save_plain, write_model
+from accel.comm.all_or_none import decided, together
+from accel.errors import CheckpointError
+from accel.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How a state is written.
+
+    Args:
+        safe: whether weights are safetensors, else `torch.save`.
+        metadata: what the manifest tells of the run: step, sample counter, …
+        protected: checkpoints that `total_limit` must not delete.
+        hooks: called as ``hook(models, weights, folder)`` before anything is written.
+    """
+
+    safe: bool = True
+    metadata: Mapping[str, Any] | None = None
+    protected: Iterable[AnyPath] = ()
+    hooks: Iterable[Hook] = ()
+
+
+def save(run: RunObjects, output_dir: AnyPath | None, options: SaveOptions) -> Path:
+    """Write the state of `run` and return the committed directory.
+
+    Raises:
+        CheckpointError: on every rank, if it failed on any; older checkpoints are untouched.
+    """
+    comm, project = run.comm, run.plan.project
+    if project.automatic_checkpoint_naming and output_dir is not None:
+        logger.warning(
+            "save_state(%r): under automatic naming states go to %s.",
+            fspath(output_dir),
+            run.folder,
+        )
+    final = decided(comm, lambda: _save_path(run, output_dir), "save_state")
+    path = require_path(final)
+    _warn_of_open_window(run)
+    _write_and_commit(run, path, options)
+    if project.automatic_checkpoint_naming:
+        project.iteration += 1  # it is committed, whatever becomes of the old ones
+        if project.total_limit is not None:
+            with together(comm, "deleting old checkpoints"):
+                if run.writes:
+                    directory.prune(path.parent, project.total_limit, options.protected)
+    return path
+
+
+def _warn_of_open_window(run: RunObjects) -> None:
+    """Tell that gradients are not saved, where a window of micro-batches has only begun."""
+    num_steps = run.accumulation.gradient_accumulation_steps
+    begun = run.accumulation.step % num_steps
+    if begun and not run.accumulation.sync_gradients:
+        logger.warning_once(
+            "save_state after %d of %d micro-batches of a window: gradients are not saved, so a "
+            "run that resumes makes the next step without them. Save where "
+            "accelerator.sync_gradients is true.",
+            begun,
+            num_steps,
+        )
+
+
+def _save_path(run: RunObjects, output_dir: AnyPath | None) -> Path | None:
+    project = run.plan.project
+    if not project.automatic_checkpoint_naming:
+        return None if output_dir is None else Path(output_dir).expanduser().absolute()
+    folder = run.folder
+    if folder is None:
+        return None
+    path = folder.absolute() / f"checkpoint_{project.iteration}"
+    if path.exists():
+        remedy = (
+            "Go on from it with load_state(), set ProjectConfiguration(iteration=…) to a free "
+            "number, or choose another project_dir."
+        )
+        raise directory.broken(path, "automatic naming never overwrites a checkpoint", remedy)
+    return path
+
+
+def _write_and_commit(run: RunObjects, final: Path, options: SaveOptions) -> None:
+    comm, is_writer = run.comm, run.writes
+    staged = _stage(run, final)
+    try:
+        with together(comm, f"writing {final}"):
+            _write(run, staged, options)
+        with together(comm, f"committing {final}"), _room_for(final):
+            if is_writer:
+                directory.seal(staged, _facts(run), options.metadata or {})
+                directory.publish(staged, final)
+    except BaseException:
+        # A sealed directory may be half moved into its place: `files.repair` finishes that.
+        if is_writer and not (staged / directory.MANIFEST).exists():
+            directory.discard(staged)
+        raise
+
+
+def _stage(run: RunObjects, final: Path) -> Path:
+    """Create the directory that this rank writes in, and see that every rank has one."""
+    comm, is_writer = run.comm, run.writes
+    mine: Path | None = None
+    with together(comm, f"creating {final}"):
+        if is_writer:
+            directory.tidy(final)
+    try:
+        with together(comm, f"creating {final}"):
+            mine = directory.stage(final) if is_writer else None
+        created = comm.all_gather_object(None if mine is None else fspath(mine))
+        with together(comm, f"creating {final}"):
+            return _own_folder(created, comm.rank, final)
+    except CheckpointError:
+        if mine is not None:
+            directory.discard(mine)
+        raise
+
+
+def _own_folder(created: list[str | None], rank: int, final: Path) -> Path:
+    """Return the directory that the writer of this rank's node created, and this rank sees."""
+    writers = [writer for writer, path in enumerate(created) if path is not None]
+    own = max(writer for writer in writers if writer <= rank)
+    found = {writer: Path(created[writer] or "") for writer in writers}
+    if not found[own].is_dir():
+        remedy = "Use a disk that all nodes share, or ProjectConfiguration(save_on_each_node=True)."
+        raise directory.broken(final, f"rank {rank} does not see what rank {own} created", remedy)
+    if any(found[writer].is_dir() for writer in writers if writer != own):
+        rule = "save_on_each_node=True on a disk that nodes share lets them overwrite each other"
+        raise directory.broken(final, rule, "Set save_on_each_node=False.")
+    return found[own]
+
+
+def _facts(run: RunObjects) -> dict[str, Any]:
+    objects = run.objects
+    return {
+        "world_size": run.comm.world_size,
+        "dp_size": run.plan.parallel_dims.dp_size,
+        "dp_leaders": run.plan.parallel_dims.dp_leaders,
+        "strategy": run.strategy.traits.name,
+        "mixed_precision": run.plan.mixed_precision,
+        "torch": str(torch.__version__),
+        "iteration": run.plan.project.iteration,
+        "accumulation_step": run.accumulation.step,
+        "objects": {kind: len(getattr(objects, kind)) for kind in vars(objects)},
+        "dataloaders": [describe(loader) for loader in objects.dataloaders],
+    }
+
+
+def _write(run: RunObjects, folder: Path, options: SaveOptions) -> None:
+    objects, strategy = run.objects, run.strategy
+    weights = [strategy.state.model_state(model) for model in objects.models]
+    # On every rank: what is sharded is gathered from all of them.
+    states = list(_shared_states(run))
+    remaining = list(weights)
+    everything = [weights, [state for _, state, _ in states]]
+    with _room_for(folder, lambda: disk_space.size_of(everything)):
+        _write_states(run, folder, options, weights, remaining, states)
+
+
+def _room_for(
+    folder: Path, needed: Callable[[], int] = lambda: 0
+) -> contextlib.AbstractContextManager[None]:
+    remedy = (
+        f"{disk_space.REMEDY} (ProjectConfiguration(project_dir=…)), or keep fewer checkpoints "
+        "(ProjectConfiguration(total_limit=…))."
+    )
+    return disk_space.told("the checkpoint", folder.parent, needed, remedy)
+
+
+def _write_states(
+    run: RunObjects,
+    folder: Path,
+    options: SaveOptions,
+    weights: list[Any],
+    remaining: list[Any],
+    states: list[tuple[str, Any, str]],
+) -> None:
+    objects = run.objects
+    for hook in options.hooks:
+        hook(list(objects.models), remaining, fspath(folder))
+    if run.writes:
+        for index, state in hooked(remaining, weights, "save_state"):
+            write_model(state, folder, index, options.safe)
+        for name, state, what in states:
+            save_plain(state, folder / name, what)
+    rank = run.comm.rank
+    save_plain(rng.capture(), folder / directory.random_states_name(rank), "random states")
+    for index, position in enumerate(positions(objects.dataloaders)):
+        if position is not None:
+            path = folder / directory.positions_name(rank, index)
+            save_plain(position, path, f"data loader {index}")
+
+
+def _shared_states(run: RunObjects) -> Iterator[tuple[str, Any, str]]:
+    """Yield (file name, state, what it is) of everything but weights and random states."""
+    objects = run.objects
+    names = run.parameter_names()
+    for index, optimizer in enumerate(objects.optimizers):
+        state = run.strategy.state.optimizer_state(optimizer, names)
+        yield numbered("optimizer", ".bin", index), state, f"optimizer {index}"
+    for index, scheduler in enumerate(objects.schedulers):
+        yield numbered("scheduler", ".bin", index), scheduler.state_dict(), f"scheduler {index}"
+    for index, loader in enumerate(objects.dataloaders):
+        yield numbered("sampler", ".bin", index), loader_state(loader), f"data loader {index}"
+    if run.accumulation.scaler is not None:
+        yield directory.SCALER, run.accumulation.scaler.state_dict(), "gradient scaler"
+    for index, custom in enumerate(objects.custom):
+        what = f"registered object {index} ({type(custom).__name__})"
+        yield directory.custom_name(index), custom.state_dict(), what
