@@ -37,8 +37,12 @@ class Own(Step):
         self, accelerator: Accelerator, window: Window, trainer: Trainer
     ) -> Mapping[str, torch.Tensor]:
         model, optimizer = self.models["model"], self.optimizers["optimizer"]
+
+        def losses(_: torch.nn.Module, batch: Any) -> torch.Tensor:
+            return self.losses(batch)
+
         return runner.optimizer_step(
-            accelerator, window, trainer, model, optimizer, self.losses, self.weights
+            accelerator, window, trainer, model, optimizer, losses, self.weights
         )
 
     def evaluate(self, batch: Any) -> Mapping[str, torch.Tensor]:

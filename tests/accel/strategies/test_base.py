@@ -1,0 +1,107 @@
+"""The defaults of a strategy: the seam of a step, and capabilities right for one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from accel import Accelerator
+from accel.errors import CheckpointError
+from tests.helpers import run_distributed
+
+NUM_MICRO_BATCHES = 3
+
+
+class Recorded:
+    """A micro-batch on the host that records when it is moved to the device."""
+
+    def __init__(self, batch: torch.Tensor, events: list[str], index: int) -> None:
+        self.batch = batch
+        self._events = events
+        self._index = index
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        self._events.append(f"move {self._index}")
+        return self.batch.to(device)
+
+
+def batches(rank: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(4, 3, generator=generator) for _ in range(NUM_MICRO_BATCHES)]
+
+
+def model_of() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 2)
+
+
+def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def gradients_of_a_window() -> tuple[list[torch.Tensor], list[float], list[bool]]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=NUM_MICRO_BATCHES)
+    model = accelerator.prepare(model_of())
+    syncs: list[bool] = []
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        syncs.append(accelerator.sync_gradients)
+        return loss_of(model, batch)
+
+    losses = accelerator.forward_backward(model, batches(accelerator.process_index), loss)
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    accelerator.end_training()
+    return found, [value.item() for value in losses], syncs
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_window_is_that_of_a_plain_loop(world_size: int) -> None:
+    plain = model_of()
+    for rank in range(world_size):
+        for batch in batches(rank):
+            (loss_of(plain, batch) / NUM_MICRO_BATCHES / world_size).backward()
+    for rank, (found, losses, syncs) in enumerate(
+        run_distributed(gradients_of_a_window, world_size)
+    ):
+        assert syncs == [False, False, True]
+        assert losses == pytest.approx([loss_of(plain, b).item() for b in batches(rank)])
+        for ours, theirs in zip(found, plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.grad)
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_micro_batches_move_to_the_device_one_at_a_time(placed: bool) -> None:
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=NUM_MICRO_BATCHES, device_placement=placed
+    )
+    model = accelerator.prepare(model_of())
+    events: list[str] = []
+    micro_batches = [Recorded(batch, events, i) for i, batch in enumerate(batches())]
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        events.append("loss")
+        return loss_of(model, batch if placed else batch.batch)
+
+    accelerator.forward_backward(model, micro_batches, loss)
+    moved = ["move 0", "loss", "move 1", "loss", "move 2", "loss"]
+    assert events == [event for event in moved if placed or event == "loss"]
+
+
+def test_a_copy_of_the_state_dict_loads() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(model_of())
+    state = copy.deepcopy(accelerator.strategy.state.model_state(model))
+    torch.nn.init.zeros_(model.weight)
+    accelerator.strategy.state.load_model_state(model, state)
+    assert torch.equal(model.weight, state["weight"])
+    assert accelerator.strategy.state.sharded == ()
+
+
+def test_a_strategy_without_a_format_of_its_own_says_so() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(model_of())
+    with pytest.raises(CheckpointError, match=r"save_native under single.*Call save_state"):
+        accelerator.save_native(model, "nowhere")
