@@ -14,7 +14,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from accel.config.training import GradientAccumulationPlugin
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard
-from accel.data.prepare import prepare_data_loader
 from accel.data.samplers import SeedableRandomSampler
 from accel.errors import ConfigError
 from accel.ops import gather
@@ -62,25 +61,12 @@ class Pretended:
     def __init__(self, recipe: Recipe, count: int, rank: int) -> None:
         self.device = torch.device("cpu")
         self.num_processes, self.process_index = count, rank
-        self.config = recipe.dataloader
-        self.strategy = SimpleNamespace(wrap_dataloader=self.wrap)
         self.parallel_dims = data_parallel(count, rank)
-
-    def wrap(self, loader, place=True):
-        config = self.config
-        return prepare_data_loader(
-            loader,
-            self.device,
-            num_processes=self.num_processes,
-            process_index=self.process_index,
-            split_batches=config.split_batches,
-            put_on_device=place,
-            dispatch_batches=config.dispatch_batches,
-            even_batches=config.even_batches,
-            use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
-            non_blocking=config.non_blocking,
-            use_stateful_dataloader=config.use_stateful_dataloader,
+        self.plan = SimpleNamespace(
+            device=self.device,
+            parallel_dims=self.parallel_dims,
+            dataloader=recipe.dataloader,
+            rng_types=(),
         )
 
 
