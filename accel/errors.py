@@ -120,6 +120,17 @@ class DistributedOperationException(AccelError, RuntimeError):
     """Ranks disagree on the shapes or types that they exchange (debug mode)."""
 
 
+def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the valid name that is most similar to `name`, or None.
+
+    Args:
+        name: what was typed.
+        known: the valid names.
+        cutoff: least similarity, from 0 to 1.
+    """
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the sentence that helps a person who mistyped `name`.
 
@@ -131,12 +142,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
         ``"Did you mean 'x'?"`` where a valid name is close, else the list of valid names.
     """
     names = [str(candidate) for candidate in known]
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    # A transposition in a short name ("cnm" for "cnn") may fall below the ratio above.
-    if not close and len(name) <= 4:
-        close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if close:
-        return f"Did you mean {close[0]!r}?"
+    # A transposition in a short name ("cnm" for "cnn") may fall below the usual ratio.
+    close = closest(name, names) or (closest(name, names, 0.5) if len(name) <= 4 else None)
+    if close is not None:
+        return f"Did you mean {close!r}?"
     return "Known names: " + (", ".join(sorted(set(names))) or "none") + "."
 
 

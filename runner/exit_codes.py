@@ -1,11 +1,19 @@
-"""Exit codes of the command, and those of a worker that its parent takes for a good end."""
+"""Exit codes of the command, and those of a worker that is not to be treated as failed."""
 
 from __future__ import annotations
 
 DONE = 0
 FAILED = 1
 REFUSED = 2
-# Stopped by a signal or by trainer.stop_after, with the state saved: `resume=` goes on.
 STOPPED = 75
 INTERRUPTED = 130
 CLEAN = (DONE, STOPPED)
+
+# As `runner --help` and the README list them.
+MEANINGS = {
+    DONE: "done",
+    FAILED: "failed",
+    REFUSED: "the configuration was refused, nothing was started",
+    STOPPED: "stopped by SIGTERM or SIGUSR1 with the state saved, resume= continues",
+    INTERRUPTED: "interrupted by Ctrl-C",
+}

@@ -5,7 +5,6 @@ Each check names the factory, what it returned and the rule.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,14 +12,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from accel.errors import ConfigError, Problem
-from runner.data.datasets import Data
+from accel.errors import ConfigError, Problem, closest
+from runner.data.datasets import SPLITS, Data
 from runner.training.callback import Callback
 from runner.training.objective import Objective
 from runner.training.return_checks import shown
 from runner.training.step import Step
 
-SPLITS = ("train", "validation", "test")
 MODES = ("min", "max")
 SIMILAR = 0.85  # from which a method's name is taken for a misspelt one
 
@@ -157,7 +155,7 @@ def _callback(place: str, value: Any) -> Iterator[Problem]:
     events = [name for name in vars(Callback) if name.startswith("on_")]
     for name in dir(type(value)):
         if name.startswith("on_") and name not in events:
-            close = _close(name, events)
+            close = closest(name, events, SIMILAR)
             remedy = f"Did you mean {close!r}?" if close else f"The hooks are {', '.join(events)}."
             yield Problem(f"{place}: {_name(value)}.{name}", "no hook has that name", remedy)
     yield from _methods(place, value, Callback)
@@ -226,14 +224,10 @@ def _misspelt(place: str, value: Any, base: type) -> Iterator[Problem]:
         own = getattr(type(value), name, None)
         if name.startswith("_") or hasattr(base, name) or not callable(own):
             continue
-        close = _close(name, _public(base))
+        close = closest(name, _public(base), SIMILAR)
         if close is not None and getattr(type(value), close, None) is getattr(base, close):
             rule = f"{base.__name__} has no such method, and {close} is not overridden"
             yield Problem(f"{place}: {_name(value)}.{name}", rule, f"Did you mean {close!r}?")
-
-
-def _close(name: str, known: list[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=SIMILAR)), None)
 
 
 def _public(kind: type) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import ConfigError, Problem, nearest
 from runner.training.callback import Callback
+from runner.training.evaluation import monitored_value
+from runner.training.state import is_better
 
 if TYPE_CHECKING:
     from runner.training.run import Run
@@ -75,8 +76,8 @@ class EarlyStopping(Callback):
         if split != "validation" or loop.state.step == self._step:  # a resume may measure it again
             return
         self._step = loop.state.step
-        value = self._monitored(metrics)
-        if self._improves(value):
+        value = monitored_value(metrics, self.monitor, "callbacks.early_stopping.monitor")
+        if is_better(value, self.best, str(self.mode), self.min_delta):
             self.best, self.num_waited = value, 0
             return
         self.num_waited += 1
@@ -104,22 +105,3 @@ class EarlyStopping(Callback):
 
     def _follows_another(self) -> bool:
         return self._measured_by not in (None, (self.monitor, self.mode))
-
-    def _monitored(self, metrics: Mapping[str, float]) -> float:
-        if self.monitor is None or self.monitor not in metrics:
-            raise ConfigError(
-                Problem(
-                    f"callbacks.early_stopping.monitor={self.monitor!r}",
-                    f"the evaluation measures {', '.join(metrics)}",
-                    nearest(str(self.monitor), metrics),
-                )
-            )
-        return metrics[self.monitor]
-
-    def _improves(self, value: float) -> bool:
-        if math.isnan(value):
-            return False
-        if self.best is None:
-            return True
-        change = value - self.best if self.mode == "max" else self.best - value
-        return change > self.min_delta

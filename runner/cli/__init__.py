@@ -1,8 +1,4 @@
-"""The command `runner`. Imports nothing of `accel` before the module search path is settled.
-
-Exit codes: 0 done; 1 failed; 2 the configuration was refused; 75 stopped by SIGTERM or SIGUSR1 with
-the state saved (`resume=` goes on); 130 Ctrl-C.
-"""
+"""The command `runner`. Imports nothing of `accel` before `sys.path` is final."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from runner.config import paths
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code.
+    """Run the command line and return its exit code (`runner.exit_codes`).
 
     Args:
         argv: arguments without the program's name; None: those of the process.

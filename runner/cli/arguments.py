@@ -15,8 +15,8 @@ from runner.config.mistyped import COMMANDS
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
-class Told(Exception):
-    """A command's parser has printed its help, or what it refuses; nothing else is to be done.
+class ParserExit(Exception):
+    """A subcommand's parser has printed its help or an error, and wants to exit.
 
     Attributes:
         code: the exit code.
@@ -53,12 +53,12 @@ def _parser() -> _Parser:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Raises `Told` instead of exiting: a SystemExit is that of the user's code alone."""
+    """Raises `ParserExit` instead of exiting: a SystemExit can only come from the user's code."""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         if message:
             self._print_message(message, sys.stderr)
-        raise Told(status)
+        raise ParserExit(status)
 
 
 def long_flags() -> list[str]:

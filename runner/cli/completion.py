@@ -18,13 +18,12 @@ from runner.cli.arguments import INFO, long_flags
 from runner.compose import diagnose, hydra_setup
 from runner.config import keys, trust
 from runner.config.mistyped import COMMANDS
-from runner.config.schema import Recipe
 from runner.config.serialization import examine
 from runner.factories import static_checks
 from runner.factories.nodes import nodes_of, num_given
 from runner.factories.registry import register
+from runner.inference.session import SPLITS
 
-SPLITS = ("train", "validation", "test")
 OF_COMMANDS = {
     "eval": ("--split", "--checkpoint", "--help"),
     "predict": ("--split", "--checkpoint", "--output", "--help"),
@@ -150,9 +149,7 @@ def _values(key: str, value: str) -> Iterator[str]:
 
 
 def _is_switch(key: str) -> bool:
-    parent, _, leaf = key.rpartition(".")
-    kind = keys.node_of(parent) if parent else Recipe
-    hint = typing.get_type_hints(kind).get(leaf) if kind is not None else None
+    hint = keys.hint_of(key)
     return hint is bool or (isinstance(hint, types.UnionType) and bool in typing.get_args(hint))
 
 

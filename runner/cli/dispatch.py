@@ -13,15 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel import env
-from accel.errors import (
-    AccelError,
-    ConfigError,
-    MissingPackageError,
-    Problem,
-)
+from accel.errors import ConfigError, Problem
 from runner.cli import arguments as command_line
-from runner.config import paths, trust, user_frames
-from runner.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED
+from runner.config import paths, trust
+from runner.exit_codes import DONE, FAILED, INTERRUPTED
 from runner.launch import endings, failures
 from runner.reporting import startup
 from runner.run_dir import numerics
@@ -51,21 +46,14 @@ def _run(arguments: Sequence[str]) -> int:
             code = _dispatch(rest)
             sys.stdout.flush()
             return code
-    except (ConfigError, MissingPackageError) as error:
-        print(error, file=sys.stderr)
-        return REFUSED
-    except AccelError as error:
-        print(error, file=sys.stderr)
-        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader (`| head`) has seen enough
+    except BrokenPipeError:  # the reader (`| head`) has closed the pipe
         return FAILED
-    except command_line.Told as end:
+    except command_line.ParserExit as end:
         return end.code
     except (Exception, SystemExit) as error:  # with SystemExit(0) it would look complete
-        print("".join(user_frames.formatted(error)), end="", file=sys.stderr)
-        return FAILED
+        return failures.report(error)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 
+from runner import exit_codes
 from runner.config import keys, paths
 from runner.config.schema import Checkpoint, Distributed, Precision, Recipe, Trainer
 
@@ -63,14 +63,13 @@ Examples
   runner resume=runs/digits/20260101-120000-1a2b            go on with a run
   runner debug=fdr                                          one step of everything
 """
-EXIT_CODES = """\
-Exit codes
-  0    done
-  1    failed (RUNNER_FULL_TRACEBACK=1 shows the runner's own frames, too)
-  2    the configuration was refused: nothing was started
-  75   stopped by SIGTERM or SIGUSR1 with the state saved; resume= goes on
-  130  Ctrl-C
-"""
+EXIT_CODES = "\n".join(
+    [
+        "Exit codes",
+        *(f"  {code:<4} {meaning}" for code, meaning in exit_codes.MEANINGS.items()),
+        "RUNNER_FULL_TRACEBACK=1 shows the runner's own frames of an error, too.",
+    ]
+)
 
 
 def text() -> str:
@@ -84,19 +83,13 @@ def _groups() -> str:
     for folder in folders:
         for path in folder.glob("*/*.yaml"):
             options.setdefault(path.parent.name, set()).add(path.stem)
-    chosen = _defaults(folders[0] / paths.PRIMARY)
+    chosen = paths.default_files()
     lines = ["Groups (the files of conf/ and ./conf; * is the default)"]
     for group in sorted(options):
         names = sorted(options[group])
         shown = [f"{name}*" if chosen.get(group) == name else name for name in names]
         lines += _entry(group, " | ".join(shown))
     return "\n".join(lines) + "\n"
-
-
-def _defaults(path: Path) -> dict[str, str]:
-    """Return the file that config.yaml chooses in each group."""
-    found = re.findall(r'^  - (\w+): "?(\w+)"?', path.read_text(encoding="utf-8"), re.M)
-    return dict(found)
 
 
 def _main_keys() -> str:

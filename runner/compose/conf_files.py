@@ -149,8 +149,7 @@ def _arguments(content: Mapping[str, Any]) -> Iterator[Problem]:
 
     A file that chooses others is checked once it can be composed.
     """
-    primary = (paths.conf_folder() / paths.PRIMARY).read_text(encoding="utf-8")
-    for group, option in re.findall(r'^  - (\w+): "?(\w+)"?', primary, re.M):
+    for group, option in paths.default_files().items():
         node = content.get(group)
         path = paths.conf_folder() / group / f"{option}.yaml"
         if group not in keys.FACTORY_NODES or not isinstance(node, Mapping):

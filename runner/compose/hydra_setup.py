@@ -158,9 +158,20 @@ def _unfilled(config: DictConfig) -> Iterator[tuple[str, str]]:
 
 def _file_of(hydra: DictConfig, group: str, option: str) -> Any:
     """Return the content of a group's file, from the first folder that has it."""
-    folders = [source.path for source in hydra.runtime.config_sources if source.schema == "file"]
-    paths_of = [Path(folder, group, f"{option}.yaml") for folder in folders]
-    return next((OmegaConf.load(path) for path in paths_of if path.is_file()), None)
+    path = _path_of(hydra, group, option)
+    return None if path is None else OmegaConf.load(path)
+
+
+def _folders(hydra: DictConfig) -> list[Path]:
+    """Return the folders that files are read from, in Hydra's order."""
+    sources = hydra.runtime.config_sources
+    return [Path(source.path) for source in sources if source.schema == "file"]
+
+
+def _path_of(hydra: DictConfig, group: str, option: str) -> Path | None:
+    """Return the file of a group; group "" has the primary files."""
+    found = (folder / group / f"{option}.yaml" for folder in _folders(hydra))
+    return next((path for path in found if path.is_file()), None)
 
 
 def _named(node: Any) -> tuple[Any, Any]:
@@ -363,11 +374,8 @@ def _log_settings(node: Mapping[str, Any]) -> dict[str, Any]:
 def _retyped(hydra: DictConfig, config_name: str) -> Iterator[Problem]:
     """Yield text values of the user's chosen files that YAML reads as something else."""
     chosen = [(group, str(option)) for group, option in hydra.runtime.choices.items() if option]
-    sources = [source for source in hydra.runtime.config_sources if source.schema == "file"]
-    folders = [Path(source.path) for source in sources]
     for group, option in [("", config_name), *chosen]:
-        found = (folder / group / f"{option}.yaml" for folder in folders)
-        path = next((path for path in found if path.is_file()), None)
+        path = _path_of(hydra, group, option)
         if path is not None and not path.is_relative_to(paths.conf_folder()):
             whole = "@package _global_" in path.read_text(encoding="utf-8") or not group
             yield from text_values.problems_of(path, "" if whole else f"{group}.")
@@ -376,10 +384,7 @@ def _retyped(hydra: DictConfig, config_name: str) -> Iterator[Problem]:
 def _shadowed(hydra: DictConfig) -> Iterator[Problem]:
     """Yield files of the user's that would never be read, since an earlier folder has that name."""
     seen: dict[str, Path] = {}
-    for source in hydra.runtime.config_sources:
-        if source.schema != "file":
-            continue
-        folder = Path(source.path)
+    for folder in _folders(hydra):
         for path in sorted(folder.rglob("*.yaml")) if folder.is_dir() else ():
             name = path.relative_to(folder).as_posix()
             first = seen.setdefault(name, path)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from accel.errors import ConfigError, Problem
+from runner.config.counts import counted, nearest_multiples
 from runner.config.schema import Trainer
 
 
@@ -84,7 +84,7 @@ def _shares(trainer: Trainer, dp_size: int, problems: list[Problem]) -> tuple[in
                 Problem(
                     f"{given} with trainer.micro_batch_size={micro}, "
                     f"trainer.accumulation.num_steps={accumulation} and "
-                    f"{_processes(dp_size)}",
+                    f"{counted(dp_size, 'process', 'processes')}",
                     "it is their product",
                     f"Set trainer.global_batch_size={product}, or leave one of the two out.",
                 )
@@ -101,7 +101,7 @@ def _shares(trainer: Trainer, dp_size: int, problems: list[Problem]) -> tuple[in
 
 def _indivisible(trainer: Trainer, dp_size: int, divisor: int) -> Problem:
     total = trainer.global_batch_size
-    parts = [_processes(dp_size)]
+    parts = [counted(dp_size, "process", "processes")]
     if trainer.micro_batch_size is not None:
         parts.append(f"trainer.micro_batch_size={trainer.micro_batch_size}")
     elif trainer.accumulation.num_steps is not None:
@@ -112,16 +112,6 @@ def _indivisible(trainer: Trainer, dp_size: int, divisor: int) -> Problem:
         f"it divides by {divisor}, so that each process and forward pass gets as many samples",
         f"Set trainer.global_batch_size={sizes}.",
     )
-
-
-def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
-
-
-def nearest_multiples(value: int, divisor: int) -> Iterable[int]:
-    """Return the positive multiples of `divisor` next to `value`, the lower first."""
-    below = value // divisor * divisor
-    return [size for size in (below, below + divisor) if size > 0]
 
 
 def _steps_per_epoch(trainer: Trainer, num_samples: int, problems: list[Problem]) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accel.errors import Problem
+from accel.errors import closest as closest
 from runner.config import habits
 from runner.config.schema import Recipe
 
@@ -56,6 +56,13 @@ def node_of(key: str) -> type | None:
     for part in key.split("."):
         kind = nodes(kind).get(part) if kind is not None else None
     return kind
+
+
+def hint_of(key: str) -> Any:
+    """Return the type of the field at a dotted key of the schema; None if there is none."""
+    parent, _, leaf = key.rpartition(".")
+    kind = node_of(parent) if parent else Recipe
+    return typing.get_type_hints(kind).get(leaf) if kind is not None else None
 
 
 def typed_keys(kind: type = Recipe, prefix: str = "") -> Iterator[str]:
@@ -124,11 +131,6 @@ def _mended(key: str, known: Sequence[str]) -> list[str]:
             close = found
         mended = f"{mended}.{close}" if mended else close
     return [mended]
-
-
-def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return the one of `known` that is close to `name`, or None."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
 
 
 def switched_off(key: str, recipe: Mapping[str, Any]) -> str | None:

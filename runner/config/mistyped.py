@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from accel.errors import Problem
 from runner.config import habits, keys
-from runner.config.schema import Recipe
 
 COMMANDS = ("eval", "predict")
 
@@ -59,9 +56,7 @@ def _value_of(word: str, following: Sequence[str]) -> tuple[str, int] | None:
 
 def no_switch(key: str, value: object) -> bool:
     """Return whether a number other than 0 and 1 was given for a key that is true or false."""
-    parent, _, leaf = key.rpartition(".")
-    kind: Any = keys.node_of(parent) if parent else Recipe
-    hint = typing.get_type_hints(kind).get(leaf) if kind is not None else None
+    hint = keys.hint_of(key)
     is_switch = hint is bool or hint == (bool | None)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_switch and number and value not in (0, 1)

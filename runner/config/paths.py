@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -39,6 +40,12 @@ def conf_folder() -> Path:
         f"There is no {PRIMARY} in {package / 'conf'} nor in {package.parent / 'conf'}: the "
         "installation is incomplete. Install the package again."
     )
+
+
+def default_files() -> dict[str, str]:
+    """Return the file of each group that the shipped config.yaml chooses."""
+    text = (conf_folder() / PRIMARY).read_text(encoding="utf-8")
+    return dict(re.findall(r'^  - (\w+): "?(\w+)"?', text, re.M))
 
 
 def project_file() -> Path | None:

@@ -20,7 +20,6 @@ from omegaconf._utils import get_yaml_loader
 
 from accel.errors import Problem
 from runner.config import keys
-from runner.config.schema import Recipe
 
 TEXT_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:null")
 # A single word between the separators of lists and sweeps, without quotes or interpolations;
@@ -31,13 +30,7 @@ WORD = re.compile(r"(?:^|(?<=[\[,=(]))(\s*)([^\s,\[\](){}'\"$=]+)(\s*)(?=[\],)]|
 @cache
 def text_keys() -> frozenset[str]:
     """Return the dotted keys of the schema that hold text, or a list of texts."""
-    return frozenset(key for key in keys.typed_keys() if _holds_text(key))
-
-
-def _holds_text(key: str) -> bool:
-    parent, _, name = key.rpartition(".")
-    kind = Recipe if not parent else keys.node_of(parent)
-    return kind is not None and _is_text(typing.get_type_hints(kind)[name])
+    return frozenset(key for key in keys.typed_keys() if _is_text(keys.hint_of(key)))
 
 
 def _is_text(hint: Any) -> bool:

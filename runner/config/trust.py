@@ -14,12 +14,13 @@ import importlib
 import importlib.util
 import sys
 import tomllib
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from accel import env
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, closest
 from runner.config import paths
 
 VARIABLE = "RUNNER_IMPORTS"
@@ -91,11 +92,9 @@ def import_packages() -> None:
             problems.append(Problem(f"{name!r}, named by {place}", rule, remedy))
             continue
         try:
-            importlib.import_module(name)
-        except SystemExit as error:  # with 0 an untrained run would look complete
-            rule = f"importing it ended in SystemExit({error.code!r})"
-            remedy = "Call sys.exit under `if __name__ == '__main__'` alone."
-            problems.append(Problem(f"{name!r}, named by {place}", rule, remedy))
+            _import(name, f"{name!r}, named by {place}")
+        except ConfigError as error:
+            problems += error.problems
         except ModuleNotFoundError as error:
             own = error.name is not None and (
                 name == error.name or name.startswith(f"{error.name}.")
@@ -106,6 +105,24 @@ def import_packages() -> None:
             )
             problems.append(Problem(f"{name!r}, named by {place}", rule, remedy))
     ConfigError.raise_if(problems)
+
+
+def _import(module: str, value: str) -> types.ModuleType:
+    """Import a module of the user's.
+
+    Args:
+        module: dotted name.
+        value: the first part of an error message.
+
+    Raises:
+        ConfigError: if the module ends the process.
+    """
+    try:
+        return importlib.import_module(module)
+    except SystemExit as error:  # with 0 an untrained run would look complete
+        rule = f"importing {module} ended in SystemExit({error.code!r})"
+        remedy = "Call sys.exit only under `if __name__ == '__main__'`."
+        raise ConfigError(Problem(value, rule, remedy)) from error
 
 
 def missing_packages() -> list[Problem]:
@@ -202,11 +219,7 @@ def _locate(name: str, key: str) -> Any:
     for length in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:length])
         try:
-            found: Any = importlib.import_module(module)
-        except SystemExit as error:  # with 0 an untrained run would look complete
-            rule = f"importing {module} ended in SystemExit({error.code!r})"
-            remedy = "Call sys.exit under `if __name__ == '__main__'` alone."
-            raise ConfigError(Problem(f"{key}={name}", rule, remedy)) from error
+            found = _import(module, f"{key}={name}")
         except ModuleNotFoundError as error:
             if error.name is not None and module.startswith(error.name):
                 continue
@@ -224,12 +237,10 @@ def _locate(name: str, key: str) -> Any:
 
 
 def _attribute(found: Any, parts: list[str], name: str, key: str) -> Any:
-    from runner.config.keys import closest
-
     for part in parts:
         if not hasattr(found, part):
             place = getattr(found, "__name__", str(found))
-            close = closest(part, list(_public(found)))
+            close = closest(part, _public(found))
             remedy = f"Did you mean {close!r}?" if close else "Name one that is there."
             raise ConfigError(Problem(f"{key}={name}", f"{place} has no {part!r}", remedy))
         found = getattr(found, part)

@@ -29,6 +29,7 @@ from runner.data import user_code
 
 # NumPy's global generator takes seeds of 32 bits.
 _NUMPY_SEEDS = 1 << 32
+SPLITS = ("train", "validation", "test")  # the fields of `Data` that are data sets
 
 
 @dataclass

@@ -22,7 +22,7 @@ from runner.compose import composition, diagnose, hydra_setup
 from runner.config.schema import Distributed, Recipe
 from runner.inference.load import described, find_checkpoint, restored_step
 from runner.reporting import startup
-from runner.run_dir import directory
+from runner.run_dir import directory, json_files
 from runner.run_dir.job import Job
 from runner.run_dir.numerics import Numerics
 
@@ -129,7 +129,7 @@ def _write_lines(request: Request, file: TextIO) -> int:
     count = 0
     with _session(request) as session:
         for count, record in enumerate(_predictions(session), start=1):
-            line = directory.finite({"index": count - 1, **record})
+            line = json_files.finite({"index": count - 1, **record})
             file.write(json.dumps(line, allow_nan=False) + "\n")
     return count
 

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-from accel.errors import ConfigError, DiskFullError, MissingPackageError, text_of
+from accel.errors import AccelError, ConfigError, DiskFullError, MissingPackageError, text_of
 from runner.config import user_frames
 from runner.exit_codes import FAILED, REFUSED
 from runner.run_dir import abandoned, directory
@@ -35,7 +35,16 @@ def nobody_reads() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def of_error(error: BaseException, rank: int) -> Outcome:
+def report(error: BaseException) -> int:
+    """Print an error of the parent process on standard error, and return the exit code for it."""
+    if isinstance(error, AccelError):
+        print(error, file=sys.stderr)
+    else:
+        print("".join(user_frames.formatted(error)), end="", file=sys.stderr)
+    return REFUSED if isinstance(error, (ConfigError, MissingPackageError)) else FAILED
+
+
+def outcome_of(error: BaseException, rank: int) -> Outcome:
     """Return the outcome of a process that ends with `error`.
 
     A refused configuration and a missing package say what to do; a traceback would only hide it.

@@ -1,10 +1,7 @@
 """From a frozen job to processes: this one, fresh workers, or those that torchrun has started.
 
-Every process reads the same frozen recipe from the run directory; none of them sees overrides. The
-exit code is 0 (done), 1 (failed), 2 (configuration refused), 75 (stopped by SIGTERM or SIGUSR1 with
-its state saved; ``resume`` goes on) or 130 (Ctrl-C).
-
-Free of torch at import.
+Every process reads the same frozen recipe from the run directory; none of them sees overrides. Exit
+codes are those of `runner.exit_codes`. Free of torch at import.
 """
 
 from __future__ import annotations
@@ -131,7 +128,7 @@ def run_here(folder: Path, rank: int = 0) -> int:
             failures.tell_interrupted(run_dir)
         return INTERRUPTED
     except BaseException as error:  # also SystemExit: the run is not complete
-        outcome = failures.of_error(error, rank)
+        outcome = failures.outcome_of(error, rank)
         outcome.write(run_dir, _new_launch())
         failures.tell(outcome, run_dir)
         return outcome.code

@@ -12,6 +12,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 POLL_SECONDS = 0.5
 
@@ -31,10 +32,7 @@ def die_with(parent: int) -> threading.Thread:
     Returns:
         The thread that waits.
     """
-    lead_own_group()
-    thread = threading.Thread(target=_wait_and_kill, args=(parent,), name="parent", daemon=True)
-    thread.start()
-    return thread
+    return _kill_group_after(parent, lambda: os.getppid() == parent)
 
 
 def die_with_ancestor(ancestor: int) -> threading.Thread:
@@ -46,25 +44,19 @@ def die_with_ancestor(ancestor: int) -> threading.Thread:
     Returns:
         The thread that waits.
     """
+    return _kill_group_after(ancestor, lambda: _exists(ancestor))
+
+
+def _kill_group_after(process: int, is_alive: Callable[[], bool]) -> threading.Thread:
     lead_own_group()
-    thread = threading.Thread(target=_poll_and_kill, args=(ancestor,), name="ancestor", daemon=True)
+
+    def wait_and_kill() -> None:
+        wait_for_end(process, is_alive)
+        os.killpg(0, signal.SIGKILL)
+
+    thread = threading.Thread(target=wait_and_kill, name=f"watch of {process}", daemon=True)
     thread.start()
     return thread
-
-
-def _poll_and_kill(ancestor: int) -> None:
-    try:
-        file = os.pidfd_open(ancestor)
-    except AttributeError:  # not Linux
-        while _exists(ancestor):
-            time.sleep(POLL_SECONDS)
-    except OSError:  # it is gone, or a sandbox
-        while _exists(ancestor):
-            time.sleep(POLL_SECONDS)
-    else:
-        select.select([file], [], [])
-        os.close(file)
-    os.killpg(0, signal.SIGKILL)
 
 
 def _exists(process: int) -> bool:
@@ -75,28 +67,24 @@ def _exists(process: int) -> bool:
     return True
 
 
-def _wait_and_kill(parent: int) -> None:
-    wait_for_end(parent)
-    os.killpg(0, signal.SIGKILL)
+def wait_for_end(process: int, is_alive: Callable[[], bool]) -> None:
+    """Return when a process has ended.
 
-
-def wait_for_end(parent: int) -> None:
-    """Return when `parent` is no longer the parent of this process."""
+    Args:
+        process: process id.
+        is_alive: whether that id still belongs to the process.
+    """
     try:
-        file = os.pidfd_open(parent)
+        file = os.pidfd_open(process)
     except (AttributeError, OSError):  # not Linux, an old kernel, a sandbox; or it is gone
-        _poll_for_end(parent)
+        while is_alive():
+            time.sleep(POLL_SECONDS)
         return
     try:
-        # The number may have been given to another process before it was opened.
-        if os.getppid() == parent:
+        # The id may have been reused before it was opened.
+        if is_alive():
             waiter = select.poll()  # `select.select` takes no file above number 1023
             waiter.register(file, select.POLLIN)
             waiter.poll()
     finally:
         os.close(file)
-
-
-def _poll_for_end(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(POLL_SECONDS)

@@ -15,7 +15,7 @@ from accel.errors import AccelError, ConfigError, Problem
 from runner.config import carry_over, paths, processes, trust
 from runner.exit_codes import DONE, REFUSED
 from runner.launch import launcher
-from runner.run_dir import abandoned, directory, job, lock, resumable, transaction
+from runner.run_dir import abandoned, directory, environment, job, lock, resumable, transaction
 from runner.run_dir.job import Job
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _staged(asked: Job, recipe: Recipe) -> Job:
     try:
         staged = asked.stage(recipe)
         try:
-            directory.write_environment(staged.place)
+            environment.write_environment(staged.place)
             resumable.reopen(asked.run_dir, staged.place)
         except BaseException:
             transaction.discard(staged.place)

@@ -72,7 +72,7 @@ def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag)
     except BaseException as error:  # also SystemExit: the run is not complete
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends anyway
         # Written before anything is torn down: other ranks fail as soon as this one is gone.
-        outcome = failures.of_error(error, rank)
+        outcome = failures.outcome_of(error, rank)
         if isinstance(error, endings.LoaderWorkerError) and rank > 0:  # else it is on the terminal
             crash = rank_logs.crash(rank_logs.log_file(run_dir, rank))
             outcome = replace(outcome, traceback="\n".join(crash))

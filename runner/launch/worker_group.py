@@ -41,7 +41,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel import env
-from runner.training.stopping import STOP_SIGNALS, TORCHS_SIGNALS, held_back, restore
+from runner.training.stopping import STOP_SIGNALS, TORCHS_SIGNALS, handlers_restored, held_back
 
 MONITOR_SECONDS = 0.1
 # Time between "end now" and SIGKILL: to close the progress bar and to flush files.
@@ -103,7 +103,7 @@ def run_group(
         local_addr="localhost",
     )
     agent = GroupAgent(spec, _InheritedStreams(), finished)
-    with quiet_agent(), handlers_kept():
+    with quiet_agent(), agent_handlers_restored():
         try:
             agent.take_signals()
             agent.run()
@@ -231,16 +231,13 @@ class _InheritedStreams(LogsSpecs):
 
 
 @contextlib.contextmanager
-def handlers_kept() -> Iterator[None]:
-    """Put back the signal handlers that the agent or this module replaces."""
+def agent_handlers_restored() -> Iterator[None]:
+    """Restore the signal handlers that the agent or this module replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield  # nobody may set handlers here
         return
-    before = {number: signal.getsignal(number) for number in {*HANDLED, *AGENT_SIGNALS}}
-    try:
+    with handlers_restored({*HANDLED, *AGENT_SIGNALS}):
         yield
-    finally:
-        restore(before)
 
 
 @contextlib.contextmanager

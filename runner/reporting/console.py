@@ -67,12 +67,7 @@ class Display:
 
     def header(self, title: str, rows: Rows) -> None:
         """Show what runs: a title and labelled lines."""
-        if not self.enabled:
-            return
-        if self.live:
-            self.console.print(_panel(title, rows))
-        else:
-            self._lines(title, rows)
+        self._table(title, rows)
 
     def start(
         self, step: int, total: int | None, epochs: int | None, seconds: float | None = None
@@ -205,12 +200,7 @@ class Display:
     def final(self, title: str, rows: Rows) -> None:
         """Show what came of the run."""
         self.close()
-        if not self.enabled:
-            return
-        if self.live:
-            self.console.print(_panel(title, rows))
-        else:
-            self._lines(title, rows)
+        self._table(title, rows)
 
     # -- parts -----------------------------------------------------------------------------
 
@@ -241,7 +231,12 @@ class Display:
     def _print(self, line: str | Text) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=not self.live)
 
-    def _lines(self, title: str, rows: Rows) -> None:
+    def _table(self, title: str, rows: Rows) -> None:
+        if not self.enabled:
+            return
+        if self.live:
+            self.console.print(_panel(title, rows))
+            return
         self._print(title)
         width = max((len(label) for label, _ in rows), default=0)
         for label, value in rows:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from runner.run_dir.directory import MetricsFile
+from runner.run_dir.json_files import MetricsFile
 
 if TYPE_CHECKING:
     import torch

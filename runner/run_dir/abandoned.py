@@ -10,13 +10,13 @@ from pathlib import Path
 from accel.checkpoint import directory as checkpoints
 from runner.exit_codes import FAILED, REFUSED
 from runner.run_dir import directory
+from runner.run_dir.json_files import METRICS
 
 # What a run writes before its first step is made. The last is written at that step.
 BEFORE_TRAINING = {
     *("config.yaml", "overrides.yaml", "job.json", "threads.json", "environment.json", "git.diff"),
     *(".lock", "logs", "tensorboard", checkpoints.FOLDER),
 }
-METRICS = "metrics.jsonl"
 
 
 def worth_keeping(run_dir: Path, code: int) -> bool:

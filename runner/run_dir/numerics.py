@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from accel import env
-from accel.checkpoint import directory as checkpoints
 from runner.config.schema import Recipe
 from runner.run_dir import transaction
+from runner.run_dir.json_files import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ FILE = "threads.json"
 # cuBLAS gives the same bits only with a workspace of fixed size.
 # Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
 CUBLAS_WORKSPACE = ":4096:8"
-# Idle threads of OpenMP spin by default. Beside any other program on the same cores that costs a
+# Idle threads of OpenMP spin by default, which slows down every other program on the same cores.
 # Source: https://gcc.gnu.org/onlinedocs/libgomp/ (OMP_WAIT_POLICY)
 # Source: https://gcc.gnu.org/onlinedocs/libgomp/OMP_005fWAIT_005fPOLICY.html
 WAIT_POLICY = "OMP_WAIT_POLICY"
@@ -105,8 +105,7 @@ def settle(run_dir: Path, recipe: Recipe, local_processes: int, folder: Path | N
     kept = read(run_dir).num_threads
     if not recipe.deterministic or kept is None or recipe.distributed.num_threads is not None:
         kept = choose(recipe, local_processes)
-    content = asdict(Numerics(kept, recipe.deterministic))
-    checkpoints.write_atomically((folder or run_dir) / FILE, f"{json.dumps(content)}\n".encode())
+    write_json((folder or run_dir) / FILE, asdict(Numerics(kept, recipe.deterministic)))
 
 
 def read(run_dir: Path) -> Numerics:

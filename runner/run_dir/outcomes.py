@@ -10,13 +10,13 @@ Free of torch.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from runner.config import paths
+from runner.run_dir.json_files import write_json
 
 
 @dataclass(frozen=True)
@@ -51,22 +51,14 @@ class Outcome:
             return
         name = f"{launch}_rank_{self.rank}.json"
         try:
-            self._write(log_folder(run_dir) / name)
+            write_json(log_folder(run_dir) / name, asdict(self))
         except FileNotFoundError:
             if run_dir.is_dir():
                 raise
         except OSError as error:
             if error.errno not in paths.FULL:
                 raise
-            self._write(Path(tempfile.gettempdir()) / name)  # read and removed from there
-
-    def _write(self, path: Path) -> None:
-        partial = path.with_suffix(".partial")
-        try:
-            partial.write_text(json.dumps(asdict(self)))
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+            write_json(Path(tempfile.gettempdir()) / name, asdict(self))  # read and removed there
 
     def remove(self, run_dir: Path, launch: str) -> None:
         """Remove what `write` has written, if it is there."""
@@ -98,9 +90,7 @@ def note_hang(run_dir: Path, launch: str, hang: Outcome | None) -> None:
     if hang is None:
         path.unlink(missing_ok=True)
     else:
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(hang)))
-        os.replace(partial, path)
+        write_json(path, asdict(hang))
 
 
 def read_hang(run_dir: Path, launch: str) -> Outcome | None:

@@ -12,7 +12,7 @@ from accel.checkpoint import directory as checkpoints
 from accel.errors import ConfigError, Problem
 from runner.config import carry_over, serialization
 from runner.config.schema import Recipe
-from runner.run_dir import directory, lock, transaction
+from runner.run_dir import directory, json_files, lock, transaction
 from runner.run_dir.job import Job
 
 logger = logging.getLogger(__name__)
@@ -187,13 +187,13 @@ def reopen(run_dir: Path, folder: Path) -> None:
     """
     summary = _summary(run_dir)
     if summary.get("complete") is True:
-        directory.write_json(folder / directory.SUMMARY, {**summary, "complete": False})
+        json_files.write_json(folder / json_files.SUMMARY, {**summary, "complete": False})
 
 
 def _summary(run_dir: Path) -> Mapping[str, Any]:
-    path = run_dir / directory.SUMMARY
+    path = run_dir / json_files.SUMMARY
     try:
-        content = transaction.read(run_dir, directory.SUMMARY)
+        content = transaction.read(run_dir, json_files.SUMMARY)
         found = {} if content is None else json.loads(content)
     except (OSError, ValueError) as error:
         logger.warning("%s is damaged (%s): it is written anew.", path, error)

@@ -22,11 +22,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from accel.errors import AccelError, ConfigError, MissingPackageError, Problem
-from runner.config import user_frames
-from runner.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, STOPPED
-from runner.launch import parent_watch
-from runner.training.stopping import STOP_SIGNALS, restore
+from accel.errors import ConfigError, Problem
+from runner.config import habits
+from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
+from runner.launch import failures, parent_watch
+from runner.run_dir.json_files import write_json
+from runner.training.stopping import STOP_SIGNALS, handlers_restored
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -34,24 +35,8 @@ if TYPE_CHECKING:
     from runner.compose.composition import Examined
 
 BASIC = "basic"
-# Launchers that are tested with the runner; what is installed for the others.
-LAUNCHERS = (BASIC, "joblib")
-SWEEPERS = (BASIC,)
-PACKAGES = {
-    "launcher": {
-        "joblib": "hydra-joblib-launcher",
-        "ray": "hydra-ray-launcher",
-        "ray_aws": "hydra-ray-launcher",
-        "rq": "hydra-rq-launcher",
-        "submitit_local": "hydra-submitit-launcher",
-        "submitit_slurm": "hydra-submitit-launcher",
-    },
-    "sweeper": {
-        "ax": "hydra-ax-sweeper",
-        "nevergrad": "hydra-nevergrad-sweeper",
-        "optuna": "hydra-optuna-sweeper",
-    },
-}
+LAUNCHERS = (BASIC, "joblib")  # tested with the runner
+KINDS = ("launcher", "sweeper")
 STOP_FILE = "stop"
 # How long Ctrl-C waits for jobs in other processes to end by themselves.
 INTERRUPT_SECONDS = 8.0
@@ -130,7 +115,7 @@ def misplaced(overrides: Sequence[str]) -> list[Problem]:
     ]
 
 
-HYDRA_NODES = tuple(f"hydra.{kind}" for kind in PACKAGES)
+HYDRA_NODES = tuple(f"hydra.{kind}" for kind in KINDS)
 
 
 def _not_installed(overrides: Sequence[str]) -> list[Problem]:
@@ -141,18 +126,18 @@ def _not_installed(overrides: Sequence[str]) -> list[Problem]:
     for override in overrides:
         key, _, name = override.partition("=")
         kind = key.rpartition("/")[2]
-        if key != f"hydra/{kind}" or kind not in PACKAGES:
+        if key != f"hydra/{kind}" or kind not in KINDS:
             continue
         known = diagnose.options_of(key)
         if name in known:
             continue
-        package = PACKAGES[kind].get(name)
+        package = habits.plugin_package(key, name)
         rule = f"there is no such {kind} here"
         remedy = f"Choose one of {', '.join(sorted(known))}."
         if kind == "launcher" and name not in LAUNCHERS:
-            rule = f"the runner's jobs run under the launchers {' and '.join(LAUNCHERS)}"
-            remedy = "Leave it out, or choose hydra/launcher=joblib."
-        elif package is not None:
+            problems += _unverified(name)
+            continue
+        if package is not None:
             remedy = f"Install its package: pip install {package}."
         problems.append(Problem(override, rule, remedy))
     return [*problems, *hydra_setup.hydra_problems(overrides)]
@@ -244,10 +229,7 @@ class Task:
             raise JobFailed(reason)
 
     def _note(self, number: int, code: int) -> None:
-        path = Path(self.folder, f"{number}.json")
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(code), encoding="utf-8")
-        partial.replace(path)
+        write_json(Path(self.folder, f"{number}.json"), code)
 
     @contextlib.contextmanager
     def _elsewhere(self, number: int) -> Iterator[None]:
@@ -255,16 +237,15 @@ class Task:
         parent_watch.die_with_ancestor(self.parent)
         sys.orig_argv[:] = self.command
         note = Path(self.folder, f"{number}.pid")
-        before = {n: signal.getsignal(n) for n in (*STOP_SIGNALS, signal.SIGINT)}
-        for name in STOP_SIGNALS:
-            signal.signal(name, _stop_here)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        note.write_text(str(os.getpid()), encoding="utf-8")
-        try:
-            yield
-        finally:
-            note.unlink(missing_ok=True)
-            restore(before)
+        with handlers_restored((*STOP_SIGNALS, signal.SIGINT)):
+            for name in STOP_SIGNALS:
+                signal.signal(name, _stop_here)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            note.write_text(str(os.getpid()), encoding="utf-8")
+            try:
+                yield
+            finally:
+                note.unlink(missing_ok=True)
 
 
 def _stop_here(number: int, frame: FrameType | None) -> None:
@@ -296,21 +277,14 @@ def _attempt(overrides: Sequence[str], config_name: str, number: int) -> tuple[i
         code = INTERRUPTED
     except SystemExit as end:
         code = STOPPED if end.code == STOPPED else FAILED  # not even 0: it is not complete
-    except (ConfigError, MissingPackageError) as error:
-        print(error, file=sys.stderr)
-        code = REFUSED
-    except AccelError as error:
-        print(error, file=sys.stderr)
-        code = FAILED
     except Exception as error:
-        print("".join(user_frames.formatted(error)), end="", file=sys.stderr)
-        code = FAILED
+        code = failures.report(error)
     return code, claimed[0] if claimed else None
 
 
 def objective(run_dir: Path) -> float | None:
     """Return the best value of a run's monitored validation metric, else its last; None: none."""
-    from runner.run_dir.directory import SUMMARY
+    from runner.run_dir.json_files import SUMMARY
 
     summary: dict[str, Any] = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
     if summary["best"] is not None:
@@ -328,7 +302,6 @@ def stops_handed_on(folder: Path, launcher: str) -> Iterator[None]:
     if launcher == BASIC:  # a job's own launcher listens
         yield
         return
-    before = {n: signal.getsignal(n) for n in (*STOP_SIGNALS, signal.SIGINT)}
 
     def hand_on(number: int, frame: FrameType | None = None) -> None:
         (folder / STOP_FILE).touch()
@@ -344,14 +317,13 @@ def stops_handed_on(folder: Path, launcher: str) -> Iterator[None]:
             time.sleep(0.05)
         raise KeyboardInterrupt
 
-    for number in STOP_SIGNALS:
-        signal.signal(number, hand_on)
-    if before[signal.SIGINT] is signal.default_int_handler:  # a shell's background job ignores it
-        signal.signal(signal.SIGINT, interrupt)
-    try:
+    with handlers_restored((*STOP_SIGNALS, signal.SIGINT)) as before:
+        for number in STOP_SIGNALS:
+            signal.signal(number, hand_on)
+        # A background job of a shell ignores Ctrl-C.
+        if before[signal.SIGINT] is signal.default_int_handler:
+            signal.signal(signal.SIGINT, interrupt)
         yield
-    finally:
-        restore(before)
 
 
 def conclude(folder: Path, total: int | None) -> int:

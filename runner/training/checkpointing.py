@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -79,7 +79,7 @@ class Best:
 
     def write(self, folder: Path) -> None:
         """Write the pointer file in `folder`, in one piece."""
-        text = json.dumps(self.__dict__, indent=2) + "\n"
+        text = json.dumps(asdict(self), indent=2) + "\n"
         checkpoints.write_atomically(folder / POINTER, text.encode())
 
 

@@ -22,16 +22,22 @@ class Interrupted(Exception):
     """An evaluation was left because the run is to stop."""
 
 
-def monitored_value(metrics: Mapping[str, float], monitor: str) -> float:
-    """Return the metric that decides which state is the best.
+def monitored_value(
+    metrics: Mapping[str, float], monitor: str | None, key: str = "checkpoint.monitor"
+) -> float:
+    """Return the monitored metric.
+
+    Args:
+        metrics: of an evaluation, by name.
+        monitor: the metric.
+        key: the key of the recipe that names it.
 
     Raises:
         ConfigError: if the evaluation does not measure it.
     """
-    if monitor not in metrics:
+    if monitor is None or monitor not in metrics:
         rule = f"the evaluation measures {', '.join(metrics)}"
-        value = f"checkpoint.monitor={monitor!r}"
-        raise ConfigError(Problem(value, rule, nearest(monitor, metrics)))
+        raise ConfigError(Problem(f"{key}={monitor!r}", rule, nearest(str(monitor), metrics)))
     return metrics[monitor]
 
 

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accel.errors import ConfigError, Problem
 from runner.config.serialization import to_plain
+from runner.data.datasets import SPLITS
 from runner.training.summary import num_samples
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from runner.training.run import Run
     from runner.training.step import Step
 
-SPLITS = ("train", "validation", "test")
 # Options that schedules write.
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 MOMENTA = ("betas", "momentum", "max_momentum", "base_momentum")

@@ -23,7 +23,7 @@ from runner.data.batches import EvalBatches, TrainBatches
 from runner.data.micro_batch import with_last
 from runner.reporting.console import Display
 from runner.reporting.recorder import Recorder, learning_rates
-from runner.run_dir.directory import write_summary
+from runner.run_dir.json_files import write_summary
 from runner.training import profiling, return_checks, torch_errors
 from runner.training import summary as summaries
 from runner.training.callback import Callback

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -9,6 +10,22 @@ from typing import Any
 from accel.errors import CheckpointError, ConfigError, Problem
 
 FORMERLY = "best_checkpoint"  # in checkpoints of earlier versions, and never set
+
+
+def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:
+    """Return whether `value` improves on `best`; NaN never does, any number improves on None.
+
+    Args:
+        value: of the monitored metric.
+        best: its best value so far.
+        mode: "max" or "min".
+        min_delta: least change that counts.
+    """
+    if math.isnan(value):
+        return False
+    if best is None:
+        return True
+    return (value - best if mode == "max" else best - value) > min_delta
 
 
 @dataclass
@@ -58,11 +75,7 @@ class TrainState:
 
     def improves(self, value: float, mode: str) -> bool:
         """Return whether `value` is better than the best so far. NaN never is."""
-        if value != value:
-            return False
-        if self.best is None:
-            return True
-        return value > self.best if mode == "max" else value < self.best
+        return is_better(value, self.best, mode)
 
     def move_to(self, global_batch: int) -> None:
         """Express the position in steps of `global_batch` samples, after a resume.

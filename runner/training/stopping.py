@@ -22,7 +22,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -146,7 +146,15 @@ class StopFlag:
         if threading.current_thread() is not threading.main_thread():
             yield self  # only the main thread may have handlers; its owner decides
             return
-        before = {n: signal.getsignal(n) for n in (*STOP_SIGNALS, signal.SIGINT)}
+        with handlers_restored((*STOP_SIGNALS, signal.SIGINT)) as before:
+            self._install(before)
+            try:
+                yield self
+            finally:
+                self._hears_interrupts = False
+
+    def _install(self, before: Mapping[signal.Signals, Any]) -> None:
+        """Set handlers that note a signal and then call those of `before`."""
         owner = os.getpid()
 
         def handle(number: int, frame: FrameType | None) -> None:
@@ -167,11 +175,6 @@ class StopFlag:
         if before[signal.SIGINT] is signal.default_int_handler:  # not ignored, no debugger's own
             signal.signal(signal.SIGINT, interrupt)
             self._hears_interrupts = True
-        try:
-            yield self
-        finally:
-            self._hears_interrupts = False
-            restore(before)
 
 
 def _in_forked_child(number: int) -> None:
@@ -234,8 +237,13 @@ def release(numbers: Sequence[int]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
-def restore(handlers: dict[signal.Signals, Any]) -> None:
-    """Set handlers as `signal.getsignal` returned them."""
-    for number, handler in handlers.items():
-        # None: it was not installed from Python, and cannot be put back from there.
-        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+@contextmanager
+def handlers_restored(numbers: Iterable[signal.Signals]) -> Iterator[dict[signal.Signals, Any]]:
+    """Restore the handlers of `numbers` after the context, which gets them by signal."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield before
+    finally:
+        for number, handler in before.items():
+            # None: it was not installed from Python, and cannot be restored from there.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from runner.config.counts import counted
 from runner.reporting.console import clock, number, short
 
 if TYPE_CHECKING:
@@ -179,11 +180,6 @@ def length_line(loop: Run) -> str:
     line = f"{limits[0]} × {counted(plan.steps_per_epoch, 'step')} = {whole}"
     total = counted(plan.total_steps or 0, "step")
     return line if total == whole else f"{total} (of {line})"
-
-
-def counted(count: int, singular: str, plural: str | None = None) -> str:
-    """Return e.g. "1 step" or "1,200 steps"."""
-    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
 
 
 def summary_of(loop: Run) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from accel import env
-from runner.launch.worker_group import GroupAgent, handlers_kept
+from runner.launch.worker_group import GroupAgent, agent_handlers_restored
 from runner.training.stopping import TORCHS_SIGNALS
 
 
@@ -54,7 +54,7 @@ def start(agent: GroupAgent, monkeypatch: pytest.MonkeyPatch, early: tuple[int, 
         return {0: 10, 1: 11}
 
     monkeypatch.setattr(LocalElasticAgent, "_start_workers", started)
-    with handlers_kept():
+    with agent_handlers_restored():
         agent.take_signals()
         assert agent._start_workers(None) == {0: 10, 1: 11}  # type: ignore[arg-type]
         agent._forward(signal.SIGUSR1, None)

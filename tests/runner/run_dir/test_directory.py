@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -98,87 +96,3 @@ def test_checkpoints_lie_where_the_recipe_says(tmp_path: Path) -> None:
     elsewhere.checkpoint.project.set_directories("states")
     other = new_run(tmp_path, name="other", checkpoint=elsewhere.checkpoint)
     assert directory.checkpoint_folder(other) == tmp_path / "states" / "checkpoints"
-
-
-# -- environment ---------------------------------------------------------------------------
-
-
-def git(folder: Path, *arguments: str) -> None:
-    identity = ("-c", "user.name=test", "-c", "user.email=test@example.org")
-    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
-
-
-def test_the_environment_tells_versions_machine_and_git(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-
-    project, run_dir = tmp_path / "project", tmp_path / "run"
-    project.mkdir()
-    run_dir.mkdir()
-    git(project, "init", "-q")
-    (project / "model.py").write_text("width = 1\n")
-    git(project, "add", ".")
-    git(project, "commit", "-q", "-m", "first")
-    monkeypatch.chdir(project)
-    directory.write_environment(run_dir)
-    found = json.loads((run_dir / "environment.json").read_text())
-    assert found["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert found["device"]["count"] >= 1
-    assert re.fullmatch("[0-9a-f]{40}", found["git"]["sha"])
-    assert not found["git"]["dirty"]
-    assert not (run_dir / "git.diff").exists()
-
-    (project / "model.py").write_text("width = 2\n")
-    (project / "new.py").write_text("")
-    directory.write_environment(run_dir)
-    found = json.loads((run_dir / "environment.json").read_text())
-    assert found["git"]["dirty"]
-    assert found["git"]["untracked"] == ["new.py"]
-    assert "+width = 2" in (run_dir / "git.diff").read_text()
-
-
-def test_outside_of_git_there_is_nothing_to_tell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert directory.write_environment(tmp_path)["git"] is None
-
-
-# -- metrics and summary -------------------------------------------------------------------
-
-
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_metrics_are_lines_of_strict_json(tmp_path: Path) -> None:
-    with directory.MetricsFile(tmp_path) as metrics:
-        metrics.write({"step": 1, "loss": 0.5})
-        assert read_metrics(tmp_path) == [{"step": 1, "loss": 0.5}]
-        metrics.write({"step": 2, "loss": float("nan"), "norm": float("-inf")})
-    metrics.close()
-    assert read_metrics(tmp_path)[1] == {"step": 2, "loss": "NaN", "norm": "-Infinity"}
-    assert float(read_metrics(tmp_path)[1]["norm"]) == float("-inf")
-
-
-def test_a_resumed_run_writes_no_step_twice(tmp_path: Path) -> None:
-    with directory.MetricsFile(tmp_path) as metrics:
-        for step in range(1, 6):
-            metrics.write({"step": step, "run": 1})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "lo')  # killed while writing
-    with directory.MetricsFile(tmp_path, step=3) as metrics:
-        metrics.write({"step": 4, "run": 2})
-    found = [(record["step"], record["run"]) for record in read_metrics(tmp_path)]
-    assert found == [(1, 1), (2, 1), (3, 1), (4, 2)]
-    with directory.MetricsFile(tmp_path):
-        assert read_metrics(tmp_path) == []
-
-
-def test_the_summary_is_written_in_one_piece(tmp_path: Path) -> None:
-    directory.write_summary(tmp_path, {"best": float("inf"), "path": tmp_path, "steps": (1, 2)})
-    found = json.loads((tmp_path / "summary.json").read_text())
-    assert found == {"best": "Infinity", "path": str(tmp_path), "steps": [1, 2]}
-    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]

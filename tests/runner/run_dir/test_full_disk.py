@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from accel.checkpoint import directory as checkpoints
 from runner.run_dir import outcomes
 from runner.run_dir.outcomes import Outcome
 from tests.helpers import on_small_disk, python, small_disks_work
@@ -55,7 +56,8 @@ def test_how_a_process_ended_is_told_without_room_in_the_run(
     elsewhere.mkdir()
     monkeypatch.setattr(outcomes.tempfile, "gettempdir", lambda: str(elsewhere))
     logs = outcomes.log_folder(tmp_path)
-    (logs / "launch_x_rank_0.partial").symlink_to("/dev/full")
+    monkeypatch.setattr(checkpoints.secrets, "token_hex", lambda size: "token")
+    (logs / ".launch_x_rank_0.json.partial-token").symlink_to("/dev/full")
     Outcome(0, 1.0, 1, "no room").write(tmp_path, "launch_x")
     assert [found.message for found in outcomes.read_outcomes(tmp_path, "launch_x")] == ["no room"]
     assert list(elsewhere.iterdir()) == []

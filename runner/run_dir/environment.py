@@ -1,0 +1,120 @@
+"""Versions, machine, device and git state of a run: `environment.json`.
+
+Imports no torch by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from accel.env import read
+from runner.run_dir.job import ENVIRONMENT
+from runner.run_dir.json_files import write_json
+
+logger = logging.getLogger(__name__)
+
+DIFF = "git.diff"
+PACKAGES = (
+    *("accel-runner", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard"),
+    *("rich", "scikit-learn", "deepspeed", "torchdata"),
+)
+VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "SLURM_JOB_ID")
+GIT_SECONDS = 20.0
+MOST_UNTRACKED = 200
+
+
+def write_environment(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Write `environment.json` (versions, machine, device, git) and, if there is one, `git.diff`.
+
+    Args:
+        run_dir: the run directory, or an attempt in it.
+
+    Returns:
+        What was written.
+    """
+    root = Path(run_dir)
+    found = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "hostname": platform.node(),
+        "command": sys.orig_argv,  # Hydra is given another line
+        "cwd": os.getcwd(),
+        "packages": _versions(),
+        "device": _device(),
+        "cpu_count": os.cpu_count(),
+        "variables": {name: value for name in VARIABLES if (value := read(name)) is not None},
+        "git": _git(root),
+    }
+    write_json(root / ENVIRONMENT, found)
+    return found
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            logger.debug("%s is not installed", name)
+    return found
+
+
+def _device() -> dict[str, Any]:
+    """Return the machine's accelerator; asks no driver for more than how many there are."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return {"type": "cpu", "count": 1}
+    kind = torch.accelerator.current_accelerator()
+    found: dict[str, Any] = {
+        "type": "cpu" if kind is None else kind.type,
+        "count": torch.accelerator.device_count(),
+    }
+    if found["type"] == "cuda":
+        found["cuda"] = torch.version.cuda
+        # Asking for names would make a context on the device in a process that may not need one.
+        if torch.cuda.is_initialized():
+            found["names"] = [torch.cuda.get_device_name(i) for i in range(found["count"])]
+    return found
+
+
+def _git(run_dir: Path) -> dict[str, Any] | None:
+    """Return where the working directory stands in git, and write what is not committed."""
+    sha = _git_output("rev-parse", "HEAD")
+    if sha is None:
+        return None
+    diff = _git_output("diff", "HEAD", "--binary") or ""
+    untracked = (_git_output("ls-files", "--others", "--exclude-standard") or "").splitlines()
+    if diff:
+        (run_dir / DIFF).write_text(diff, encoding="utf-8", errors="surrogateescape")
+    return {
+        "sha": sha.strip(),
+        "branch": (_git_output("rev-parse", "--abbrev-ref", "HEAD") or "").strip(),
+        "root": (_git_output("rev-parse", "--show-toplevel") or "").strip(),
+        "dirty": bool(diff),
+        "untracked": untracked[:MOST_UNTRACKED],
+        "num_untracked": len(untracked),
+    }
+
+
+def _git_output(*arguments: str) -> str | None:
+    """Return what git prints, or None where there is no git, no repository or no answer in time."""
+    try:
+        answer = subprocess.run(
+            ["git", *arguments],
+            capture_output=True,
+            timeout=GIT_SECONDS,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.debug("git %s: %s", " ".join(arguments), error)
+        return None
+    return answer.stdout.decode("utf-8", errors="surrogateescape")

@@ -1,0 +1,91 @@
+"""JSON that a run leaves: `summary.json`, `metrics.jsonl` and small state files. Free of torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from accel.checkpoint import directory as checkpoints
+
+logger = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+
+
+def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
+    """Write `summary.json` in one piece."""
+    write_json(Path(run_dir) / SUMMARY, summary)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON in one piece; numbers that JSON does not know become strings."""
+    text = json.dumps(finite(value), indent=2, allow_nan=False, ensure_ascii=False)
+    checkpoints.write_atomically(path, f"{text}\n".encode("utf-8", errors="replace"))
+
+
+class MetricsFile:
+    """Appends to a run's `metrics.jsonl`, one JSON object a line, flushed at once.
+
+    Numbers that JSON does not know are strings: "NaN", "Infinity", "-Infinity".
+
+    Args:
+        run_dir: the run directory.
+        step: the optimizer step that the run goes on from. Lines of later steps are removed, since
+            these steps are made again, and so are the test at the end and a last line that was cut
+            off. None: from the beginning.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], step: int | None = None) -> None:
+        self.path = Path(run_dir) / METRICS
+        if self.path.exists():
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if step is not None and _belongs(line, step)]
+            checkpoints.write_atomically(self.path, "".join(f"{line}\n" for line in kept).encode())
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one line."""
+        self._file.write(json.dumps(finite(record), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; calling it twice is fine."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _belongs(line: str, step: int) -> bool:
+    try:
+        record = json.loads(line)
+        return int(record["step"]) <= step and record.get("split") != "test"
+    except (ValueError, KeyError, TypeError):
+        logger.warning("Removing a line of %s that was cut off: %s", METRICS, line[:80])
+        return False
+
+
+def finite(value: Any) -> Any:
+    """Return `value` in types that JSON knows."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return str(value) if isinstance(value, os.PathLike) else value
