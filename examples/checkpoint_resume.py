@@ -4,9 +4,9 @@
     python examples/checkpoint_resume.py --resume
     python -m torch.distributed.run --nproc-per-node 2 examples/checkpoint_resume.py
 
-Every few steps the whole state is saved: model, optimizer, schedule, random numbers, the order of
+Every few steps the full state is saved: model, optimizer, schedule, random numbers, the order of
 the samples and how far in it the training is. A checkpoint counts only once it is complete, so the
-training may end at any moment, also while it saves. It goes on in mid-epoch, with as many processes
+training may end at any moment, also while it saves. It resumes in mid-epoch, with as many processes
 as it began with.
 """
 
@@ -55,7 +55,7 @@ class Progress:
 
 
 def make_dataset() -> TensorDataset:
-    """Return inputs [N, 16] and what a fixed network makes of them: [N, 1]."""
+    """Return inputs [N, 16] and the outputs of a fixed network: [N, 1]."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(NUM_SAMPLES, NUM_FEATURES, generator=generator)
     mixed = inputs @ torch.randn(NUM_FEATURES, 4, generator=generator)
@@ -136,7 +136,7 @@ def main() -> None:
                 if progress.steps % args.save_every == 0:
                     accelerator.save_state()
                 if progress.steps == args.crash_after:
-                    os.kill(os.getpid(), signal.SIGKILL)  # what a power cut would leave
+                    os.kill(os.getpid(), signal.SIGKILL)  # as a power cut would
         progress.epoch += 1
         progress.batches = 0
 
@@ -149,7 +149,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     """Return the command line's arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
     parser.add_argument("--crash-after", type=int, help="kill this process after so many steps")
     parser.add_argument("--save-every", type=int, default=10, help="steps")
     parser.add_argument("--epochs", type=int, default=10)

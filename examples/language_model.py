@@ -60,7 +60,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(dim, NUM_BYTES)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return logits [B, T, V] of bytes [B, T], each from what is before it and itself."""
+        """Return logits [B, T, V] of bytes [B, T], each from the bytes before it and itself."""
         length = inputs.shape[1]
         x = self.byte_embedding(inputs) + self.position_embedding[:length]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=inputs.device)

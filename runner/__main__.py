@@ -7,7 +7,7 @@ import sys
 from runner.config import paths
 
 if __name__ == "__main__":
-    paths.settle()
+    paths.move_project_last()
     from runner.cli import main
 
     sys.exit(main())

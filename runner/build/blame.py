@@ -11,24 +11,24 @@ from typing import Any
 from accel.errors import AccelError, ConfigError, Problem, text_of
 from runner.config import user_frames
 
-# What says nothing of an argument: the machine, or code that is not there.
+# Errors that no argument causes: the machine, or missing code.
 OF_THE_MACHINE = (ImportError, MemoryError, OSError)
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[-+]?\d+)?(?![\w.]*\w)", re.IGNORECASE)
 
 
 @contextmanager
-def of_factory(key: str, place: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+def factory_errors(key: str, place: str, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Raise an error of torch's or of a shipped factory as one that names the recipe's keys.
 
-    An error that passed through the user's own code stays what it is, with a note on the node.
+    An error that passed through the user's own code is unchanged, with a note on the node.
 
     Args:
         key: the node.
         place: how the factory is named in the recipe.
-        arguments: what the recipe gives to it.
+        arguments: of the recipe.
 
     Raises:
-        ConfigError: naming the keys, what was wrong with them, and that they are to be corrected.
+        ConfigError: naming the keys and their problem.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""A node of a recipe that names a factory: which one, with what, and whether that fits it.
+"""The factory that a node of a recipe names, with its arguments, checked.
 
 Free of torch until a factory is called.
 """
@@ -13,17 +13,17 @@ from accel.errors import ConfigError, Problem
 from runner.build import blame
 from runner.config import trust
 from runner.factories import signatures
-from runner.factories.nodes import named, num_given, under
+from runner.factories.nodes import name_and_arguments, num_given, with_node_key
 from runner.factories.registry import Registry
 
 
 @dataclass(frozen=True)
 class Factory:
-    """What a node of a recipe names, and what it gives to it.
+    """The factory that a node of a recipe names, and its arguments.
 
     Attributes:
         key: the node.
-        label: what the factory is called in messages.
+        label: name of the factory in messages.
         by_name: whether it comes from the registry.
         function: the factory.
         arguments: by name, as plain containers.
@@ -41,7 +41,7 @@ class Factory:
         return num_given(self.key, self.by_name)
 
     def problems(self, given: tuple[str, ...] = ()) -> list[Problem]:
-        """Return what is wrong with the arguments."""
+        """Return the problems of the arguments."""
         signature = signatures.read(self.function, self.num_given, given)
         wrong = signatures.check(signature, self.arguments, self.key, self.label)
         return [*wrong, *_distrusted(self.arguments, self.key)]
@@ -57,14 +57,14 @@ class Factory:
         return next(_targets(self.arguments, self.key), None) is not None
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """Call the factory: with what the runner gives first, then the arguments of the recipe.
+        """Call the factory with the runner's arguments and those of the recipe.
 
         Raises:
-            ConfigError: if a value is refused, or the factory returns what the node is not for.
+            ConfigError: if a value is refused, or the factory returns an object of the wrong kind.
         """
         from runner.build import factory_results
 
-        with blame.of_factory(self.key, self.place, self.arguments):
+        with blame.factory_errors(self.key, self.place, self.arguments):
             made = self.function(*given, **named, **self._instantiated())
         factory_results.check(self.key, self.place, made)
         return made
@@ -84,14 +84,14 @@ def factory_of(key: str, node: Any, registry: Registry) -> Factory:
     Raises:
         ConfigError: if there is none, or it is not trusted.
     """
-    name, target, arguments = named(key, node, registry)
+    name, target, arguments = name_and_arguments(key, node, registry)
     if target is not None:
         label = str(target).rpartition(".")[2]
         return Factory(key, label, False, trust.resolve(str(target), f"{key}._target_"), arguments)
     try:
         return Factory(key, str(name), True, registry.get(str(name)), arguments)
     except ConfigError as error:
-        raise under(error, registry.kind, key) from error
+        raise with_node_key(error, registry.kind, key) from error
 
 
 def _targets(value: Any, key: str) -> Iterator[tuple[str, str]]:
@@ -107,7 +107,7 @@ def _targets(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _distrusted(arguments: Mapping[str, Any], key: str) -> list[Problem]:
-    """Return what is wrong with the `_target_`s in nested arguments."""
+    """Return the problems of the `_target_`s in nested arguments."""
     problems: list[Problem] = []
     for place, name in _targets(arguments, key):
         try:

@@ -1,6 +1,6 @@
-"""What the user's factories must return, checked before anything is made of it.
+"""Checks of the objects that the user's factories return, before they are used.
 
-Each check names the factory, what it returned and the rule.
+Each problem names the factory, the returned object and the rule.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SIMILAR = 0.85  # from which a method's name is taken for a misspelt one
 
 
 def check(key: str, place: str, value: Any) -> None:
-    """Raise if what a factory returned is not what the recipe's node stands for.
+    """Raise if a factory returned the wrong kind of object for its node.
 
     Args:
         key: the node: "model", "data", …, "callbacks.<name>".
         place: how the factory is named in the recipe.
-        value: what it returned.
+        value: the returned object.
 
     Raises:
         ConfigError: naming everything that is wrong with it.
@@ -55,7 +55,7 @@ def check_trainable(place: str, model: torch.nn.Module) -> None:
 
     Args:
         place: how its factory is named in the recipe.
-        model: what that returned.
+        model: the returned model.
 
     Raises:
         ConfigError: if there is none.
@@ -100,7 +100,7 @@ def _dataset(where: str, dataset: Any) -> Iterator[Problem]:
         yield Problem(value, rule, "Give a torch.utils.data.Dataset.")
         return
     if stream and not isinstance(dataset, IterableDataset):
-        rule = "a torch.utils.data.IterableDataset is required: each pass over it begins anew"
+        rule = "a torch.utils.data.IterableDataset is required: each pass must start over"
         yield Problem(value, rule, "Yield its samples in __iter__ of a subclass of that.")
         return
     if isinstance(dataset, IterableDataset):
@@ -162,7 +162,7 @@ def _callback(place: str, value: Any) -> Iterator[Problem]:
 
 
 def _monitored(place: str, value: Any) -> Iterator[Problem]:
-    """Yield what is wrong with the metric by which states are compared."""
+    """Yield the problems of the monitored metric."""
     for name, known in (("monitor", None), ("mode", MODES)):
         found = getattr(value, name, None)
         if not isinstance(found, str) or not found or (known and found not in known):
@@ -172,7 +172,7 @@ def _monitored(place: str, value: Any) -> Iterator[Problem]:
 
 
 def _methods(place: str, value: Any, base: type) -> Iterator[Problem]:
-    """Yield the problems of methods of `base` that do not take what they are called with."""
+    """Yield the problems of overridden methods whose signature differs from that of `base`."""
     for name in _public(base):
         own = getattr(type(value), name, None)
         if own is not getattr(base, name) and callable(own):
@@ -187,7 +187,7 @@ def _method(place: str, value: Any, base: type, name: str) -> Iterator[Problem]:
         wanted = f"{name}({', '.join(['self', *given])})"
         rule = f"it is called with {', '.join(given)} ({error})"
         yield Problem(f"{place}: {_name(value)}.{name}", rule, f"Define {wanted}.")
-    except ValueError:  # it tells no signature
+    except ValueError:  # it has no signature
         return
 
 

@@ -14,14 +14,14 @@ def check(recipe: Recipe) -> None:
     """Refuse to initialize on rank 0 only the models that a step builds itself, on every rank.
 
     Raises:
-        ConfigError: if that is asked for.
+        ConfigError: if that is requested.
     """
     plugin = recipe.fsdp
     if recipe.model is None and plugin is not None and plugin.cpu_ram_efficient_loading:
         raise ConfigError(
             Problem(
                 "fsdp.cpu_ram_efficient_loading=true with model=null",
-                "the step builds its own models, with weights on every process",
+                "the step builds its own models, with weights on every rank",
                 "Leave it out (or FSDP_CPU_RAM_EFFICIENT_LOADING), or choose model=….",
             )
         )

@@ -21,7 +21,7 @@ NUM_STEPS = 1 << 30
 
 
 def problems(factory: Factory) -> list[Problem]:
-    """Return what a shipped factory has to say against its arguments, or nothing."""
+    """Return the problems that a shipped factory has with its arguments."""
     kind = factory.key.partition(".")[0]
     shipped = str(getattr(factory.function, "__module__", "")).startswith(SHIPPED)
     if not shipped or kind not in TRIALS or factory.has_targets:
@@ -56,11 +56,11 @@ def _scheduler(factory: Factory) -> None:
     optimizer.step()
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
         return
-    with blame.of_factory(factory.key, factory.place, factory.arguments):
+    with blame.factory_errors(factory.key, factory.place, factory.arguments):
         made.step()  # a period of 0 divides by zero here only
 
 
-def _alone(factory: Factory) -> None:
+def _call(factory: Factory) -> None:
     factory()
 
 
@@ -77,6 +77,6 @@ TRIALS: dict[str, Callable[[Factory], Any]] = {
     "step": _step,
     "optimizer": _optimizer,
     "scheduler": _scheduler,
-    "objective": _alone,
-    "callbacks": _alone,
+    "objective": _call,
+    "callbacks": _call,
 }

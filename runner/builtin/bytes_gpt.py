@@ -74,11 +74,11 @@ def stdlib_bytes(
     """Return the source text of the standard library's top-level modules, split by file.
 
     These are the ``*.py`` files right in the library's folder: about 4.7 MB. Packages below it
-    (the tests alone are 17 MB, encodings mostly tables) are left out, and so is
+    (17 MB of tests; encodings, mostly tables) are skipped, and so is
     ``_sysconfigdata*.py``, which was generated on the machine. A sample is
     ``(bytes [T] int64, next bytes [T] int64)``.
 
-    The split depends on the files' names and sizes alone: in the order of the SHA-256 of their
+    The split depends only on the names and sizes of the files: in the order of the SHA-256 of their
     names, files go to validation until it is large enough. Each part is in the order of names.
 
     Args:
@@ -213,9 +213,9 @@ class ByteGPT(nn.Module):
         expansion: hidden size of the MLP over D.
     """
 
-    # What is kept whole when the model is spread over devices.
+    # Modules that no strategy splits across devices.
     _no_split_modules = ("Block",)
-    # How its matrices are split under tensor parallelism: by heads, and by hidden units.
+    # The tensor-parallel plan of its matrices: sharded by heads, and by hidden units.
     _tp_plan = MappingProxyType(
         {
             "blocks.*.attention.q_proj": "colwise",
@@ -381,7 +381,7 @@ def generate(
         model: logits [B, T, V] of bytes [B, T].
         prompt: at least one byte.
         num_bytes: how many are written.
-        temperature: what logits are divided by; above 0.
+        temperature: divides the logits; above 0.
         generator: of the CPU; the draws are made there, alike on every device.
         context: most bytes that the model looks back on; it has learned no more than it trained on.
     """

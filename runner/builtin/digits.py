@@ -172,7 +172,7 @@ def cnn(width: int = 32, dropout: float = 0.1, num_classes: int = NUM_CLASSES) -
     Args:
         width: channels of the first two convolutions; the third has twice as many.
         dropout: probability that a feature is dropped before the last layer.
-        num_classes: how many classes are told apart.
+        num_classes: number of classes.
 
     Raises:
         ConfigError: naming every argument that is out of its range.
@@ -193,7 +193,7 @@ class Classification(Objective):
     of them is not the best.
 
     Args:
-        label_smoothing: share of the target spread evenly over all classes, in training and
+        label_smoothing: share of the target distributed evenly over all classes, in training and
             evaluation alike.
 
     Raises:

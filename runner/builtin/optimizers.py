@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedules by name.
 
 An optimizer factory is called with the model, a schedule factory with the optimizer and the number
-of optimizer steps of the whole run; the other arguments come from the recipe.
+of optimizer steps of the run; the other arguments come from the recipe.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def adamw(
     Args:
         model: whose parameters are trained.
         lr: peak learning rate.
-        weight_decay: decoupled decay of matrices and kernels; biases and gains are left alone.
+        weight_decay: decoupled decay of matrices and kernels; biases and gains are not decayed.
         betas: decay rates of the two moments.
         eps: added to the root of the second moment.
         fused: whether one kernel updates all parameters; None: where the device has it.
@@ -88,9 +88,9 @@ def cosine(
 
     Args:
         optimizer: whose rates are the peak.
-        num_steps: optimizer steps of the whole run.
+        num_steps: optimizer steps of the run.
         warmup: optimizer steps, or below 1 a fraction of the run.
-        final: what is left at the end, as a fraction of the peak.
+        final: the last rate, as a fraction of the peak.
 
     Source: I. Loshchilov and F. Hutter, SGDR, arXiv:1608.03983.
     """
@@ -104,9 +104,9 @@ def linear(
 
     Args:
         optimizer: whose rates are the peak.
-        num_steps: optimizer steps of the whole run.
+        num_steps: optimizer steps of the run.
         warmup: optimizer steps, or below 1 a fraction of the run.
-        final: what is left at the end, as a fraction of the peak.
+        final: the last rate, as a fraction of the peak.
     """
     return _schedule(optimizer, num_steps, warmup, final, _linear)
 
@@ -116,7 +116,7 @@ def constant(optimizer: torch.optim.Optimizer, num_steps: int, warmup: float = 0
 
     Args:
         optimizer: whose rates are the peak.
-        num_steps: optimizer steps of the whole run.
+        num_steps: optimizer steps of the run.
         warmup: optimizer steps, or below 1 a fraction of the run.
     """
     return _schedule(optimizer, num_steps, warmup, 1.0, _linear)

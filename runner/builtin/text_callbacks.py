@@ -1,4 +1,4 @@
-"""What text models are shown beside: simple baselines, and text of their own."""
+"""Callbacks for text models: simple baselines, and samples of generated text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TextSample(Callback):
     """Shows text that the model writes at the end.
 
     Args:
-        prompt: what it goes on from.
+        prompt: the text to continue.
         num_bytes: how many bytes it writes.
         temperature: 1 samples from the model's own distribution, less makes it bolder.
         seed: seed of the sampling.
@@ -62,7 +62,7 @@ class TextSample(Callback):
     ) -> None:
         problems = []
         if not prompt:
-            rule, remedy = "the model goes on from at least one byte", "Give e.g. 'import '."
+            rule, remedy = "the model continues at least one byte", "Give e.g. 'import '."
             problems.append(Problem("text_sample.prompt=''", rule, remedy))
         if num_bytes < 1:
             rule, remedy = "it is at least 1", "Take the callback out to write none."
@@ -77,7 +77,7 @@ class TextSample(Callback):
         self.seed = seed
 
     def on_end(self, loop: Run) -> None:
-        """Write the text with the best weights, on the main process alone."""
+        """Write the text with the best weights, on the main process only."""
         if not loop.complete or not loop.accelerator.is_main_process:
             return
         model = loop.accelerator.unwrap_model(next(iter(loop.step.models.values())))
@@ -93,7 +93,7 @@ class TextSample(Callback):
 
 
 def printable(text: bytes) -> str:
-    """Return bytes as text that steers no terminal: what is not printable becomes "�"."""
+    """Return bytes as text without terminal control codes: unprintable ones become "�"."""
     characters = text.decode(errors="replace").replace("\r\n", "\n")
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters

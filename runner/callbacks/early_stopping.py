@@ -53,13 +53,13 @@ class EarlyStopping(Callback):
         self._measured_by: Sequence[str | None] | None = None  # of a restored state
 
     def on_start(self, loop: Run) -> None:
-        """Take over what the recipe leaves to the run."""
+        """Take monitor and mode of the run where the recipe sets none."""
         self.monitor = self.monitor or loop.monitor
         self.mode = self.mode or loop.mode
         if self._step is not None and (loop.remeasured or self._follows_another()):
             loop.display.note(
-                f"Early stopping had followed another measure: the best {self.monitor} "
-                f"({self.mode}) is looked for anew."
+                f"Early stopping monitored another metric: the best {self.monitor} "
+                f"({self.mode}) is reset."
             )
             self.best, self.num_waited, self._step = None, 0, None
         if loop.data.validation is None:
@@ -90,14 +90,14 @@ class EarlyStopping(Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, what it measures, and how long ago it was."""
+        """Return the best value, its metric, and the evaluations since then."""
         return {
             **{"best": self.best, "num_waited": self.num_waited, "step": self._step},
             **{"monitor": self.monitor, "mode": self.mode},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned; early versions did not tell what was measured."""
+        """Restore a state of `state_dict`; that of early versions does not name the metric."""
         self.best, self.num_waited = state["best"], state["num_waited"]
         self._step = state.get("step", -1)
         if "monitor" in state:

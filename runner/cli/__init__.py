@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None: those of the process.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    paths.settle()
+    paths.move_project_last()
     from runner.cli import dispatch
 
     return dispatch.run(arguments)

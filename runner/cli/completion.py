@@ -1,4 +1,4 @@
-"""What a shell may complete: commands, flags, groups, keys, arguments of factories, runs.
+"""Shell completion: commands, flags, groups, keys, arguments of factories, runs.
 
 ``runner -sc query=bash`` (or fish) reads the line from COMP_LINE and prints the candidates for its
 last word. It never prints an error, and never imports torch unless a user's package does.
@@ -40,14 +40,14 @@ MOST_RUNS = 50
 
 
 def candidates(line: str) -> list[str]:
-    """Return what the last word of a command line may be completed to, sorted.
+    """Return the completions of the last word of a command line, sorted.
 
     Args:
         line: as typed, the program's name included; where it ends in a space, a new word begins.
     """
     words, word = _words(line)
     found: set[str] = set()
-    # Whatever is wrong with the line is told when it is run, not while it is typed.
+    # Errors in the line are reported when it is run, not while it is typed.
     with contextlib.suppress(Exception), hydra_setup.session():
         with contextlib.suppress(Exception):  # a package of the user's
             trust.import_packages()
@@ -134,7 +134,7 @@ def _arguments(recipe: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _values(key: str, value: str) -> Iterator[str]:
-    """Yield what a key may be set to."""
+    """Yield the values that a key can be set to."""
     if key in hydra_setup.groups():
         yield from diagnose.options_of(key)
     elif key == "resume":

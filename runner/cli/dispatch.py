@@ -1,4 +1,4 @@
-"""What each form of the command line does, and how it ends. Free of torch until a job starts."""
+"""Dispatch of a command line, and its exit code. Free of torch until a job starts."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ DISTRIBUTION = "accel-runner"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line and return its exit code; what went wrong is on standard error."""
+    """Run a command line and return its exit code; errors go to standard error."""
     code = _run(arguments)
-    if failures.nobody_reads():  # what is still in the buffer would fail at exit
+    if failures.stdout_is_closed():  # flushing the buffer would fail at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
 def _run(arguments: Sequence[str]) -> int:
     try:
         imports, rest = command_line.take_imports(arguments)
-        with _trusting(imports), numerics.sleeping_when_idle(), endings.not_silent():
+        with _trusting(imports), numerics.sleeping_when_idle(), endings.silent_exit_refused():
             code = _dispatch(rest)
             sys.stdout.flush()
             return code
@@ -77,19 +77,19 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if flags.shell_completion and overrides[:1] and overrides[0].startswith("query="):
         return _complete(overrides[0].partition("=")[2])
     if flags.shell_completion or flags.hydra_help or flags.info:
-        return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _nothing)
+        return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _no_task)
     if flags.cfg and flags.multirun:
         raise ConfigError(Problem("--cfg with --multirun", "a sweep has many recipes", "Drop one."))
     overrides = _last_of_each(overrides)
     if flags.cfg in ("hydra", "all"):
-        return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _nothing)
+        return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _no_task)
     if flags.cfg:
         return _show(overrides, flags.config_name, flags.package)
     return _train(overrides, flags.config_name, flags.multirun)
 
 
 def _last_of_each(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides without those that a later one overrides, and say so of each."""
+    """Return the overrides without overridden ones, and print a line for each of those."""
     from runner.compose import diagnose
 
     for line in diagnose.overridden(overrides):
@@ -98,7 +98,7 @@ def _last_of_each(overrides: Sequence[str]) -> list[str]:
 
 
 def _complete(shell: str) -> int:
-    """Print what the line in COMP_LINE may be completed to: in one line, for fish one a line."""
+    """Print the completions of the line in COMP_LINE: on one line, or one per line for fish."""
     from runner.cli import completion
 
     found = completion.candidates(env.read("COMP_LINE") or "")
@@ -144,7 +144,7 @@ def _show(overrides: Sequence[str], config_name: str, package: str | None) -> in
         known = keys.known_keys(content)
         if package not in known:
             value, rule = f"--package {package}", "the recipe has no such node"
-            raise ConfigError(Problem(value, rule, keys.meant(package, known)))
+            raise ConfigError(Problem(value, rule, keys.suggestion(package, known)))
         shown = OmegaConf.select(shown, package)
     print(OmegaConf.to_yaml(shown).rstrip() if OmegaConf.is_config(shown) else shown)
     return DONE
@@ -170,38 +170,38 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
     if multirun:
         return _train_all(overrides, config_name, missing)
     with hydra_setup.session():
-        examined, goes_on = _examine(overrides, config_name)
+        examined, resumes = _examine(overrides, config_name)
     missing = [*missing, *jobs.misplaced(overrides)]
     _require_names([examined], missing)
     startup.announce(examined.recipe.name)
     parts.require([examined], missing)
-    return _train_one(examined, goes_on, overrides)
+    return _train_one(examined, resumes, overrides)
 
 
 def _follow(place: Adopted) -> int:
-    """Be another rank than 0 under a launcher: rank 0 composes the job."""
+    """Run as a rank other than 0 under a launcher: rank 0 composes the job."""
     from runner.launch import launcher
 
     return launcher.follow(place)
 
 
 def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool]:
-    """Compose one job; also whether it goes on with a run (`resume` is then set in the recipe)."""
+    """Compose one job; also return whether it resumes a run, which is then `recipe.resume`."""
     from runner.compose import composition, hydra_setup
     from runner.run_dir import directory, resumable
 
     new = [override for override in overrides if hydra_setup.key_of(override) != "resume"]
-    asked = next((o for o in overrides if hydra_setup.key_of(o) == "resume"), "")
-    value = asked.partition("=")[2].strip("'\"")
-    if asked and value not in (resumable.AUTO, "null", ""):
+    requested = next((o for o in overrides if hydra_setup.key_of(o) == "resume"), "")
+    value = requested.partition("=")[2].strip("'\"")
+    if requested and value not in (resumable.AUTO, "null", ""):
         run_dir = directory.existing(value, "resume=")
         return _resumed(composition.resumed(run_dir, new), str(run_dir)), True
-    examined = composition.anew(overrides, config_name)
+    examined = composition.new_run(overrides, config_name)
     if examined.problems or examined.recipe.resume is None:
         return examined, False
     if examined.recipe.resume != resumable.AUTO:
         value = f"resume={examined.recipe.resume!r} in a file"
-        rule, remedy = "a file may say resume: auto alone", "Name the run on the command line."
+        rule, remedy = "a file can set only resume: auto", "Name the run on the command line."
         return replace(examined, problems=[Problem(value, rule, remedy)]), False
     found = resumable.newest(examined.recipe)
     if found is None:
@@ -224,7 +224,7 @@ def _import_packages_named(recipe: Recipe) -> list[Problem]:
 
 
 def _require_names(checked: Sequence[Examined], missing: Sequence[Problem]) -> None:
-    """Raise what is wrong with any of the jobs as far as it shows without loading torch."""
+    """Raise the problems of all jobs that can be found without loading torch."""
     from runner.factories import static_checks
 
     problems = dict.fromkeys(missing)
@@ -235,10 +235,10 @@ def _require_names(checked: Sequence[Examined], missing: Sequence[Problem]) -> N
     ConfigError.raise_if(list(problems))
 
 
-def _train_one(examined: Examined, goes_on: bool, overrides: Sequence[str]) -> int:
+def _train_one(examined: Examined, resumes: bool, overrides: Sequence[str]) -> int:
     from runner.launch import start
 
-    if goes_on:  # its recipe is the frozen one: there is nothing for Hydra to compose
+    if resumes:  # with the frozen recipe: Hydra has nothing to compose
         return start.start(
             examined.recipe,
             examined.overrides,
@@ -248,7 +248,7 @@ def _train_one(examined: Examined, goes_on: bool, overrides: Sequence[str]) -> i
         )
     codes: list[int] = []
 
-    def task(_: DictConfig) -> None:  # what Hydra composes is what has been examined
+    def task(_: DictConfig) -> None:  # Hydra composes the recipe that has been examined
         codes.append(start.start(examined.recipe, examined.overrides, examined.config_name))
 
     line = ["--config-name", examined.config_name, *_for_hydra(overrides)]
@@ -271,17 +271,17 @@ def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Pro
     line = ["--config-name", config_name, "--multirun"]
     where = [f"hydra.sweep.dir='{folder}'", "hydra.sweep.subdir=."]
     try:
-        with jobs.stops_handed_on(folder, plan.launcher):
+        with jobs.stops_forwarded(folder, plan.launcher):
             ended = _hydra([*line, *_for_hydra(overrides), *where], task)
         return ended or jobs.conclude(folder, plan.total)
     except jobs.JobFailed:  # the sweeper gave up
         return jobs.conclude(folder, plan.total) or FAILED
     finally:
-        jobs.forget(folder)
+        jobs.remove_folder(folder)
 
 
-def _nothing(config: DictConfig) -> None:
-    """Train nothing: Hydra only tells something."""
+def _no_task(config: DictConfig) -> None:
+    """Train nothing: Hydra only prints information."""
 
 
 def _for_hydra(overrides: Sequence[str]) -> list[str]:
@@ -296,7 +296,7 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], float | None]) -> i
 
     Args:
         line: the command line.
-        task: what it calls with a job; a sweep's is called wherever its launcher likes.
+        task: called with each job; in a sweep, in the process that the launcher chooses.
 
     Returns:
         0, or the code with which the task has ended the process.
@@ -324,7 +324,7 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], float | None]) -> i
     )(task if isinstance(task, jobs.Task) else guarded)
     before, sys.argv = sys.argv, ["runner", *line]
     try:
-        # With this variable Hydra raises what has happened instead of printing it and exiting.
+        # With this variable Hydra raises an error instead of printing it and exiting.
         with env.patched(HYDRA_FULL_ERROR="1"):
             main()
     except diagnose.MISTAKES as error:

@@ -27,7 +27,7 @@ def evaluate(arguments: Sequence[str]) -> int:
 
     Raises:
         ConfigError: if the run or an override is refused.
-        CheckpointError: if there is no such checkpoint, or it is not whole.
+        CheckpointError: if the checkpoint is missing or incomplete.
     """
     from runner.reporting.console import Display, number
 
@@ -49,13 +49,13 @@ def predict(arguments: Sequence[str]) -> int:
 
     Raises:
         ConfigError: if the run, an override or the output is refused.
-        CheckpointError: if there is no such checkpoint, or it is not whole.
+        CheckpointError: if the checkpoint is missing or incomplete.
     """
     request = _parse_predict(arguments)
     count = write_predictions(request)
     streamed = request.output is not None and is_stream(request.output)  # perhaps standard output
-    told = sys.stderr if streamed else sys.stdout
-    print(f"{count} predictions written to {request.output}", file=told)
+    stream = sys.stderr if streamed else sys.stdout
+    print(f"{count} predictions written to {request.output}", file=stream)
     return 0
 
 

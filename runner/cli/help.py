@@ -60,7 +60,7 @@ Examples
   runner distributed=multi_cpu distributed.num_processes=2
   runner experiment=bytes_gpt
   runner -m optimizer.lr=1e-3,3e-3 seed=0,1
-  runner resume=runs/digits/20260101-120000-1a2b            go on with a run
+  runner resume=runs/digits/20260101-120000-1a2b            resume a run
   runner debug=fdr                                          one step of everything
 """
 EXIT_CODES = "\n".join(
@@ -99,7 +99,7 @@ def _main_keys() -> str:
         for name in names:
             lines += _entry(f"{node}.{name}" if node else name, meanings[name], 36)
     nodes = ", ".join((*keys.FACTORY_NODES, "callbacks.<x>"))
-    how = f"a registered factory for {nodes}; its arguments stand beside it"
+    how = f"a registered factory for {nodes}; its arguments are set beside it"
     lines += _entry("<node>.name", how, 36)
     lines += _entry("<node>._target_", "the same by dotted name, of a trusted package", 36)
     return "\n".join(lines) + "\n"
@@ -113,7 +113,7 @@ def _entry(head: str, meaning: str, indent: int = 16) -> Iterator[str]:
 
 
 def _meanings(kind: type) -> dict[str, str]:
-    """Return what the docstring of a node says of each field."""
+    """Return the description of each field from the docstring of a node."""
     documentation = inspect.getdoc(kind) or ""
     found = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", documentation, re.M)
     return {name: " ".join(words.split()).replace("None:", "null:") for name, words in found}

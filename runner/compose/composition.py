@@ -1,4 +1,4 @@
-"""From a command line to the recipe of a run: composed anew, or that of a run that goes on.
+"""From a command line to the recipe of a run: of a new run, or of one that is resumed.
 
 Free of torch.
 """
@@ -28,11 +28,11 @@ class Examined:
 
     Attributes:
         recipe: with defaults for the nodes that have problems.
-        problems: what is wrong with it.
-        overrides: what the command line changed.
+        problems: everything wrong with it.
+        overrides: of the command line.
         config_name: the primary file.
         composed: whether there is anything to check further; False where composing failed.
-        origin: of a run to resume, what its files held; None for a new one.
+        origin: `directory.fingerprint` of a run to resume; None for a new one.
         auto: whether `resume=auto` has found that run.
     """
 
@@ -45,7 +45,7 @@ class Examined:
     auto: bool = False
 
 
-def anew(overrides: Sequence[str], config_name: str, number: int = 0) -> Examined:
+def new_run(overrides: Sequence[str], config_name: str, number: int = 0) -> Examined:
     """Compose a recipe from `conf/` and overrides, inside a session.
 
     Args:
@@ -74,14 +74,14 @@ def unresolved(error: OmegaConfBaseException) -> Problem:
 
 
 def resumed(run_dir: str | Path, overrides: Sequence[str] = (), *, trains: bool = True) -> Examined:
-    """Return the recipe with which a run goes on: its own frozen one, and what is new.
+    """Return the recipe with which a run is resumed: its frozen one, with the new overrides.
 
-    What its files in `conf/` say by now does not matter: only what the new overrides change is
-    taken from today's. Call it inside a session.
+    Later changes of files in `conf/` are ignored: only values that the new overrides change are
+    taken from them. Call it inside a session.
 
     Args:
         run_dir: the run.
-        overrides: what the new command line changes, without `resume`.
+        overrides: of the new command line, without `resume`.
         trains: whether it is to be trained further, which some keys must not change for.
 
     Raises:
@@ -102,17 +102,19 @@ def _resumed(run_dir: str | Path, overrides: Sequence[str], trains: bool) -> Exa
     merged = hydra_setup.merge(own, overrides)
     before, lost = diagnose.examine(own, job.config_name)
     if lost:  # a file that the run was composed from is gone: its recorded recipe is the base
-        return _onto(frozen, job, overrides, trains)
+        return _applied_to_frozen(frozen, job, overrides, trains)
     after, problems = diagnose.examine(merged, job.config_name)
     try:
-        changed = _taken_over(frozen, before, after, overrides)
+        changed = _with_changes(frozen, before, after, overrides)
     except OmegaConfBaseException as error:
         problems.append(unresolved(error))
         return Examined(Recipe(), problems, tuple(merged), job.config_name, composed=False)
-    return _changed(frozen, changed, job, problems, merged, trains)
+    return _examine_changed(frozen, changed, job, problems, merged, trains)
 
 
-def _onto(frozen: dict[str, Any], job: Job, overrides: Sequence[str], trains: bool) -> Examined:
+def _applied_to_frozen(
+    frozen: dict[str, Any], job: Job, overrides: Sequence[str], trains: bool
+) -> Examined:
     """Return a run's recorded recipe with new overrides: groups from today's files, then values."""
     merged = hydra_setup.merge(job.overrides, overrides)
     groups = hydra_setup.groups()
@@ -124,25 +126,25 @@ def _onto(frozen: dict[str, Any], job: Job, overrides: Sequence[str], trains: bo
         if choices:
             after, problems = diagnose.examine(choices, hydra_setup.PRIMARY)
             before, _ = diagnose.examine([], hydra_setup.PRIMARY)
-            changed = _taken_over(frozen, before, after, choices)
+            changed = _with_changes(frozen, before, after, choices)
         config, wrong = diagnose.applied(values, changed)
         changed = hydra_setup.plain(config)
     except OmegaConfBaseException as error:
         problems.append(unresolved(error))
         return Examined(Recipe(), problems, tuple(merged), job.config_name, composed=False)
-    return _changed(frozen, changed, job, [*problems, *wrong], merged, trains)
+    return _examine_changed(frozen, changed, job, [*problems, *wrong], merged, trains)
 
 
-def _taken_over(
+def _with_changes(
     frozen: dict[str, Any], before: DictConfig, after: DictConfig, overrides: Sequence[str]
 ) -> Any:
-    """Return `frozen` with what `overrides` change from one composition of today to the other."""
+    """Return `frozen` with the values that `overrides` change between two compositions of today."""
     today = _plain(after)
     changed = carry_over.carry_over(frozen, _plain(before), today)
     return carry_over.imposed(changed, today, {hydra_setup.key_of(o) for o in overrides})
 
 
-def _changed(
+def _examine_changed(
     frozen: dict[str, Any],
     changed: Any,
     job: Job,
@@ -150,7 +152,7 @@ def _changed(
     merged: Sequence[str],
     trains: bool,
 ) -> Examined:
-    """Return what a run is resumed with, and what of it is wrong or cannot change."""
+    """Return the recipe that a run is resumed with, and its problems and forbidden changes."""
     found, wrong = serialization.examine(carry_over.same_places(frozen, job.cwd, changed))
     kept = (
         carry_over.refusals(frozen, serialization.to_plain(found)) if trains and not wrong else []

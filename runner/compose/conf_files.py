@@ -1,6 +1,6 @@
-"""The files of `conf/` folders as text: where a mistake that composing met stands. Free of torch.
+"""The files of `conf/` folders as text, to locate mistakes in them. Free of torch.
 
-Call these inside a Hydra session: what is read are the folders of its search path.
+Call these inside a Hydra session: they read the folders of its search path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runner.factories import static_checks
 from runner.factories.registry import register
 
 PACKAGE = re.compile(r"^\s*#\s*@package\s+(\S+)", re.M)
-MOST = 8  # problems of one file that are told at once
+MAX_PROBLEMS = 8  # problems of one file that are reported at once
 
 
 def folders() -> list[Path]:
@@ -60,10 +60,10 @@ def undecodable() -> list[Problem]:
 
 
 def cycle() -> Problem | None:
-    """Return the problem that defaults lists name each other in a ring, or None."""
+    """Return the problem that defaults lists include each other in a cycle, or None."""
     includes = {name: list(_defaults(path, name)) for path, name in own_files()}
     for start in includes:
-        chain = _ring(start, includes, (start,))
+        chain = _cycle_from(start, includes, (start,))
         if chain:
             shown = " → ".join(chain)
             rule = "a file cannot be composed from itself"
@@ -72,13 +72,13 @@ def cycle() -> Problem | None:
     return None
 
 
-def _ring(
+def _cycle_from(
     start: str, includes: Mapping[str, list[str]], chain: tuple[str, ...]
 ) -> tuple[str, ...] | None:
     for name in includes.get(chain[-1], ()):
         if name == start:
             return (*chain, name)
-        found = None if name in chain else _ring(start, includes, (*chain, name))
+        found = None if name in chain else _cycle_from(start, includes, (*chain, name))
         if found:
             return found
     return None
@@ -106,7 +106,7 @@ def _joined(group: str, key: str, option: str) -> str:
 def _content(path: Path) -> dict[str, Any]:
     try:
         content = safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, YAMLError):  # told elsewhere, by composing itself
+    except (OSError, UnicodeDecodeError, YAMLError):  # reported by composing itself
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -137,10 +137,10 @@ def wrong_keys(name: str) -> list[Problem]:
         kept = {node: value for node, value in content.items() if f"/{node}" not in chosen}
         found += _arguments(kept)
     problems = [Problem(f"{place}: {one.value}", one.rule, one.remedy) for one in found]
-    if len(problems) > MOST:
-        more = f"{len(problems) - MOST} more unknown keys"
+    if len(problems) > MAX_PROBLEMS:
+        more = f"{len(problems) - MAX_PROBLEMS} more unknown keys"
         rest = Problem(f"{place}: {more}", "no recipe has them", "Correct these first.")
-        return [*problems[:MOST], rest]
+        return [*problems[:MAX_PROBLEMS], rest]
     return problems
 
 

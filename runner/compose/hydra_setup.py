@@ -1,4 +1,4 @@
-"""Composing recipes with Hydra: the schema, the search path, and what a recipe may not touch.
+"""Composing recipes with Hydra: the schema, the search path, and forbidden settings.
 
 Free of torch.
 """
@@ -80,7 +80,7 @@ def _spell_out(node: DictConfig) -> None:
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """Let recipes be composed inside the context, which may lie within another use of Hydra."""
+    """Initialize Hydra in the context, which may be nested in another use of Hydra."""
     prepare()
     outer, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
@@ -110,13 +110,17 @@ def compose(overrides: Sequence[str], config_name: str = PRIMARY, number: int = 
     """
     config = _compose(overrides, config_name)
     ConfigError.raise_if(
-        [*_shadowed(config.hydra), *_tampered(config.hydra), *_retyped(config.hydra, config_name)]
+        [
+            *_shadowed(config.hydra),
+            *_forbidden_settings(config.hydra),
+            *_misread_texts(config.hydra, config_name),
+        ]
     )
     OmegaConf.set_struct(config, False)
-    for node in _renamed(config):
+    for node in _nodes_of_other_factories(config):
         others = [override for override in overrides if key_of(override) != node]
         config[node] = _compose([*others, f"{node}=null"], config_name)[node]
-    for node, name in _unfilled(config):
+    for node, name in _missing_values(config):
         config[node][name] = MISSING
     config.hydra.job.num, config.hydra.job.id = number, str(number)
     HydraConfig.instance().set_config(config)
@@ -130,7 +134,7 @@ def _compose(overrides: Sequence[str], config_name: str) -> DictConfig:
     )
 
 
-def _renamed(config: DictConfig) -> list[str]:
+def _nodes_of_other_factories(config: DictConfig) -> list[str]:
     """Return the nodes that name another factory than the file that was chosen for them.
 
     The other arguments of such a file are not for that factory.
@@ -144,10 +148,10 @@ def _renamed(config: DictConfig) -> list[str]:
     return renamed
 
 
-def _unfilled(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """Yield node and key of what a chosen file wants to be given (``???``) and nobody gave.
+def _missing_values(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """Yield (node, key) of each mandatory value (``???``) of a chosen file that was not given.
 
-    The schema's default stands there: OmegaConf lays no missing value over a value.
+    The composed node has the schema's default there: OmegaConf merges no missing value over one.
     """
     for node, chosen in config.hydra.runtime.choices.items():
         own = _file_of(config.hydra, node, chosen) if chosen and node in config else None
@@ -187,7 +191,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 
 def merge(own: Sequence[str], new: Sequence[str]) -> list[str]:
-    """Return `own` overrides and then `new` ones; what is chosen anew replaces a whole node."""
+    """Return `own` overrides and then `new` ones, which replace those of their keys and below."""
     chosen = {key_of(override) for override in new}
     out = {key_of(override) for override in new if takes_out(override)}
     kept = [
@@ -208,7 +212,7 @@ def key_of(override: str) -> str:
 def takes_out(override: str) -> bool:
     """Return whether an override takes out an argument of a factory, or another free key.
 
-    What a command line has set before it stays beside it: no file needs to have the key.
+    An earlier override of the key is kept with it, so that no file needs to have the key.
     """
     return override.startswith("~") and keys.is_free(key_of(override))
 
@@ -249,8 +253,8 @@ def _closed(override: str) -> str:
 def hydra_choices(overrides: Sequence[str], config_name: str) -> dict[str, str]:
     """Return the files of `hydra/launcher` and `hydra/sweeper` that a command line chooses.
 
-    Where the recipe does not compose, those of the command line alone: what is wrong with the rest
-    is told when its jobs are composed.
+    Where the recipe does not compose, only those of the command line: other problems are reported
+    when the jobs are composed.
     """
     single = [o for o in overrides if "," not in o]
     of_hydra = [o for o in overrides if re.match(r"hydra[./]", key_of(o))]
@@ -276,8 +280,8 @@ def probes(overrides: Sequence[str]) -> list[list[str]]:
             values.append([f"{key}={value}" for value in override.sweep_string_iterator()])
         else:
             start: Any = getattr(override.value(), "start", None)
-            whole = isinstance(start, float) and start.is_integer()
-            values.append([f"{override.get_key_element()}={int(start) if whole else start}"])
+            is_integer = isinstance(start, float) and start.is_integer()
+            values.append([f"{override.get_key_element()}={int(start) if is_integer else start}"])
     first = [found[0] for found in values]
     others = [
         [*first[:index], value, *first[index + 1 :]]
@@ -339,14 +343,14 @@ def hydra_problems(overrides: Sequence[str]) -> list[Problem]:
     ]
 
 
-def _tampered(hydra: DictConfig) -> Iterator[Problem]:
-    """Yield what files have set in Hydra's node that would run code or change the process."""
+def _forbidden_settings(hydra: DictConfig) -> Iterator[Problem]:
+    """Yield settings of Hydra's node in files that would run code or change the process."""
     node: Any = OmegaConf.to_container(hydra, resolve=False)
     params = (node.get("sweeper") or {}).get("params")
     if params:
         yield Problem(
             f"hydra.sweeper.params={params}",
-            "the values of a sweep stand on its command line",
+            "the values of a sweep are given on its command line",
             "Take it out of the file, and start with -m key=a,b.",
         )
     found = {
@@ -371,14 +375,14 @@ def _log_settings(node: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in node.items() if value and name not in harmless}
 
 
-def _retyped(hydra: DictConfig, config_name: str) -> Iterator[Problem]:
+def _misread_texts(hydra: DictConfig, config_name: str) -> Iterator[Problem]:
     """Yield text values of the user's chosen files that YAML reads as something else."""
     chosen = [(group, str(option)) for group, option in hydra.runtime.choices.items() if option]
     for group, option in [("", config_name), *chosen]:
         path = _path_of(hydra, group, option)
         if path is not None and not path.is_relative_to(paths.conf_folder()):
-            whole = "@package _global_" in path.read_text(encoding="utf-8") or not group
-            yield from text_values.problems_of(path, "" if whole else f"{group}.")
+            is_global = "@package _global_" in path.read_text(encoding="utf-8") or not group
+            yield from text_values.problems_of(path, "" if is_global else f"{group}.")
 
 
 def _shadowed(hydra: DictConfig) -> Iterator[Problem]:

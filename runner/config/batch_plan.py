@@ -1,4 +1,4 @@
-"""Batch arithmetic: from an optimizer step to what each process computes. Free of torch."""
+"""Batch arithmetic: from an optimizer step to the micro-batches of each rank. Free of torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.config.schema import Trainer
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How many samples are computed where and when.
+    """Batch sizes and step counts of a run.
 
     global_batch = micro_batch × accumulation × dp_size.
 
@@ -19,7 +19,7 @@ class BatchPlan:
         global_batch: samples per optimizer step.
         micro_batch: samples per process and forward pass.
         accumulation: forward passes per optimizer step.
-        dp_size: data-parallel size: into how many parts a step is divided.
+        dp_size: data-parallel size.
         eval_batch: samples per process in evaluation.
         steps_per_epoch: optimizer steps per epoch, limits included; None: not known.
         total_steps: optimizer steps of the run, the nearer of its limits; None: not known.
@@ -43,15 +43,15 @@ def plan_batches(trainer: Trainer, dp_size: int, num_samples: int | None) -> Bat
     """Derive the batch arithmetic of a run.
 
     Args:
-        trainer: what the recipe asks for.
+        trainer: the node of the recipe.
         dp_size: data-parallel size.
         num_samples: samples of the training data; None: not known (yet).
 
     Raises:
-        ConfigError: naming everything that does not divide or leaves no step, with near sizes.
+        ConfigError: naming every size that does not divide or leaves no step, with valid ones.
     """
     problems: list[Problem] = []
-    micro, accumulation = _shares(trainer, dp_size, problems)
+    micro, accumulation = _micro_and_accumulation(trainer, dp_size, problems)
     steps = None if num_samples is None else _steps_per_epoch(trainer, num_samples, problems)
     ConfigError.raise_if(problems)
     return BatchPlan(
@@ -72,8 +72,10 @@ def limited(limit: int | float | None, count: int) -> int:
     return min(count, max(1, int(limit * count)) if isinstance(limit, float) else limit)
 
 
-def _shares(trainer: Trainer, dp_size: int, problems: list[Problem]) -> tuple[int, int]:
-    """Return (micro-batch, accumulation), adding to `problems` what does not divide."""
+def _micro_and_accumulation(
+    trainer: Trainer, dp_size: int, problems: list[Problem]
+) -> tuple[int, int]:
+    """Return (micro-batch, accumulation); add a problem for sizes that do not divide."""
     total, micro = trainer.global_batch_size, trainer.micro_batch_size
     accumulation = trainer.accumulation.num_steps
     given = f"trainer.global_batch_size={total}"

@@ -10,7 +10,7 @@ from accel.errors import CheckpointError, ConfigError, Problem
 from runner.config import keys
 from runner.config.schema import Recipe
 
-# Remedies of the engine that are calls of a script, and what a recipe has in their place.
+# Remedies of the engine for scripts, and their equivalents for a recipe.
 CALLS = (
     (
         "Build the model as it was when it was saved, or pass strict=False.",
@@ -31,7 +31,7 @@ CALLS = (
     (
         "If you know that it is whole, pass load_state(…, trust_unverified=True): it is read "
         "without running code. The next save_state writes a directory that can be verified.",
-        "Resume from a checkpoint that is whole, or start a new run.",
+        "Resume from a complete checkpoint, or start a new run.",
     ),
     ("Go on from it with load_state(), set", "Set"),
     (
@@ -47,10 +47,10 @@ def of_the_recipe() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        told = translated(str(error))
-        if told == str(error):
+        message = translated(str(error))
+        if message == str(error):
             raise
-        raise type(error)(told) from error
+        raise type(error)(message) from error
     except ConfigError as error:
         problems = [
             Problem(*map(translated, (problem.value, problem.rule, problem.remedy)))

@@ -1,4 +1,4 @@
-"""What people type out of habit, from other tools or in another grammar. Free of torch."""
+"""Names from other tools and grammars, with their equivalents here. Free of torch."""
 
 from __future__ import annotations
 

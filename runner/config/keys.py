@@ -1,4 +1,4 @@
-"""The keys of a recipe: which exist, which are free, which was meant. Free of torch."""
+"""The keys of a recipe: valid keys, open mappings, the nearest key to a typo. Free of torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel.errors import closest as closest
 from runner.config import habits
 from runner.config.schema import Recipe
 
-_NODES: dict[type[Any], dict[str, type | None]] = {}  # what `nodes` has found
+_NODES: dict[type[Any], dict[str, type | None]] = {}  # cache of `nodes`
 # Nodes that name a factory: their other keys are its arguments, checked against its signature.
 FACTORY_NODES = ("step", "model", "data", "objective", "optimizer", "scheduler")
 
@@ -91,12 +91,12 @@ def unknown_key(key: str, known: Sequence[str], value: str = "") -> Problem:
     Args:
         key: dotted.
         known: every valid dotted key.
-        value: what it was set to, for the message.
+        value: the value it was set to, for the message.
     """
-    return Problem(f"{key}{value}", "a recipe has no such key", meant(key, known))
+    return Problem(f"{key}{value}", "a recipe has no such key", suggestion(key, known))
 
 
-def meant(key: str, known: Sequence[str]) -> str:
+def suggestion(key: str, known: Sequence[str]) -> str:
     """Return the sentence that names the likeliest of the dotted keys `known`."""
     habit = habits.remedy(key, known)
     if habit is not None:
@@ -104,8 +104,8 @@ def meant(key: str, known: Sequence[str]) -> str:
     parent, _, leaf = key.rpartition(".")
     same_leaf = [k for k in known if k.rpartition(".")[2] == leaf]
     longer = [k for k in known if k.startswith(parent) and k.endswith(f"_{leaf}")]
-    mended = _mended(key, known)
-    for candidates in (longer, mended, same_leaf) if parent else (same_leaf, longer, mended):
+    corrected = _corrected(key, known)
+    for candidates in (longer, corrected, same_leaf) if parent else (same_leaf, longer, corrected):
         if candidates:
             return f"Did you mean {' or '.join(map(repr, candidates[:3]))}?"
     while parent and parent not in known:
@@ -118,19 +118,19 @@ def _children(parent: str, known: Sequence[str]) -> list[str]:
     return [leaf for head, _, leaf in (k.rpartition(".") for k in known) if head == parent]
 
 
-def _mended(key: str, known: Sequence[str]) -> list[str]:
+def _corrected(key: str, known: Sequence[str]) -> list[str]:
     """Return `key` with each mistyped part replaced by the nearest one; [] if a part has none."""
-    mended = ""
+    corrected = ""
     for part in key.split("."):
         close = part
-        if not mended or not is_free(f"{mended}.{part}"):
-            names = _children(mended, known)
+        if not corrected or not is_free(f"{corrected}.{part}"):
+            names = _children(corrected, known)
             found = part if part in names else closest(part, names)
             if found is None:
                 return []
             close = found
-        mended = f"{mended}.{close}" if mended else close
-    return [mended]
+        corrected = f"{corrected}.{close}" if corrected else close
+    return [corrected]
 
 
 def switched_off(key: str, recipe: Mapping[str, Any]) -> str | None:

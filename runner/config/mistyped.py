@@ -24,7 +24,7 @@ def key_for(name: str) -> str | None:
 
 
 def pairs(overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """Return the overrides without words such as ``seed 3``, and what is wrong with those."""
+    """Return the overrides without words such as ``seed 3``, and the problems of those."""
     kept: list[str] = []
     problems: list[Problem] = []
     words = list(overrides)

@@ -1,4 +1,4 @@
-"""Where things lie: the shipped `conf/`, the project's own, and the module search path.
+"""The shipped `conf/`, the `conf/` of the project, and the module search path.
 
 A project may have folders called `accel` or `conf` of its own. So the working directory is moved to
 the end of `sys.path` before anything of `accel` is imported (not by this module, either), and the
@@ -19,7 +19,7 @@ TABLE = "tool.runner"  # a table that is not closed, too, so that it is refused
 FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk or a quota
 
 
-def settle() -> None:
+def move_project_last() -> None:
     """Move the working directory and the project's folder to the end of `sys.path`."""
     project = [os.path.realpath(folder) for folder in project_folders()]
     kept = [entry for entry in sys.path if os.path.realpath(entry or os.getcwd()) not in project]
@@ -59,7 +59,7 @@ def project_file() -> Path | None:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text; of UTF-16, which TOML is not, what can be read of it."""
+    """Return the text of a file; undecodable bytes (UTF-16, which TOML is not) are replaced."""
     return path.read_text(encoding="utf-8", errors="replace").replace("\0", "")
 
 
@@ -77,6 +77,6 @@ def project_conf_folders() -> list[Path]:
 
 
 def failure(error: OSError) -> str:
-    """Return what a message says of a failed write: that the disk is full, if it is."""
+    """Return the reason of a failed write for a message: a full disk is named."""
     full = error.errno in FULL
     return f"the disk is full: {error}" if full else str(error)

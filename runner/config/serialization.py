@@ -15,7 +15,7 @@ from runner.config.schema import Recipe
 
 Node = TypeVar("Node")
 
-# Where a handler or a plugin imports what a dotted name names: trusted or refused before that.
+# Keys whose dotted name a handler or plugin imports: checked for trust before that.
 CALLABLES = ("profile.on_trace_ready", "fsdp.auto_wrap_policy", "fsdp.param_init_fn")
 
 
@@ -23,7 +23,7 @@ def from_plain(plain: Mapping[str, Any]) -> Recipe:
     """Build a recipe from plain containers whose types are right.
 
     Args:
-        plain: what `to_plain` returns; keys that are missing take the schema's default.
+        plain: as `to_plain` returns it; missing keys take the schema's default.
 
     Raises:
         ConfigError: naming every unknown key and every value that is not allowed.
@@ -34,15 +34,15 @@ def from_plain(plain: Mapping[str, Any]) -> Recipe:
 
 
 def examine(plain: Mapping[str, Any]) -> tuple[Recipe, list[Problem]]:
-    """Build as much of a recipe as can be, and return what is wrong with the rest.
+    """Build as much of a recipe as possible, and return the problems of the rest.
 
     Returns:
         The recipe, with defaults for the nodes that have problems, and the problems.
     """
     distrusted = {key: wrong for key in CALLABLES if (wrong := _distrust(plain, key)) is not None}
     problems = list(distrusted.values())
-    left_out = {key.partition(".")[0] for key in distrusted}
-    plain = {key: value for key, value in plain.items() if key not in left_out}
+    dropped = {key.partition(".")[0] for key in distrusted}
+    plain = {key: value for key, value in plain.items() if key not in dropped}
     recipe = _node(Recipe, plain, "", problems, keys.known_keys(plain))
     for name in {*keys.FACTORY_NODES, "callbacks"} & set(plain):
         setattr(recipe, name, plain[name])
@@ -68,7 +68,7 @@ def _node(
     problems: list[Problem],
     known: list[str],
 ) -> Node:
-    """Build one node, adding what is wrong with it to `problems` and going on with its default."""
+    """Build one node; on problems, add them to `problems` and return the default."""
     arguments: dict[str, Any] = {}
     inner = keys.nodes(kind)
     for name, value in values.items():
@@ -85,7 +85,7 @@ def _node(
     try:
         return kind(**arguments)
     except ConfigError as error:
-        problems += [_placed(problem, kind, prefix) for problem in error.problems]
+        problems += [_with_recipe_key(problem, kind, prefix) for problem in error.problems]
         fallback = kind()
         for name in [name for name in arguments if inner[name] is not None]:
             setattr(fallback, name, arguments[name])
@@ -99,7 +99,7 @@ def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
     return key, value
 
 
-def _placed(problem: Problem, kind: type, prefix: str) -> Problem:
+def _with_recipe_key(problem: Problem, kind: type, prefix: str) -> Problem:
     """Return `problem` with the key of the recipe in place of the name of the class."""
     return dataclasses.replace(problem, value=problem.value.replace(f"{kind.__name__}.", prefix))
 
@@ -126,8 +126,8 @@ def to_plain(value: Any) -> Any:
 def frozen_plain(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe as it is frozen with a run.
 
-    What DeepSpeed's own file says goes into it: the file may change, and the run may be resumed
-    from elsewhere.
+    The content of DeepSpeed's own file is included: the file may change, and the run may be resumed
+    from another directory.
     """
     plain: dict[str, Any] = to_plain(recipe)
     if recipe.deepspeed is not None and recipe.deepspeed.hf_ds_config is not None:
@@ -151,14 +151,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         return parse_yaml(path.read_text(encoding="utf-8"), path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(_no_recipe(path, error)) from error
+        raise ConfigError(_invalid_recipe(path, error)) from error
 
 
 def parse_yaml(text: str, path: Path) -> dict[str, Any]:
     """Return a frozen recipe as plain containers, checked against the types of the schema.
 
     Args:
-        text: what the file holds.
+        text: content of the file.
         path: the file, for messages.
 
     Raises:
@@ -172,7 +172,7 @@ def parse_yaml(text: str, path: Path) -> dict[str, Any]:
         merged = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(text))
         return dict(to_plain(OmegaConf.to_container(merged, resolve=True)))
     except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
-        raise ConfigError(_no_recipe(path, error)) from error
+        raise ConfigError(_invalid_recipe(path, error)) from error
 
 
 def parse_list(text: str, path: Path) -> list[str]:
@@ -188,11 +188,11 @@ def parse_list(text: str, path: Path) -> list[str]:
     try:
         found = OmegaConf.to_container(OmegaConf.create(text))
     except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
-        raise ConfigError(_no_recipe(path, error)) from error
+        raise ConfigError(_invalid_recipe(path, error)) from error
     return [str(item) for item in found] if isinstance(found, list) else []
 
 
-def _no_recipe(path: Path, error: Exception) -> Problem:
+def _invalid_recipe(path: Path, error: Exception) -> Problem:
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     remedy = "Correct the file, or name another run."
     return Problem(str(path), f"it is not the recipe of a run: {reason}", remedy)

@@ -25,8 +25,8 @@ from runner.config import paths
 
 VARIABLE = "RUNNER_IMPORTS"
 ALLOWED = ("accel", "runner", "torch.nn", "torch.optim", "torchmetrics")
-# Where what may be called is defined. Of our own packages that is what a run is made of; nothing
-# there imports by name, starts processes or touches the environment.
+# Modules whose classes and functions a recipe may call. Those of our own packages are parts of a
+# run: none imports by name, starts processes or changes the environment.
 DEFINED_IN = (
     *("torch.nn", "torch._C._nn", "torch.optim", "torchmetrics"),
     *("accel.data", "accel.optimizer", "accel.scheduler", "accel.trackers"),
@@ -53,7 +53,7 @@ def asked_for() -> bool:
     """Return whether packages of the user's are imported for each command."""
     try:
         return bool(trusted())
-    except ConfigError:  # told where they are imported
+    except ConfigError:  # reported where they are imported
         return False
 
 
@@ -80,7 +80,7 @@ def _table_imports(path: Path) -> list[str]:
 
 
 def import_packages() -> None:
-    """Import the user's packages, so that what they register is known.
+    """Import the user's packages, so that their factories are registered.
 
     Raises:
         ConfigError: naming every package that is missing, and who asks for it.
@@ -126,7 +126,7 @@ def _import(module: str, value: str) -> types.ModuleType:
 
 
 def missing_packages() -> list[Problem]:
-    """Import the user's packages, and return what is wrong with them."""
+    """Import the user's packages, and return the problems of those that fail."""
     try:
         import_packages()
     except ConfigError as error:
@@ -149,12 +149,12 @@ def distrust(name: str, key: str) -> Problem | None:
         )
     if any(part.startswith("_") for part in parts):
         return Problem(f"{key}={name}", "it is private", "Name a public class or function.")
-    if _within(name, (*ALLOWED, *trusted())):
+    if _is_in_any(name, (*ALLOWED, *trusted())):
         return None
-    return Problem(f"{key}={name}", _why_not(package), _how_to_trust(package))
+    return Problem(f"{key}={name}", _distrust_reason(package), _how_to_trust(package))
 
 
-def _why_not(package: str) -> str:
+def _distrust_reason(package: str) -> str:
     known = ", ".join(dict.fromkeys((*ALLOWED, *trusted())))
     try:
         missing = importlib.util.find_spec(package) is None
@@ -175,7 +175,7 @@ def _how_to_trust(package: str) -> str:
 
 
 def resolve(name: str, key: str) -> Any:
-    """Import what a recipe names, if both the name and what it leads to are trusted.
+    """Import an object that a recipe names, if both the name and the object are trusted.
 
     Args:
         name: ``package.module.attribute``.
@@ -188,22 +188,22 @@ def resolve(name: str, key: str) -> Any:
     if problem is not None:
         raise ConfigError(problem)
     found = _locate(name, key)
-    home = _home(found)
-    if not callable(found) or home is None or not _within(home, (*DEFINED_IN, *trusted())):
-        rule = f"it leads to {home or type(found).__name__}, which is not trusted"
+    home = _defining_name(found)
+    if not callable(found) or home is None or not _is_in_any(home, (*DEFINED_IN, *trusted())):
+        rule = f"it resolves to {home or type(found).__name__}, which is not trusted"
         if not callable(found):
             rule = f"it is no class or function but {type(found).__name__}"
         raise ConfigError(Problem(f"{key}={name}", rule, "Name a class or function of your own."))
     return found
 
 
-def _home(found: Any) -> str | None:
-    """Return the dotted name of the place where an object is defined, if it tells.
+def _defining_name(found: Any) -> str | None:
+    """Return the dotted name under which an object is defined, if it has one.
 
-    Of a `functools.partial` it is that of the function; of another object, that of its class.
+    For a `functools.partial` it is that of the function; for any other object, that of its class.
     """
     if isinstance(found, functools.partial):
-        return _home(found.func)
+        return _defining_name(found.func)
     if not hasattr(found, "__qualname__"):
         found = type(found)
     module = getattr(found, "__module__", None)
@@ -251,5 +251,5 @@ def _public(found: Any) -> Iterator[str]:
     return (name for name in dir(found) if not name.startswith("_"))
 
 
-def _within(name: str, packages: tuple[str, ...]) -> bool:
+def _is_in_any(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)

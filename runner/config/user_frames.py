@@ -1,8 +1,8 @@
-"""Tracebacks with the user's own frames alone. Free of torch.
+"""Tracebacks reduced to frames of the user's code. Free of torch.
 
-Where an error passes through a person's code, the frames of the runner, of torch and of the
-standard library around it say nothing to that person; where it does not, the last
-one is named. RUNNER_FULL_TRACEBACK=1 shows them all, and the logs of a run keep them.
+Where an error passes through the user's code, frames of the runner, torch and the standard library
+are dropped; where it does not, the last frame is named. RUNNER_FULL_TRACEBACK=1 shows all frames,
+and the logs of a run keep them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def one_line(error: BaseException) -> str:
     text = text_of(error)
     name = type(error).__name__
     worker = IN_LOADER_WORKER.match(text)
-    if worker is not None:  # what happened there stands at the end of the traceback that follows
+    if worker is not None:  # the error is the last line of the traceback that follows
         return f"{text.splitlines()[-1]} ({worker[1]})"
     if isinstance(error, AccelError):
         return text
@@ -44,12 +44,12 @@ def is_own(path: str) -> bool:
     """
     if path.startswith("<"):
         return False
-    whole = os.path.realpath(path)
-    if any(_within(whole, folder) for folder in _trusted()):
+    real = os.path.realpath(path)
+    if any(_within(real, folder) for folder in _trusted()):
         return True
     root = Path(__file__).resolve().parents[2]
     inner = [str(root / "runner"), str(root / "accel"), sysconfig.get_path("stdlib")]
-    return not _INSTALLED.search(whole) and not any(_within(whole, folder) for folder in inner)
+    return not _INSTALLED.search(real) and not any(_within(real, folder) for folder in inner)
 
 
 def _within(path: str, folder: str) -> bool:
@@ -60,7 +60,7 @@ def _trusted() -> list[str]:
     """Return the folders, or the files, of the imported packages that the user trusts."""
     try:
         names = trust.trusted()
-    except ConfigError:  # the table is damaged, which is told elsewhere
+    except ConfigError:  # the table is invalid, which is reported elsewhere
         return []
     files = [getattr(sys.modules.get(name.partition(".")[0]), "__file__", None) for name in names]
     return [
@@ -80,51 +80,51 @@ def has_own(error: BaseException) -> bool:
 
 
 def formatted(error: BaseException) -> list[str]:
-    """Return the lines of a traceback: the user's frames alone where it has any.
+    """Return the lines of a traceback, reduced to the user's frames where it has any.
 
-    An error of ours without such frames has none at all: its message says what to do. Of any other
-    the place where it was raised is told.
+    Without such frames an `AccelError` gets no traceback, since its message has the remedy; any
+    other error gets the file and line that raised it.
     """
-    whole = traceback.TracebackException.from_exception(error)
+    found = traceback.TracebackException.from_exception(error)
     if env.read(VARIABLE) not in (None, "", "0"):
-        return list(whole.format())
-    if _keep_own(whole) or _has_own_text(whole):
-        return list(whole.format())
+        return list(found.format())
+    if _keep_own(found) or _has_own_text(found):
+        return list(found.format())
     if isinstance(error, AccelError):
         return []
-    whole = traceback.TracebackException.from_exception(error)
-    if not whole.stack:
-        return list(whole.format())
-    last = whole.stack[-1]
+    found = traceback.TracebackException.from_exception(error)
+    if not found.stack:
+        return list(found.format())
+    last = found.stack[-1]
     where = f"raised in {last.name}, {last.filename}:{last.lineno}"
-    return [*whole.format_exception_only(), f"({where}; {VARIABLE}=1 shows the traceback)\n"]
+    return [*found.format_exception_only(), f"({where}; {VARIABLE}=1 shows the traceback)\n"]
 
 
-def _keep_own(whole: traceback.TracebackException) -> bool:
-    """Reduce an error and its causes to frames of the user's; tell whether any is left."""
+def _keep_own(found: traceback.TracebackException) -> bool:
+    """Reduce an error and its causes to frames of the user's; return whether any is left."""
     for name in ("__cause__", "__context__"):
-        inner = getattr(whole, name)
+        inner = getattr(found, name)
         if inner is not None and not _keep_own(inner):
-            setattr(whole, name, None)
-    own = [frame for frame in whole.stack if is_own(frame.filename)]
+            setattr(found, name, None)
+    own = [frame for frame in found.stack if is_own(frame.filename)]
     for frame in own:
         frame.colno = None  # the line is enough: no row of carets below it
-    whole.stack = traceback.StackSummary.from_list(own)
-    _shorten_text(whole)
-    kept = whole.__cause__ is not None or whole.__context__ is not None
-    syntax = is_own(getattr(whole, "filename", None) or "<none>")
+    found.stack = traceback.StackSummary.from_list(own)
+    _shorten_text(found)
+    kept = found.__cause__ is not None or found.__context__ is not None
+    syntax = is_own(getattr(found, "filename", None) or "<none>")
     return bool(own) or kept or syntax
 
 
-def _has_own_text(whole: traceback.TracebackException) -> bool:
-    """Tell whether the message quotes a traceback of another process with frames of the user's."""
-    return any(is_own(path) for path in re.findall(r'File "([^"]+)", line', str(whole)))
+def _has_own_text(found: traceback.TracebackException) -> bool:
+    """Return whether the message quotes a traceback of another process with the user's frames."""
+    return any(is_own(path) for path in re.findall(r'File "([^"]+)", line', str(found)))
 
 
-def _shorten_text(whole: traceback.TracebackException) -> None:
-    text = getattr(whole, "_str", None)
-    if isinstance(text, str) and _has_own_text(whole):
-        whole._str = "\n".join(without_inner(text.splitlines()))  # type: ignore[attr-defined]
+def _shorten_text(found: traceback.TracebackException) -> None:
+    text = getattr(found, "_str", None)
+    if isinstance(text, str) and _has_own_text(found):
+        found._str = "\n".join(without_inner(text.splitlines()))  # type: ignore[attr-defined]
 
 
 def without_inner(lines: list[str]) -> list[str]:

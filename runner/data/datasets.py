@@ -1,4 +1,4 @@
-"""Data sets of a recipe, and an order that is a function of (seed, epoch, step) alone."""
+"""Data sets of a recipe, in an order that is a function of (seed, epoch, step) only."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ SPLITS = ("train", "validation", "test")  # the fields of `Data` that are data s
 
 @dataclass
 class Data:
-    """What a data factory returns.
+    """The data sets of a run, as a data factory returns them.
 
     Args:
-        train: what is trained on (a map-style data set, or an iterable one).
-        validation: what is evaluated during training and decides which state is best.
-        test: what is evaluated once at the end, with the best weights.
+        train: training data (a map-style data set, or an iterable one).
+        validation: evaluated during training, to select the best state.
+        test: evaluated once at the end, with the best weights.
         collate_fn: joins samples into a batch; None: torch's default.
     """
 
@@ -79,7 +79,7 @@ def training_draws_preserved() -> Iterator[None]:
 
 
 def draws_nothing(dataset: Any) -> bool:
-    """Tell whether reading a data set is known to draw nothing at random."""
+    """Return whether reading a data set is known to draw nothing at random."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return type(dataset) is TensorDataset
@@ -88,11 +88,11 @@ def draws_nothing(dataset: Any) -> bool:
 class SeededDataset(Dataset[Any]):
     """A map-style data set whose random draws are a function of (seed, epoch, index).
 
-    It is indexed by (epoch, index), so that workers that live on learn the epoch, or by an index
-    alone, which means epoch 0.
+    It is indexed by (epoch, index), so that persistent workers learn the epoch, or by an index of
+    epoch 0.
 
     Args:
-        dataset: the data set; if it has `set_epoch`, it is told each new epoch before it is read.
+        dataset: the data set; if it has `set_epoch`, that is called before each new epoch is read.
         seed: the seed.
         seed_samples: whether the generators are seeded for each sample.
     """
@@ -101,7 +101,7 @@ class SeededDataset(Dataset[Any]):
         self.dataset = dataset
         self.seed = seed
         self.seed_samples = seed_samples and not draws_nothing(dataset)
-        self._told: int | None = None
+        self._epoch_set: int | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -120,20 +120,20 @@ class SeededDataset(Dataset[Any]):
             with training_draws_preserved():
                 return [self._read(epoch, index) for epoch, index in pairs]
         for epoch in {epoch for epoch, _ in pairs}:
-            self._tell(epoch)
+            self._set_epoch(epoch)
         indices = [index for _, index in pairs]
         if hasattr(self.dataset, "__getitems__"):
             return self.dataset.__getitems__(indices)
         return [self.dataset[index] for index in indices]
 
     def _read(self, epoch: int, index: int) -> Any:
-        self._tell(epoch)
+        self._set_epoch(epoch)
         seed_draws(self.seed, epoch, index)
         return self.dataset[index]
 
-    def _tell(self, epoch: int) -> None:
-        if epoch != self._told:
-            self._told = epoch
+    def _set_epoch(self, epoch: int) -> None:
+        if epoch != self._epoch_set:
+            self._epoch_set = epoch
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
 
@@ -147,7 +147,7 @@ class SeededStream(IterableDataset[Any]):
         seed_samples: whether the generators are seeded for each sample.
 
     Attributes:
-        skip: how many samples the next pass reads and leaves out.
+        skip: how many samples the next pass reads and drops.
     """
 
     def __init__(self, dataset: Any, seed: int, seed_samples: bool = True) -> None:
@@ -247,7 +247,7 @@ class WindowSampler(Sampler[list[tuple[int, int]]]):
     """
 
     drop_last = False
-    same_on_every_rank = True  # what the engine need not check
+    same_on_every_rank = True  # the engine does not check it
 
     def __init__(
         self, order: Any, batch_size: int, window: int, num_windows: int, multiple: int = 1

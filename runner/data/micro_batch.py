@@ -13,7 +13,7 @@ from accel.ops import send_to_device
 
 @dataclass
 class MicroBatch:
-    """What one rank computes in one forward pass.
+    """The samples of one rank in one forward pass.
 
     Attributes:
         batch: as collated.
@@ -87,7 +87,7 @@ def with_last(
     Args:
         windows: of one epoch, from `num_before` on.
         num_before: how many of the epoch were skipped.
-        num_windows: how many the whole epoch has; None: unknown, so each is fetched one ahead.
+        num_windows: how many the epoch has; None: unknown, so each is fetched one ahead.
     """
     if num_windows is not None:
         for number, window in enumerate(windows, start=num_before + 1):

@@ -19,18 +19,18 @@ from runner.config.user_frames import one_line
 
 
 class DataError(AccelError, RuntimeError):
-    """The user's data raised what a loader does not hand on, or cannot be joined into batches."""
+    """The user's data raised an error that a loader loses, or cannot be collated."""
 
 
 class UserCode:
-    """Context in which the user's code reads data: what it raises reaches the training loop.
+    """Context in which the user's code reads data: its errors reach the training loop.
 
     Args:
-        what: whose code it is, for messages.
+        source: name of the code, for messages.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, source: str) -> None:
+        self._source = source
 
     def __enter__(self) -> None:
         pass
@@ -44,11 +44,11 @@ class UserCode:
         if error is None:
             return
         in_worker = get_worker_info() is not None
-        if isinstance(error, StopIteration) or (in_worker and not _can_travel(error)):
-            raise DataError(f"{self._what} raised {one_line(error)}") from error
+        if isinstance(error, StopIteration) or (in_worker and not _is_picklable(error)):
+            raise DataError(f"{self._source} raised {one_line(error)}") from error
 
 
-def _can_travel(error: BaseException) -> bool:
+def _is_picklable(error: BaseException) -> bool:
     """Return whether torch hands `error` on from a worker to the training process."""
     try:
         pickle.dumps(type(error))
@@ -78,12 +78,12 @@ def collate(samples: list[Any]) -> Any:
     """Return the batch of `samples`, as torch joins them by default.
 
     Raises:
-        DataError: if they differ in shape, in keys or in length, or are no numbers.
+        DataError: if they differ in shape, keys or length, or are no numbers.
     """
     try:
         return default_collate(samples)
     except (RuntimeError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise DataError(
-            f"samples cannot be joined into a batch ({one_line(error)}): they must agree in type, "
+            f"samples cannot be collated ({one_line(error)}): they must agree in type, "
             "shape and keys. Pad them in the data set, or give Data(collate_fn=…)."
         ) from error

@@ -13,7 +13,7 @@ from runner.factories.signatures import Signature
 
 # How many arguments the runner gives first: to a factory called by name, and to a `_target_`.
 NUM_GIVEN = {"optimizer": (1, 1), "scheduler": (2, 1)}
-# Parameters of a step's constructor that receive what these nodes build.
+# Parameters of a step's constructor that receive the objects built from these nodes.
 STEP_PARTS = ("model", "objective", "optimizer", "scheduler")
 
 
@@ -42,7 +42,9 @@ def _named(node: Any, name: str) -> Any:
     return node
 
 
-def named(key: str, node: Any, registry: Registry) -> tuple[Any, str | None, dict[str, Any]]:
+def name_and_arguments(
+    key: str, node: Any, registry: Registry
+) -> tuple[Any, str | None, dict[str, Any]]:
     """Return the name or the `_target_` of a node, one of them None, and its arguments.
 
     Raises:
@@ -75,7 +77,7 @@ def num_given(key: str, by_name: bool) -> int:
     return from_registry if by_name else by_target
 
 
-def under(error: ConfigError, kind: str, key: str) -> ConfigError:
+def with_node_key(error: ConfigError, kind: str, key: str) -> ConfigError:
     """Return the error with the node's own key in place of the kind of factory."""
     return ConfigError(
         *(
@@ -92,7 +94,7 @@ def step_problems(recipe: Recipe, label: str, signature: Signature) -> Iterator[
 
     Args:
         recipe: whose parts they are.
-        label: what the step is called.
+        label: name of the step.
         signature: of its factory.
     """
     for key in STEP_PARTS:

@@ -1,4 +1,4 @@
-"""Factories by name: what `model.name=cnn` and its like look up. Free of torch.
+"""Factories by name, for keys such as `model.name=cnn`. Free of torch.
 
 A user registers with ``@register.model("my_model")`` in a package that the project trusts
 (`[tool.runner] imports` in its pyproject.toml). Built-in factories are listed here by dotted name
@@ -21,7 +21,7 @@ class Registry:
     """The factories of one kind.
 
     Args:
-        kind: what they make, the name of the recipe's node: "model", "data", …
+        kind: the recipe's node that they are for: "model", "data", …
         builtin: dotted ``"module:attribute"`` by name.
     """
 
@@ -93,7 +93,7 @@ class Registry:
 
 
 def _origin(factory: Any) -> str:
-    """Return where a factory is defined; of a partial function with what it gives."""
+    """Return where a factory is defined; of a partial function with its bound arguments."""
     if isinstance(factory, functools.partial):
         given = [repr(value) for value in factory.args]
         given += [f"{name}={value!r}" for name, value in factory.keywords.items()]

@@ -15,13 +15,13 @@ from accel.errors import Problem, nearest
 
 SCALARS = (bool, int, float, str)
 SEQUENCES = (list, tuple, Sequence)
-# Packages whose decorators hand on what a function takes, as `torch.no_grad` does.
+# Packages whose decorators keep the signature of a function, as `torch.no_grad` does.
 KEEP_SIGNATURE = ("accel", "contextlib", "functools", "runner", "torch", "typing")
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What may be given to a factory by a recipe.
+    """The arguments of a factory that a recipe can set.
 
     Attributes:
         parameters: by name, without those that the runner gives.
@@ -35,7 +35,7 @@ class Signature:
 
 
 def read(factory: Callable[..., Any], num_given: int = 0, given: Collection[str] = ()) -> Signature:
-    """Return what a recipe may give to `factory`.
+    """Return the arguments of `factory` that a recipe can set.
 
     Args:
         factory: a function or class.
@@ -44,18 +44,18 @@ def read(factory: Callable[..., Any], num_given: int = 0, given: Collection[str]
     """
     try:
         parameters = list(inspect.signature(factory).parameters.values())
-    except (TypeError, ValueError):  # some built-in functions tell no signature
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return Signature({}, True, {})
     hints = _hints(factory)
-    if _may_change(factory):
-        parameters, hints = _uncertain(factory, parameters), {}
+    if _has_unknown_decorator(factory):
+        parameters, hints = _decorated_parameters(factory, parameters), {}
     named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     own = {p.name: p for p in parameters[num_given:] if p.kind in named and p.name not in given}
     is_open = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
     return Signature(own, is_open, hints)
 
 
-def _may_change(factory: Callable[..., Any]) -> bool:
+def _has_unknown_decorator(factory: Callable[..., Any]) -> bool:
     """Return whether a decorator of the user's stands before a factory: it may take others."""
     function: Any = _function(factory)
     while hasattr(function, "__wrapped__") and not hasattr(function, "__signature__"):
@@ -66,7 +66,7 @@ def _may_change(factory: Callable[..., Any]) -> bool:
     return False
 
 
-def _uncertain(factory: Callable[..., Any], wrapped: list[Parameter]) -> list[Parameter]:
+def _decorated_parameters(factory: Callable[..., Any], wrapped: list[Parameter]) -> list[Parameter]:
     """Return the parameters of a decorated factory: its own, and if it hands on any, those behind.
 
     Which of those it gives itself is not known: none is required.
@@ -103,13 +103,13 @@ def _hints(factory: Callable[..., Any]) -> Mapping[str, Any]:
 def check(
     signature: Signature, arguments: Mapping[str, Any], key: str, factory: str
 ) -> list[Problem]:
-    """Return what is wrong with `arguments`.
+    """Return the problems of `arguments`.
 
     Args:
-        signature: what the factory takes.
+        signature: of the factory.
         arguments: by name.
         key: the recipe's node, for the message.
-        factory: what the factory is called, for the message.
+        factory: name of the factory, for the message.
     """
     return [
         *_unknown(signature, arguments, key, factory),
@@ -161,7 +161,7 @@ def _mistyped(signature: Signature, arguments: Mapping[str, Any], key: str) -> I
 
 
 def _as_yaml(text: str) -> Any:
-    """Return what a text is as a value of YAML."""
+    """Return the value of a text in YAML."""
     from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 
     try:
@@ -172,7 +172,7 @@ def _as_yaml(text: str) -> Any:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return whether a value of YAML may be of a type; types that YAML cannot tell always fit."""
+    """Return whether a value of YAML may be of a type; types that YAML does not have always fit."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return any(fits(value, part) for part in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:

@@ -1,7 +1,7 @@
-"""Definitions that the source text of a module tells for certain: nothing is imported.
+"""Definitions in the source text of a module, where they are unambiguous: nothing is imported.
 
-A name that is bound twice, in a branch, by a star import or by code that makes names is not told;
-nor is a function behind a decorator, or a class below a base, that may change what a call takes.
+A name that is bound twice, in a branch, by a star import or by code that makes names is ambiguous;
+so is a function with a decorator, or a class with a base, that may change its signature.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MOST_IMPORTS, _MOST_BASES = 5, 10
 
 @dataclass(frozen=True)
 class Module:
-    """A module as its text tells it.
+    """The source text of a module.
 
     Attributes:
         name: dotted.
@@ -99,7 +99,7 @@ def definition(dotted: str, depth: int = 0) -> tuple[Definition, Module] | None:
 
 def called(found: Definition, module: Module) -> ast.FunctionDef | None:
     """Return the function that gets the arguments of a call, where nothing may stand before it."""
-    if not all(_is(module, node, KEEP_SIGNATURE) for node in found.decorator_list):
+    if not all(_is_one_of(module, node, KEEP_SIGNATURE) for node in found.decorator_list):
         return None
     if isinstance(found, ast.FunctionDef):
         return found
@@ -116,7 +116,7 @@ def _is_plain(found: ast.ClassDef, module: Module, depth: int = 0) -> bool:
     if found.keywords or depth > _MOST_BASES or changing & set(_bound(found.body)):
         return False
     for base in found.bases:
-        if _is(module, base, PLAIN_BASES):
+        if _is_one_of(module, base, PLAIN_BASES):
             continue
         dotted = module.dotted(base)
         inner = definition(dotted) if dotted is not None else None
@@ -127,7 +127,7 @@ def _is_plain(found: ast.ClassDef, module: Module, depth: int = 0) -> bool:
     return True
 
 
-def _is(module: Module, node: ast.expr, names: tuple[str, ...]) -> bool:
+def _is_one_of(module: Module, node: ast.expr, names: tuple[str, ...]) -> bool:
     dotted = module.dotted(node)
     return dotted is not None and any(
         dotted.startswith(name) if name.endswith(".") else dotted == name for name in names
@@ -142,7 +142,7 @@ def read(module: str) -> Module | None:
         return None
     try:
         tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):  # importing it says what is wrong
+    except (OSError, SyntaxError, ValueError, RecursionError):  # importing it reports the error
         return None
     if any(_makes_names(node) for node in ast.walk(tree)):
         return None

@@ -1,7 +1,7 @@
 """Factories' names and arguments, checked from source text: nothing is imported. Free of torch.
 
-What text does not tell for certain (names that are made at run time, decorators, packages that are
-not installed) is left to `build.parts.check_factories`, which imports.
+Anything that text does not determine (names made at run time, decorators, packages that are not
+installed) is left to `build.parts.check_factories`, which imports.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ UNKNOWN = object()
 
 
 def problems(recipe: Recipe) -> list[Problem]:
-    """Return what is wrong with the names and arguments of a recipe's factories."""
+    """Return the problems of the names and arguments of a recipe's factories."""
     found: list[Problem] = []
     for key, node, registry in nodes.nodes_of(recipe, found):
         try:
             found += _problems(recipe, key, node, registry)
         except ConfigError as error:
-            found += nodes.under(error, registry.kind, key).problems
+            found += nodes.with_node_key(error, registry.kind, key).problems
     return found
 
 
@@ -50,7 +50,7 @@ def unknown(recipe: Recipe) -> bool:
 
 
 def _problems(recipe: Recipe, key: str, node: Any, registry: Registry) -> list[Problem]:
-    name, target, arguments = nodes.named(key, node, registry)
+    name, target, arguments = nodes.name_and_arguments(key, node, registry)
     if target is not None:
         distrusted = trust.distrust(target, f"{key}._target_")
         if distrusted is not None:
@@ -81,7 +81,7 @@ def arguments_of(registry: Registry, name: str, key: str) -> list[str]:
 
 @cache
 def signature_of(dotted: str, num_given: int = 0) -> Signature | None:
-    """Return what a function or class of a dotted name takes, or None where text does not tell.
+    """Return the signature of a function or class; None where its text does not determine it.
 
     Args:
         dotted: ``package.module.attribute``.

@@ -35,7 +35,7 @@ def load(
         checkpoint: "best", "last", or the name or path of a checkpoint. None: the best, or the last
             of a run that keeps no best, or whose best is damaged.
 
-    Which weights they are is said on standard error.
+    The checkpoint is printed on standard error.
 
     Returns:
         The model, in eval mode on the CPU (of a step with several models: a dict of them by name),
@@ -43,7 +43,7 @@ def load(
 
     Raises:
         ConfigError: if it is no run directory, or needs a package that is not trusted here.
-        CheckpointError: if there is no such checkpoint, or it is not whole.
+        CheckpointError: if the checkpoint is missing or incomplete.
 
     Example:
         >>> model, cfg = runner.load("runs/digits/20260101-120000-1a2b")
@@ -62,7 +62,7 @@ def restored_step(path: Path, recipe: Recipe) -> Step:
     The random generators are afterwards as they were.
 
     Args:
-        path: what `find_checkpoint` returned.
+        path: as `find_checkpoint` returned it.
         recipe: the recipe.
 
     Raises:
@@ -86,7 +86,7 @@ def restored_step(path: Path, recipe: Recipe) -> Step:
 
 
 def find_checkpoint(run_dir: Path, which: str | os.PathLike[str] | None = None) -> Path:
-    """Return the checkpoint of a run that "best", "last", a name or a path means; it is whole.
+    """Return the checkpoint of a run that "best", "last", a name or a path means; it is complete.
 
     Args:
         run_dir: the run directory.
@@ -94,7 +94,7 @@ def find_checkpoint(run_dir: Path, which: str | os.PathLike[str] | None = None) 
             the latter with a warning.
 
     Raises:
-        CheckpointError: if there is none, or it is not whole.
+        CheckpointError: if there is none, or it is incomplete.
     """
     folder, owns = directory.checkpoint_folder(run_dir), directory.owner(run_dir)
     newest = functools.partial(checkpoints.newest_complete, folder, owns)
@@ -102,18 +102,18 @@ def find_checkpoint(run_dir: Path, which: str | os.PathLike[str] | None = None) 
         try:
             best = _best(folder, owns)
             if best is not None or which == BEST:
-                return _whole(best, run_dir, BEST)
+                return _verified(best, run_dir, BEST)
         except CheckpointError as error:
             if which == BEST or newest() is None:
                 raise
-            logger.warning("The best state is passed over for the last. %s", error)
+            logger.warning("The best state is skipped, the last is used. %s", error)
     if which in (LAST, None):
         return _existing(newest(), run_dir, LAST)
     path = Path(which or LAST)
     inside = folder / path
     if inside.is_dir() and not path.is_absolute() and not owns(inside):
         return _existing(None, run_dir, os.fspath(path))
-    return _whole(inside if inside.is_dir() else path.absolute(), run_dir, os.fspath(path))
+    return _verified(inside if inside.is_dir() else path.absolute(), run_dir, os.fspath(path))
 
 
 def described(path: Path, run_dir: Path) -> str:
@@ -137,7 +137,7 @@ def _best(folder: Path, owns: Callable[[Path], bool], tolerant: bool = False) ->
     return None if best is None else folder / best.checkpoint
 
 
-def _whole(path: Path | None, run_dir: Path, which: str) -> Path:
+def _verified(path: Path | None, run_dir: Path, which: str) -> Path:
     found = _existing(path, run_dir, which)
     checkpoints.verify(found)
     return found

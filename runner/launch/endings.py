@@ -1,4 +1,4 @@
-"""No run ends as if it was complete before it is: what the user's code may do to the process.
+"""Guards against user code that ends the process as if the run was complete.
 
 Free of torch.
 """
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from accel.errors import AccelError
 from runner.exit_codes import FAILED
-from runner.run_dir.outcomes import how
+from runner.run_dir.outcomes import describe_exit
 from runner.training.stopping import StopFlag
 
 _REPLACING = ("execv", "execve")
@@ -25,16 +25,15 @@ class EndedByOwnCodeError(RuntimeError):
 
 
 class LoaderWorkerError(AccelError, RuntimeError):
-    """A loader worker died; the message tells how, and no frame of the process it read for."""
+    """A loader worker died; the message has its exit status."""
 
 
 @contextlib.contextmanager
-def not_silent() -> Iterator[None]:
+def silent_exit_refused() -> Iterator[None]:
     """Raise an `EndedByOwnCodeError` where code in the context would end this process silently.
 
     That is `os._exit(0)`, with which an untrained run would look complete, and `os.exec*`, also by
-    the module `posix` that `os` takes them from. Child processes are left alone. Code that is
-    imported in the context keeps what it finds there.
+    the module `posix` that `os` takes them from. Child processes are not affected.
     """
     owner, exit_now = os.getpid(), os._exit
 
@@ -69,24 +68,24 @@ def not_silent() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def told(stop: StopFlag) -> Iterator[None]:
-    """Say why a process ends where Python or torch would not.
+def explained(stop: StopFlag) -> Iterator[None]:
+    """Name the cause of an end of the process where Python or torch does not.
 
-    Raises an `EndedByOwnCodeError` where `not_silent` does, and for a KeyboardInterrupt that no
-    Ctrl-C has raised; a `LoaderWorkerError` where torch only tells that a loader worker has exited.
+    Raises an `EndedByOwnCodeError` where `silent_exit_refused` does, and for a KeyboardInterrupt
+    without a Ctrl-C; a `LoaderWorkerError` where torch only reports that a loader worker exited.
 
     Args:
         stop: knows whether Ctrl-C was pressed.
     """
     try:
-        with not_silent():
+        with silent_exit_refused():
             yield
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):
             raise
         from accel.data.workers import failed
 
-        ended = [f"{pid} {how(status)}" for pid, status in failed().items()]
+        ended = [f"{pid} {describe_exit(status)}" for pid, status in failed().items()]
         if not ended:
             raise
         raise LoaderWorkerError(f"a loader worker died: process {', '.join(ended)}") from error

@@ -1,4 +1,4 @@
-"""What a failed run tells a person: the first cause, with the user's own frames. Free of torch."""
+"""Report of a failed run: the first cause, with frames of the user's code. Free of torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runner.exit_codes import FAILED, REFUSED
 from runner.run_dir import abandoned, directory
 from runner.run_dir.outcomes import Outcome
 
-# What gloo and NCCL say when another process is gone; both raise plain RuntimeErrors.
+# Messages of gloo and NCCL when another rank is gone; both raise plain RuntimeErrors.
 COMMUNICATION = re.compile(
     r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|ProcessGroup|\bTCPStore\b",
     re.IGNORECASE,
@@ -25,7 +25,7 @@ COMMUNICATION = re.compile(
 UNREAD = "nobody reads standard output any more"
 
 
-def nobody_reads() -> bool:
+def stdout_is_closed() -> bool:
     """Return whether whoever read standard output is gone, as `head` is after its lines."""
     try:
         poll = select.poll()
@@ -47,32 +47,32 @@ def report(error: BaseException) -> int:
 def outcome_of(error: BaseException, rank: int) -> Outcome:
     """Return the outcome of a process that ends with `error`.
 
-    A refused configuration and a missing package say what to do; a traceback would only hide it.
+    A refused configuration and a missing package have a remedy, which a traceback would hide.
     """
     if isinstance(error, (ConfigError, MissingPackageError)):
         return Outcome(rank, time.time(), REFUSED, str(error))
     if isinstance(error, DiskFullError):
         return Outcome(rank, time.time(), FAILED, str(error))
-    if isinstance(error, BrokenPipeError) and nobody_reads():
+    if isinstance(error, BrokenPipeError) and stdout_is_closed():
         return Outcome(rank, time.time(), FAILED, UNREAD)
-    told = user_frames.one_line(error), "".join(user_frames.formatted(error))
+    texts = user_frames.one_line(error), "".join(user_frames.formatted(error))
     full = "".join(traceback.format_exception(error))
     return Outcome(
-        rank, time.time(), FAILED, *told, is_consequence=_of_communication(error), full=full
+        rank, time.time(), FAILED, *texts, is_consequence=_is_communication_error(error), full=full
     )
 
 
-def order(causes: Iterable[Outcome]) -> list[Outcome]:
+def by_cause(causes: Iterable[Outcome]) -> list[Outcome]:
     """Return how processes ended, the first cause first.
 
-    The end of one rank causes errors of communication on the others, which may be told before that
-    end is seen. So these come last.
+    The end of one rank causes errors of communication on the others, which may be recorded before
+    that end is seen. So these come last.
     """
     return sorted(causes, key=lambda outcome: (outcome.is_consequence, outcome.time))
 
 
-def _of_communication(error: BaseException) -> bool:
-    """Return whether `error`, or what it was raised from, is of a process group or a store."""
+def _is_communication_error(error: BaseException) -> bool:
+    """Return whether `error`, or one of its causes, is of a process group or a store."""
     found: BaseException | None = error
     seen: set[int] = set()
     while found is not None and id(found) not in seen:
@@ -86,8 +86,8 @@ def _of_communication(error: BaseException) -> bool:
     return False
 
 
-def tell(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> None:
-    """Say on standard error how a run ended, once."""
+def print_failure(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> None:
+    """Print on standard error how a run ended."""
     if outcome.message == UNREAD:
         return
     if outcome.code == REFUSED:
@@ -100,11 +100,11 @@ def tell(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> None:
     print(*(line for line in lines if line), sep="\n", file=sys.stderr, flush=True)
 
 
-def tell_interrupted(run_dir: Path) -> None:
-    """Say on standard error that a run was cut off by Ctrl-C, and how it goes on."""
+def print_interrupted(run_dir: Path) -> None:
+    """Print on standard error that Ctrl-C interrupted a run, and the command that resumes it."""
     if directory.own_checkpoints(run_dir):
         command = f"runner resume={shlex.quote(str(run_dir))}"
-        line = f"Interrupted. From its last checkpoint the run goes on with: {command}"
+        line = f"Interrupted. Resume from the last checkpoint with: {command}"
     else:
         line = f"Interrupted before the first checkpoint of {run_dir}."
     print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Which rank hangs: a judgement on what the ranks report of themselves. Free of torch."""
+"""Which rank hangs, judged from reports of all ranks. Free of torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from runner.launch.stacks import BUSY, IN_TORCH, WAITING, Stack
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank says of itself.
+    """The state of one rank.
 
     Attributes:
         rank: the rank.
         count: `Progress.count`.
         phase: `Progress.phase`.
-        is_slow: whether the phase takes as long as it takes.
+        is_slow: whether the phase has no time limit.
         seconds: since the count last changed.
         collectives: how many the default process group has started; None: not known.
         stack: of the main thread.
-        ending: why training has ended on the rank, and when; empty: it goes on.
+        ending: why training has ended on the rank, and when; empty: it has not.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class Report:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Report:
-        """Return what `plain` was made of."""
+        """Return the report that `plain` describes."""
         return cls(**{**plain, "stack": Stack.from_plain(plain["stack"])})
 
     def plain(self) -> dict[str, Any]:
@@ -47,11 +47,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What hangs, and whether that ends the run.
+    """The rank that hangs, and whether the run is ended.
 
     Attributes:
         rank: the rank that the others wait for.
-        message: what it does and where, and where the others wait.
+        message: its activity and position, and where the others wait.
         stack: its Python stack; empty where it does not answer.
         ends: whether the run is ended.
     """
@@ -86,21 +86,21 @@ def judge(
     deadlocked = not silent and kinds == {WAITING}
     unchanged = all(_same(report, (before or {}).get(rank)) for rank, report in reports.items())
     slow = any(report.is_slow or report.stack.compiles for report in reports.values())
-    parted = None if silent else _parted(reports)
-    first = _first(reports, silent, deadlocked) if parted is None else parted
+    out_of_step = None if silent else _rank_out_of_step(reports)
+    first = _first(reports, silent, deadlocked) if out_of_step is None else out_of_step
     others = [reports[rank] for rank in sorted(reports) if rank != first]
     if first in silent:
-        what, stack = silent[first], ""
+        activity, stack = silent[first], ""
     else:
         report = reports[first]
         stack = report.stack.text
-        what = f"no progress for {report.seconds:.0f} s in {report.phase}, at {_where(report)}"
+        activity = f"no progress for {report.seconds:.0f} s in {report.phase}, at {_where(report)}"
     waits = "; ".join(f"rank {other.rank} is at {_where(other)}" for other in others[:3])
     rest = f", and {len(others) - 3} more" if len(others) > 3 else ""
     cause = "every rank waits for another, in different places: " if deadlocked else ""
-    if parted is not None:
-        cause, stack = _how_parted(reports, parted), ""  # it waits where it has to
-    message = f"{cause}{what}. Meanwhile {waits}{rest}" if others else f"{cause}{what}"
+    if out_of_step is not None:
+        cause, stack = _out_of_step_text(reports, out_of_step), ""  # it waits where it has to
+    message = f"{cause}{activity}. Meanwhile {waits}{rest}" if others else f"{cause}{activity}"
     return Verdict(first, message, stack, ends=not slow or (deadlocked and unchanged))
 
 
@@ -113,8 +113,8 @@ def _same(now: Report, before: Report | None) -> bool:
     )
 
 
-def _parted(reports: Mapping[int, Report]) -> int | None:
-    """Return the rank that ended training alone, or that goes on alone; None: all do the same."""
+def _rank_out_of_step(reports: Mapping[int, Report]) -> int | None:
+    """Return a rank that has ended training, or not ended it, unlike most; None: all agree."""
     ended = [rank for rank, report in reports.items() if report.ending]
     going = [rank for rank, report in reports.items() if not report.ending]
     if not ended or not going:
@@ -122,10 +122,10 @@ def _parted(reports: Mapping[int, Report]) -> int | None:
     return min(ended if len(ended) <= len(going) else going)
 
 
-def _how_parted(reports: Mapping[int, Report], rank: int) -> str:
+def _out_of_step_text(reports: Mapping[int, Report], rank: int) -> str:
     ending = next(report.ending for report in reports.values() if report.ending)
-    what = "ended training" if reports[rank].ending else "did not end training with the others"
-    return f"it {what} {ending}; call loop.stop on every rank at the same step: "
+    behaviour = "ended training" if reports[rank].ending else "did not end training with the others"
+    return f"it {behaviour} {ending}; call loop.stop on every rank at the same step: "
 
 
 def _first(reports: Mapping[int, Report], silent: Mapping[int, str], deadlocked: bool) -> int:

@@ -56,7 +56,7 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
     number = processes.count(recipe.distributed)
     place = processes.adopted()
     local = place.local_world_size if place else number
-    numerics.settle(job.run_dir, recipe, local, job.place)
+    numerics.record_threads(job.run_dir, recipe, local, job.place)
     if place is not None:
         from runner.launch import rendezvous
 
@@ -80,13 +80,13 @@ def follow(place: Adopted) -> int:
         return DONE
     try:
         rank_logs.leave_terminal_to_rank_zero(run_dir_of(folder), place.rank)
-    except FileNotFoundError:  # rank 0 was refused, has told why and removed it
+    except FileNotFoundError:  # rank 0 was refused, has reported why and removed it
         return FAILED
     return run_adopted(folder, place)
 
 
 def release_followers() -> None:
-    """Tell the other ranks of a launcher, if there are any, that nothing is left to do."""
+    """Notify the other ranks of a launcher, if there are any, that nothing is left to do."""
     if processes.adopted() is not None:
         from runner.launch import rendezvous
 
@@ -102,7 +102,7 @@ def run_adopted(folder: Path, place: Adopted) -> int:
         is_new = folder == run_dir_of(folder)  # a resumed run keeps its files, whatever comes
         if place.rank == 0 and is_new:
             abandoned.remove(run_dir_of(folder), code)
-        worker.leave(code)
+        worker.end_process(code)
     return code
 
 
@@ -125,12 +125,12 @@ def run_here(folder: Path, rank: int = 0) -> int:
         return worker.run(folder)
     except KeyboardInterrupt:
         if rank == 0:
-            failures.tell_interrupted(run_dir)
+            failures.print_interrupted(run_dir)
         return INTERRUPTED
     except BaseException as error:  # also SystemExit: the run is not complete
         outcome = failures.outcome_of(error, rank)
         outcome.write(run_dir, _new_launch())
-        failures.tell(outcome, run_dir)
+        failures.print_failure(outcome, run_dir)
         return outcome.code
 
 
@@ -160,15 +160,15 @@ def run_group(folder: Path, num_processes: int, cwd: Path, target: str = TRAIN) 
     command = worker_group.worker_command(BOOTSTRAP, json.dumps(order))
     try:
         failed = worker_group.run_group(
-            command, num_processes, lambda rank: _left_word(run_dir, launch_id, rank)
+            command, num_processes, lambda rank: _has_outcome(run_dir, launch_id, rank)
         )
     except KeyboardInterrupt:
-        failures.tell_interrupted(run_dir)
+        failures.print_interrupted(run_dir)
         return INTERRUPTED
     return _conclude(run_dir, launch_id, failed, num_processes)
 
 
-def _left_word(run_dir: Path, launch_id: str, rank: int) -> bool:
+def _has_outcome(run_dir: Path, launch_id: str, rank: int) -> bool:
     """Return whether a rank has written down how it ended."""
     return any(outcome.rank == rank for outcome in outcomes.read_outcomes(run_dir, launch_id))
 
@@ -176,13 +176,13 @@ def _left_word(run_dir: Path, launch_id: str, rank: int) -> bool:
 def _conclude(
     run_dir: Path, launch_id: str, failed: Mapping[int, Failure], num_processes: int
 ) -> int:
-    """Return the exit code of a group, and say what went wrong first."""
+    """Return the exit code of a group, and print the first cause of a failure."""
     left = outcomes.read_outcomes(run_dir, launch_id)
     # A process that left no word died in native code or was killed.
     silent = failed.keys() - {outcome.rank for outcome in left}
     hang = outcomes.read_hang(run_dir, launch_id)
     ended = hang is not None and not hang.is_consequence  # by the watchdog, on every rank
-    causes = [_without_word(run_dir, rank, failed[rank], ended) for rank in sorted(silent)]
+    causes = [_outcome_from_status(run_dir, rank, failed[rank], ended) for rank in sorted(silent)]
     causes += [outcome for outcome in left if outcome.code not in CLEAN]
     for outcome in left:
         if outcome.code == DONE:
@@ -191,15 +191,15 @@ def _conclude(
         causes.append(hang)
     if not causes:
         return STOPPED if any(outcome.code == STOPPED for outcome in left) else DONE
-    cause = failures.order(causes)[0]
+    cause = failures.by_cause(causes)[0]
     if cause.code == INTERRUPTED:
-        failures.tell_interrupted(run_dir)
+        failures.print_interrupted(run_dir)
     else:
-        failures.tell(cause, run_dir, num_processes)
+        failures.print_failure(cause, run_dir, num_processes)
     return cause.code
 
 
-def _without_word(run_dir: Path, rank: int, failure: Failure, ended: bool) -> Outcome:
+def _outcome_from_status(run_dir: Path, rank: int, failure: Failure, ended: bool) -> Outcome:
     """Describe the end of a process by its exit status and the last lines of its log.
 
     Args:
@@ -209,9 +209,9 @@ def _without_word(run_dir: Path, rank: int, failure: Failure, ended: bool) -> Ou
         ended: whether the watchdog has ended the run.
     """
     status = failure.status
-    if status == INTERRUPTED:  # SIGINT was sent to this process alone
+    if status == INTERRUPTED:  # SIGINT was sent only to this process
         return Outcome(rank, failure.time, INTERRUPTED, "it was interrupted")
-    how = outcomes.how(status)
+    how = outcomes.describe_exit(status)
     if status == DONE:
         how += " before the run was complete"
     log = rank_logs.log_file(run_dir, rank)

@@ -1,6 +1,6 @@
-"""No process outlives its parent: what a worker does when the process that started it is killed.
+"""Workers end when the process that started them is killed.
 
-A SIGKILL cannot be handled, so the parent cannot tell its workers. Each of them waits for the
+A SIGKILL cannot be handled, so the parent cannot notify its workers. Each of them waits for the
 parent's end in a thread, and then kills its own process group, in which its data-loading children
 live, too. Free of torch.
 """

@@ -1,4 +1,4 @@
-"""Who writes to the terminal: rank 0. What other ranks print goes to files. Free of torch."""
+"""Output of ranks: rank 0 writes to the terminal, the others to log files. Free of torch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ BEGIN = "--- rank"
 
 
 def log_file(run_dir: Path, rank: int) -> Path:
-    """Return the file that receives what `rank` prints."""
+    """Return the file that receives the output of `rank`."""
     return log_folder(run_dir) / f"rank_{rank}.log"
 
 
 def leave_terminal_to_rank_zero(run_dir: Path, rank: int) -> None:
-    """Send what this process and its children print to its log, unless it is rank 0.
+    """Redirect the output of this process and its children to its log, unless it is rank 0.
 
     The file descriptors themselves are moved, so that output of C++ libraries goes along. Text is
     appended: a resumed run adds to the log.
@@ -52,12 +52,12 @@ def leave_terminal_to_rank_zero(run_dir: Path, rank: int) -> None:
 
 
 def terminal() -> TextIO:
-    """Return where any rank can tell a person what cannot wait."""
+    """Return the terminal, for urgent messages of any rank."""
     return _TERMINAL[-1] if _TERMINAL else sys.stderr
 
 
 def close_input() -> None:
-    """Read nothing from the terminal: several processes cannot share what is typed."""
+    """Redirect standard input from /dev/null: several processes cannot share the terminal's."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -69,9 +69,9 @@ def tail(path: Path, num_lines: int = 20) -> list[str]:
 
 
 def crash(path: Path, num_lines: int = 20) -> list[str]:
-    """Return what happened and the stack of the thread that crashed; none: no lines.
+    """Return the fatal error and the stack of the thread that crashed; without a crash, no lines.
 
-    The stack is that of a person's own code, where it has any.
+    The stack is reduced to the user's code, where it has any.
 
     Args:
         path: a log.
@@ -90,7 +90,7 @@ def crash(path: Path, num_lines: int = 20) -> list[str]:
 
 
 def _text(path: Path) -> str:
-    """Return the end of what the last process has written to a log."""
+    """Return the last part of the output of the last process in a log."""
     if not path.exists():
         return ""
     with path.open("rb") as file:

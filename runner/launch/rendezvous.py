@@ -17,7 +17,7 @@ WAIT = timedelta(minutes=10)
 
 
 def publish(folder: Path | None) -> None:
-    """Tell the other ranks where the frozen job lies (rank 0); None: nothing is left to do."""
+    """Send the other ranks the folder of the frozen job (rank 0); None: nothing is left to do."""
     connect().set(KEY, "" if folder is None else str(folder))
 
 
@@ -32,7 +32,7 @@ def receive() -> Path | None:
         return Path(folder) if folder else None
     except _DistError as error:
         raise StateError(
-            f"Rank 0 named no run directory within {WAIT}. Its own output tells why."
+            f"Rank 0 named no run directory within {WAIT}. Its own output has the reason."
         ) from error
 
 

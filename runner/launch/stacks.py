@@ -1,4 +1,4 @@
-"""Where a thread is, told from its Python stack. Free of torch."""
+"""The Python stack of a thread, and its activity. Free of torch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Stack:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Stack:
-        """Return what `plain` was made of."""
+        """Return the stack that `plain` describes."""
         return cls(tuple(Place(**place) for place in plain["places"]), plain["text"])
 
     def plain(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Stack:
 
     @property
     def kind(self) -> str:
-        """What the thread does: "waiting" for other ranks, something "in torch", or else "busy"."""
+        """Activity of the thread: "waiting" for other ranks, "in torch", or else "busy"."""
         if any(place.file.startswith("<frozen importlib") for place in self.places):
             return BUSY  # it imports, perhaps a module of torch's
         inner = next(p for p in reversed(self.places) if not p.file.endswith(_THROUGH))

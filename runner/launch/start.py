@@ -40,11 +40,11 @@ def start(
 
     Args:
         recipe: checked; where `resume` is set, that run is resumed.
-        overrides: what the command line changed.
+        overrides: of the command line.
         config_name: the primary file.
         fresh: whether the job gets processes of its own in any case.
-        origin: of a run to resume, what its files held when the recipe was composed from them;
-            None: what they hold now.
+        origin: `directory.fingerprint` of a run to resume when its recipe was composed; None: the
+            present one.
         auto: whether `resume=auto` has found the run to resume.
         on_claimed: called with the run directory.
 
@@ -88,7 +88,7 @@ def _placed(recipe: Recipe, cwd: str) -> Recipe:
 def _resume(
     asked: Job, recipe: Recipe, origin: bytes, fresh: bool, auto: bool, on_claimed: OnClaimed
 ) -> int:
-    """Resume a run. Its files stay what they are until its workers commit the new job."""
+    """Resume a run. Its files are unchanged until its workers commit the new job."""
     run_dir = asked.run_dir
     reason = resumable.is_finished(run_dir, recipe)
     if reason is not None:
@@ -101,7 +101,7 @@ def _resume(
         if directory.fingerprint(run_dir) != origin:
             rule = "another command has changed the run meanwhile"
             raise ConfigError(Problem(str(run_dir), rule, "Give the command again."))
-        transaction.settle(run_dir)
+        transaction.recover(run_dir)
         job.mend(run_dir)
         checkpoint = _checkpoint(run_dir)
         resumable.require_reach(run_dir, checkpoint, recipe)
@@ -138,7 +138,7 @@ def _staged(asked: Job, recipe: Recipe) -> Job:
         staged = asked.stage(recipe)
         try:
             environment.write_environment(staged.place)
-            resumable.reopen(asked.run_dir, staged.place)
+            resumable.mark_incomplete(asked.run_dir, staged.place)
         except BaseException:
             transaction.discard(staged.place)
             raise

@@ -1,10 +1,10 @@
-"""A watchdog: a rank that hangs is named, with where it is, and the run is ended.
+"""A watchdog: a rank that hangs is named, with its stack, and the run is ended.
 
 A thread of each process watches the main thread's `Progress`. Where that stands still for
-`trainer.hang_timeout`, the process asks all ranks, through the store that the launcher hosts, what
-they do; each answers with its Python stack, which it also writes to its log. The process that asked
-judges (`runner.launch.hangs`) and shares the verdict. Nothing is exchanged while the run makes
-progress but one look at a key every few seconds, and the main thread only counts.
+`trainer.hang_timeout`, the process requests a report of all ranks, through the store that the
+launcher hosts; each answers with its Python stack, which it also writes to its log. The asking
+process judges (`runner.launch.hangs`) and shares the verdict. While the run makes progress, one key
+of the store is read every few seconds, and the main thread only counts.
 
 A main thread that waits in native code has given the interpreter to others, as all of torch does. A
 rank that does not answer keeps it, is stopped or gone; `faulthandler`, which needs no interpreter,
@@ -57,13 +57,13 @@ class Watchdog:
     """Watches the main thread of this process, and answers other ranks that ask.
 
     Args:
-        progress: what is watched.
+        progress: of the main thread, which is watched.
         limit: seconds without progress until it asks.
         rank: this process.
         world_size: number of processes.
         run_dir: the run directory; stacks go to its logs.
         store: shared by all ranks, and by no one else.
-        tell: called on the rank that has judged, with each verdict; None: progress was made again.
+        on_verdict: called on the judging rank with each verdict; None: there is progress again.
     """
 
     def __init__(
@@ -74,16 +74,17 @@ class Watchdog:
         world_size: int,
         run_dir: Path,
         store: Store,
-        tell: Callable[[Verdict | None], None],
+        on_verdict: Callable[[Verdict | None], None],
     ) -> None:
-        self._progress, self._limit, self._store, self._tell = progress, limit, store, tell
+        self._progress, self._limit, self._store = progress, limit, store
+        self._on_verdict = on_verdict
         self._rank, self._world_size = rank, world_size
         self._poll = min(MAX_POLL_SECONDS, limit / 10)
         self._log = rank_logs.log_file(run_dir, rank).open("a")
         self._seen, self._since = progress.count, time.monotonic()
         self._round = 0
         self._quiet_until = 0.0
-        self._told = False
+        self._verdict_told = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -105,7 +106,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._closing.wait(self._poll):
             try:
-                self._look()
+                self._check()
             except RuntimeError as error:  # torch's errors of the store: its host may be gone
                 if self._closing.is_set():
                     return
@@ -113,16 +114,16 @@ class Watchdog:
                 self._dump()
                 return
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Note progress, answer who asks, ask where there is no progress."""
         # Fires if this thread does not get the interpreter for that long.
         faulthandler.dump_traceback_later(self._limit, file=self._log)
         now = time.monotonic()
         if self._progress.count != self._seen:
             self._seen, self._since, self._quiet_until = self._progress.count, now, 0.0
-            if self._told:
-                self._told = False
-                self._tell(None)
+            if self._verdict_told:
+                self._verdict_told = False
+                self._on_verdict(None)
         if self._store.check([f"{self._round}/asked"]):
             self._answer()
             self._wait_for_verdict()
@@ -138,7 +139,7 @@ class Watchdog:
     # -- answers -------------------------------------------------------------------------------
 
     def _answer(self) -> None:
-        """Report what this rank does to the store and to its log."""
+        """Write a report of this rank to the store and to its log."""
         seconds = time.monotonic() - self._since
         report = Report(
             self._rank,
@@ -166,12 +167,12 @@ class Watchdog:
         key = f"{self._round}/verdict"
         deadline = time.monotonic() + 2 * self._patience
         while not self._store.check([key]):
-            if time.monotonic() > deadline:  # who asked is gone: ask anew
+            if time.monotonic() > deadline:  # the asking rank is gone: ask again
                 self._round += 1
                 return
             if self._closing.wait(min(self._poll, 0.2)):
                 return
-        self._obey(json.loads(self._store.get(key)))
+        self._apply_verdict(json.loads(self._store.get(key)))
 
     # -- the verdict ---------------------------------------------------------------------------
 
@@ -181,7 +182,7 @@ class Watchdog:
         return 3 * self._poll + 5.0
 
     def _judge(self) -> None:
-        """Collect the answers, and share what follows from them."""
+        """Collect the answers, and share the verdict."""
         keys = {rank: f"{self._round}/{rank}" for rank in range(self._world_size)}
         deadline = time.monotonic() + self._patience
         while not self._store.check(list(keys.values())) and time.monotonic() < deadline:
@@ -199,14 +200,14 @@ class Watchdog:
         )
         if verdict is not None:
             self._write(f"rank {verdict.rank}: {verdict.message}")
-            self._tell(verdict)
-            self._told = True
+            self._on_verdict(verdict)
+            self._verdict_told = True
         ends = verdict is not None and verdict.ends
         self._store.set(f"{self._round}/verdict", json.dumps(ends))
-        self._obey(ends)
+        self._apply_verdict(ends)
 
     def _reports(self, number: int) -> dict[int, Report]:
-        """Return what ranks have reported in a round."""
+        """Return the reports of the ranks in a round."""
         keys = {rank: f"{number}/{rank}" for rank in range(self._world_size)}
         return {
             rank: Report.from_plain(json.loads(self._store.get(key)))
@@ -227,7 +228,7 @@ class Watchdog:
             return f"{who}: it is {'stopped (SIGSTOP?)' if state in 'Tt' else 'gone'}"
         return f"{who}: native code keeps the interpreter; its log has the stack"
 
-    def _obey(self, ends: bool) -> None:
+    def _apply_verdict(self, ends: bool) -> None:
         if ends:
             self._write("the run is ended")
             os._exit(FAILED)
@@ -236,7 +237,7 @@ class Watchdog:
 
 
 def _collectives() -> int | None:
-    """Return how many collectives the default process group has started, where it tells."""
+    """Return how many collectives the default process group has started; None: not known."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
@@ -287,8 +288,8 @@ def watching(
         yield
         return
     store = rendezvous.connect("watchdog", STORE_TIMEOUT)
-    tell = partial(_tell, run_dir, stop.launch)
-    dog = Watchdog(stop.progress, limit, rank, world_size, run_dir, store, tell)
+    on_verdict = partial(_report, run_dir, stop.launch)
+    dog = Watchdog(stop.progress, limit, rank, world_size, run_dir, store, on_verdict)
     dog.start()
     try:
         yield
@@ -296,8 +297,8 @@ def watching(
         dog.close()
 
 
-def _tell(run_dir: Path, launch: str, verdict: Verdict | None) -> None:
-    """Tell the parent, and a person, which rank hangs; None: the run makes progress again."""
+def _report(run_dir: Path, launch: str, verdict: Verdict | None) -> None:
+    """Report to the parent and the terminal which rank hangs; None: it makes progress again."""
     if verdict is None:
         line, found = "The run makes progress again.", None
     else:
@@ -314,5 +315,5 @@ def _tell(run_dir: Path, launch: str, verdict: Verdict | None) -> None:
         )
     if launch:
         outcomes.note_hang(run_dir, launch, found)
-    if not launch or verdict is None or not verdict.ends:  # else the parent tells it
+    if not launch or verdict is None or not verdict.ends:  # else the parent reports it
         print(line, file=rank_logs.terminal(), flush=True)

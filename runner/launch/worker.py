@@ -1,4 +1,4 @@
-"""One process of a run: reads the frozen job, trains, and leaves word of how it ended.
+"""One process of a run: reads the frozen job, trains, and writes its outcome.
 
 Free of torch at import: the number of threads is set before torch is loaded.
 """
@@ -28,7 +28,7 @@ from runner.run_dir.job import Job
 from runner.run_dir.numerics import read as read_numerics
 from runner.run_dir.outcomes import Outcome
 from runner.run_dir.transaction import run_dir_of
-from runner.training.stopping import STOP_SIGNALS, TORCHS_SIGNALS, StopFlag, release
+from runner.training.stopping import STOP_SIGNALS, TORCHS_SIGNALS, StopFlag, unblock_signals
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -53,19 +53,19 @@ def main(order: Mapping[str, Any]) -> None:
         with stop.installed():
             code = _attempt(order, run_dir, rank, stop)
             if code != DONE:
-                leave(code)  # with Ctrl-C as it is: what ends the others may come any time
+                end_process(code)  # before the handlers change: Ctrl-C may come at any time
     except KeyboardInterrupt:  # the parent says: end now
         code = INTERRUPTED
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # there is nothing left to stop
-    leave(code)
+    end_process(code)
 
 
 def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag) -> int:
     """Run the target and return the exit status of this process."""
-    release((*STOP_SIGNALS, signal.SIGINT))
+    unblock_signals((*STOP_SIGNALS, signal.SIGINT))
     try:
-        with endings.told(stop):
+        with endings.explained(stop):
             code = load_attribute(order["target"])(Path(order["job"]), stop)
     except KeyboardInterrupt:
         raise
@@ -88,7 +88,7 @@ def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag)
     return DONE if code == STOPPED else code
 
 
-def leave(code: int) -> None:
+def end_process(code: int) -> None:
     """End this process.
 
     After a failure nothing is destroyed on the way out: process groups whose peers are gone would
@@ -118,7 +118,7 @@ def run(folder: Path, stop: StopFlag | None = None) -> int:
         numerics.apply()
         if stop is not None:
             return _train(job, recipe, stop)
-        with StopFlag().installed() as own, endings.told(own):
+        with StopFlag().installed() as own, endings.explained(own):
             return _train(job, recipe, own)
 
 

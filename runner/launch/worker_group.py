@@ -1,7 +1,7 @@
 """A group of worker processes on this machine, under torch's elastic agent.
 
 The agent (`LocalElasticAgent`) gives each worker RANK, WORLD_SIZE, MASTER_ADDR, … and a store that
-it hosts itself, so that no port is chosen twice. What is changed here:
+it hosts itself, so that no port is chosen twice. Changes to it here:
 
 * The agent's signal handlers raise an exception and end the workers; ours hand SIGTERM and SIGUSR1
   on to the workers, which save and stop, and leave Ctrl-C to Python.
@@ -41,13 +41,18 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel import env
-from runner.training.stopping import STOP_SIGNALS, TORCHS_SIGNALS, handlers_restored, held_back
+from runner.training.stopping import (
+    STOP_SIGNALS,
+    TORCHS_SIGNALS,
+    handlers_restored,
+    signals_blocked,
+)
 
 MONITOR_SECONDS = 0.1
 # Time between "end now" and SIGKILL: to close the progress bar and to flush files.
 GRACE_SECONDS = 3.0
 HANDLED = (*STOP_SIGNALS, signal.SIGINT)
-# What the agent installs handlers for.
+# Signals that the agent installs handlers for.
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -70,7 +75,7 @@ def run_group(
     """Run `command` in `num_processes` processes and wait for their end.
 
     Args:
-        command: what each process executes.
+        command: of each process.
         num_processes: how many.
         finished: whether the rank that has exited with 0 had come to its end.
 
@@ -107,7 +112,7 @@ def run_group(
         try:
             agent.take_signals()
             agent.run()
-        except SignalException as error:  # an `Exception`: a sweep would go on with the next job
+        except SignalException as error:  # an `Exception`: a sweep would start the next job
             raise KeyboardInterrupt(str(error)) from error
         finally:
             agent.kill_groups()
@@ -135,8 +140,8 @@ class GroupAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # A signal that comes before a worker can handle it would kill it. So signals are held back
         # here and, by inheritance, in the workers, which release them when they are ready. Other
-        # threads of this process may take one meanwhile: torch leaves the handlers alone.
-        with held_back(HANDLED), env.patched(**{TORCHS_SIGNALS: "SIGHUP,SIGQUIT"}):
+        # threads of this process may take one meanwhile: torch does not change the handlers.
+        with signals_blocked(HANDLED), env.patched(**{TORCHS_SIGNALS: "SIGHUP,SIGQUIT"}):
             pids = super()._start_workers(worker_group)
             context: Any = self._pcontext
             handlers = context.subprocess_handlers
@@ -152,7 +157,7 @@ class GroupAgent(LocalElasticAgent):
             return
         for number in STOP_SIGNALS:
             signal.signal(number, self._forward)
-        # A shell lets what it starts in the background ignore Ctrl-C; that stays so.
+        # A shell lets background jobs ignore Ctrl-C; they still do.
         signal.signal(
             signal.SIGINT, signal.SIG_IGN if self._ignores_interrupt else signal.default_int_handler
         )
@@ -201,7 +206,7 @@ class GroupAgent(LocalElasticAgent):
         return Event(f"torchelastic.worker.status.{state}", source=source)
 
     def kill_groups(self) -> None:
-        """Kill what workers have left behind: the data-loading processes of one that crashed."""
+        """Kill the remaining processes of workers: data loaders of one that crashed."""
         for process in self._processes.values():
             kill_group(process.pid)
 
@@ -213,7 +218,7 @@ def kill_group(leader: int) -> None:
 
 
 class _InheritedStreams(LogsSpecs):
-    """Workers start with the parent's streams; they redirect themselves (`console_logs`)."""
+    """Workers start with the parent's streams; they redirect themselves (`rank_logs`)."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         ranks = range(len(envs))

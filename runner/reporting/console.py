@@ -1,6 +1,6 @@
-"""What a person sees of a run: header, progress, evaluations, a table at the end. Rank 0 only.
+"""Console output of a run: header, progress, evaluations, a table at the end. Rank 0 only.
 
-On a terminal the progress is one line that is drawn anew; elsewhere it is plain lines, so that a
+On a terminal the progress is one line that is redrawn; elsewhere it is plain lines, so that a
 log file stays readable. Nothing is drawn by a thread: the loop's own calls draw, at most some times
 a second.
 """
@@ -66,7 +66,7 @@ class Display:
     # -- before ----------------------------------------------------------------------------
 
     def header(self, title: str, rows: Rows) -> None:
-        """Show what runs: a title and labelled lines."""
+        """Show the header: a title and labelled lines."""
         self._table(title, rows)
 
     def start(
@@ -76,8 +76,8 @@ class Display:
 
         Args:
             step: optimizer steps made already.
-            total: optimizer steps of the whole run, if known.
-            epochs: epochs of the whole run, if there is a limit.
+            total: optimizer steps of the run, if known.
+            epochs: epochs of the run, if there is a limit.
             seconds: until the run is to stop, if there is such a limit.
         """
         self._total, self._epochs = total, epochs
@@ -107,7 +107,7 @@ class Display:
             self._draw()
 
     def values(self, values: Mapping[str, float]) -> None:
-        """Show what a log point read: loss, lr, samples_per_second."""
+        """Show the values of a log point: loss, lr, samples_per_second."""
         self._values.update(values)
         if not self.enabled or time.monotonic() < self._next:
             return
@@ -136,7 +136,7 @@ class Display:
             step: optimizer steps made.
             epoch: the epoch of the last step.
             metrics: by name.
-            mark: what is special about it, e.g. "best".
+            mark: a remark, e.g. "best".
         """
         if not self.enabled:
             return
@@ -168,7 +168,7 @@ class Display:
         """Return epoch, loss, learning rate, throughput and remaining time as one line.
 
         Args:
-            room: columns that it may take; None: as many as it likes. What is least missed goes.
+            room: columns that it may take; None: no limit. Minor parts are dropped first.
         """
         values = self._values
         rate = short(values.get("samples_per_second", math.nan))
@@ -192,13 +192,13 @@ class Display:
     # -- after -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop showing progress; what was printed stays."""
+        """Stop showing progress; printed lines stay."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
     def final(self, title: str, rows: Rows) -> None:
-        """Show what came of the run."""
+        """Show the final table of the run."""
         self.close()
         self._table(title, rows)
 
@@ -267,7 +267,7 @@ def _count(done: int, total: int | None) -> str:
 
 
 def number(value: Any) -> str:
-    """Return a metric with four digits behind the point or as a power of ten; counts whole."""
+    """Return a metric with four decimals or as a power of ten, and a count as an integer."""
     if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     if value.is_integer() and (value == 0 or abs(value) >= 10):

@@ -60,7 +60,7 @@ class Recorder:
         """Open the trackers.
 
         Args:
-            resumed: whether the run goes on from `state`: what was written after it goes.
+            resumed: whether the run resumes from `state`: later records are removed.
         """
         recipe = self._recipe
         self._resumed_at = self._state.step if resumed else None
@@ -103,7 +103,7 @@ class Recorder:
             self._file.close()
 
     def _tracker_arguments(self, resumed: bool) -> dict[str, dict[str, Any]]:
-        """Return the trackers' arguments; TensorBoard hides what a resumed run will write anew."""
+        """Return the trackers' arguments; TensorBoard hides records after a resumed step."""
         given = self._recipe.tracker.init_kwargs
         arguments = {name: dict(values) for name, values in given.items()}
         names = [choice.name for choice in self._accelerator.log_with]

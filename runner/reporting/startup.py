@@ -6,9 +6,9 @@ import sys
 
 
 def announce(name: str) -> None:
-    """Say on standard error what is about to start, where torch is still to be loaded.
+    """Print the name of a run on standard error, if torch is still to be loaded.
 
-    On a terminal the line is replaced by what follows.
+    On a terminal the next line replaces it.
 
     Args:
         name: of the run.

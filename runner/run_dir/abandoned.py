@@ -1,4 +1,4 @@
-"""Run directories in which nothing was started, and which nobody has a use for. Free of torch."""
+"""Removal of run directories in which nothing was started. Free of torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.exit_codes import FAILED, REFUSED
 from runner.run_dir import directory
 from runner.run_dir.json_files import METRICS
 
-# What a run writes before its first step is made. The last is written at that step.
+# Files that a run writes before its first step.
 BEFORE_TRAINING = {
     *("config.yaml", "overrides.yaml", "job.json", "threads.json", "environment.json", "git.diff"),
     *(".lock", "logs", "tensorboard", checkpoints.FOLDER),
@@ -23,7 +23,7 @@ def worth_keeping(run_dir: Path, code: int) -> bool:
     """Return whether a run that ended with `code` leaves anything to use or to look at.
 
     A refused one does if it has a checkpoint; one that failed if it has made a step, or if its
-    processes have written logs. What is not the runner's own is always kept.
+    processes have written logs. Files that are not the runner's are always kept.
     """
     if code not in (REFUSED, FAILED):
         return True

@@ -63,10 +63,10 @@ def claimed(output_dir: str | os.PathLike[str], name: str) -> list[Path]:
     """Return all directories of runs called `name`, oldest first."""
     folder = Path(output_dir).expanduser().absolute() / name
     found = folder.iterdir() if folder.is_dir() else iter(())
-    return sorted((path for path in found if path.is_dir() and path.name[0] != "."), key=_age)
+    return sorted((path for path in found if path.is_dir() and path.name[0] != "."), key=_sort_key)
 
 
-def _age(run_dir: Path) -> tuple[str, int]:
+def _sort_key(run_dir: Path) -> tuple[str, int]:
     # Runs claimed within one second differ in the time at which their config was written.
     stamp, config = run_dir.name.rpartition("-")[0], run_dir / CONFIG
     return stamp, config.stat().st_mtime_ns if config.exists() else 0
@@ -78,7 +78,7 @@ def is_run(path: Path) -> bool:
 
 
 def fingerprint(run_dir: Path) -> bytes:
-    """Return what the files hold that a resume composes its recipe from."""
+    """Return the content of the files from which a resume composes its recipe."""
     return b"\0".join(transaction.read(run_dir, name) or b"" for name in (CONFIG, JOB))
 
 
@@ -116,12 +116,12 @@ def own_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def owner(run_dir: Path) -> Callable[[Path], bool]:
-    """Return what tells whether a checkpoint is one of a run.
+    """Return a function that returns whether a checkpoint belongs to a run.
 
-    What lies in the run directory is. Elsewhere those of other runs may lie in the same folder: a
-    checkpoint says which run has written it (those of early versions, and broken ones, do not).
+    Checkpoints in the run directory do. Any other folder may also hold checkpoints of other runs:
+    the manifest names the run (except in early versions and broken checkpoints).
     """
-    inside, names = os.path.realpath(run_dir), _names(run_dir)
+    inside, names = os.path.realpath(run_dir), _run_names(run_dir)
 
     def owns(path: Path) -> bool:
         return Path(os.path.realpath(path)).is_relative_to(inside) or run_of(path) in names
@@ -138,8 +138,8 @@ def run_of(path: Path) -> str | None:
     return None if found is None else str(found)
 
 
-def _names(run_dir: Path) -> set[str | None]:
-    """Return what a run is called: as its directory is, and was when it was started."""
+def _run_names(run_dir: Path) -> set[str | None]:
+    """Return the names of a run: of its directory now, and when it was started."""
     try:
         recorded = Path(json.loads(transaction.read(run_dir, JOB) or b"{}")["run_dir"]).name
     except (ValueError, KeyError, TypeError):
@@ -152,7 +152,7 @@ def existing(run_dir: str | os.PathLike[str], asked_by: str = "") -> Path:
 
     Args:
         run_dir: where it should be.
-        asked_by: what an error puts before the value, e.g. "resume=".
+        asked_by: prefix of the value in an error, e.g. "resume=".
 
     Raises:
         ConfigError: if it is no run directory.

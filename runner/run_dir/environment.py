@@ -37,7 +37,7 @@ def write_environment(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         run_dir: the run directory, or an attempt in it.
 
     Returns:
-        What was written.
+        The content that was written.
     """
     root = Path(run_dir)
     found = {
@@ -86,7 +86,7 @@ def _device() -> dict[str, Any]:
 
 
 def _git(run_dir: Path) -> dict[str, Any] | None:
-    """Return where the working directory stands in git, and write what is not committed."""
+    """Return commit and branch of the working directory, and write uncommitted changes."""
     sha = _git_output("rev-parse", "HEAD")
     if sha is None:
         return None
@@ -105,7 +105,7 @@ def _git(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _git_output(*arguments: str) -> str | None:
-    """Return what git prints, or None where there is no git, no repository or no answer in time."""
+    """Return the output of git; None without git, a repository or an answer in time."""
     try:
         answer = subprocess.run(
             ["git", *arguments],

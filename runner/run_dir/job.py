@@ -1,4 +1,4 @@
-"""One job, frozen: what a run's processes read, and all they read. Free of torch."""
+"""One frozen job: the only input of the processes of a run. Free of torch."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ RECIPE = "recipe"
 
 @dataclass(frozen=True)
 class Job:
-    """Where a run lies and how it was asked for.
+    """The directory of a run and the command that started it.
 
     Args:
         run_dir: its directory, claimed.
-        overrides: what the command line changed.
-        resume_from: the checkpoint it goes on from; None: from the beginning.
+        overrides: of the command line.
+        resume_from: the checkpoint to resume from; None: from the beginning.
         imports: the user's packages that it needs.
         cwd: where it was started; code there can be imported.
         config_name: the primary file of `conf/`.
@@ -87,14 +87,14 @@ class Job:
     def load(cls, run_dir: str | Path) -> tuple[Job, Recipe]:
         """Read a run directory, and import the packages that this process trusts.
 
-        What a run directory says it needs is checked against what is trusted here: a directory from
-        elsewhere does not decide which code is run.
+        The packages that a run directory requires are checked against those trusted here: a
+        directory from another machine does not decide which code runs.
 
         Raises:
             ConfigError: if it is no run directory, or needs a package that is not trusted.
         """
         job, plain = cls.read(run_dir)
-        paths.settle()
+        paths.move_project_last()
         lacking = [name for name in job.imports if name not in trust.trusted()]
         ConfigError.raise_if([_untrusted(name, job.run_dir) for name in lacking])
         trust.import_packages()
@@ -114,7 +114,7 @@ class Job:
             ConfigError: if it is no run directory.
         """
         folder = Path(run_dir).resolve()
-        content, text = _described(folder)
+        content, text = _job_and_recipe(folder)
         plain = serialization.parse_yaml(text, folder / CONFIG)
         content["run_dir"] = transaction.run_dir_of(folder)  # it may have been moved
         content["folder"] = folder if folder != content["run_dir"] else None
@@ -122,8 +122,8 @@ class Job:
 
 
 def mend(run_dir: Path) -> None:
-    """Write anew what of config.yaml and job.json is damaged. Hold the run's lock."""
-    content, text = _described(run_dir)
+    """Rewrite config.yaml and job.json where they are damaged. Requires the run's lock."""
+    content, text = _job_and_recipe(run_dir)
     if _decoded(transaction.read(run_dir, CONFIG)) != text:
         checkpoints.write_atomically(run_dir / CONFIG, text.encode())
     if _job_content(run_dir)[0] is None:
@@ -132,7 +132,7 @@ def mend(run_dir: Path) -> None:
         checkpoints.write_atomically(run_dir / JOB, f"{body}\n".encode())
 
 
-def _described(folder: Path) -> tuple[dict[str, Any], str]:
+def _job_and_recipe(folder: Path) -> tuple[dict[str, Any], str]:
     """Return the arguments of a run's `Job`, and the text of its recipe.
 
     Raises:
@@ -144,16 +144,16 @@ def _described(folder: Path) -> tuple[dict[str, Any], str]:
     if text is None or (kept is not None and text != kept and kept.startswith(text)):
         if kept is None:
             raise ConfigError(_no_run(folder, wrong or f"{CONFIG} is missing or empty"))
-        _tell_once(f"{folder / CONFIG} is missing, empty or cut off: {JOB} has it.")
+        _warn_once(f"{folder / CONFIG} is missing, empty or cut off: {JOB} has it.")
         text = kept
     if content is None:
-        _tell_once(f"{folder}: {wrong}. It is put together from other files.")
-        content = _put_together(folder)
+        _warn_once(f"{folder}: {wrong}. It is put together from other files.")
+        content = _from_other_files(folder)
     return content, text
 
 
 @cache
-def _tell_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     """Warn of damage once a process: a command reads the same run several times."""
     logger.warning("%s", message)
 
@@ -171,7 +171,7 @@ def _job_content(folder: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def _checked(content: Any) -> dict[str, Any]:
-    """Return what job.json holds with the types of a `Job`.
+    """Return the content of job.json with the types of a `Job`.
 
     Raises:
         KeyError: if something is missing.
@@ -195,8 +195,8 @@ def _checked(content: Any) -> dict[str, Any]:
     return checked
 
 
-def _put_together(folder: Path) -> dict[str, Any]:
-    """Return what overrides.yaml and environment.json know of a job."""
+def _from_other_files(folder: Path) -> dict[str, Any]:
+    """Return the fields of a job that overrides.yaml and environment.json contain."""
     overrides: Any = []
     found = _decoded(transaction.read(folder, OVERRIDES))
     if found is not None:

@@ -37,7 +37,7 @@ class MetricsFile:
 
     Args:
         run_dir: the run directory.
-        step: the optimizer step that the run goes on from. Lines of later steps are removed, since
+        step: the optimizer step that the run resumes from. Lines of later steps are removed, since
             these steps are made again, and so are the test at the end and a last line that was cut
             off. None: from the beginning.
     """

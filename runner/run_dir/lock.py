@@ -1,15 +1,14 @@
 """One command at a time trains in a run directory. Free of torch.
 
 A command locks ``<run_dir>/.lock`` before it changes anything and holds it to its end: the parent
-of the workers, or rank 0 of those that torchrun has started. Whoever comes second is refused and
-told the holder's process, host and command. Reading a run (`eval`, `predict`, `runner.load`) needs
-no lock.
+of the workers, or rank 0 of those that torchrun has started. A second command is refused, with the
+holder's process, host and command. Reading a run (`eval`, `predict`, `runner.load`) needs no lock.
 
-What is promised: these are open file description locks where there are some (Linux), else POSIX
-record locks. The kernel drops them when the holder ends, however it ends (SIGKILL, out of memory, a
-crash), and children that it has forked close the file: a lock never outlives its holder, and is
-never to be removed by hand. Where there are record locks alone, the holder loses them if its own
-code opens and closes the file, as a copy of the run directory does. Workers lock a second byte of
+Guarantees: these are open file description locks where available (Linux), else POSIX record locks.
+The kernel drops them when the holder ends, however it ends (SIGKILL, out of memory, a crash), and
+children that it has forked close the file: a lock never outlives its holder, and never has to be
+removed by hand. Where only record locks exist, the holder loses them if its own code opens and
+closes the file, as a copy of the run directory does. Workers lock a second byte of
 the file (shared): where only the parent was killed, the next command waits until they are gone.
 Over NFS and other network file systems the locks hold between nodes as far as the mount offers
 them (NFSv4, NFSv3 with lockd, Lustre with ``flock``, GPFS, CephFS); a node that loses power keeps
@@ -74,9 +73,9 @@ class Holder:
         return f"process {self.pid} on {self.host} since {self.since}: {self.command}"
 
 
-# Files that this process has locked, and as whom; the process id tells a forked child apart. Record
-# locks do not exclude threads of one process, and closing any file descriptor of the file drops
-# them: so this module opens a locked file once.
+# Files that this process has locked, with its id, which differs in a forked child. Record locks do
+# not exclude threads of one process, and closing any file descriptor of the file drops them: so
+# this module opens a locked file once.
 _HELD: dict[str, tuple[int, Holder]] = {}
 # Their file descriptors. A forked child closes its own copies, which would keep the locks.
 _OPEN: set[int] = set()
@@ -93,16 +92,16 @@ def held(run_dir: Path) -> Iterator[None]:
         ConfigError: if another command holds it, or the directory cannot be written.
     """
     path = os.path.realpath(run_dir / FILE)
-    me = _me()
+    me = _this_process()
     with _GUARD:
-        if (other := _own(path)) is not None:
+        if (other := _held_here(path)) is not None:
             raise _refusal(run_dir, other)
         _HELD[path] = os.getpid(), me
     try:
         descriptor = _open(path, run_dir)
         try:
-            _take(descriptor, run_dir)
-            _sign(descriptor, me, run_dir)
+            _acquire(descriptor, run_dir)
+            _write_holder(descriptor, me, run_dir)
             yield
         finally:
             _close(descriptor)
@@ -115,14 +114,14 @@ def holder(run_dir: Path) -> Holder | None:
     """Return who holds the lock of a run directory; None: nobody. Nothing is written."""
     path = os.path.realpath(run_dir / FILE)
     with _GUARD:
-        if (own := _own(path)) is not None:
+        if (own := _held_here(path)) is not None:
             return own
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:  # never locked, or not ours to write: not ours to train in, either
             return None
         try:
-            return None if _tried(descriptor, COMMAND, False, 0.0) else _read(descriptor)
+            return None if _try_lock(descriptor, COMMAND, False, 0.0) else _read_holder(descriptor)
         except OSError as error:
             logger.debug("%s: %s", path, error)  # locks are not offered: nobody holds one
             return None
@@ -139,7 +138,7 @@ def shared(run_dir: Path) -> Iterator[None]:
     path = os.path.realpath(run_dir / FILE)
     descriptor = None
     with _GUARD:
-        if _own(path) is None:
+        if _held_here(path) is None:
             descriptor = _shared(path)
     try:
         yield
@@ -158,9 +157,9 @@ def _shared(path: str) -> int | None:
         logger.warning("%s could not be locked by a worker: %s", path, error)
         return None
     try:
-        if _tried(descriptor, WORKERS, False, WORKER_SECONDS):
-            _HELD[path] = os.getpid(), _me()
-            _keep(descriptor)
+        if _try_lock(descriptor, WORKERS, False, WORKER_SECONDS):
+            _HELD[path] = os.getpid(), _this_process()
+            _close_in_children(descriptor)
             return descriptor
     except OSError as error:
         logger.debug("%s: %s", path, error)  # locks are not offered: who holds it has said so
@@ -170,13 +169,13 @@ def _shared(path: str) -> int | None:
 
 def _open(path: str, run_dir: Path) -> int:
     try:
-        return _keep(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        return _close_in_children(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
     except OSError as error:
         remedy = "Make it writable, or start a new run elsewhere."
         raise _unwritable(run_dir, error, remedy) from error
 
 
-def _keep(descriptor: int) -> int:
+def _close_in_children(descriptor: int) -> int:
     """Note a file descriptor that is to be closed in forked children."""
     _at_fork()
     _OPEN.add(descriptor)
@@ -201,7 +200,7 @@ def _close_all() -> None:
         _close(descriptor)
 
 
-def _sign(descriptor: int, me: Holder, run_dir: Path) -> None:
+def _write_holder(descriptor: int, me: Holder, run_dir: Path) -> None:
     """Write into a locked file who holds it."""
     try:
         os.ftruncate(descriptor, 0)
@@ -215,18 +214,18 @@ def _unwritable(run_dir: Path, error: OSError, remedy: str) -> ConfigError:
     return ConfigError(Problem(str(run_dir), rule, remedy))
 
 
-def _own(path: str) -> Holder | None:
+def _held_here(path: str) -> Holder | None:
     """Return as whom this process has locked a file."""
     pid, me = _HELD.get(path, (0, None))
     return me if pid == os.getpid() else None
 
 
-def _take(descriptor: int, run_dir: Path) -> None:
+def _acquire(descriptor: int, run_dir: Path) -> None:
     try:
-        if not _tried(descriptor, COMMAND, True, LOOK_SECONDS):
-            raise _refusal(run_dir, _read(descriptor))
-        if not _tried(descriptor, WORKERS, True, WORKER_SECONDS):
-            rule = f"workers of an earlier command have not ended ({_read(descriptor)})"
+        if not _try_lock(descriptor, COMMAND, True, LOOK_SECONDS):
+            raise _refusal(run_dir, _read_holder(descriptor))
+        if not _try_lock(descriptor, WORKERS, True, WORKER_SECONDS):
+            rule = f"workers of an earlier command have not ended ({_read_holder(descriptor)})"
             raise ConfigError(Problem(str(run_dir), rule, "Wait for them, or end them."))
         _lock(descriptor, "F_UNLCK", WORKERS)  # for its own workers
     except OSError as error:
@@ -240,7 +239,7 @@ def _take(descriptor: int, run_dir: Path) -> None:
         )
 
 
-def _tried(descriptor: int, byte: int, exclusive: bool, seconds: float) -> bool:
+def _try_lock(descriptor: int, byte: int, exclusive: bool, seconds: float) -> bool:
     """Return whether a lock could be taken within some seconds.
 
     Raises:
@@ -265,7 +264,7 @@ def _lock(descriptor: int, kind: str, byte: int) -> None:
     Raises:
         OSError: if another has it, or there are no locks.
     """
-    records = _records()
+    records = _fcntl()
     if sys.platform == "linux" and struct.calcsize("l") == 8:
         order = struct.pack(_FLOCK, getattr(records, kind), os.SEEK_SET, byte, 1, 0)
         try:
@@ -278,7 +277,7 @@ def _lock(descriptor: int, kind: str, byte: int) -> None:
     records.lockf(descriptor, getattr(records, names[kind]) | records.LOCK_NB, 1, byte)
 
 
-def _records() -> Any:
+def _fcntl() -> Any:
     """Return the module of record locks.
 
     Raises:
@@ -291,13 +290,13 @@ def _records() -> Any:
     return fcntl
 
 
-def _me() -> Holder:
+def _this_process() -> Holder:
     command = shlex.join(sys.orig_argv)  # Hydra is given another line
     return Holder(os.getpid(), platform.node(), command, f"{datetime.now():%Y-%m-%d %H:%M:%S}")
 
 
-def _read(descriptor: int) -> Holder:
-    """Return what the holder has left; it may be about to write it."""
+def _read_holder(descriptor: int) -> Holder:
+    """Return the holder from the file; an unknown one if it has not written it yet."""
     try:
         return Holder(**json.loads(os.pread(descriptor, 1 << 16, 0)))
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Threads of one process, and what makes its results bit-equal. Free of torch at import.
+"""Threads and determinism of one process. Free of torch at import.
 
 Sums of floating-point numbers depend on how they are split over threads. The number is therefore
 chosen once per run and written down; a run with ``deterministic=true`` keeps it when it is resumed.
@@ -44,7 +44,7 @@ class Numerics:
     deterministic: bool = False
 
     def exported(self) -> AbstractContextManager[None]:
-        """Set what numeric libraries read from the environment while they are loaded."""
+        """Set the environment variables that numeric libraries read while they are loaded."""
         variables: dict[str, object] = {}
         if self.num_threads is not None:
             variables["OMP_NUM_THREADS"] = self.num_threads
@@ -79,7 +79,7 @@ def cores() -> int:
 def choose(recipe: Recipe, local_processes: int) -> int | None:
     """Return the intra-op threads of each process; None: torch's own choice.
 
-    What the recipe says comes first, then OMP_NUM_THREADS, then an even share of the cores.
+    The recipe comes first, then OMP_NUM_THREADS, then an even share of the cores.
     """
     if recipe.distributed.num_threads is not None:
         return recipe.distributed.num_threads
@@ -91,7 +91,9 @@ def choose(recipe: Recipe, local_processes: int) -> int | None:
     return None
 
 
-def settle(run_dir: Path, recipe: Recipe, local_processes: int, folder: Path | None = None) -> None:
+def record_threads(
+    run_dir: Path, recipe: Recipe, local_processes: int, folder: Path | None = None
+) -> None:
     """Choose the number of threads and write it down for all processes of the run.
 
     A deterministic run that is resumed keeps the number it started with, on whatever machine.
@@ -109,9 +111,9 @@ def settle(run_dir: Path, recipe: Recipe, local_processes: int, folder: Path | N
 
 
 def read(run_dir: Path) -> Numerics:
-    """Return what the run has settled on.
+    """Return the numerics that were recorded for a run.
 
-    A file that is damaged counts as none, with a warning: the number is chosen anew.
+    A damaged file is ignored with a warning: the number is chosen again.
 
     Args:
         run_dir: the run directory, or an attempt in it.
@@ -123,7 +125,7 @@ def read(run_dir: Path) -> Numerics:
         return _checked(json.loads(found))
     except (ValueError, TypeError) as error:
         logger.warning(
-            "%s is damaged (%s): threads are chosen anew, and sums may differ in their last bits.",
+            "%s is damaged (%s): threads are chosen again, and sums may differ in their last bits.",
             run_dir / FILE,
             error,
         )
@@ -131,7 +133,7 @@ def read(run_dir: Path) -> Numerics:
 
 
 def _checked(content: Any) -> Numerics:
-    """Return what the file says.
+    """Return the content of the file, checked.
 
     Raises:
         TypeError: if something is missing, unknown or of another type.
@@ -140,7 +142,7 @@ def _checked(content: Any) -> Numerics:
         raise TypeError("it is no mapping")
     found = Numerics(**content)
     number = found.num_threads
-    whole = isinstance(number, int) and not isinstance(number, bool) and number >= 1
-    if not (number is None or whole) or not isinstance(found.deterministic, bool):
+    is_count = isinstance(number, int) and not isinstance(number, bool) and number >= 1
+    if not (number is None or is_count) or not isinstance(found.deterministic, bool):
         raise TypeError(f"num_threads={number!r}, deterministic={found.deterministic!r}")
     return found

@@ -1,8 +1,8 @@
-"""How a process of a run ended, left as a small file, so that the parent can name the first cause.
+"""How a process of a run ended, written to a small file, so that the parent can name the cause.
 
-A group of processes ends in a cascade: one fails, the others then fail in the exchange with it. The
-elastic agent sees only which one exited first. Each process therefore writes down what happened
-with the time at which it happened; the earliest entry is the cause.
+A group of processes ends in a cascade: one fails, then the others in their collectives with it. The
+elastic agent sees only which one exited first. Each process therefore writes its outcome with
+the time at which it occurred; the earliest entry is the cause.
 
 Free of torch.
 """
@@ -27,10 +27,10 @@ class Outcome:
         rank: the process.
         time: seconds since the epoch at which it happened.
         code: exit code of the command: 1 failed, 2 refused, 75 stopped with state saved.
-        message: one line on what happened.
-        traceback: where it happened; empty where that is of no use to a person.
+        message: the outcome in one line.
+        traceback: reduced to the user's frames; empty where it would not help.
         is_consequence: whether it is an error of communication, as the end of another rank causes.
-        full: the whole traceback, for the log.
+        full: the full traceback, for the log.
     """
 
     rank: int
@@ -44,8 +44,8 @@ class Outcome:
     def write(self, run_dir: Path, launch: str) -> None:
         """Write this to ``<run_dir>/logs/<launch>_rank_<rank>.json``.
 
-        Where the run directory is gone, nothing was started, and rank 0 has told why. Where the
-        disk is full, it goes to the system's folder for temporary files.
+        Without the run directory, nothing was started, and rank 0 has reported the reason. On a
+        full disk, it goes to the system's folder for temporary files.
         """
         if not run_dir.is_dir():
             return
@@ -61,12 +61,12 @@ class Outcome:
             write_json(Path(tempfile.gettempdir()) / name, asdict(self))  # read and removed there
 
     def remove(self, run_dir: Path, launch: str) -> None:
-        """Remove what `write` has written, if it is there."""
+        """Remove the file that `write` has written, if it exists."""
         (log_folder(run_dir) / f"{launch}_rank_{self.rank}.json").unlink(missing_ok=True)
 
 
-def how(status: int) -> str:
-    """Return in words how a process ended, by its exit status."""
+def describe_exit(status: int) -> str:
+    """Describe how a process ended, by its exit status."""
     if status >= 0:
         return f"exited with {status}"
     likely = " (out of memory?)" if status == -signal.SIGKILL else ""
@@ -100,7 +100,7 @@ def read_hang(run_dir: Path, launch: str) -> Outcome | None:
 
 
 def read_outcomes(run_dir: Path, launch: str) -> list[Outcome]:
-    """Return what the processes of one launch left, earliest first."""
+    """Return the outcomes of the processes of one launch, earliest first."""
     pattern = f"{launch}_rank_*.json"
     elsewhere = list(Path(tempfile.gettempdir()).glob(pattern))
     files = [*log_folder(run_dir).glob(pattern), *elsewhere]

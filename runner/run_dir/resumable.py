@@ -18,7 +18,7 @@ from runner.run_dir.job import Job
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-# How many of the runs that `resume=auto` passes over are named, and differences of each.
+# How many of the runs that `resume=auto` skips are named, and differences of each.
 MOST_NAMED, MOST_KEYS = 5, 3
 
 
@@ -26,36 +26,36 @@ def newest(wanted: Recipe) -> Path | None:
     """Return the newest run that `resume=auto` resumes; None: it starts a new one.
 
     It is the newest run of that name whose recipe is the same but for `resume.SAME_RUN` and which
-    has a complete checkpoint, or is finished. The runs passed over are named, with the reason.
+    has a complete checkpoint, or is finished. The skipped runs are named, with the reason.
 
     Args:
         wanted: the recipe that the command line asks for.
 
     Raises:
         ConfigError: if another command trains in that run, or the recipe of a run that has
-            checkpoints is lost, so that it cannot be told which it is.
+            checkpoints is lost, so that it cannot be identified.
     """
     passed: list[str] = []
     found = None
     for run_dir in reversed(directory.claimed(wanted.output_dir, wanted.name)):
-        reason = _unfit(run_dir, wanted)
+        reason = _reason_to_skip(run_dir, wanted)
         if reason is None:
             found = run_dir
             break
         passed.append(f"{run_dir}: {reason}")
     for line in passed[:MOST_NAMED]:
-        logger.warning("resume=auto passes over %s.", line)
+        logger.warning("resume=auto skips %s.", line)
     if len(passed) > MOST_NAMED:
-        logger.warning("resume=auto passes over %d older runs, too.", len(passed) - MOST_NAMED)
+        logger.warning("resume=auto skips %d older runs, too.", len(passed) - MOST_NAMED)
     if passed and found is None:
         logger.warning("resume=auto finds no run to resume: it starts a new one.")
     return found
 
 
-def _unfit(run_dir: Path, wanted: Recipe) -> str | None:
+def _reason_to_skip(run_dir: Path, wanted: Recipe) -> str | None:
     """Return why `resume=auto` does not resume a run; None if it does."""
     if not directory.is_run(run_dir) and not _has_checkpoints(run_dir, wanted):
-        return "it was cut off before its recipe was written"
+        return "it was killed before its recipe was written"
     try:
         different = _differences(run_dir, wanted, carry_over.SAME_RUN)
     except ConfigError as error:
@@ -98,7 +98,7 @@ def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
     """
     summary = _summary(run_dir)
     if summary.get("complete") is not True:
-        return None  # what is to be done after the last step has not been done, either
+        return None  # the work after the last step is not done, either
     trainer, step, epoch = wanted.trainer, summary.get("step"), summary.get("epoch")
     at = f"step {step}"
     for limit, wanted_by, reached in (
@@ -114,16 +114,16 @@ def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
 
 
 def require_effect(run_dir: Path, wanted: Recipe, reason: str, auto: bool = False) -> None:
-    """Refuse what a command line changes in a finished run, where it changes nothing any more.
+    """Refuse overrides of a finished run that have no effect any more.
 
     Args:
         run_dir: the run.
         wanted: the recipe that it would be resumed with.
         reason: why nothing is left to do.
-        auto: whether `resume=auto` has found the run: what makes no other run of it may differ.
+        auto: whether `resume=auto` has found the run: keys of `carry_over.SAME_RUN` may differ.
 
     Raises:
-        ConfigError: naming every key but those of limits, which have been looked at.
+        ConfigError: naming every such key except limits, which `is_finished` has checked.
     """
     idle = carry_over.SAME_RUN if auto else (*carry_over.LIMITS, ("distributed",))
     ConfigError.raise_if(
@@ -139,7 +139,7 @@ def require_effect(run_dir: Path, wanted: Recipe, reason: str, auto: bool = Fals
 
 
 def require_reach(run_dir: Path, checkpoint: Path, wanted: Recipe) -> None:
-    """Refuse limits that a run has passed already: nothing that was trained is taken back.
+    """Refuse limits that a run has passed already: training is never undone.
 
     Args:
         run_dir: the run, which is not finished.
@@ -158,7 +158,7 @@ def require_reach(run_dir: Path, checkpoint: Path, wanted: Recipe) -> None:
         ("epochs", trainer.epochs, epoch, within),
     ):
         if limit is not None and isinstance(reached, int) and reached + beyond > limit:
-            rule = f"the run is at step {step}, epoch {epoch} completed: it goes on from there"
+            rule = f"the run is at step {step}, epoch {epoch} completed: it continues from there"
             remedy = f"Give trainer.{key} at least {reached + beyond}, or leave it out."
             value = f"trainer.{key}={limit} with resume={str(run_dir)!r}"
             problems.append(Problem(value, rule, remedy))
@@ -178,7 +178,7 @@ def _differences(
     return carry_over.differences(plain, here, but_for)
 
 
-def reopen(run_dir: Path, folder: Path) -> None:
+def mark_incomplete(run_dir: Path, folder: Path) -> None:
     """Stage a summary that says that a run is not complete any more, if it has one.
 
     Args:
@@ -196,6 +196,6 @@ def _summary(run_dir: Path) -> Mapping[str, Any]:
         content = transaction.read(run_dir, json_files.SUMMARY)
         found = {} if content is None else json.loads(content)
     except (OSError, ValueError) as error:
-        logger.warning("%s is damaged (%s): it is written anew.", path, error)
+        logger.warning("%s is damaged (%s): it is rewritten.", path, error)
         return {}
     return found if isinstance(found, Mapping) else {}

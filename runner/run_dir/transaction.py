@@ -1,15 +1,15 @@
 """The files that describe a run, changed all together or not at all. Free of torch.
 
 They are `config.yaml`, `overrides.yaml`, `job.json`, `threads.json`, `environment.json` and
-`git.diff`: what a resume reads, and what it replaces. Of a finished run also `summary.json`, which
-then says that it is not complete any more.
+`git.diff`: the files that a resume reads and replaces. For a finished run also `summary.json`,
+which then says that the run is not complete any more.
 
 - A command writes its own into ``<run_dir>/.attempt-<token>/``. Workers read their job there, and
-  the run stays what it was: a command that fails to load the state leaves nothing but its log.
+  the run is unchanged: a command that fails to load the state leaves nothing but its log.
 - `commit` (called once the state is loaded and the first step is made) flushes them, keeps the
   earlier recipe as ``config.<n>.yaml``, and renames the folder to ``.committed``. From that moment
   on they describe the run: every reader looks there first. Then they move into their places.
-- Cut off in between, the next command that holds the run's lock finishes the move (`settle`).
+- If it is killed in between, the next command that locks the run finishes the move (`recover`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def commit(folder: Path) -> None:
     """Make the files of an attempt those of the run.
 
     Args:
-        folder: what `stage` returned, filled.
+        folder: as `stage` returned it, with the files.
     """
     run_dir = folder.parent
     for file in folder.iterdir():
@@ -73,12 +73,12 @@ def commit(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove an attempt that has not been committed; of one that has, nothing is left to remove."""
+    """Remove an attempt that has not been committed; for a committed one, do nothing."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def settle(run_dir: Path) -> None:
-    """Finish or remove what commands that were cut off have left. Hold the run's lock."""
+def recover(run_dir: Path) -> None:
+    """Finish or remove the attempts of commands that were killed. Requires the run's lock."""
     _finish(run_dir)
     for folder in run_dir.glob(f"{PREFIX}*"):
         shutil.rmtree(folder)
@@ -97,7 +97,7 @@ def _kept(path: Path) -> re.Match[str] | None:
 
 
 def _finish(run_dir: Path) -> None:
-    """Move what has been committed into its place."""
+    """Move committed files to the run directory."""
     committed = run_dir / COMMITTED
     if not committed.is_dir():
         return
@@ -124,6 +124,6 @@ def _keep_recipe(run_dir: Path, new: Path) -> None:
 
 
 def _partials(run_dir: Path) -> Iterator[Path]:
-    """Yield what `checkpoints.write_atomically` leaves of a file when it is cut off."""
+    """Yield partial files of `checkpoints.write_atomically` calls that were killed."""
     for folder in (run_dir, run_dir / checkpoints.FOLDER):
         yield from (path for path in folder.glob(".*.partial-*") if path.is_file())

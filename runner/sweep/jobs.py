@@ -43,7 +43,7 @@ INTERRUPT_SECONDS = 8.0
 
 
 class JobFailed(Exception):
-    """A job of a sweep did not come to its end; what went wrong has been printed."""
+    """A job of a sweep failed; the error has been printed."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _no_resume(value: str) -> Problem:
 
 
 def plan(overrides: Sequence[str], config_name: str) -> Plan:
-    """Examine what is known of a sweep, inside a Hydra session.
+    """Examine the jobs of a sweep that are known in advance, inside a Hydra session.
 
     Raises:
         ConfigError: if the launcher or the sweeper cannot be used, or the sweep resumes a run.
@@ -82,7 +82,7 @@ def plan(overrides: Sequence[str], config_name: str) -> Plan:
     ConfigError.raise_if(_unverified(chosen["launcher"]))
     basic = chosen["sweeper"] == BASIC
     lists = hydra_setup.expand(overrides) if basic else hydra_setup.probes(overrides)
-    known = [composition.anew(job, config_name, number) for number, job in enumerate(lists)]
+    known = [composition.new_run(job, config_name, number) for number, job in enumerate(lists)]
     if any(job.recipe is not None and job.recipe.resume is not None for job in known):
         raise ConfigError(_no_resume("resume: in a file, with --multirun"))
     ConfigError.raise_if(_shared_folders(known))
@@ -156,7 +156,7 @@ def _unverified(launcher: str) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Task:
-    """What Hydra calls with each job; a plain value, so that another process can be given it.
+    """The task that Hydra calls with each job; it can be pickled to another process.
 
     Attributes:
         config_name: the primary file.
@@ -183,7 +183,7 @@ class Task:
             The monitored validation metric of the run; None to the basic sweeper.
 
         Raises:
-            JobFailed: to a sweeper that decides what becomes of it.
+            JobFailed: to a sweeper that chooses its own samples.
             SystemExit: in the process of the sweep, where it is to end.
         """
         from hydra.core.hydra_config import HydraConfig
@@ -195,25 +195,25 @@ class Task:
         overrides = hydra_setup.closed(list(job.overrides.task))
         own_process = os.getpid() == self.parent
         if (Path(self.folder) / STOP_FILE).exists():
-            self._failed("the sweep was stopped before this job")
+            self._raise_to_sweeper("the sweep was stopped before this job")
             return None
         of_how_many = "" if self.total is None else f" of {self.total}"
         print(f"job {number + 1}{of_how_many}: {' '.join(overrides)}", flush=True)
-        with contextlib.nullcontext() if own_process else self._elsewhere(number):
+        with contextlib.nullcontext() if own_process else self._in_launcher_process(number):
             code, run_dir = _attempt(overrides, self.config_name, number)
-        self._note(number, code)
+        self._write_code(number, code)
         if code in (STOPPED, INTERRUPTED):
             if own_process:
                 raise SystemExit(code)
             (Path(self.folder) / STOP_FILE).touch()
         if code != DONE or run_dir is None:  # printed already
-            self._failed(f"job {number + 1} ended with exit code {code}")
+            self._raise_to_sweeper(f"job {number + 1} ended with exit code {code}")
             return None
         if self.total is not None:
             return None
         value = objective(run_dir)
         if value is None:
-            self._note(number, FAILED)
+            self._write_code(number, FAILED)
             problem = Problem(
                 str(run_dir),
                 "the sweeper chooses by a validation metric, and the run has measured none",
@@ -223,16 +223,16 @@ class Task:
             raise JobFailed(str(problem))
         return value
 
-    def _failed(self, reason: str) -> None:
-        """Tell a sweeper that decides; the basic one goes on with the next job."""
+    def _raise_to_sweeper(self, reason: str) -> None:
+        """Raise to a sweeper that chooses its samples; the basic one starts the next job."""
         if self.total is None:
             raise JobFailed(reason)
 
-    def _note(self, number: int, code: int) -> None:
+    def _write_code(self, number: int, code: int) -> None:
         write_json(Path(self.folder, f"{number}.json"), code)
 
     @contextlib.contextmanager
-    def _elsewhere(self, number: int) -> Iterator[None]:
+    def _in_launcher_process(self, number: int) -> Iterator[None]:
         """Be a process of the launcher's: end with the parent, and stop when it says so."""
         parent_watch.die_with_ancestor(self.parent)
         sys.orig_argv[:] = self.command
@@ -264,7 +264,7 @@ def _attempt(overrides: Sequence[str], config_name: str, number: int) -> tuple[i
     try:
         missing = trust.missing_packages()
         with hydra_setup.session():
-            examined = composition.anew(overrides, config_name, number)
+            examined = composition.new_run(overrides, config_name, number)
         parts.require([examined], missing)
         code = start.start(
             examined.recipe,
@@ -297,13 +297,13 @@ def objective(run_dir: Path) -> float | None:
 
 
 @contextlib.contextmanager
-def stops_handed_on(folder: Path, launcher: str) -> Iterator[None]:
+def stops_forwarded(folder: Path, launcher: str) -> Iterator[None]:
     """Hand stop signals and Ctrl-C on to jobs in other processes, and let no further one begin."""
     if launcher == BASIC:  # a job's own launcher listens
         yield
         return
 
-    def hand_on(number: int, frame: FrameType | None = None) -> None:
+    def forward(number: int, frame: FrameType | None = None) -> None:
         (folder / STOP_FILE).touch()
         for note in folder.glob("*.pid"):
             with contextlib.suppress(OSError, ValueError):  # it has just ended
@@ -311,7 +311,7 @@ def stops_handed_on(folder: Path, launcher: str) -> Iterator[None]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        hand_on(number)
+        forward(number)
         deadline = time.monotonic() + INTERRUPT_SECONDS
         while any(folder.glob("*.pid")) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -319,7 +319,7 @@ def stops_handed_on(folder: Path, launcher: str) -> Iterator[None]:
 
     with handlers_restored((*STOP_SIGNALS, signal.SIGINT)) as before:
         for number in STOP_SIGNALS:
-            signal.signal(number, hand_on)
+            signal.signal(number, forward)
         # A background job of a shell ignores Ctrl-C.
         if before[signal.SIGINT] is signal.default_int_handler:
             signal.signal(signal.SIGINT, interrupt)
@@ -327,7 +327,7 @@ def stops_handed_on(folder: Path, launcher: str) -> Iterator[None]:
 
 
 def conclude(folder: Path, total: int | None) -> int:
-    """Say which jobs of a sweep failed, and return the exit code of the whole.
+    """Print which jobs of a sweep failed, and return the exit code of the sweep.
 
     Args:
         folder: where the jobs left their exit codes.
@@ -340,7 +340,7 @@ def conclude(folder: Path, total: int | None) -> int:
     stopped = [code for code in codes.values() if code in (STOPPED, INTERRUPTED)]
     if stopped or (folder / STOP_FILE).exists():
         return max(stopped, default=STOPPED)
-    for number in range(total or 0):  # its process died without a word
+    for number in range(total or 0):  # its process died without writing a code
         codes.setdefault(number, FAILED)
     failed = sorted(number + 1 for number, code in codes.items() if code != DONE)
     if failed:
@@ -349,6 +349,6 @@ def conclude(folder: Path, total: int | None) -> int:
     return max(codes.values(), default=FAILED)
 
 
-def forget(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """Remove the folder of a sweep; a launcher's process may be writing its last file there."""
     shutil.rmtree(folder, ignore_errors=True)

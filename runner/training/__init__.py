@@ -1,1 +1,1 @@
-"""The training loop, its steps and what it keeps."""
+"""The training loop, its steps and its state."""

@@ -14,8 +14,8 @@ class Callback:
 
     Registered with ``@register.callback(name)``. A callback with `state_dict` and `load_state_dict`
     is saved in checkpoints. `loop.stop(reason)` ends training at the next step boundary; every
-    process must call it at the same step. What is drawn at random in an event changes no training;
-    only `on_step`, which is called too often for that, must leave the generators alone.
+    process must call it at the same step. Random draws in an event do not affect training. Only in
+    `on_step`, which is called too often to restore the generators, they would: it must not draw.
     """
 
     def on_start(self, loop: Run) -> None:

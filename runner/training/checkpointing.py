@@ -28,7 +28,7 @@ OWN = "recipe"  # the runner's own part, which checkpoints of earlier versions l
 
 
 class Stateful(Protocol):
-    """What can be saved: schedulers, callbacks, counters."""
+    """An object with state: schedulers, callbacks, counters."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
@@ -90,8 +90,8 @@ def _any(path: Path) -> bool:
 def read_best(folder: Path, owns: Callable[[Path], bool] = _any) -> Best | None:
     """Return the best checkpoint that `folder` names; None if it names none that is there.
 
-    Where its pointer is missing or damaged, or names the checkpoint of another run, what the newest
-    checkpoint knows of the best counts.
+    Where its pointer is missing or damaged, or names the checkpoint of another run, the best state
+    that the newest checkpoint records is used.
 
     Args:
         folder: where checkpoints lie.
@@ -100,7 +100,7 @@ def read_best(folder: Path, owns: Callable[[Path], bool] = _any) -> Best | None:
     Raises:
         CheckpointError: if the pointer is damaged, and no checkpoint knows of a best.
     """
-    pointer, known = folder / POINTER, _known(folder, owns)
+    pointer, known = folder / POINTER, _best_in_newest(folder, owns)
     try:
         best = _pointed(json.loads(pointer.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -119,7 +119,7 @@ def read_best(folder: Path, owns: Callable[[Path], bool] = _any) -> Best | None:
 
 
 def _pointed(content: Any) -> Best:
-    """Return what a pointer file says.
+    """Return the content of a pointer file.
 
     Raises:
         TypeError: if something is missing, unknown or of another type.
@@ -137,15 +137,15 @@ def _pointed(content: Any) -> Best:
     return best
 
 
-def _at(pointer: Path) -> Best | None:
-    """Return what a pointer file says; None if it says nothing that can be read."""
+def _read_pointer(pointer: Path) -> Best | None:
+    """Return the content of a pointer file; None if it cannot be read."""
     try:
         return _pointed(json.loads(pointer.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def _known(folder: Path, owns: Callable[[Path], bool]) -> Best | None:
+def _best_in_newest(folder: Path, owns: Callable[[Path], bool]) -> Best | None:
     """Return the best state that the newest checkpoint knows of, if a checkpoint holds it."""
     manifests = {}
     for path in filter(owns, reversed(checkpoints.checkpoints(folder))):
@@ -224,7 +224,7 @@ class Saver:
         return self.last
 
     def _known_best(self, metric: str) -> dict[str, Any] | None:
-        """Return what a checkpoint tells of the best state so far; None: the run keeps none."""
+        """Return the best state so far, for a checkpoint; None: the run keeps none."""
         step, value = self._state.best_step, self._state.best
         if step is None or not self._settings.save_best:
             return None
@@ -246,15 +246,15 @@ class Saver:
         if self.best is None or self.best.step == self._state.step:
             return self._state.step
         path, strategy = self.best_path, self._accelerator.strategy
-        if not self._is_whole(path):
+        if not self._is_intact(path):
             self.best = None
             return self._state.step
         for index, model in enumerate(self._accelerator._models):
             strategy.state.load_model_state(model, read_model(path, index))
         return self.best.step
 
-    def _is_whole(self, path: Path) -> bool:
-        """Return whether every process finds a checkpoint whole; warn where one does not."""
+    def _is_intact(self, path: Path) -> bool:
+        """Return whether a checkpoint is intact on every rank; warn where it is not."""
         wrong = ""
         try:
             checkpoints.verify(path)
@@ -263,16 +263,16 @@ class Saver:
         every = self._accelerator.comm.all_gather_object(wrong)
         first = next((one for one in every if one), None)
         if first is not None and self._accelerator.is_main_process:
-            logger.warning("The best checkpoint is passed over: the last weights stay. %s", first)
+            logger.warning("The best checkpoint is skipped: the last weights are kept. %s", first)
         return first is None
 
-    def measured(self, checkpoint: str) -> dict[str, dict[str, float]]:
-        """Return what the run had measured by a checkpoint: the last metrics of each split."""
+    def saved_metrics(self, checkpoint: str) -> dict[str, dict[str, float]]:
+        """Return the last metrics of each split that a checkpoint records."""
         found = checkpoints.read_manifest(checkpoint).metadata.get("metrics")
         return {"validation": dict(found)} if found else {}
 
-    def point(self, metric: str, value: float) -> None:
-        """Make the checkpoint that was written last the best one."""
+    def mark_best(self, metric: str, value: float) -> None:
+        """Record the last checkpoint as the best one."""
         if self.last is None:
             raise CheckpointError("There is no checkpoint to call the best: call save first.")
         path = Path(self.last)
@@ -280,8 +280,8 @@ class Saver:
         if self._accelerator.is_main_process:
             self.best.write(path.parent)
 
-    def resumed(self, checkpoint: str) -> bool:
-        """Take up after a resume: find the checkpoint that holds the best state.
+    def find_best(self, checkpoint: str) -> bool:
+        """Find the checkpoint that holds the best state, after a resume.
 
         Returns:
             Whether it was found, or there is none to find.
@@ -289,20 +289,20 @@ class Saver:
         self.last, self.saved_step = checkpoint, self._state.step
         if self._state.best_step is None or not self._settings.save_best:
             return True
-        found = [self._find_best() if self._accelerator.is_main_process else None]
+        found = [self._best_of_state() if self._accelerator.is_main_process else None]
         if self._accelerator.num_processes > 1:
             broadcast_object_list(found)
         self.best = found[0]
         return self.best is not None
 
-    def begin(self) -> None:
-        """Let the pointer name what `resumed` has found, unless it does."""
+    def write_pointer(self) -> None:
+        """Write the best state that `find_best` has found to the pointer, if that differs."""
         if self.best is None or not self._accelerator.is_main_process:
             return
-        if _at(self.folder / POINTER) != self.best:
+        if _read_pointer(self.folder / POINTER) != self.best:
             self.best.write(self.folder)
 
-    def _find_best(self) -> Best | None:
+    def _best_of_state(self) -> Best | None:
         """Return the checkpoint of the best step that the resumed state knows."""
         step, value = self._state.best_step, self._state.best
         present = filter(self._owns, reversed(checkpoints.checkpoints(self.folder)))
@@ -313,7 +313,7 @@ class Saver:
                     continue
                 checkpoints.verify(path)
             except CheckpointError as error:
-                logger.warning("Passing over a broken checkpoint. %s", error)
+                logger.warning("Skipping a broken checkpoint. %s", error)
                 continue
             # Cut off between a save and its pointer, or resumed from before the pointer's step.
             if value is not None and step is not None:
@@ -325,6 +325,6 @@ class Saver:
         try:
             best = read_best(self.folder, self._owns)
         except CheckpointError as error:
-            logger.warning("%s It is written anew.", error)
+            logger.warning("%s It is rewritten.", error)
             return []
         return [] if best is None else [self.folder / best.checkpoint]

@@ -1,4 +1,4 @@
-"""One pass over a data set that measures: training neither sees it nor is changed by it."""
+"""Evaluation on a data set, without any effect on training."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def evaluate(
 
     Args:
         accelerator: the run's engine.
-        step: what measures (`evaluate`) and sums up (`summarize`).
+        step: its `evaluate` and `summarize` measure.
         batches: this process's part of the data set, from prepared loaders.
         on_batch: called after each batch with their count; True leaves the evaluation. Every
             process must get the same answer.
@@ -95,7 +95,7 @@ def _measure(
 
 
 def _measuring(step: Step) -> object:
-    """Return what a person has written to measure: the step's objective, or the step itself."""
+    """Return the user's object that measures: the step's objective, or the step itself."""
     return getattr(step, "objective", step)
 
 

@@ -1,8 +1,8 @@
 """Does a step's gradient depend on how its samples are cut into micro-batches? It must not.
 
-A `Step` of a user's own that hands `Accelerator.backward` a loss of the wrong scale trains, more
-slowly, without a word. So ``trainer.check_gradients`` computes the first samples as one micro-batch
-and as two, and compares what the optimizers would have been given.
+A `Step` of a user's own that hands `Accelerator.backward` a loss of the wrong scale trains
+more slowly, silently. So ``trainer.check_gradients`` computes the first samples as one micro-batch
+and as two, and compares the gradients at the optimizers.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ REMEDY = (
 def check(loop: Run) -> None:
     """Compare the gradients of one micro-batch and of two, if the recipe wants it.
 
-    Nothing is changed by it.
-    Models are in eval mode meanwhile, so that dropout and batch statistics do not differ. It is for
-    one process; where the step draws at random itself nothing can be said.
+    The run is unchanged by it. Models are in eval mode meanwhile, so that dropout and batch
+    statistics do not differ. It needs one process, and a step that draws nothing at random itself.
 
     Args:
         loop: prepared, before its first step.
@@ -57,23 +56,23 @@ def check(loop: Run) -> None:
         return
     accelerator, traits = loop.accelerator, loop.accelerator.strategy.traits
     if accelerator.num_processes > 1 or traits.owns_parameters or traits.owns_precision:
-        loop.display.note("trainer.check_gradients: left out; it takes one process, no strategy.")
+        loop.display.note("trainer.check_gradients: skipped; it needs one process and no strategy.")
         return
     samples = _samples(loop)
     half = len(samples) // 2
     if half == 0:
         return
     joined = loop.data.collate_fn or user_code.collate
-    whole = [samples]
-    parts = [samples[:half], samples[half:]]
+    joint = [samples]
+    halves = [samples[:half], samples[half:]]
     with _restored(loop):
         one, again, two = (
             _gradients(loop, [joined(part) for part in cut], len(samples), seed)
-            for cut, seed in ((whole, 0), (whole, 1), (parts, 0))
+            for cut, seed in ((joint, 0), (joint, 1), (halves, 0))
         )
     limit = ROUNDING.get(loop.recipe.precision.mode, ROUNDING_IN_LOW_PRECISION)
     if _difference(one, again) > limit:
-        loop.display.note("trainer.check_gradients: left out; the step itself draws at random.")
+        loop.display.note("trainer.check_gradients: skipped; the step itself draws at random.")
         return
     name = type(loop.step).__name__
     if len(one) != len(two):

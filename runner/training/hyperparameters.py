@@ -1,8 +1,8 @@
-"""What a recipe says of optimizers, schedules and data, kept in a checkpoint beside their state.
+"""Hyperparameters of optimizers, schedules and data, saved in a checkpoint beside their state.
 
-A restored state dict overwrites what the optimizer was just built with. So each checkpoint also
-tells what the optimizers were built with; where a resumed run is built with something else, the
-recipe has been changed, and the change is made again in the restored state.
+A restored state dict overwrites the options of an optimizer that was just built. So each checkpoint
+also records the options at construction; where a resumed run builds with other options, the recipe
+has been changed, and the change is applied to the restored state.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ MOMENTA = ("betas", "momentum", "max_momentum", "base_momentum")
 # Options of optimizers that may change although they are no plain numbers: any state fits them.
 SWITCHES = ("nesterov", "maximize", "foreach", "fused", "decoupled_weight_decay")
 
-# What a ReduceLROnPlateau has found out so far; the rest of its state are its options.
+# Measurements in the state of a ReduceLROnPlateau; the rest are its options.
 MEASURED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
 
 Groups = list[dict[str, Any]]
 
 
 class ScheduleState:
-    """A scheduler as a part of a checkpoint: it takes up no state of another class of scheduler.
+    """A scheduler as a part of a checkpoint: it ignores the state of another class of scheduler.
 
     Args:
         scheduler: it.
 
     Attributes:
-        replaced: whether the restored state was that of another class, and was left.
+        replaced: whether the restored state was that of another class, and was ignored.
         num_steps: optimizer steps that the restored schedule had followed; None: it followed
             measurements, or nothing was restored.
     """
@@ -86,18 +86,18 @@ class ScheduleState:
             self.num_steps = steps
 
     def reconfigure(self) -> None:
-        """Give a scheduler that follows measurements the options of the recipe again."""
+        """Restore the recipe's options of a scheduler that monitors a metric."""
         if self._fresh and not self.replaced:
             self._scheduler.load_state_dict(self._fresh)
 
-    def look_anew(self, remeasured: bool) -> bool:
-        """Forget the best of a scheduler that follows measurements, if it is of another measure.
+    def reset_best(self, remeasured: bool) -> bool:
+        """Reset the best of a scheduler that monitors a metric, if the metric has changed.
 
         Args:
-            remeasured: whether what it follows is measured otherwise than before.
+            remeasured: whether its metric is measured differently than before.
 
         Returns:
-            Whether there was a best of another measure.
+            Whether it was reset.
         """
         scheduler = self._scheduler
         if not _is_plateau(scheduler) or self.replaced or self._restored_mode is None:
@@ -125,7 +125,7 @@ class Hyperparameters:
         monitored: (metric, mode) by which states are compared.
 
     Attributes:
-        saved: the same of the checkpoint; None: it tells nothing.
+        saved: the same of the checkpoint; None: it records none.
         parts: the schedulers as they are saved, by the name of their optimizer.
     """
 
@@ -153,7 +153,7 @@ class Hyperparameters:
         self.parts: dict[str, ScheduleState] = {}
 
     def scheduled(self, step: Step, schedulers: Mapping[str, Any]) -> None:
-        """Note what the schedules make of the options before the first step."""
+        """Record the options and schedules as they are before the first step."""
         self._scheduled = {
             name: _options(optimizer.param_groups) for name, optimizer in step.optimizers.items()
         }
@@ -170,15 +170,15 @@ class Hyperparameters:
         return self.saved is not None and name != part and name in self._schedules
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the recipe says now, as plain values."""
+        """Return the hyperparameters of the recipe, as plain values."""
         return self.now
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Note what the recipe said when the checkpoint was written."""
+        """Take the hyperparameters that the checkpoint was written with."""
         self.saved = dict(state)
 
     def resume(self, loop: Run) -> None:
-        """Make in a restored loop what its recipe has changed since the checkpoint.
+        """Apply changes of the recipe since the checkpoint to a restored loop.
 
         Raises:
             ConfigError: if something has changed that the restored state does not fit.
@@ -190,22 +190,21 @@ class Hyperparameters:
         set_scaler(loop.accelerator.scaler, loop.recipe.precision.scaler)
         for note in self.notes():
             loop.display.note(note)
-        if self.monitors_another and state.best is not None:
+        if self.monitors_differently and state.best is not None:
             loop.display.note(
-                f"The best state so far (step {state.best_step}) was found by another measure: "
-                f"the best {loop.monitor} is looked for anew."
+                f"The best state so far (step {state.best_step}) was found by another metric: "
+                f"the best {loop.monitor} is reset."
             )
             state.best = state.best_step = None
             state.evaluated_step = -1
         for name, part in self.parts.items():
-            if part.look_anew(self.monitors_another):
+            if part.reset_best(self.monitors_differently):
                 loop.display.note(
-                    f"The schedule of {name!r} followed another measure: its best is looked for "
-                    "anew."
+                    f"The schedule of {name!r} monitored another metric: its best value is reset."
                 )
 
     def apply(self, step: Step, schedulers: Mapping[str, Any], num_steps: int) -> None:
-        """Make in the restored state what the recipe has changed since it was saved.
+        """Apply changes of the recipe since the checkpoint to the restored state.
 
         Args:
             step: with restored optimizers.
@@ -225,12 +224,12 @@ class Hyperparameters:
             changed = [
                 _changes(old, new) for old, new in zip(before, self.built[name], strict=True)
             ]
-            ConfigError.raise_if(_misfits(changed, before, self.built[name]))
+            ConfigError.raise_if(_incompatible_options(changed, before, self.built[name]))
             for group, new, options in zip(
                 optimizer.param_groups, self.built[name], changed, strict=True
             ):
                 for option in options - {"lr"}:
-                    group[option] = _like(group.get(option), new[option])
+                    group[option] = _as_type_of(group.get(option), new[option])
             scheduler = schedulers.get(name)
             scheduled = {"lr", "betas", "momentum"} if _is_replayed(scheduler) else {"lr"}
             part = self.parts.get(name)
@@ -250,11 +249,11 @@ class Hyperparameters:
                 group.pop("initial_lr", None)
                 for option in ("lr", *MOMENTA):
                     if option in new:
-                        group[option] = _like(group.get(option), new[option])
+                        group[option] = _as_type_of(group.get(option), new[option])
             return
         if not _is_replayed(scheduler):
-            # It follows measurements, or is no schedule of torch's: what it has made of the rate
-            # so far holds for the new one, too.
+            # It monitors a metric, or is no schedule of torch's: its change of the rate so far is
+            # applied to the new rate, too.
             for group, old, new in zip(groups, before, self.built[name], strict=True):
                 if "lr" in new and old.get("lr"):
                     group["lr"] = group["lr"] * (new["lr"] / old["lr"])
@@ -264,14 +263,14 @@ class Hyperparameters:
         for group, start in zip(groups, self._scheduled[name], strict=True):
             for option in (*RATES, *MOMENTA):
                 if option in start:
-                    group[option] = _like(group.get(option), start[option])
+                    group[option] = _as_type_of(group.get(option), start[option])
         scheduler.load_state_dict(copy.deepcopy(self._schedules[name]))
         scheduler.optimizer._opt_called = True  # torch would warn: no step was made here
         for _ in range(made):
             scheduler.step()
 
     def data_problems(self, samples_in_epoch: int) -> list[Problem]:
-        """Return why a run cannot go on within an epoch of other training data."""
+        """Return why a run cannot resume within an epoch of other training data."""
         if self.saved is None or samples_in_epoch == 0:
             return []
         before, now = self.saved["samples"]["train"], self.now["samples"]["train"]
@@ -279,43 +278,43 @@ class Hyperparameters:
             return []
         return [
             Problem(
-                f"training data of {_told(now)} with resume",
-                f"the checkpoint lies {samples_in_epoch} samples into an epoch of {_told(before)}, "
-                "whose order is drawn over all of them",
+                f"training data of {_size_text(now)} with resume",
+                f"the checkpoint is {samples_in_epoch} samples into an epoch of "
+                f"{_size_text(before)}, whose order is drawn over all of them",
                 "Resume with the data that it was trained on, and change them from the end of an "
                 "epoch on (trainer.stop_after=<step>), or start a new run.",
             )
         ]
 
     def notes(self) -> list[str]:
-        """Return what a person should know of changes of the data."""
+        """Return notes on changes of the data."""
         if self.saved is None:
             return []
         return [
-            f"The {split} data have {_told(now)}; the run was trained with {_told(before)} so far."
+            f"The {split} data have {_size_text(now)}; so far the run had {_size_text(before)}."
             for split in SPLITS
             if (now := self.now["samples"][split]) != (before := self.saved["samples"][split])
         ]
 
     @property
-    def measures_another(self) -> bool:
+    def measures_differently(self) -> bool:
         """Whether the validation data or the objective are others than in the checkpoint.
 
-        Arguments that change nothing of what is measured are not told from those that do.
+        Any changed argument counts, whether or not it affects the metrics.
         """
         if self.saved is None:
             return False
         before, now = self.saved, self.now
         validation = before["samples"]["validation"] != now["samples"]["validation"]
-        # Checkpoints of earlier versions do not tell how they measured.
+        # Checkpoints of earlier versions do not record how they measured.
         return validation or before.get("measured", now["measured"]) != now["measured"]
 
     @property
-    def monitors_another(self) -> bool:
+    def monitors_differently(self) -> bool:
         """Whether states are compared by another metric than when the checkpoint was written."""
         if self.saved is None:
             return False
-        return self.measures_another or self.saved["monitored"] != self.now["monitored"]
+        return self.measures_differently or self.saved["monitored"] != self.now["monitored"]
 
 
 def limit_problems(stop_after: int | None, step: int) -> list[Problem]:
@@ -332,7 +331,7 @@ def limit_problems(stop_after: int | None, step: int) -> list[Problem]:
 
 
 def set_scaler(scaler: Any, settings: GradScalerKwargs) -> None:
-    """Give a restored gradient scaler the constants of the recipe; its scale goes on.
+    """Give a restored gradient scaler the constants of the recipe; its scale is kept.
 
     Args:
         scaler: of the engine; None: there is none.
@@ -358,7 +357,7 @@ def _state_of(scheduler: Any) -> dict[str, Any]:
 
 
 def _options(groups: list[dict[str, Any]]) -> Groups:
-    """Return the options of parameter groups as plain values; what is none is left out."""
+    """Return the options of parameter groups that are plain values."""
     found = []
     for group in groups:
         plain = {name: _plain(value) for name, value in group.items() if name != "params"}
@@ -378,7 +377,7 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else _UNKNOWN
 
 
-def _like(present: Any, value: Any) -> Any:
+def _as_type_of(present: Any, value: Any) -> Any:
     """Return a plain value in the type that the group has it in."""
     if hasattr(present, "fill_"):  # a rate on the device: kernels hold on to it
         return present.fill_(value)
@@ -389,7 +388,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
     return {name for name in now if name in before and before[name] != now[name]}
 
 
-def _misfits(changed: list[set[str]], before: Groups, now: Groups) -> list[Problem]:
+def _incompatible_options(changed: list[set[str]], before: Groups, now: Groups) -> list[Problem]:
     """Return the options that a restored state cannot be given."""
     problems = {}
     for options, old, new in zip(changed, before, now, strict=True):
@@ -398,8 +397,8 @@ def _misfits(changed: list[set[str]], before: Groups, now: Groups) -> list[Probl
                 continue
             problems[name] = Problem(
                 f"optimizer option {name}={new[name]} with resume",
-                f"the saved state of the optimizer was made with {name}={old[name]} and lacks what "
-                "the other needs",
+                f"the saved optimizer state was made with {name}={old[name]} and does not fit "
+                "the new value",
                 f"Leave {name} out, or start a new run.",
             )
     return list(problems.values())
@@ -414,5 +413,5 @@ def _size(dataset: Any) -> int | None:
     return None if dataset is None else num_samples(dataset)
 
 
-def _told(size: int | None) -> str:
+def _size_text(size: int | None) -> str:
     return "unknown length" if size is None else f"{size:,} samples"

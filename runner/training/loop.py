@@ -1,7 +1,7 @@
 """The plain loop: epochs of windows, log points, evaluations, checkpoints, one end.
 
-Every process runs the same lines in the same order. What a process decides here it decides from
-counters and values that all processes share, so that none is left waiting for another.
+Every rank runs the same lines in the same order. Every decision here depends only on counters and
+values that all ranks share, so that none waits for another in a collective.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Loop:
         callbacks: by name.
         plan: batch arithmetic; None: derived from the recipe.
         resume_from: a checkpoint of this run; None: from the beginning.
-        stop_flag: hears of requests to stop; None: nothing asks.
-        display: what a person sees; None: standard output of rank 0.
+        stop_flag: receives requests to stop; None: there are none.
+        display: shows the run; None: on standard output of rank 0.
         on_begin: called on every process once the state is loaded and the first step is made, or
             none is to be made; before that, nothing of the run directory changes.
 
@@ -68,8 +68,8 @@ class Loop:
         stopped: why training ended, None before.
         metrics: the last evaluation of each split.
         schedulers: by the name of their optimizer.
-        results: what callbacks add to summary.json.
-        rows: what callbacks add to the final table.
+        results: entries that callbacks add to summary.json.
+        rows: (label, text) that callbacks add to the final table.
         remeasured: whether a resume changed the data or the objective that evaluations measure by.
         deadline: when `time.monotonic` says so, time is up; None: never.
     """
@@ -119,7 +119,7 @@ class Loop:
         self._skipped_steps = self._samples_at_log = self._samples_before = 0
         self._seconds_before = 0.0
         self._rates: dict[str, float] = {}
-        self._improved = self._told_nan = self.remeasured = False
+        self._improved = self._nan_noted = self.remeasured = False
         max_time = parse_duration(recipe.trainer.max_time)
         self.deadline = None if max_time is None else time.monotonic() + max_time
 
@@ -149,7 +149,7 @@ class Loop:
     # -- the run ---------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """Train to an end and return what `summary.json` holds.
+        """Train until the end and return the content of `summary.json`.
 
         Its `stopped` names why the run ended: max_steps, epochs, max_time or callback when it is
         complete, stop_after or signal when it is to be resumed.
@@ -159,10 +159,10 @@ class Loop:
             self._resume()
             self._open()
             check_gradients(self)
-            self._call("on_start")
+            self._notify("on_start")
             self.display.start(self.state.step, *summaries.limits_of(self))
             self._train()
-            with self.stop_flag.progress.slowly("the end of the run"):
+            with self.stop_flag.progress.slow_phase("the end of the run"):
                 return self._finish()
         finally:
             self.display.close()
@@ -196,7 +196,7 @@ class Loop:
             raise ConfigError(
                 Problem(
                     "data.train",
-                    "it gave no batch in a whole epoch",
+                    "it gave no batch in an epoch",
                     "Give it samples, or set trainer.drop_last=false.",
                 )
             )
@@ -221,7 +221,7 @@ class Loop:
         self.state.advance(window.num_samples)
 
     def _at_boundary(self) -> None:
-        """Do what is due between two optimizer steps."""
+        """Log, evaluate and save between two optimizer steps, where due."""
         state = self.state
         for callback in self._on_step:
             callback.on_step(self)
@@ -243,15 +243,15 @@ class Loop:
         return plan_batches(self.recipe.trainer, self.accelerator.parallel_dims.dp_size, size)
 
     def _prepare(self) -> None:
-        """Hand models, optimizers and everything that is saved to the engine."""
+        """Hand models, optimizers and prepared_iter that is saved to the engine."""
         step, accelerator = self.step, self.accelerator
         for model in step.models.values():
             if not model.training:  # as `from_pretrained` of several libraries returns it
                 model.train()
         prepared = accelerator.prepare(*step.models.values(), *step.optimizers.values())
-        everything = iter(prepared if isinstance(prepared, (tuple, list)) else (prepared,))
-        step.models = {name: next(everything) for name in step.models}
-        step.optimizers = {name: next(everything) for name in step.optimizers}
+        prepared_iter = iter(prepared if isinstance(prepared, (tuple, list)) else (prepared,))
+        step.models = {name: next(prepared_iter) for name in step.models}
+        step.optimizers = {name: next(prepared_iter) for name in step.optimizers}
         self._train_batches = TrainBatches(accelerator, self.data, self.recipe, self.plan)
         self._eval_batches = {
             split: EvalBatches(accelerator, dataset, self.recipe, self.data.collate_fn, split)
@@ -308,15 +308,15 @@ class Loop:
         state = self.state
         self.accelerator.load_state(self.resume_from)
         self._hyper.resume(self)
-        self.remeasured = self._hyper.measures_another
+        self.remeasured = self._hyper.measures_differently
         state.move_to(self.plan.global_batch)
-        self.metrics |= self.saver.measured(self.resume_from)
+        self.metrics |= self.saver.saved_metrics(self.resume_from)
         self._seconds_before = state.seconds
         self._samples_before = self._samples_at_log = state.samples
-        if not self.saver.resumed(self.resume_from):
+        if not self.saver.find_best(self.resume_from):
             self.display.note(
                 f"The best state (step {state.best_step}) is in no checkpoint any more: "
-                "the best is looked for anew."
+                "the best value is reset."
             )
             state.best = state.best_step = None
         added = [name for name in self._saved.added if not self._hyper.knows(name)]
@@ -326,21 +326,21 @@ class Loop:
             self.display.note(f"Not in the recipe, dropped: {', '.join(self._saved.dropped)}.")
 
     def _open(self) -> None:
-        """Open what the run writes to, and show the header."""
+        """Open the trackers, and show the header."""
         self.recorder.open(resumed=self.resume_from is not None)
         self.display.header(self.recipe.name, summaries.header_rows(self))
 
     def _begin(self) -> None:
-        """Take the run directory over: from here on it is this invocation that changes it."""
+        """Begin to write to the run directory: until here, nothing in it has changed."""
         self._begun = True
         if self._on_begin is not None:
             self._on_begin()
-        self.saver.begin()
-        self._point()  # what was resumed may have been measured here for the first time
+        self.saver.write_pointer()
+        self._mark_best()  # the resumed state may have been evaluated here for the first time
         self.recorder.begin()
 
-    def _call(self, event: str, *values: Any) -> None:
-        """Tell the callbacks that answer `event`; what they draw at random changes no training."""
+    def _notify(self, event: str, *values: Any) -> None:
+        """Call `event` of the callbacks that define it, with the random generators preserved."""
         for callback in self.callbacks.values():
             if getattr(type(callback), event) is not getattr(Callback, event):
                 with preserved():
@@ -397,15 +397,15 @@ class Loop:
         values["samples_per_second"] = samples / seconds if seconds > 0 else 0.0
         self.recorder.write("train", values, self.seconds)
         self.display.values(values)
-        self._call("on_log", values)
+        self._notify("on_log", values)
 
     # -- evaluation ------------------------------------------------------------------------
 
     def _evaluate_if_due(self) -> None:
         state, every = self.state, self.recipe.trainer.eval_every
         due = state.step_in_epoch == 0 if every is None else state.step % every == 0
-        hurried = self.stopped is not None and self.stopped.kind == "signal"
-        if (due or self.complete) and state.step > 0 and not hurried:
+        interrupted = self.stopped is not None and self.stopped.kind == "signal"
+        if (due or self.complete) and state.step > 0 and not interrupted:
             self._validate()
 
     def _validate(self) -> None:
@@ -418,8 +418,8 @@ class Loop:
             return
         state.evaluated_step = state.step
         value = monitored_value(metrics, self.monitor)
-        if value != value and not self._told_nan:
-            self._told_nan = True
+        if value != value and not self._nan_noted:
+            self._nan_noted = True
             self.display.note(
                 f"{self.monitor} is not a number (validation, step {state.step}): such a state is "
                 "never the best, and counts as no improvement."
@@ -442,7 +442,7 @@ class Loop:
             return agreed and self.stop_flag.reason != TIME_IS_UP
 
         try:
-            with self.watch.paused(), self.stop_flag.progress.slowly(f"evaluation ({split})"):
+            with self.watch.paused(), self.stop_flag.progress.slow_phase(f"evaluation ({split})"):
                 return evaluate(self.accelerator, self.step, batches, on_batch, batches.num_samples)
         except Interrupted:
             self.stopped = Stop("signal", f"{self.stop_flag.reason} received in evaluation")
@@ -452,8 +452,8 @@ class Loop:
         self.metrics[split] = metrics
         self.recorder.write(split, metrics, self.seconds)
         self.display.evaluation(split, self.state.step, self.state.epoch_number, metrics, mark)
-        with self.stop_flag.progress.slowly("on_evaluate"):
-            self._call("on_evaluate", split, dict(metrics))
+        with self.stop_flag.progress.slow_phase("on_evaluate"):
+            self._notify("on_evaluate", split, dict(metrics))
 
     # -- checkpoints -----------------------------------------------------------------------
 
@@ -461,7 +461,7 @@ class Loop:
         self._drain()
         state = self.state
         state.seconds = self.seconds
-        with self.watch.paused(), self.stop_flag.progress.slowly("saving"):
+        with self.watch.paused(), self.stop_flag.progress.slow_phase("saving"):
             path = self.saver.save(
                 {
                     "run": self.run_dir.name,
@@ -475,20 +475,20 @@ class Loop:
                     "metrics": self.metrics.get("validation", {}),
                 }
             )
-            self._point()
-        with self.stop_flag.progress.slowly("on_checkpoint"):
-            self._call("on_checkpoint", path)
+            self._mark_best()
+        with self.stop_flag.progress.slow_phase("on_checkpoint"):
+            self._notify("on_checkpoint", path)
 
-    def _point(self) -> None:
+    def _mark_best(self) -> None:
         """Make the newest checkpoint the best one, if its state was measured to be."""
         if self._improved and self.state.best is not None:
-            self.saver.point(self.monitor, self.state.best)
+            self.saver.mark_best(self.monitor, self.state.best)
         self._improved = False
 
     # -- the end ---------------------------------------------------------------------------
 
     def _finish(self) -> dict[str, Any]:
-        """Do what is still due, test the best state, and sum up."""
+        """Evaluate and save where due, test the best state, and write the summary."""
         if not self._begun:  # there was no step to make
             self._begin()
         if self.complete:  # a callback may have ended it after the boundary's own evaluation
@@ -498,7 +498,7 @@ class Loop:
         self._save_last()
         if self.complete:
             self._test()
-        self._call("on_end")
+        self._notify("on_end")
         summary = summaries.summary_of(self)
         if self.accelerator.is_main_process:
             write_summary(self.run_dir, summary)

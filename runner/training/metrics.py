@@ -79,7 +79,7 @@ class StepMeter:
     def take(self) -> dict[str, float]:
         """Return the mean of each value over the steps that were read, and forget them.
 
-        Steps whose value is not finite are left out and counted as ``<name>_nonfinite``.
+        Steps whose value is not finite are excluded and counted as ``<name>_nonfinite``.
         """
         means: dict[str, float] = {}
         for name, values in self._read.items():
@@ -96,19 +96,19 @@ class StepMeter:
         return not self._waiting and not self._read
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a log point is still to average, after `drain`."""
+        """Return the values that the next log point averages, after `drain`."""
         if self._waiting:
             raise CheckpointError("StepMeter.state_dict before drain: values are on the device.")
         return {name: list(values) for name, values in self._read.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore a state of `state_dict`."""
         self._waiting.clear()
         self._read = {name: list(values) for name, values in state.items()}
 
 
 class Stopwatch:
-    """Time spent training: evaluations and saves are left out."""
+    """Time spent on training, without evaluations and saves."""
 
     def __init__(self) -> None:
         self._start = self._lap = time.perf_counter()
@@ -116,7 +116,7 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what happens in this context."""
+        """Exclude the time in this context."""
         began = time.perf_counter()
         try:
             yield
@@ -126,7 +126,7 @@ class Stopwatch:
             self._paused_in_lap += spent
 
     def lap(self) -> float:
-        """Return the seconds since the last call, pauses left out."""
+        """Return the seconds since the last call, pauses excluded."""
         now = time.perf_counter()
         seconds = now - self._lap - self._paused_in_lap
         self._lap, self._paused_in_lap = now, 0.0
@@ -139,5 +139,5 @@ class Stopwatch:
 
     @property
     def training(self) -> float:
-        """Seconds since the beginning, pauses left out."""
+        """Seconds since the beginning, pauses excluded."""
         return self.elapsed - self._paused

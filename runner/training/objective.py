@@ -1,4 +1,4 @@
-"""What a recipe minimises, measures and predicts."""
+"""Objectives: losses, metrics and predictions of a recipe."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Objective:
         return {"loss": losses, "weight": torch.ones_like(losses) if weights is None else weights}
 
     def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Return the metrics of the whole data set from the values of all its samples: [N, ...]."""
+        """Return the metrics of a data set from the values of all its samples: [N, ...]."""
         # On the CPU, because not every device has double precision.
         losses, weights = (values[name].detach().cpu().double() for name in ("loss", "weight"))
         return {"loss": float(losses.sum() / weights.sum())}
@@ -50,7 +50,7 @@ class Objective:
     def predict(self, model: torch.nn.Module, batch: Any) -> Any:
         """Return predictions as nested tensors, each [B, ...].
 
-        By default the model's output for what `losses` gives it of the batch.
+        By default the output of the model in the call that `losses` makes.
 
         Raises:
             ConfigError: if `losses` calls the model more than once: which output is meant?
@@ -75,7 +75,7 @@ class Objective:
 
 
 def _per_sample(output: Any) -> Any:
-    """Return an output without its entries that are one value for the whole batch, such as loss."""
+    """Return an output without its entries that have no batch dim, such as a loss."""
     if not isinstance(output, Mapping):
         return output
     return {

@@ -11,10 +11,10 @@ class Progress:
 
     Attributes:
         count: boundaries passed: optimizer steps, evaluated batches, phases entered and left.
-        phase: what the main thread does.
-        is_slow: whether the phase may take as long as it takes: start-up with the first step,
+        phase: current phase of the main thread.
+        is_slow: whether the phase has no time limit: start-up with the first step,
             evaluation, saving, the end.
-        ending: why training has ended on this rank; empty: it goes on.
+        ending: why training has ended on this rank; empty: it has not.
     """
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class Progress:
         self.count += 1
 
     @contextmanager
-    def slowly(self, phase: str) -> Iterator[None]:
-        """Be in a phase that takes as long as it takes."""
+    def slow_phase(self, phase: str) -> Iterator[None]:
+        """Context of a phase without a time limit."""
         before = self.phase, self.is_slow
         self.count += 1
         self.phase, self.is_slow = phase, True

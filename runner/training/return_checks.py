@@ -1,4 +1,4 @@
-"""What the user's methods must return, checked where a step or an evaluation calls them."""
+"""Checks of the values that the user's methods return to a step or an evaluation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel.errors import ConfigError, Problem
 
 
 def shown(value: Any) -> str:
-    """Return what a value is, in a few words: "None", "a list", "the class Linear"."""
+    """Return a short description of a value: "None", "a list", "the class Linear"."""
     if value is None:
         return "None"
     if isinstance(value, type):
@@ -69,7 +69,7 @@ def tensors(owner: object, method: str, value: Any) -> dict[str, torch.Tensor]:
     Args:
         owner: the step or objective that was called.
         method: of it.
-        value: what it returned.
+        value: the returned value.
 
     Raises:
         ConfigError: if they are none.
@@ -79,13 +79,13 @@ def tensors(owner: object, method: str, value: Any) -> dict[str, torch.Tensor]:
         raise _refused(owner, method, shown(value), rule, 'Return {"loss": …}.')
     for name, found in value.items():
         if not isinstance(found, torch.Tensor):
-            what = f"{shown(found)} for {name!r}"
-            raise _refused(owner, method, what, rule, "Return a tensor for each name.")
+            shown_value = f"{shown(found)} for {name!r}"
+            raise _refused(owner, method, shown_value, rule, "Return a tensor for each name.")
     return dict(value)
 
 
 def metrics(owner: object, value: Any) -> dict[str, float]:
-    """Return what `summarize` returned as numbers by name.
+    """Return the result of `summarize` as numbers by name.
 
     Raises:
         ConfigError: if it is something else.
@@ -97,13 +97,13 @@ def metrics(owner: object, value: Any) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, metric in value.items():
         if isinstance(metric, torch.Tensor) and metric.numel() != 1:
-            what = f"a tensor of shape {list(metric.shape)} for {name!r}"
-            raise _refused(owner, "summarize", what, rule, "Return its mean, or the like.")
+            shown_value = f"a tensor of shape {list(metric.shape)} for {name!r}"
+            raise _refused(owner, "summarize", shown_value, rule, "Return its mean, or the like.")
         try:
             found[str(name)] = float(metric)
         except (TypeError, ValueError):
-            what = f"{shown(metric)} for {name!r}"
-            raise _refused(owner, "summarize", what, rule, remedy) from None
+            shown_value = f"{shown(metric)} for {name!r}"
+            raise _refused(owner, "summarize", shown_value, rule, remedy) from None
     return found
 
 
@@ -113,20 +113,20 @@ def metrics(owner: object, value: Any) -> dict[str, float]:
 def rows(
     owner: object, value: Any, num_samples: int | None, names: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return what `predict` returned as one mapping of plain values per sample.
+    """Return the result of `predict` as one mapping of plain values per sample.
 
     Each tensor [B, ...] of nested mappings and lists is a column with a dotted name; so is a list
     of B other values, such as texts, or tensors of different lengths.
 
     Args:
         owner: the step or objective that was called.
-        value: what it returned for a batch of B samples.
+        value: the returned value for a batch of B samples.
         num_samples: B; None: not known.
         names: the columns of the batches before; None: there is none.
 
     Raises:
-        ConfigError: if a column has not one row per sample, holds what JSON has no type for, or is
-            not that of the batches before.
+        ConfigError: if a column has not one row per sample, holds a type that JSON lacks, or is not
+            that of the batches before.
     """
     nodes = value if isinstance(value, Mapping) else {"prediction": value}
     columns = dict(_columns(nodes, num_samples))
@@ -138,14 +138,14 @@ def rows(
         raise _refused(owner, "predict", f"{shown(value)} without values", rule, remedy)
     found = {}
     for name, column in columns.items():
-        what = _described(column) + (f" for {name!r}" if isinstance(value, Mapping) else "")
+        shown_value = _described(column) + (f" for {name!r}" if isinstance(value, Mapping) else "")
         if not size or _num_rows(column) != size:
-            raise _refused(owner, "predict", what, rule, remedy)
+            raise _refused(owner, "predict", shown_value, rule, remedy)
         try:
             found[name] = [_plain(row) for row in _listed(column)]
         except TypeError as error:
             rule, remedy = f"JSON has no type for {error}", "Return tensors, numbers or texts."
-            raise _refused(owner, "predict", what, rule, remedy) from None
+            raise _refused(owner, "predict", shown_value, rule, remedy) from None
     if names is not None and list(names) != list(found):
         rule = f"the batches before gave {', '.join(names)}"
         remedy = "Return the same names for every batch; give lists of tensors names of their own."
@@ -200,7 +200,7 @@ def _plain(value: Any) -> Any:
     """Return a value in types of JSON; numbers that it does not know stay.
 
     Raises:
-        TypeError: telling the type that it has none for.
+        TypeError: naming a type that JSON does not have.
     """
     if value is None or isinstance(value, (bool, int, float, str, os.PathLike)):
         return value

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Run(Protocol):
-    """What the training loop shows of a run to callbacks and to the runner's own reports.
+    """The interface of the training loop for callbacks and for the runner's own reports.
 
     Attributes:
         recipe: the run's recipe.

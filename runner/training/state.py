@@ -1,4 +1,4 @@
-"""Where a run stands: what a checkpoint stores besides the engine's own state. Free of torch."""
+"""Counters of a run, stored in checkpoints beside the engine's state. Free of torch."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ class TrainState:
             raise ConfigError(
                 Problem(
                     f"trainer.global_batch_size={global_batch}",
-                    f"the checkpoint lies {self.samples_in_epoch} samples into an epoch, which is "
-                    "no whole number of such batches",
+                    f"the checkpoint is {self.samples_in_epoch} samples into an epoch, which is no "
+                    "multiple of that batch size",
                     "Resume with the global batch size that it was trained with, one that divides "
                     f"{self.samples_in_epoch}, or from a checkpoint at the end of an epoch.",
                 )

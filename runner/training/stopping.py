@@ -1,14 +1,14 @@
 """Requests to stop: a signal sets a flag, and all processes act on it at the same step boundary.
 
-SIGTERM and SIGUSR1 (what schedulers send before they take a machine away) mean: save and stop.
-Their handlers only set a flag. Processes receive them at different steps, and a process that left
-the loop alone would leave the others waiting in a collective for ever. So rank 0 decides, and the
-others follow:
+SIGTERM and SIGUSR1 (sent by schedulers before they take a machine away) mean: save and stop. Their
+handlers only set a flag. Ranks receive them at different steps, and a rank that left the loop by
+itself would leave the others waiting in a collective forever. So rank 0 decides, and the others
+follow:
 
 * A *boundary* is a call of `StopFlag.agreed`. Every process makes the same calls in the same order.
 * At some boundaries, the same ones on all processes, rank 0 writes its decision and the number of
-  the next such boundary to the store that the processes met through; the others read it. This is a
-  message on the host, not a collective: nothing waits for a device, and rank 0 waits for nobody.
+  the next such boundary to the store of the rendezvous; the others read it. This is a message on
+  the host, not a collective: nothing waits for a device, and rank 0 waits for nobody.
 * These boundaries lie about `INTERVAL_SECONDS` apart, so that the cost per step vanishes, and never
   more than `MAX_INTERVAL` boundaries, so that a loop that becomes slow still hears of a signal.
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 INTERVAL_SECONDS = 0.25
 MAX_INTERVAL = 64
-# Decisions are removed once so many newer ones exist. Rank 0 can be ahead of the others by what
-# fits between two points where it waits for them; that is far less.
+# Decisions are removed once so many newer ones exist. Rank 0 is ahead of the others by far fewer:
+# it waits for them in every collective.
 KEPT_DECISIONS = 10_000
 
 STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
 )
-# Names the signals that torch's agent takes; for the process of the agent alone.
+# Names the signals that torch's agent handles; set only in the process of the agent.
 TORCHS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class Processes(Protocol):
-    """What is needed of an `Accelerator`."""
+    """The part of an `Accelerator` that is used here."""
 
     @property
     def num_processes(self) -> int: ...
@@ -77,7 +77,7 @@ class StopFlag:
 
     @property
     def reason(self) -> str:
-        """What asked for the stop that all processes agreed on, e.g. "SIGTERM"; empty: none yet."""
+        """Reason of the stop that all ranks agreed on, e.g. "SIGTERM"; empty: none yet."""
         return self._decided
 
     @property
@@ -101,8 +101,8 @@ class StopFlag:
             phase: kind of boundary. Kinds of different duration keep different intervals.
 
         Raises:
-            KeyboardInterrupt: if Ctrl-C raised it before, where it was lost: what is raised while
-                an object is destroyed (a loader that ends its processes, say) reaches nobody.
+            KeyboardInterrupt: if Ctrl-C raised it before and it was lost, as exceptions in
+                destructors are (e.g. of a loader that ends its processes).
         """
         if phase == "train":
             self.progress.step()
@@ -126,7 +126,7 @@ class StopFlag:
 
     def _exchange(self, processes: Processes, phase: str, clock: _Clock) -> None:
         if self._store is None:
-            self._store = _own_connection()
+            self._store = _stop_store()
         key = f"{phase}/{clock.tick}"
         if processes.process_index == 0:
             if not self._requested and self._store.check(["requested"]):
@@ -178,10 +178,10 @@ class StopFlag:
 
 
 def _in_forked_child(number: int) -> None:
-    """Do what a child of a process with our handlers does: it has nothing to save.
+    """Handle a stop signal in a child of a process with our handlers, which has nothing to save.
 
-    SIGTERM ends it, as its parent expects of `Process.terminate`. Schedulers send SIGUSR1 to whole
-    trees of processes; data loaders outlast it, since training goes on to the next boundary.
+    SIGTERM ends it, as its parent expects of `Process.terminate`. Schedulers send SIGUSR1 to all
+    processes of a job; data loaders ignore it, since training continues to the next boundary.
     """
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
@@ -214,8 +214,8 @@ class _Clock:
             store.delete_key(self._keys.pop(0))
 
 
-def _own_connection() -> Store:
-    """Return a connection of our own to the store that the processes met through."""
+def _stop_store() -> Store:
+    """Return a connection of our own to the store of the rendezvous."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     store: Any = _get_default_store()  # `clone` is documented, and missing in torch's type stubs
@@ -223,7 +223,7 @@ def _own_connection() -> Store:
 
 
 @contextmanager
-def held_back(numbers: Sequence[int]) -> Iterator[None]:
+def signals_blocked(numbers: Sequence[int]) -> Iterator[None]:
     """Hold `numbers` back from this thread; processes that it starts inside hold them back, too."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -232,7 +232,7 @@ def held_back(numbers: Sequence[int]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def release(numbers: Sequence[int]) -> None:
+def unblock_signals(numbers: Sequence[int]) -> None:
     """Deliver signals that the parent held back while it started this process."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 

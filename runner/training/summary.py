@@ -1,4 +1,4 @@
-"""What a run says of itself: the rows of its header and of its final table, and summary.json."""
+"""Reports of a run: the rows of its header and of its final table, and summary.json."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def count_parameters(models: Mapping[str, torch.nn.Module]) -> tuple[int, int]:
 
 
 def header_rows(loop: Run) -> list[Row]:
-    """Return what a person wants to know before a run starts."""
+    """Return the rows of the header, shown before a run starts."""
     rows = [
         ("directory", str(loop.run_dir)),
         ("device", device_line(loop.accelerator)),
@@ -59,13 +59,13 @@ def limits_of(loop: Run) -> tuple[int | None, int | None, float | None]:
 
 
 def slow_rows(recipe: Recipe, device_type: str) -> list[Row]:
-    """Return a warning of what is slower than without it on this kind of device."""
+    """Return a warning of options that slow down this kind of device."""
     if recipe.compile is None or recipe.deepspeed is None or device_type != "cpu":
         return []
     if recipe.deepspeed.zero_stage != 3 or recipe.compile.backend == "no":
         return []
-    told = "torch.compile under ZeRO-3 on a CPU is some times slower than without: compile=null"
-    return [("note", told)]
+    note = "torch.compile under ZeRO-3 on a CPU is some times slower than without: compile=null"
+    return [("note", note)]
 
 
 def device_line(accelerator: Accelerator) -> str:
@@ -83,16 +83,16 @@ def device_line(accelerator: Accelerator) -> str:
 
 
 def engine_line(accelerator: Accelerator) -> str:
-    """Return e.g. "fsdp · mesh dp_shard 4 · in shards: parameters, gradients, optimizer state"."""
+    """Return e.g. "fsdp · mesh dp_shard 4 · sharded: parameters, gradients, optimizer state"."""
     strategy = accelerator.strategy
     parts = [strategy.traits.name]
     axes = _axes(accelerator)
     if axes:
         parts.append("mesh " + " × ".join(f"{name} {size}" for name, size in axes.items()))
     if strategy.state.sharded:
-        parts.append("in shards: " + ", ".join(strategy.state.sharded))
+        parts.append("sharded: " + ", ".join(strategy.state.sharded))
     elif accelerator.num_processes > 1:
-        parts.append("the whole model on each process")
+        parts.append("the model replicated on each rank")
     if accelerator.plan.dynamo.backend != "no":
         parts.append(f"compiled by {accelerator.plan.dynamo.backend}")
     return " · ".join(parts)
@@ -176,14 +176,14 @@ def length_line(loop: Run) -> str:
     if plan.steps_per_epoch is None or trainer.epochs is None:
         limits += [] if trainer.max_steps is None else [counted(trainer.max_steps, "step")]
         return " or ".join(limits)
-    whole = counted(trainer.epochs * plan.steps_per_epoch, "step")
-    line = f"{limits[0]} × {counted(plan.steps_per_epoch, 'step')} = {whole}"
+    unlimited = counted(trainer.epochs * plan.steps_per_epoch, "step")
+    line = f"{limits[0]} × {counted(plan.steps_per_epoch, 'step')} = {unlimited}"
     total = counted(plan.total_steps or 0, "step")
-    return line if total == whole else f"{total} (of {line})"
+    return line if total == unlimited else f"{total} (of {line})"
 
 
 def summary_of(loop: Run) -> dict[str, Any]:
-    """Return what `summary.json` holds."""
+    """Return the content of `summary.json`."""
     state, stopped = loop.state, loop.stopped
     best = None
     if state.best is not None:
@@ -200,7 +200,7 @@ def summary_of(loop: Run) -> dict[str, Any]:
         "run_dir": str(loop.run_dir),
         "stopped": None if stopped is None else stopped.kind,
         "reason": None if stopped is None else stopped.reason,
-        # A run that ran out of time has made a part of its schedule: it can be resumed.
+        # A run that reached max_time has not finished its schedule: it can be resumed.
         "complete": stopped is not None and stopped.complete and stopped.kind != "max_time",
         "step": state.step,
         "epoch": state.epoch,
@@ -226,7 +226,7 @@ def throughput(loop: Run) -> float:
 
 
 def final_rows(loop: Run, summary: Mapping[str, Any]) -> list[Row]:
-    """Return the final table: what came out, how fast, where things are."""
+    """Return the final table: metrics, throughput, paths."""
     rows: list[Row] = []
     epochs = f"epoch {loop.state.epoch_number}"
     if summary["best"] is not None:
@@ -250,11 +250,11 @@ def final_rows(loop: Run, summary: Mapping[str, Any]) -> list[Row]:
         step = f"step {loop.saver.best.step}"
         rows.append(("best state", f"{_below(best_path, loop.run_dir)} ({step})"))
     if not summary["complete"]:
-        rows.append(("go on", f"runner resume={shlex.quote(str(loop.run_dir))}"))
+        rows.append(("resume", f"runner resume={shlex.quote(str(loop.run_dir))}"))
     return rows
 
 
 def _below(path: str | Path, folder: Path) -> str:
     """Return `path` relative to `folder` where it lies in it."""
-    whole, root = Path(path).resolve(), folder.resolve()
-    return str(whole.relative_to(root)) if whole.is_relative_to(root) else str(path)
+    inner, root = Path(path).resolve(), folder.resolve()
+    return str(inner.relative_to(root)) if inner.is_relative_to(root) else str(path)

@@ -1,4 +1,4 @@
-"""What goes wrong inside of torch in a training step, in the words of a recipe."""
+"""Errors of torch in a training step, translated to keys of a recipe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_NAMES = 5
 
 @contextmanager
 def translated(models: Mapping[str, Any], step: Callable[[], int]) -> Iterator[None]:
-    """Raise torch's errors of a training step as ones that say what to do in the recipe.
+    """Raise torch's errors of a training step with a remedy in the recipe.
 
     Args:
         models: of the run, by name, as prepared.
@@ -88,5 +88,5 @@ def _unused(models: Mapping[str, Any], text: str) -> Problem:
     return Problem(
         f"{which} got no gradient in a step",
         "under data parallelism every trainable parameter must take part in the loss",
-        "Set distributed.ddp.find_unused_parameters=true, or freeze what is not used.",
+        "Set distributed.ddp.find_unused_parameters=true, or freeze unused parameters.",
     )

@@ -28,7 +28,7 @@ def _line(line: str, *names: str | tuple[str, ...], **more: object) -> Mistake:
 
 
 _CUT_OFF = '@register.callback("bad")\nclass Bad(Callback):\n    def on_step(self, loop):\n'
-_JOINED = ("samples cannot be joined into a batch", "collate_fn")
+_JOINED = ("samples cannot be collated", "collate_fn")
 _FAILS = {"ends": FAILED, "late": True}
 _SIZED = "class Rows(Dataset):\n        def __getitem__(self, i): return ROWS[i]\n        "
 

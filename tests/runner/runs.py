@@ -27,7 +27,7 @@ def make_run(folder: Path, *overrides: str, checkpoints: int = 1, best: int | No
         best: which of them is the best; None: the run keeps no best.
     """
     with hydra_setup.session():
-        recipe = composition.require(composition.anew([*SMALL, *overrides], "config"))
+        recipe = composition.require(composition.new_run([*SMALL, *overrides], "config"))
     run_dir = directory.claim(folder, recipe.name)
     Job(run_dir, overrides=(*SMALL, *overrides), cwd=str(folder)).save(recipe)
     for number in range(checkpoints):

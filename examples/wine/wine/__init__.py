@@ -1,4 +1,4 @@
-"""Which of three cultivars a wine was made from, told by 13 chemical measurements.
+"""Which of three cultivars a wine was made from, classified by 13 chemical measurements.
 
 Shapes: B samples in the batch of one process, N samples of a data set.
 """
@@ -68,7 +68,7 @@ class Cultivar(Objective):
         return F.cross_entropy(model(measurements), targets, reduction="none")
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """Return what the metrics are made of, one row per sample: each [B]."""
+        """Return the values of the metrics, one row per sample: each [B]."""
         measurements, targets = batch
         logits = model(measurements)
         losses = F.cross_entropy(logits, targets, reduction="none")

@@ -93,13 +93,13 @@ def headers(folder: str) -> dict[str, str]:
 def test_the_header_tells_what_each_rank_holds(tmp_path: Path) -> None:
     found = run_distributed(headers, 2, str(tmp_path))[0]
     # 49 parameters of 4 bytes, AdamW keeps two of them and a step count per tensor
-    assert "ddp · mesh data 2 · the whole model on each process" in found["ddp"]
+    assert "ddp · mesh data 2 · the model replicated on each rank" in found["ddp"]
     assert "parameters 196 B · gradients 196 B · optimizer state 408 B" in found["ddp"]
-    assert "mesh dp_shard 2 · in shards: parameters, gradients, optimizer state" in found["fsdp"]
+    assert "mesh dp_shard 2 · sharded: parameters, gradients, optimizer state" in found["fsdp"]
     assert "parameters 116 B · gradients 116 B" in found["fsdp"]  # rank 0 has the one odd row
-    assert "in shards: the matrices of the plan" in found["tp"]
+    assert "sharded: the matrices of the plan" in found["tp"]
     assert "1 replica × 4 × 2 accumulated" in found["tp"]
-    shards = "in shards: optimizer state, gradients, parameters"
+    shards = "sharded: optimizer state, gradients, parameters"
     assert f"deepspeed · mesh data 2 · {shards}" in found["zero3"]
 
 

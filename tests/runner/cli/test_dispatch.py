@@ -276,7 +276,7 @@ def stopped(tmp_path: Path, *overrides: str, name: str = "digits") -> Path:
     run_dir = tmp_path / "runs" / name / "20260101-120000-aaaa"
     run_dir.mkdir(parents=True)
     with hydra_setup.session():
-        recipe = composition.require(composition.anew([f"name={name}", *overrides], "config"))
+        recipe = composition.require(composition.new_run([f"name={name}", *overrides], "config"))
     Job(run_dir, (f"name={name}", *overrides)).save(recipe)
     return run_dir
 
@@ -383,7 +383,7 @@ def test_a_project_of_the_users_own(
 
 def test_the_working_directory_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), "/usr/lib/x"])
-    paths.settle()
+    paths.move_project_last()
     assert sys.path == ["/usr/lib/x", str(tmp_path)]
 
 

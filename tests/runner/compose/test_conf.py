@@ -46,7 +46,7 @@ def switch_off(choice: str) -> bool:
 @pytest.mark.parametrize("choice", ["config", *choices()])
 def test_every_file_composes_into_a_recipe(choice: str) -> None:
     overrides = [] if choice == "config" else [choice, *ALONE.get(choice, [])]
-    examined = composition.anew(overrides, "config")
+    examined = composition.new_run(overrides, "config")
     assert all(problem.rule == NOT_YET for problem in examined.problems), examined.problems
     assert bool(examined.problems) == switch_off(choice)
     assert parts.check_factories(examined.recipe) == []
@@ -55,12 +55,12 @@ def test_every_file_composes_into_a_recipe(choice: str) -> None:
 def test_a_composed_recipe_is_plain_and_back() -> None:
     from runner.config.serialization import from_plain, to_plain
 
-    found = composition.require(composition.anew(["precision=bf16", "profile=trace"], "config"))
+    found = composition.require(composition.new_run(["precision=bf16", "profile=trace"], "config"))
     assert from_plain(to_plain(found)) == found
 
 
 def test_the_default_recipe() -> None:
-    found = composition.require(composition.anew([], "config"))
+    found = composition.require(composition.new_run([], "config"))
     assert found.name == "digits"
     assert (found.model["name"], found.data["name"]) == ("cnn", "digits")
     assert (found.distributed.kind, found.precision.mode) == ("none", "no")
@@ -70,7 +70,7 @@ def test_the_default_recipe() -> None:
 
 def test_defaults_live_in_the_schema_alone() -> None:
     """A group's default file changes nothing silently: what it sets is a key of the schema."""
-    found = composition.require(composition.anew([], "config"))
+    found = composition.require(composition.new_run([], "config"))
     assert found.precision == Recipe().precision
     assert found.distributed == Recipe().distributed
 
@@ -93,11 +93,11 @@ ENGINES = ("fsdp", "deepspeed", "tensor_parallel")
     ],
 )
 def test_a_preset_is_processes_and_an_engine(overrides: list[str], engines: dict[str, str]) -> None:
-    found = composition.require(composition.anew(overrides, "config"))
+    found = composition.require(composition.new_run(overrides, "config"))
     assert (found.distributed.kind, found.distributed.device) == ("auto", "auto")
     assert {name for name in ENGINES if getattr(found, name) is not None} == set(engines)
     chosen = [f"{group}={file}" for group, file in engines.items()]
-    alone = composition.require(composition.anew(chosen, "config"))
+    alone = composition.require(composition.new_run(chosen, "config"))
     for name in engines:
         assert getattr(found, name) == getattr(alone, name)
 
@@ -107,25 +107,25 @@ def test_a_preset_is_processes_and_an_engine(overrides: list[str], engines: dict
     [["distributed=fsdp", "deepspeed=zero1"], ["distributed=deepspeed", "fsdp=full_shard"]],
 )
 def test_a_preset_with_a_second_engine_is_refused(overrides: list[str]) -> None:
-    (problem,) = composition.anew(overrides, "config").problems
+    (problem,) = composition.new_run(overrides, "config").problems
     assert "fsdp" in problem.value
     assert "deepspeed" in problem.value
 
 
 def test_a_group_is_switched_off_by_null() -> None:
     overrides = ["scheduler=null", "callbacks=null", "profile=null"]
-    found = composition.require(composition.anew(overrides, "config"))
+    found = composition.require(composition.new_run(overrides, "config"))
     assert (found.scheduler, found.callbacks, found.profile) == (None, {}, None)
 
 
 def test_several_files_of_callbacks_are_joined() -> None:
-    found = composition.require(composition.anew(["callbacks=[early_stopping,text]"], "config"))
+    found = composition.require(composition.new_run(["callbacks=[early_stopping,text]"], "config"))
     assert list(found.callbacks) == ["early_stopping", "text_baselines", "text_sample"]
 
 
 def test_arguments_of_factories_need_no_plus() -> None:
     overrides = ["model.width=8", "distributed.ddp.comm_state_option.matrix_approximation_rank=2"]
-    found = composition.require(composition.anew(overrides, "config"))
+    found = composition.require(composition.new_run(overrides, "config"))
     assert found.model["width"] == 8
     assert found.distributed.ddp.comm_state_option == {"matrix_approximation_rank": 2}
 
@@ -145,7 +145,7 @@ def test_arguments_of_factories_may_have_a_plus_and_be_taken_out(
     overrides: list[str], model: dict[str, Any]
 ) -> None:
     """Hydra composes with the file's arguments although another factory does not get them."""
-    found = composition.anew([*overrides, "model.name=byte_gpt"], "config")
+    found = composition.new_run([*overrides, "model.name=byte_gpt"], "config")
     assert found.problems == []
     assert {**found.recipe.model, **model} == found.recipe.model
     assert ("own" in found.recipe.model) is ("own" in model)
@@ -154,7 +154,7 @@ def test_arguments_of_factories_may_have_a_plus_and_be_taken_out(
 def test_arguments_are_taken_out_of_a_resumed_run(tmp_path: Path) -> None:
     """Also what no file has, but its own command line, and where its files are gone."""
     own = ("model.own=3", "data.own=3")
-    frozen = composition.require(composition.anew(own, "config"))
+    frozen = composition.require(composition.new_run(own, "config"))
     for files in (own, (*own, "experiment=gone")):
         job = Job(tmp_path / str(len(files)), overrides=files, cwd=str(tmp_path))
         job.run_dir.mkdir()
@@ -182,18 +182,18 @@ def test_arguments_are_taken_out_of_a_resumed_run(tmp_path: Path) -> None:
 def test_another_factory_does_not_get_the_arguments_of_a_file(
     overrides: list[str], model: dict[str, Any]
 ) -> None:
-    assert composition.anew(overrides, "config").recipe.model == model
+    assert composition.new_run(overrides, "config").recipe.model == model
 
 
 def test_the_files_own_factory_keeps_its_arguments() -> None:
-    file = composition.anew([], "config").recipe.model
-    found = composition.anew(["model.name=cnn", "model.width=7"], "config").recipe.model
+    file = composition.new_run([], "config").recipe.model
+    found = composition.new_run(["model.name=cnn", "model.width=7"], "config").recipe.model
     assert found == {**file, "width": 7}
 
 
 def test_interpolations_are_resolved() -> None:
     overrides = ["tracker.project_name=${name}", "tags=['${hydra:job.num}']"]
-    found = composition.require(composition.anew(overrides, "config", number=3))
+    found = composition.require(composition.new_run(overrides, "config", number=3))
     assert (found.tracker.project_name, found.tags) == ("digits", ["3"])
 
 
@@ -349,7 +349,7 @@ def test_every_field_of_every_handler_is_set_by_override(monkeypatch: pytest.Mon
     overrides = ["precision=fp8", "profile=trace", "compile=default"]
     for node, (_, fields) in HANDLERS.items():
         overrides += [f"{node}.{name}={text}" for name, (text, _) in fields.items()]
-    examined = composition.anew(overrides, "config")
+    examined = composition.new_run(overrides, "config")
     assert {problem.rule for problem in examined.problems} == {NOT_YET}
     for node, (kind, fields) in HANDLERS.items():
         built, default = node_at(examined.recipe, node), node_at(Recipe(), node) or kind()
@@ -360,7 +360,7 @@ def test_every_field_of_every_handler_is_set_by_override(monkeypatch: pytest.Mon
 
 
 def test_every_key_of_the_schema_is_a_key_of_the_composed_recipe() -> None:
-    found = composition.require(composition.anew([], "config"))
+    found = composition.require(composition.new_run([], "config"))
     plain = serialization.to_plain(found)
     missing = []
     for key in keys.typed_keys():
@@ -391,7 +391,7 @@ def test_a_projects_own_files_are_found(tmp_path: Path, monkeypatch: pytest.Monk
     write(tmp_path / "conf/experiment/mine.yaml", EXPERIMENT)
     monkeypatch.chdir(tmp_path)
     with hydra_setup.session():
-        found = composition.require(composition.anew(["experiment=mine", "seed=3"], "config"))
+        found = composition.require(composition.new_run(["experiment=mine", "seed=3"], "config"))
     assert (found.name, found.model, found.seed) == ("mine", {"name": "cnn", "width": 2}, 3)
 
 
@@ -401,7 +401,7 @@ def test_a_file_that_is_shadowed_is_refused(
     write(tmp_path / "conf/model/cnn.yaml", "name: mine\n")
     monkeypatch.chdir(tmp_path)
     with hydra_setup.session():
-        (problem,) = composition.anew([], "config").problems
+        (problem,) = composition.new_run([], "config").problems
     assert str(tmp_path / "conf/model/cnn.yaml") in problem.value
     assert "same name and is read instead" in problem.rule
 
@@ -410,7 +410,7 @@ def test_the_same_file_again_is_no_harm(tmp_path: Path, monkeypatch: pytest.Monk
     write(tmp_path / "conf/model/cnn.yaml", (CONF / "model/cnn.yaml").read_text())
     monkeypatch.chdir(tmp_path)
     with hydra_setup.session():
-        assert composition.anew([], "config").problems == []
+        assert composition.new_run([], "config").problems == []
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ def test_a_file_cannot_reach_the_process(
     write(tmp_path / "conf/mine.yaml", f"defaults: [config, _self_]\nhydra: {{{text}}}\n")
     monkeypatch.chdir(tmp_path)
     with hydra_setup.session():
-        (problem,) = composition.anew([], "mine").problems
+        (problem,) = composition.new_run([], "mine").problems
     assert where in problem.value
 
 
@@ -450,6 +450,6 @@ def test_a_mistake_in_a_file_is_explained(
     write(tmp_path / "conf/experiment/wrong.yaml", f"# @package _global_\n{text}\n")
     monkeypatch.chdir(tmp_path)
     with hydra_setup.session():
-        (problem,) = composition.anew(["experiment=wrong"], "config").problems
+        (problem,) = composition.new_run(["experiment=wrong"], "config").problems
     for part in expected:
         assert part in str(problem)

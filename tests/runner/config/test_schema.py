@@ -222,4 +222,4 @@ def test_which_keys_are_open(key: str, free: bool) -> None:
     ],
 )
 def test_the_key_that_was_meant(key: str, meant: str) -> None:
-    assert meant in keys.meant(key, keys.known_keys({"optimizer": {"lr": 1}}))
+    assert meant in keys.suggestion(key, keys.known_keys({"optimizer": {"lr": 1}}))

@@ -30,11 +30,11 @@ ODD = (
 def test_a_name_is_what_was_typed_also_where_it_is_read_again(word: str, tmp_path: Path) -> None:
     with hydra_setup.session():
         found = composition.require(
-            composition.anew([f"name={word}", f"tags=[{word},a]"], "config")
+            composition.new_run([f"name={word}", f"tags=[{word},a]"], "config")
         )
         assert (found.name, found.tags) == (word, [word, "a"])
         jobs = hydra_setup.expand([f"name={word},b"])
-        assert [composition.anew(job, "config").recipe.name for job in jobs] == [word, "b"]
+        assert [composition.new_run(job, "config").recipe.name for job in jobs] == [word, "b"]
     path = tmp_path / "config.yaml"
     path.write_text(serialization.yaml_text(serialization.to_plain(found)))
     assert serialization.read_yaml(path)["name"] == word
@@ -44,7 +44,7 @@ def test_a_name_is_what_was_typed_also_where_it_is_read_again(word: str, tmp_pat
 def test_text_that_hydra_reads_as_such_stays_as_it_is(text: str) -> None:
     assert quoted([f"name={text}", f"tags=[{text},7]"]) == [f"name={text}", f"tags=[{text},'7']"]
     with hydra_setup.session():
-        assert composition.require(composition.anew([f"tags=[{text}, 7]"], "config")).tags == [
+        assert composition.require(composition.new_run([f"tags=[{text}, 7]"], "config")).tags == [
             text,
             "7",
         ]
@@ -81,7 +81,7 @@ def test_a_file_whose_text_yaml_reads_as_something_else_is_refused(
     path.parent.mkdir(parents=True)
     path.write_text(content)
     with hydra_setup.session():
-        problems = composition.anew([f"{path.parent.name}=mine"], "config").problems
+        problems = composition.new_run([f"{path.parent.name}=mine"], "config").problems
     (problem,) = problems
     assert problem.value.endswith(expected)
     assert "it is text, and YAML reads" in problem.rule
@@ -90,4 +90,4 @@ def test_a_file_whose_text_yaml_reads_as_something_else_is_refused(
         content.replace("1_2_1", '"1_2_1"').replace("on]", "'on']").replace("1e3", "'1e3'")
     )
     with hydra_setup.session():
-        assert not composition.anew([f"{path.parent.name}=mine"], "config").problems
+        assert not composition.new_run([f"{path.parent.name}=mine"], "config").problems

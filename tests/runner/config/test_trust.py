@@ -94,7 +94,7 @@ def test_trust_comes_from_the_project_above_the_working_directory(
     package(tmp_path, "wine_a", "def mlp(): ...\n")
     monkeypatch.chdir(tmp_path / "deep" / "er")
     assert trust.trusted() == {"wine_a": str(tmp_path / "pyproject.toml")}
-    paths.settle()
+    paths.move_project_last()
     assert sys.path[-1] == str(tmp_path)
     trust.import_packages()
     assert "wine_a" in sys.modules
@@ -108,7 +108,7 @@ def test_a_trusted_package_does_not_lend_its_trust(
     package(tmp_path, "wine_b", "from os import system\nfrom torch.nn import Linear\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(trust.VARIABLE, "wine_b")
-    paths.settle()
+    paths.move_project_last()
     assert callable(trust.resolve("wine_b.Linear", "model._target_"))
     with pytest.raises(ConfigError, match=r"leads to posix\.system|leads to nt\.system"):
         trust.resolve("wine_b.system", "model._target_")
@@ -151,7 +151,7 @@ def test_a_package_that_cannot_be_imported_is_named(
         package(tmp_path, "wine_c", source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(trust.VARIABLE, "wine_c")
-    paths.settle()
+    paths.move_project_last()
     with pytest.raises(ConfigError, match=why):
         trust.import_packages()
 
@@ -163,7 +163,7 @@ def test_a_target_that_ends_the_process_is_refused(
     (tmp_path / "wine_e" / "script.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(trust.VARIABLE, "wine_e")
-    paths.settle()
+    paths.move_project_last()
     with pytest.raises(ConfigError, match=r"importing wine_e.script ended in SystemExit\(0\)"):
         trust.resolve("wine_e.script.net", "model")
 
@@ -174,6 +174,6 @@ def test_an_error_inside_a_package_is_the_users_to_see(
     package(tmp_path, "wine_d", "1 / 0")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(trust.VARIABLE, "wine_d")
-    paths.settle()
+    paths.move_project_last()
     with pytest.raises(ZeroDivisionError):
         trust.import_packages()

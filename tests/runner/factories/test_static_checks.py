@@ -239,7 +239,7 @@ def cellar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     monkeypatch.setenv(trust.VARIABLE, "cellar")
-    paths.settle()
+    paths.move_project_last()
     yield folder
     for name in [name for name in sys.modules if name.partition(".")[0] == "cellar"]:
         del sys.modules[name]

@@ -125,7 +125,7 @@ def test_sigkill_of_the_parent_leaves_nobody(training: Training) -> None:
 @pytest.mark.parametrize("module", [os, posix])
 def test_an_exit_with_0_or_another_program_is_an_error(module: ModuleType) -> None:
     before = {name: getattr(module, name) for name in ("_exit", "execv", "execve")}
-    with endings.not_silent():
+    with endings.silent_exit_refused():
         with pytest.raises(endings.EndedByOwnCodeError, match=r"os\._exit\(0\) was called"):
             module._exit(0)
         with pytest.raises(endings.EndedByOwnCodeError, match=r"os\.execv\('/bin/true', …\)"):

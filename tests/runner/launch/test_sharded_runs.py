@@ -58,7 +58,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def composed(*overrides: str) -> Recipe:
     with hydra_setup.session():
-        return composition.require(composition.anew(list(overrides), "config"))
+        return composition.require(composition.new_run(list(overrides), "config"))
 
 
 def trained(

@@ -22,7 +22,7 @@ def test_under_a_launcher_only_a_new_run_is_removed(
     run_dir = new_run(tmp_path)
     folder = run_dir if is_new else run_dir / ".attempt-1"
     monkeypatch.setattr(launcher, "run_here", lambda folder, rank: REFUSED)
-    monkeypatch.setattr(worker, "leave", lambda code: None)
+    monkeypatch.setattr(worker, "end_process", lambda code: None)
     place = Adopted(**{name: 0 for name in Adopted.__dataclass_fields__})
     assert launcher.run_adopted(folder, place) == REFUSED
     assert run_dir.exists() is not is_new
@@ -33,11 +33,11 @@ def test_checkpoints_elsewhere_are_worth_keeping(
 ) -> None:
     run_dir = new_run(tmp_path, checkpoint=shared(tmp_path))
     add(tmp_path / "all" / "checkpoints", 0, 6, "another")
-    failures.tell_interrupted(run_dir)
+    failures.print_interrupted(run_dir)
     assert "before the first checkpoint" in capsys.readouterr().err
     assert not abandoned.worth_keeping(run_dir, REFUSED)
     add(tmp_path / "all" / "checkpoints", 1, 6, run_dir.name)
-    failures.tell_interrupted(run_dir)
+    failures.print_interrupted(run_dir)
     assert "resume=" in capsys.readouterr().err
     assert abandoned.worth_keeping(run_dir, REFUSED)
     inside = new_run(tmp_path, name="inside")

@@ -63,11 +63,11 @@ def test_choice(
 def test_a_deterministic_run_keeps_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numerics.settle(tmp_path, recipe(deterministic=True), 2)
+    numerics.record_threads(tmp_path, recipe(deterministic=True), 2)
     monkeypatch.setattr(numerics, "cores", lambda: 16)
-    numerics.settle(tmp_path, recipe(deterministic=True), 2)
+    numerics.record_threads(tmp_path, recipe(deterministic=True), 2)
     assert numerics.read(tmp_path).num_threads == 2
-    numerics.settle(tmp_path, recipe(), 2)
+    numerics.record_threads(tmp_path, recipe(), 2)
     assert numerics.read(tmp_path).num_threads == 8
 
 

@@ -45,7 +45,7 @@ def test_auto_takes_the_newest_run_that_has_a_state(
     with caplog.at_level(logging.WARNING):
         assert auto(tmp_path) == with_state
     assert f"{without}: it has no complete checkpoint" in caplog.text
-    assert f"{empty}: it was cut off before its recipe was written" in caplog.text
+    assert f"{empty}: it was killed before its recipe was written" in caplog.text
 
 
 def test_auto_never_takes_a_run_of_another_recipe(
@@ -136,15 +136,15 @@ def test_a_finished_run_that_is_resumed_is_none_from_the_commit_on(tmp_path: Pat
     run_dir = finished(new_run(tmp_path, trainer=Trainer(epochs=9)), **early)
     same = Recipe(name="digits", trainer=Trainer(epochs=9))
     folder = transaction.stage(run_dir)
-    resumable.reopen(run_dir, folder)
+    resumable.mark_incomplete(run_dir, folder)
     assert resumable.is_finished(run_dir, same) is not None  # not committed yet
     (run_dir / transaction.COMMITTED).mkdir()  # cut off before it has moved into place
     (folder / "summary.json").rename(run_dir / transaction.COMMITTED / "summary.json")
     assert resumable.is_finished(run_dir, same) is None
-    transaction.settle(run_dir)
+    transaction.recover(run_dir)
     assert resumable.is_finished(run_dir, same) is None
     assert json.loads((run_dir / "summary.json").read_text())["step"] == 20
-    resumable.reopen(run_dir, run_dir)  # no finished run: nothing to say
+    resumable.mark_incomplete(run_dir, run_dir)  # no finished run: nothing to say
     assert not list(run_dir.glob(f"{transaction.PREFIX}*"))
 
 

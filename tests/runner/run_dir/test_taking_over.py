@@ -98,7 +98,7 @@ def test_a_best_state_that_is_damaged_while_it_trains_is_passed_over(
     assert summary["complete"]
     assert summary["best"]["checkpoint"] is None
     assert "test" in summary["metrics"]
-    assert "The best checkpoint is passed over: the last weights stay." in caplog.text
+    assert "The best checkpoint is skipped: the last weights are kept." in caplog.text
     for summary in run_distributed(damaged_while_it_trains, 2, tmp_path / "two"):
         assert summary["complete"]
 

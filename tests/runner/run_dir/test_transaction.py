@@ -86,7 +86,7 @@ def test_a_commit_that_is_cut_off_leaves_the_old_or_the_new(
             (1, "trainer.epochs=1"),
             (2, "trainer.epochs=2"),
         )
-        transaction.settle(folder)
+        transaction.recover(folder)
         job.mend(folder)
         assert Job.load(folder) == (found, recipe)
         assert not [path for path in folder.iterdir() if path.name[0] == "."]
@@ -179,5 +179,5 @@ def test_damaged_threads_are_chosen_anew_with_a_word(
     with caplog.at_level(logging.WARNING):
         assert numerics.read(tmp_path) == Numerics()
     assert "threads.json is damaged" in caplog.text
-    numerics.settle(tmp_path, replace(OLD, deterministic=True), 1)
+    numerics.record_threads(tmp_path, replace(OLD, deterministic=True), 1)
     assert json.loads((tmp_path / "threads.json").read_text())["num_threads"] >= 1

@@ -143,7 +143,7 @@ def test_another_measure_is_not_compared_with_the_best_before(
         display=Display(console=Console(file=told, width=300)),
     )
     assert reached == ("callback" if waits else "stop_after")
-    assert ("Early stopping had followed another measure" in told.getvalue()) is not waits
+    assert ("Early stopping monitored another metric" in told.getvalue()) is not waits
 
 
 def test_what_an_early_version_saved_is_kept() -> None:

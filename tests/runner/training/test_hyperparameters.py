@@ -281,7 +281,7 @@ def test_the_best_by_other_data_or_another_objective_is_looked_for_anew(
     )
     loop.run()
     assert loop.remeasured is anew
-    assert ("was found by another measure" in told.getvalue()) is anew
+    assert ("was found by another metric" in told.getvalue()) is anew
     assert ((loop.state.best_step or 0) > STOP) is anew  # the larger values improve on nothing else
 
 
@@ -297,7 +297,7 @@ def test_a_checkpoint_that_does_not_tell_what_it_measured_is_taken_as_it_is(
     another = loops.build(tmp_path, recipe_of(data={"name": "other"}))
     another._prepare()
     another._hyper.load_state_dict(saved)
-    assert another._hyper.measures_another is not older
+    assert another._hyper.measures_differently is not older
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_a_schedule_does_not_compare_measures_of_two_kinds(
     found = then.schedulers["optimizer"]
     assert (found.mode, found.best) == (mode, best)
     assert found.num_bad_epochs == (0 if anew else 4)
-    assert ("followed another measure" in told.getvalue()) is anew
+    assert ("monitored another metric" in told.getvalue()) is anew
 
 
 def test_constants_of_the_gradient_scaler_are_those_of_the_recipe() -> None:

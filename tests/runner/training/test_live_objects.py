@@ -244,7 +244,7 @@ def live_objects(overrides: list[str], folder: str) -> dict[str, Any]:
     from runner.data.batches import TrainBatches
 
     with hydra_setup.session():
-        recipe = composition.require(composition.anew(overrides, "config"))
+        recipe = composition.require(composition.new_run(overrides, "config"))
     set_seed(0)
     parts = build_parts(recipe)
     number = dist.get_world_size() if dist.is_initialized() else _world_size()

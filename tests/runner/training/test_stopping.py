@@ -234,7 +234,7 @@ def test_old_decisions_are_removed() -> None:
 
 def test_signals_are_held_back_and_released() -> None:
     with StopFlag().installed() as stop:
-        with stopping.held_back(stopping.STOP_SIGNALS):
+        with stopping.signals_blocked(stopping.STOP_SIGNALS):
             signal.raise_signal(signal.SIGTERM)  # to this thread: others do not hold it back
             assert not stop.requested_locally()
         assert stop.requested_locally()

@@ -25,7 +25,7 @@ def test_checkpoints_are_told_with_their_steps(tmp_path: Path) -> None:
 def test_a_run_whose_time_was_up_tells_how_it_goes_on(tmp_path: Path) -> None:
     loop = loops.build(tmp_path, recipe_of(trainer__max_time=1e-9))
     summary = loop.run()
-    assert "go on" in dict(final_rows(loop, summary))
+    assert "resume" in dict(final_rows(loop, summary))
     again = loops.build(tmp_path, recipe_of(), resume_from=newest(tmp_path))
     assert (again.run()["complete"], again.state.step) == (True, 20)
 
