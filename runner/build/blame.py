@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from accel.errors import AccelError, ConfigError, Problem, text_of
 from runner.config import user_frames
@@ -17,7 +16,7 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[-+]?\d+)?(?![\w.]*\w)", re.
 
 
 @contextmanager
-def factory_errors(key: str, place: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+def factory_errors(key: str, place: str, arguments: Mapping[str, object]) -> Iterator[None]:
     """Raise an error of torch's or of a shipped factory as one that names the recipe's keys.
 
     An error that passed through the user's own code is unchanged, with a note on the node.
@@ -41,7 +40,7 @@ def factory_errors(key: str, place: str, arguments: Mapping[str, Any]) -> Iterat
         raise ConfigError(problem(key, place, arguments, error)) from error
 
 
-def problem(key: str, place: str, arguments: Mapping[str, Any], error: Exception) -> Problem:
+def problem(key: str, place: str, arguments: Mapping[str, object], error: Exception) -> Problem:
     """Return the problem with the arguments that an error is about."""
     text = text_of(error)
     names = about(arguments, text)
@@ -54,7 +53,7 @@ def problem(key: str, place: str, arguments: Mapping[str, Any], error: Exception
     return Problem(values, rule, "Correct the value.")
 
 
-def about(arguments: Mapping[str, Any], text: str) -> list[str]:
+def about(arguments: Mapping[str, object], text: str) -> list[str]:
     """Return the arguments whose name, else whose value, is in an error's message."""
     words = {word.lower() for word in re.findall(r"\w+", text)}
     named = [name for name in arguments if name.lower() in words]
@@ -64,7 +63,7 @@ def about(arguments: Mapping[str, Any], text: str) -> list[str]:
     return [name for name, value in arguments.items() if _values(value) & (numbers | words)]
 
 
-def _values(value: Any) -> set[Any]:
+def _values(value: object) -> set[float | str]:
     """Return the numbers, or the text, that a value consists of."""
     if isinstance(value, bool) or value is None:
         return set()
@@ -75,7 +74,7 @@ def _values(value: Any) -> set[Any]:
     return {str(value).lower()}
 
 
-def not_finite(key: str, arguments: Mapping[str, Any]) -> list[Problem]:
+def not_finite(key: str, arguments: Mapping[str, object]) -> list[Problem]:
     """Return a problem for each number that is infinite or not a number."""
     return [
         Problem(f"{key}.{name}={value}", "a finite number is required", "Correct the value.")

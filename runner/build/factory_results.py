@@ -23,7 +23,7 @@ MODES = ("min", "max")
 SIMILAR = 0.85  # from which a method's name is taken for a misspelt one
 
 
-def check(key: str, place: str, value: Any) -> None:
+def check(key: str, place: str, value: object) -> None:
     """Raise if a factory returned the wrong kind of object for its node.
 
     Args:
@@ -38,15 +38,16 @@ def check(key: str, place: str, value: Any) -> None:
     ConfigError.raise_if(list(CHECKS[kind](place, value)))
 
 
-def _instance(place: str, value: Any, kind: type, name: str) -> Iterator[Problem]:
+def _instance(place: str, value: object, kind: type, name: str) -> Iterator[Problem]:
     """Yield the problem that `value` is no instance of `kind`."""
     if not isinstance(value, kind):
-        made = isinstance(value, type) and issubclass(value, kind)
-        remedy = f"Return {value.__name__}(…), an instance." if made else f"Return a {name}."
+        remedy = f"Return a {name}."
+        if isinstance(value, type) and issubclass(value, kind):
+            remedy = f"Return {value.__name__}(…), an instance."
         yield Problem(f"{place} returned {shown(value)}", f"a {name} is required", remedy)
 
 
-def _model(place: str, value: Any) -> Iterator[Problem]:
+def _model(place: str, value: object) -> Iterator[Problem]:
     yield from _instance(place, value, torch.nn.Module, "torch.nn.Module")
 
 
@@ -70,7 +71,7 @@ def check_trainable(place: str, model: torch.nn.Module) -> None:
         )
 
 
-def _data(place: str, value: Any) -> Iterator[Problem]:
+def _data(place: str, value: object) -> Iterator[Problem]:
     if not isinstance(value, Data):
         rule = "a runner.Data is required: the data sets by split"
         remedy = "Return Data(train=…, validation=…, test=…), with data sets, not loaders."
@@ -88,7 +89,7 @@ def _data(place: str, value: Any) -> Iterator[Problem]:
         )
 
 
-def _dataset(where: str, dataset: Any) -> Iterator[Problem]:
+def _dataset(where: str, dataset: object) -> Iterator[Problem]:
     value = f"{where} {shown(dataset)}"
     if isinstance(dataset, DataLoader):
         rule = "a data set is required: the runner makes the loaders"
@@ -128,7 +129,7 @@ def _length(value: str, dataset: Any) -> Iterator[Problem]:
         yield Problem(value, "it is empty", remedy)
 
 
-def _objective(place: str, value: Any) -> Iterator[Problem]:
+def _objective(place: str, value: object) -> Iterator[Problem]:
     lacking = [name for name in _public(Objective) if not callable(getattr(value, name, None))]
     if isinstance(value, type) or lacking:
         if isinstance(value, type) and issubclass(value, Objective):
@@ -148,7 +149,7 @@ def _objective(place: str, value: Any) -> Iterator[Problem]:
     yield from _methods(place, value, Objective)
 
 
-def _callback(place: str, value: Any) -> Iterator[Problem]:
+def _callback(place: str, value: object) -> Iterator[Problem]:
     yield from _instance(place, value, Callback, "runner.Callback")
     if not isinstance(value, Callback):
         return
@@ -161,7 +162,7 @@ def _callback(place: str, value: Any) -> Iterator[Problem]:
     yield from _methods(place, value, Callback)
 
 
-def _monitored(place: str, value: Any) -> Iterator[Problem]:
+def _monitored(place: str, value: object) -> Iterator[Problem]:
     """Yield the problems of the monitored metric."""
     for name, known in (("monitor", None), ("mode", MODES)):
         found = getattr(value, name, None)
@@ -171,7 +172,7 @@ def _monitored(place: str, value: Any) -> Iterator[Problem]:
             yield Problem(f"{place}: {_name(value)}.{name}={found!r}", rule, remedy)
 
 
-def _methods(place: str, value: Any, base: type) -> Iterator[Problem]:
+def _methods(place: str, value: object, base: type) -> Iterator[Problem]:
     """Yield the problems of overridden methods whose signature differs from that of `base`."""
     for name in _public(base):
         own = getattr(type(value), name, None)
@@ -179,7 +180,7 @@ def _methods(place: str, value: Any, base: type) -> Iterator[Problem]:
             yield from _method(place, value, base, name)
 
 
-def _method(place: str, value: Any, base: type, name: str) -> Iterator[Problem]:
+def _method(place: str, value: object, base: type, name: str) -> Iterator[Problem]:
     given = list(inspect.signature(getattr(base, name)).parameters)[1:]
     try:
         inspect.signature(getattr(value, name)).bind(*given)
@@ -191,18 +192,18 @@ def _method(place: str, value: Any, base: type, name: str) -> Iterator[Problem]:
         return
 
 
-def _optimizer(place: str, value: Any) -> Iterator[Problem]:
+def _optimizer(place: str, value: object) -> Iterator[Problem]:
     yield from _instance(place, value, torch.optim.Optimizer, "torch.optim.Optimizer")
 
 
-def _scheduler(place: str, value: Any) -> Iterator[Problem]:
+def _scheduler(place: str, value: object) -> Iterator[Problem]:
     lacking = [n for n in ("step", "state_dict", "load_state_dict") if not hasattr(value, n)]
     if isinstance(value, type) or lacking:
         rule = "a torch.optim.lr_scheduler.LRScheduler is required"
         yield Problem(f"{place} returned {shown(value)}", rule, "Return a scheduler.")
 
 
-def _step(place: str, value: Any) -> Iterator[Problem]:
+def _step(place: str, value: object) -> Iterator[Problem]:
     yield from _instance(place, value, Step, "runner.Step")
     if not isinstance(value, Step):
         return
@@ -218,7 +219,7 @@ def _step(place: str, value: Any) -> Iterator[Problem]:
     yield from _methods(place, value, Step)
 
 
-def _misspelt(place: str, value: Any, base: type) -> Iterator[Problem]:
+def _misspelt(place: str, value: object, base: type) -> Iterator[Problem]:
     """Yield methods whose name is nearly that of a method of `base`, which is left as it was."""
     for name in dir(type(value)):
         own = getattr(type(value), name, None)
@@ -234,11 +235,11 @@ def _public(kind: type) -> list[str]:
     return [name for name, value in vars(kind).items() if name[0] != "_" and callable(value)]
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     return type(value).__name__
 
 
-CHECKS: dict[str, Callable[[str, Any], Iterator[Problem]]] = {
+CHECKS: dict[str, Callable[[str, object], Iterator[Problem]]] = {
     "model": _model,
     "data": _data,
     "objective": _objective,

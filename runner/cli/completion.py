@@ -119,7 +119,7 @@ def _recipe(overrides: Sequence[str]) -> dict[str, Any]:
     return hydra_setup.plain(config) if len(config) else {}
 
 
-def _arguments(recipe: Mapping[str, Any]) -> Iterator[str]:
+def _arguments(recipe: Mapping[str, object]) -> Iterator[str]:
     """Yield the dotted arguments of the recipe's factories."""
     for key, node, registry in nodes_of(examine(recipe)[0], []):
         if not isinstance(node, Mapping):

@@ -308,20 +308,12 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], float | None]) -> i
 
     raised: list[Exception | SystemExit] = []
 
-    def guarded(config: DictConfig) -> float | None:
-        try:
-            return task(config)
-        # Hydra would wrap it in its own words; it is raised below.
-        except (Exception, SystemExit) as error:
-            raised.append(error)
-            raise SystemExit(FAILED) from error
-
     hydra_setup.prepare()
     main = hydra.main(
         version_base=hydra_setup.VERSION_BASE,
         config_path=str(paths.conf_folder()),
         config_name=hydra_setup.PRIMARY,
-    )(task if isinstance(task, jobs.Task) else guarded)
+    )(task if isinstance(task, jobs.Task) else _guarded(task, raised))
     before, sys.argv = sys.argv, ["runner", *line]
     try:
         # With this variable Hydra raises an error instead of printing it and exiting.
@@ -336,3 +328,18 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], float | None]) -> i
     finally:
         sys.argv = before
     return DONE
+
+
+def _guarded(
+    task: Callable[[DictConfig], float | None], raised: list[Exception | SystemExit]
+) -> Callable[[DictConfig], float | None]:
+    """Return `task` with its errors added to `raised`: Hydra would reword them."""
+
+    def guarded(config: DictConfig) -> float | None:
+        try:
+            return task(config)
+        except (Exception, SystemExit) as error:
+            raised.append(error)
+            raise SystemExit(FAILED) from error
+
+    return guarded

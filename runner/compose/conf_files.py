@@ -144,7 +144,7 @@ def wrong_keys(name: str) -> list[Problem]:
     return problems
 
 
-def _arguments(content: Mapping[str, Any]) -> Iterator[Problem]:
+def _arguments(content: Mapping[str, object]) -> Iterator[Problem]:
     """Yield the arguments that the factories of the default files do not have.
 
     A file that chooses others is checked once it can be composed.
@@ -165,7 +165,7 @@ def _arguments(content: Mapping[str, Any]) -> Iterator[Problem]:
                 yield Problem(f"{group}.{name}={value}", rule, nearest(str(name), known))
 
 
-def _unknown(node: Mapping[str, Any], prefix: str, known: list[str]) -> Iterator[Problem]:
+def _unknown(node: Mapping[str, object], prefix: str, known: list[str]) -> Iterator[Problem]:
     for name, value in node.items():
         key = f"{prefix}{name}"
         if keys.is_free(key) or key == "hydra" or key.startswith("hydra."):

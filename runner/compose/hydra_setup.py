@@ -178,7 +178,7 @@ def _path_of(hydra: DictConfig, group: str, option: str) -> Path | None:
     return next((path for path in found if path.is_file()), None)
 
 
-def _named(node: Any) -> tuple[Any, Any]:
+def _named(node: object) -> tuple[object, object]:
     return (
         (node.get("name"), node.get("_target_")) if isinstance(node, DictConfig) else (None, None)
     )
@@ -370,7 +370,7 @@ def _forbidden_settings(hydra: DictConfig) -> Iterator[Problem]:
         yield Problem(f"hydra.mode={node['mode']}", "the command line decides", "Use -m.")
 
 
-def _log_settings(node: Mapping[str, Any]) -> dict[str, Any]:
+def _log_settings(node: Mapping[str, object]) -> dict[str, object]:
     harmless = ("version", "disable_existing_loggers")
     return {name: value for name, value in node.items() if value and name not in harmless}
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from accel.errors import ConfigError, Problem
 
 
-def parse_duration(value: Any, name: str = "trainer.max_time") -> float | None:
+def parse_duration(value: object, name: str = "trainer.max_time") -> float | None:
     """Return `value`, seconds or "HH:MM:SS" (or "D:HH:MM:SS"), in seconds; None stays None.
 
     Raises:

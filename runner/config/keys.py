@@ -73,12 +73,12 @@ def typed_keys(kind: type = Recipe, prefix: str = "") -> Iterator[str]:
             yield from typed_keys(inner, f"{prefix}{name}.")
 
 
-def known_keys(recipe: Mapping[str, Any]) -> list[str]:
+def known_keys(recipe: Mapping[str, object]) -> list[str]:
     """Return the keys of the schema and those of a composed recipe, dotted."""
     return sorted({*typed_keys(), *_keys_of(recipe)})
 
 
-def _keys_of(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _keys_of(node: Mapping[str, object], prefix: str = "") -> Iterator[str]:
     for name, value in node.items():
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -133,7 +133,7 @@ def _corrected(key: str, known: Sequence[str]) -> list[str]:
     return [corrected]
 
 
-def switched_off(key: str, recipe: Mapping[str, Any]) -> str | None:
+def switched_off(key: str, recipe: Mapping[str, object]) -> str | None:
     """Return the node above `key` that is null in `recipe`, or None if there is none."""
     parts = key.split(".")
     node: Any = recipe

@@ -197,7 +197,7 @@ def resolve(name: str, key: str) -> Any:
     return found
 
 
-def _defining_name(found: Any) -> str | None:
+def _defining_name(found: object) -> str | None:
     """Return the dotted name under which an object is defined, if it has one.
 
     For a `functools.partial` it is that of the function; for any other object, that of its class.
@@ -247,7 +247,7 @@ def _attribute(found: Any, parts: list[str], name: str, key: str) -> Any:
     return found
 
 
-def _public(found: Any) -> Iterator[str]:
+def _public(found: object) -> Iterator[str]:
     return (name for name in dir(found) if not name.startswith("_"))
 
 

@@ -78,7 +78,7 @@ def training_draws_preserved() -> Iterator[None]:
         torch.default_generator.set_state(states[2])
 
 
-def draws_nothing(dataset: Any) -> bool:
+def draws_nothing(dataset: object) -> bool:
     """Return whether reading a data set is known to draw nothing at random."""
     while type(dataset) is Subset:
         dataset = dataset.dataset

@@ -114,7 +114,7 @@ def step_problems(recipe: Recipe, label: str, signature: Signature) -> Iterator[
             )
 
 
-def _label(node: Any) -> str:
+def _label(node: object) -> str:
     if isinstance(node, Mapping):
         return str(node.get("name") or node.get("_target_"))
     return str(node)

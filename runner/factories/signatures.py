@@ -101,7 +101,7 @@ def _hints(factory: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def check(
-    signature: Signature, arguments: Mapping[str, Any], key: str, factory: str
+    signature: Signature, arguments: Mapping[str, object], key: str, factory: str
 ) -> list[Problem]:
     """Return the problems of `arguments`.
 
@@ -119,7 +119,7 @@ def check(
 
 
 def _unknown(
-    signature: Signature, arguments: Mapping[str, Any], key: str, factory: str
+    signature: Signature, arguments: Mapping[str, object], key: str, factory: str
 ) -> Iterator[Problem]:
     for name, value in arguments.items():
         if name in signature.parameters or (signature.open and not name.startswith("_")):
@@ -131,14 +131,14 @@ def _unknown(
 
 
 def _missing(
-    signature: Signature, arguments: Mapping[str, Any], key: str, factory: str
+    signature: Signature, arguments: Mapping[str, object], key: str, factory: str
 ) -> Iterator[Problem]:
     for name, parameter in signature.parameters.items():
         if parameter.default is Parameter.empty and name not in arguments:
             yield Problem(f"{key}.{name}", f"{factory} needs it", f"Give {key}.{name}=…")
 
 
-def _mistyped(signature: Signature, arguments: Mapping[str, Any], key: str) -> Iterator[Problem]:
+def _mistyped(signature: Signature, arguments: Mapping[str, object], key: str) -> Iterator[Problem]:
     for name, value in arguments.items():
         hint = signature.hints.get(name)
         if name not in signature.parameters or hint is None:
@@ -160,7 +160,7 @@ def _mistyped(signature: Signature, arguments: Mapping[str, Any], key: str) -> I
             )
 
 
-def _as_yaml(text: str) -> Any:
+def _as_yaml(text: str) -> object:
     """Return the value of a text in YAML."""
     from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 
@@ -171,7 +171,7 @@ def _as_yaml(text: str) -> Any:
         return text
 
 
-def fits(value: Any, hint: Any) -> bool:
+def fits(value: object, hint: Any) -> bool:
     """Return whether a value of YAML may be of a type; types that YAML does not have always fit."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return any(fits(value, part) for part in typing.get_args(hint))
@@ -188,7 +188,7 @@ def fits(value: Any, hint: Any) -> bool:
     return type(value) is hint
 
 
-def _fits_sequence(value: Any, hint: Any) -> bool:
+def _fits_sequence(value: object, hint: Any) -> bool:
     """Return whether a value of YAML may be of a type such as ``Sequence[float]``."""
     if isinstance(value, Mapping):  # nodes with a `_target_` become anything
         return True

@@ -121,7 +121,7 @@ def _signature(function: ast.FunctionDef, module: Module, num_given: int) -> Sig
     return Signature(parameters, arguments.kwarg is not None, hints)
 
 
-def _default(node: ast.expr | None) -> Any:
+def _default(node: ast.expr | None) -> object:
     """Return the value of a default, None where there is none."""
     try:
         return None if node is None else ast.literal_eval(node)

@@ -63,7 +63,12 @@ def start(
         frozen = _placed(replace(recipe, resume=None), Job.read(run_dir)[0].cwd)
         return _resume(asked, frozen, origin, fresh, auto, on_claimed)
     run_dir = directory.claim(recipe.output_dir, recipe.name)
-    asked = _job(run_dir, overrides, config_name)
+    return _start_new(_job(run_dir, overrides, config_name), recipe, fresh, on_claimed)
+
+
+def _start_new(asked: Job, recipe: Recipe, fresh: bool, on_claimed: OnClaimed) -> int:
+    """Train a new run in its claimed directory; remove that if nothing worth keeping is left."""
+    run_dir = asked.run_dir
     try:
         with lock.held(run_dir):
             on_claimed(run_dir)

@@ -37,7 +37,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel import env
@@ -96,17 +96,7 @@ def run_group(
             local_addr="localhost",
         )
     )
-    spec = WorkerSpec(
-        role="runner",
-        local_world_size=num_processes,
-        entrypoint=command[0],
-        # The agent expands ${local_rank} in arguments.
-        args=tuple(argument.replace("$", "$$") for argument in command[1:]),
-        rdzv_handler=rendezvous,
-        max_restarts=0,
-        monitor_interval=MONITOR_SECONDS,
-        local_addr="localhost",
-    )
+    spec = _worker_spec(command, num_processes, rendezvous)
     agent = GroupAgent(spec, _InheritedStreams(), finished)
     with quiet_agent(), agent_handlers_restored():
         try:
@@ -118,6 +108,22 @@ def run_group(
             agent.kill_groups()
             rendezvous.shutdown()
     return agent.failed
+
+
+def _worker_spec(
+    command: Sequence[str], num_processes: int, rendezvous: RendezvousHandler
+) -> WorkerSpec:
+    return WorkerSpec(
+        role="runner",
+        local_world_size=num_processes,
+        entrypoint=command[0],
+        # The agent expands ${local_rank} in arguments.
+        args=tuple(argument.replace("$", "$$") for argument in command[1:]),
+        rdzv_handler=rendezvous,
+        max_restarts=0,
+        monitor_interval=MONITOR_SECONDS,
+        local_addr="localhost",
+    )
 
 
 class GroupAgent(LocalElasticAgent):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -266,7 +265,7 @@ def _count(done: int, total: int | None) -> str:
     return f"{done}" if total is None else f"{done:>{len(str(total))}}/{total}"
 
 
-def number(value: Any) -> str:
+def number(value: object) -> str:
     """Return a metric with four decimals or as a power of ten, and a count as an integer."""
     if not isinstance(value, float) or not math.isfinite(value):
         return str(value)

@@ -170,7 +170,7 @@ def _job_content(folder: Path) -> tuple[dict[str, Any] | None, str]:
         return None, f"{JOB} is damaged ({error})"
 
 
-def _checked(content: Any) -> dict[str, Any]:
+def _checked(content: object) -> dict[str, Any]:
     """Return the content of job.json with the types of a `Job`.
 
     Raises:

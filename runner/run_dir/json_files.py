@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from accel.checkpoint import directory as checkpoints
 
@@ -19,12 +18,12 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 
 
-def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
+def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, object]) -> None:
     """Write `summary.json` in one piece."""
     write_json(Path(run_dir) / SUMMARY, summary)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write a value as JSON in one piece; numbers that JSON does not know become strings."""
     text = json.dumps(finite(value), indent=2, allow_nan=False, ensure_ascii=False)
     checkpoints.write_atomically(path, f"{text}\n".encode("utf-8", errors="replace"))
@@ -50,7 +49,7 @@ class MetricsFile:
             checkpoints.write_atomically(self.path, "".join(f"{line}\n" for line in kept).encode())
         self._file = self.path.open("a", encoding="utf-8")
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Mapping[str, object]) -> None:
         """Append one line."""
         self._file.write(json.dumps(finite(record), allow_nan=False) + "\n")
         self._file.flush()
@@ -80,7 +79,7 @@ def _belongs(line: str, step: int) -> bool:
         return False
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> object:
     """Return `value` in types that JSON knows."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}Infinity"

@@ -36,7 +36,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from accel.errors import ConfigError, Problem
 from runner.config import paths
@@ -277,7 +277,7 @@ def _lock(descriptor: int, kind: str, byte: int) -> None:
     records.lockf(descriptor, getattr(records, names[kind]) | records.LOCK_NB, 1, byte)
 
 
-def _fcntl() -> Any:
+def _fcntl() -> ModuleType:
     """Return the module of record locks.
 
     Raises:

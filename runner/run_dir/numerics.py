@@ -12,7 +12,6 @@ import os
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from accel import env
 from runner.config.schema import Recipe
@@ -132,7 +131,7 @@ def read(run_dir: Path) -> Numerics:
         return Numerics()
 
 
-def _checked(content: Any) -> Numerics:
+def _checked(content: object) -> Numerics:
     """Return the content of the file, checked.
 
     Raises:

@@ -211,17 +211,25 @@ class Task:
             return None
         if self.total is not None:
             return None
+        return self._objective(number, run_dir)
+
+    def _objective(self, number: int, run_dir: Path) -> float:
+        """Return the metric that the sweeper chooses by.
+
+        Raises:
+            JobFailed: if the run has measured none.
+        """
         value = objective(run_dir)
-        if value is None:
-            self._write_code(number, FAILED)
-            problem = Problem(
-                str(run_dir),
-                "the sweeper chooses by a validation metric, and the run has measured none",
-                "Give the data a validation split, or sweep over lists with the basic sweeper.",
-            )
-            print(problem, file=sys.stderr)
-            raise JobFailed(str(problem))
-        return value
+        if value is not None:
+            return value
+        self._write_code(number, FAILED)
+        problem = Problem(
+            str(run_dir),
+            "the sweeper chooses by a validation metric, and the run has measured none",
+            "Give the data a validation split, or sweep over lists with the basic sweeper.",
+        )
+        print(problem, file=sys.stderr)
+        raise JobFailed(str(problem))
 
     def _raise_to_sweeper(self, reason: str) -> None:
         """Raise to a sweeper that chooses its samples; the basic one starts the next job."""

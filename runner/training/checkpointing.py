@@ -118,7 +118,7 @@ def read_best(folder: Path, owns: Callable[[Path], bool] = _any) -> Best | None:
     return best if pointed.is_dir() and owns(pointed) else known
 
 
-def _pointed(content: Any) -> Best:
+def _pointed(content: object) -> Best:
     """Return the content of a pointer file.
 
     Raises:

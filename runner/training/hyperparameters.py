@@ -8,16 +8,14 @@ has been changed, and the change is applied to the restored state.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-
 from accel.errors import ConfigError, Problem
 from runner.config.serialization import to_plain
 from runner.data.datasets import SPLITS
+from runner.training.schedule_state import ScheduleState, is_replayed, state_of
 from runner.training.summary import num_samples
 
 if TYPE_CHECKING:
@@ -33,85 +31,7 @@ MOMENTA = ("betas", "momentum", "max_momentum", "base_momentum")
 # Options of optimizers that may change although they are no plain numbers: any state fits them.
 SWITCHES = ("nesterov", "maximize", "foreach", "fused", "decoupled_weight_decay")
 
-# Measurements in the state of a ReduceLROnPlateau; the rest are its options.
-MEASURED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
-
 Groups = list[dict[str, Any]]
-
-
-class ScheduleState:
-    """A scheduler as a part of a checkpoint: it ignores the state of another class of scheduler.
-
-    Args:
-        scheduler: it.
-
-    Attributes:
-        replaced: whether the restored state was that of another class, and was ignored.
-        num_steps: optimizer steps that the restored schedule had followed; None: it followed
-            measurements, or nothing was restored.
-    """
-
-    NOTE = "runner"  # checkpoints of earlier versions lack it
-
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-        self._fresh = {
-            name: value
-            for name, value in (_state_of(scheduler) if _is_plateau(scheduler) else {}).items()
-            if name not in MEASURED
-        }
-        self.replaced = False
-        self.num_steps: int | None = None
-        self._restored_mode: str | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state, its class, and how many steps it has followed."""
-        scheduler = self._scheduler
-        steps = getattr(scheduler, "last_epoch", None) if _is_replayed(scheduler) else None
-        note = {"class": self._class, "num_steps": steps if isinstance(steps, int) else None}
-        return {**scheduler.state_dict(), self.NOTE: note}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the scheduler, if the state is that of its class."""
-        state = dict(state)
-        note = state.pop(self.NOTE, {"class": self._class})
-        self.replaced = note["class"] != self._class
-        if not self.replaced:
-            self._scheduler.load_state_dict(state)
-            self._restored_mode = state.get("mode")
-        steps = getattr(self._scheduler, "last_epoch", None)
-        if "num_steps" in note:
-            self.num_steps = note["num_steps"]
-        elif _is_replayed(self._scheduler) and isinstance(steps, int):
-            self.num_steps = steps
-
-    def reconfigure(self) -> None:
-        """Restore the recipe's options of a scheduler that monitors a metric."""
-        if self._fresh and not self.replaced:
-            self._scheduler.load_state_dict(self._fresh)
-
-    def reset_best(self, remeasured: bool) -> bool:
-        """Reset the best of a scheduler that monitors a metric, if the metric has changed.
-
-        Args:
-            remeasured: whether its metric is measured differently than before.
-
-        Returns:
-            Whether it was reset.
-        """
-        scheduler = self._scheduler
-        if not _is_plateau(scheduler) or self.replaced or self._restored_mode is None:
-            return False
-        if not remeasured and scheduler.mode == self._restored_mode:
-            return False
-        scheduler.best = math.inf if scheduler.mode == "min" else -math.inf
-        scheduler.num_bad_epochs = 0
-        return True
-
-    @property
-    def _class(self) -> str:
-        kind = type(self._scheduler)
-        return f"{kind.__module__}.{kind.__qualname__}"
 
 
 class Hyperparameters:
@@ -158,9 +78,9 @@ class Hyperparameters:
             name: _options(optimizer.param_groups) for name, optimizer in step.optimizers.items()
         }
         self._schedules = {
-            name: _state_of(scheduler)
+            name: state_of(scheduler)
             for name, scheduler in schedulers.items()
-            if _is_replayed(scheduler)
+            if is_replayed(scheduler)
         }
         self.parts = {name: ScheduleState(scheduler) for name, scheduler in schedulers.items()}
 
@@ -231,7 +151,7 @@ class Hyperparameters:
                 for option in options - {"lr"}:
                     group[option] = _as_type_of(group.get(option), new[option])
             scheduler = schedulers.get(name)
-            scheduled = {"lr", "betas", "momentum"} if _is_replayed(scheduler) else {"lr"}
+            scheduled = {"lr", "betas", "momentum"} if is_replayed(scheduler) else {"lr"}
             part = self.parts.get(name)
             replaced = part is not None and part.replaced
             if another and part is not None:
@@ -251,7 +171,7 @@ class Hyperparameters:
                     if option in new:
                         group[option] = _as_type_of(group.get(option), new[option])
             return
-        if not _is_replayed(scheduler):
+        if not is_replayed(scheduler):
             # It monitors a metric, or is no schedule of torch's: its change of the rate so far is
             # applied to the new rate, too.
             for group, old, new in zip(groups, before, self.built[name], strict=True):
@@ -344,18 +264,6 @@ def set_scaler(scaler: Any, settings: GradScalerKwargs) -> None:
     scaler.set_growth_interval(settings.growth_interval)
 
 
-def _is_replayed(scheduler: Any) -> bool:
-    return isinstance(scheduler, LRScheduler) and not _is_plateau(scheduler)
-
-
-def _is_plateau(scheduler: Any) -> bool:
-    return isinstance(scheduler, ReduceLROnPlateau)
-
-
-def _state_of(scheduler: Any) -> dict[str, Any]:
-    return copy.deepcopy(dict(scheduler.state_dict()))
-
-
 def _options(groups: list[dict[str, Any]]) -> Groups:
     """Return the options of parameter groups that are plain values."""
     found = []
@@ -368,7 +276,7 @@ def _options(groups: list[dict[str, Any]]) -> Groups:
 _UNKNOWN = object()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     if isinstance(value, (list, tuple)):
         inner = [_plain(item) for item in value]
         return _UNKNOWN if any(item is _UNKNOWN for item in inner) else inner
@@ -384,7 +292,7 @@ def _as_type_of(present: Any, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> set[str]:
     return {name for name in now if name in before and before[name] != now[name]}
 
 
@@ -404,12 +312,12 @@ def _incompatible_options(changed: list[set[str]], before: Groups, now: Groups) 
     return list(problems.values())
 
 
-def _are_numbers(*values: Any) -> bool:
+def _are_numbers(*values: object) -> bool:
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
     return all(isinstance(item, Number) and not isinstance(item, bool) for item in flat)
 
 
-def _size(dataset: Any) -> int | None:
+def _size(dataset: object) -> int | None:
     return None if dataset is None else num_samples(dataset)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
 from accel.errors import ConfigError, Problem
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a short description of a value: "None", "a list", "the class Linear"."""
     if value is None:
         return "None"
@@ -26,7 +26,7 @@ def _refused(owner: object, method: str, value: str, rule: str, remedy: str) -> 
     return ConfigError(Problem(f"{name} returned {value}", rule, remedy))
 
 
-def losses(objective: object, value: Any) -> torch.Tensor:
+def losses(objective: object, value: object) -> torch.Tensor:
     """Return the losses of an objective, each of one sample: [B].
 
     Raises:
@@ -50,7 +50,7 @@ def losses(objective: object, value: Any) -> torch.Tensor:
     return value
 
 
-def weights(objective: object, value: Any) -> torch.Tensor | None:
+def weights(objective: object, value: object) -> torch.Tensor | None:
     """Return the weights of an objective's samples: [B], or None for one each.
 
     Raises:
@@ -63,7 +63,7 @@ def weights(objective: object, value: Any) -> torch.Tensor | None:
     raise _refused(objective, "weights", found, rule, "Count the items of each sample.")
 
 
-def tensors(owner: object, method: str, value: Any) -> dict[str, torch.Tensor]:
+def tensors(owner: object, method: str, value: object) -> dict[str, torch.Tensor]:
     """Return values by name, each a tensor.
 
     Args:
@@ -84,7 +84,7 @@ def tensors(owner: object, method: str, value: Any) -> dict[str, torch.Tensor]:
     return dict(value)
 
 
-def metrics(owner: object, value: Any) -> dict[str, float]:
+def metrics(owner: object, value: object) -> dict[str, float]:
     """Return the result of `summarize` as numbers by name.
 
     Raises:
@@ -111,8 +111,8 @@ def metrics(owner: object, value: Any) -> dict[str, float]:
 
 
 def rows(
-    owner: object, value: Any, num_samples: int | None, names: Sequence[str] | None = None
-) -> list[dict[str, Any]]:
+    owner: object, value: object, num_samples: int | None, names: Sequence[str] | None = None
+) -> list[dict[str, object]]:
     """Return the result of `predict` as one mapping of plain values per sample.
 
     Each tensor [B, ...] of nested mappings and lists is a column with a dotted name; so is a list
@@ -141,11 +141,7 @@ def rows(
         shown_value = _described(column) + (f" for {name!r}" if isinstance(value, Mapping) else "")
         if not size or _num_rows(column) != size:
             raise _refused(owner, "predict", shown_value, rule, remedy)
-        try:
-            found[name] = [_plain(row) for row in _listed(column)]
-        except TypeError as error:
-            rule, remedy = f"JSON has no type for {error}", "Return tensors, numbers or texts."
-            raise _refused(owner, "predict", shown_value, rule, remedy) from None
+        found[name] = _json_rows(owner, column, shown_value)
     if names is not None and list(names) != list(found):
         rule = f"the batches before gave {', '.join(names)}"
         remedy = "Return the same names for every batch; give lists of tensors names of their own."
@@ -153,7 +149,16 @@ def rows(
     return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
 
 
-def _columns(nodes: Mapping[Any, Any], num_samples: int | None) -> Iterator[tuple[str, Any]]:
+def _json_rows(owner: object, column: object, shown_value: str) -> list[object]:
+    """Return the rows of a column in types of JSON."""
+    try:
+        return [_plain(row) for row in _listed(column)]
+    except TypeError as error:
+        rule, remedy = f"JSON has no type for {error}", "Return tensors, numbers or texts."
+        raise _refused(owner, "predict", shown_value, rule, remedy) from None
+
+
+def _columns(nodes: Mapping[Any, object], num_samples: int | None) -> Iterator[tuple[str, object]]:
     """Yield the dotted name and the value of each column of nested mappings and lists."""
     for name, node in nodes.items():
         inner = node
@@ -165,7 +170,7 @@ def _columns(nodes: Mapping[Any, Any], num_samples: int | None) -> Iterator[tupl
             yield str(name), node
 
 
-def _lists_columns(values: Sequence[Any], num_samples: int | None) -> bool:
+def _lists_columns(values: Sequence[object], num_samples: int | None) -> bool:
     """Return whether a list is one of columns [B, ...], not of one entry per sample."""
     if not values or not all(map(_is_array, values)):
         return False
@@ -173,18 +178,27 @@ def _lists_columns(values: Sequence[Any], num_samples: int | None) -> bool:
     return size is not None and all(_num_rows(column) == size for column in values)
 
 
-def _is_array(value: Any) -> bool:
+class _Array(Protocol):
+    """A tensor, or an array of another library."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def tolist(self) -> list[object]: ...
+
+
+def _is_array(value: object) -> TypeGuard[_Array]:
     return hasattr(value, "tolist") and hasattr(value, "shape")
 
 
-def _num_rows(column: Any) -> int | None:
+def _num_rows(column: object) -> int | None:
     """Return the length of a column; None: it has no rows."""
     if _is_array(column):
         return int(column.shape[0]) if len(column.shape) else None
     return len(column) if isinstance(column, (list, tuple)) else None
 
 
-def _described(column: Any) -> str:
+def _described(column: object) -> str:
     if _is_array(column):
         return f"{shown(column)} of shape {list(column.shape)}"
     if isinstance(column, (list, tuple)):
@@ -192,11 +206,14 @@ def _described(column: Any) -> str:
     return shown(column)
 
 
-def _listed(column: Any) -> list[Any]:
-    return column.tolist() if _is_array(column) else list(column)
+def _listed(column: object) -> list[object]:
+    """Return the rows of a column; of a value that is none, itself as the only row."""
+    if _is_array(column):
+        return column.tolist()
+    return list(column) if isinstance(column, (list, tuple)) else [column]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a value in types of JSON; numbers that it does not know stay.
 
     Raises:

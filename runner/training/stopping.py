@@ -32,6 +32,7 @@ from runner.training.progress import Progress
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+TIME_IS_UP = "max_time"  # reason of a stop by trainer.max_time
 INTERVAL_SECONDS = 0.25
 MAX_INTERVAL = 64
 # Decisions are removed once so many newer ones exist. Rank 0 is ahead of the others by far fewer:

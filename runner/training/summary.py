@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,9 +148,9 @@ def data_line(data: Data) -> str:
     return " · ".join(parts)
 
 
-def num_samples(dataset: Any) -> int | None:
+def num_samples(dataset: object) -> int | None:
     """Return the length of a data set; None for a stream."""
-    return len(dataset) if hasattr(dataset, "__len__") else None
+    return len(dataset) if isinstance(dataset, Sized) else None
 
 
 def batch_line(plan: BatchPlan, copies: int = 1) -> str:

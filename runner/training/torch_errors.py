@@ -21,7 +21,7 @@ MOST_NAMES = 5
 
 
 @contextmanager
-def translated(models: Mapping[str, Any], step: Callable[[], int]) -> Iterator[None]:
+def translated(models: Mapping[str, torch.nn.Module], step: Callable[[], int]) -> Iterator[None]:
     """Raise torch's errors of a training step with a remedy in the recipe.
 
     Args:
@@ -73,7 +73,7 @@ def _quiet(origins: list[str]) -> Iterator[None]:
         warnings.showwarning = before
 
 
-def _unused(models: Mapping[str, Any], text: str) -> Problem:
+def _unused(models: Mapping[str, torch.nn.Module], text: str) -> Problem:
     """Return the problem that parameters got no gradient in a step, with their names."""
     found = INDICES.search(text)
     indices = [int(index) for index in found.group(1).split()] if found else []

@@ -291,7 +291,7 @@ def test_a_checkpoint_that_does_not_tell_what_it_measured_is_taken_as_it_is(
 ) -> None:
     loop = loops.build(tmp_path, recipe_of(**NODES))
     loop.run()
-    saved = dict(loop._hyper.now)
+    saved = dict(loop._prepared.hyperparameters.now)
     if older:
         del saved["measured"]
     another = loops.build(tmp_path, recipe_of(data={"name": "other"}))
