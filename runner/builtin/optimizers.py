@@ -68,7 +68,7 @@ def decay_groups(
 ) -> list[dict[str, Any]]:
     """Return one group of the parameters of 2 and more dims, decayed, and one of the others.
 
-    A group without parameters is left out.
+    A group without parameters is dropped.
     """
     decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
     others = [parameter for parameter in parameters if parameter.dim() < 2]

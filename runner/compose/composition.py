@@ -101,7 +101,7 @@ def _resumed(run_dir: str | Path, overrides: Sequence[str], trains: bool) -> Exa
     own = [o for o in job.overrides if hydra_setup.key_of(o) not in limits]
     merged = hydra_setup.merge(own, overrides)
     before, lost = diagnose.examine(own, job.config_name)
-    if lost:  # a file that the run was composed from is gone: its recorded recipe is the base
+    if lost:  # a file that the run was composed from is missing: its frozen recipe is the base
         return _applied_to_frozen(frozen, job, overrides, trains)
     after, problems = diagnose.examine(merged, job.config_name)
     try:

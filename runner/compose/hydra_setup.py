@@ -238,7 +238,7 @@ def _opened(override: str) -> str:
 
 
 def closed(overrides: Sequence[str]) -> list[str]:
-    """Return overrides that `opened` made as a person writes them."""
+    """Return overrides of `opened` as they are written on a command line."""
     return [_closed(override) for override in overrides]
 
 

@@ -69,7 +69,7 @@ _PLUGINS = {
 
 
 def remedy(key: str, known: Sequence[str]) -> str | None:
-    """Return the sentence that helps a person who wrote another tool's name for a key, or None."""
+    """Return the remedy for a key under the name of another tool, or None."""
     leaf = key.rpartition(".")[2]
     target = _KEYS.get(leaf)
     if target is not None and target != key:

@@ -37,7 +37,7 @@ def _dataclass_in(hint: Any) -> type | None:
 def is_free(key: str) -> bool:
     """Return whether a dotted key lies in a mapping that the schema leaves open.
 
-    Such keys (arguments of factories, options handed on to torch) may be set without a ``+``.
+    Such keys (arguments of factories, options passed to torch) may be set without a ``+``.
     """
     kind: type | None = Recipe
     for part in key.split("."):

@@ -83,7 +83,7 @@ def import_packages() -> None:
     """Import the user's packages, so that their factories are registered.
 
     Raises:
-        ConfigError: naming every package that is missing, and who asks for it.
+        ConfigError: naming every missing package, and where it is requested.
     """
     problems = []
     for name, place in trusted().items():

@@ -243,7 +243,7 @@ class WindowSampler(Sampler[list[tuple[int, int]]]):
 
     Attributes:
         epoch: the epoch of the next pass.
-        start: how many steps the next pass leaves out; nothing is read for them.
+        start: how many steps the next pass skips; nothing is read for them.
     """
 
     drop_last = False

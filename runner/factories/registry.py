@@ -2,7 +2,7 @@
 
 A user registers with ``@register.model("my_model")`` in a package that the project trusts
 (`[tool.runner] imports` in its pyproject.toml). Built-in factories are listed here by dotted name
-and imported when first asked for, so that names can be listed without importing torch.
+and imported when first used, so that names can be listed without importing torch.
 """
 
 from __future__ import annotations

@@ -67,9 +67,9 @@ def _has_unknown_decorator(factory: Callable[..., Any]) -> bool:
 
 
 def _decorated_parameters(factory: Callable[..., Any], wrapped: list[Parameter]) -> list[Parameter]:
-    """Return the parameters of a decorated factory: its own, and if it hands on any, those behind.
+    """Return the parameters of a decorator, with those of its function if it takes ``**kwargs``.
 
-    Which of those it gives itself is not known: none is required.
+    It may give some of those itself: none is required.
     """
     own = list(inspect.signature(factory, follow_wrapped=False).parameters.values())
     if isinstance(factory, type):  # the signature of a class always follows

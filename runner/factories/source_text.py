@@ -18,7 +18,7 @@ from pathlib import Path
 
 Definition = ast.FunctionDef | ast.ClassDef
 
-# Decorators that hand on the function or class with the arguments that it takes.
+# Decorators that keep the signature of the function or class.
 KEEP_SIGNATURE = (
     *(
         "runner.register.",

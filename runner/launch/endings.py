@@ -21,7 +21,7 @@ _REPLACING = ("execv", "execve")
 
 
 class EndedByOwnCodeError(RuntimeError):
-    """The run's own code asked for the end of the process before the run was complete."""
+    """The user's code ended the process before the run was complete."""
 
 
 class LoaderWorkerError(AccelError, RuntimeError):

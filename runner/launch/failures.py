@@ -17,7 +17,7 @@ from runner.exit_codes import FAILED, REFUSED
 from runner.run_dir import abandoned, directory
 from runner.run_dir.outcomes import Outcome
 
-# Messages of gloo and NCCL when another rank is gone; both raise plain RuntimeErrors.
+# Messages of gloo and NCCL when another rank has ended; both raise plain RuntimeErrors.
 COMMUNICATION = re.compile(
     r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|ProcessGroup|\bTCPStore\b",
     re.IGNORECASE,
@@ -26,7 +26,7 @@ UNREAD = "nobody reads standard output any more"
 
 
 def stdout_is_closed() -> bool:
-    """Return whether whoever read standard output is gone, as `head` is after its lines."""
+    """Return whether the reader of standard output has closed it, as `head` does."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)

@@ -78,7 +78,7 @@ def judge(
         reports: of the ranks that have answered, by rank.
         silent: of the others, why they have not.
         limit: seconds without progress.
-        before: the reports of the time before, if ranks were asked before.
+        before: the previous reports, if there are any.
     """
     if any(report.seconds < limit / 2 for report in reports.values()):
         return None
@@ -99,7 +99,7 @@ def judge(
     rest = f", and {len(others) - 3} more" if len(others) > 3 else ""
     cause = "every rank waits for another, in different places: " if deadlocked else ""
     if out_of_step is not None:
-        cause, stack = _out_of_step_text(reports, out_of_step), ""  # it waits where it has to
+        cause, stack = _out_of_step_text(reports, out_of_step), ""  # its stack is as expected
     message = f"{cause}{activity}. Meanwhile {waits}{rest}" if others else f"{cause}{activity}"
     return Verdict(first, message, stack, ends=not slow or (deadlocked and unchanged))
 

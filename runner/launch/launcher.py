@@ -222,7 +222,7 @@ def _outcome_from_status(run_dir: Path, rank: int, failure: Failure, ended: bool
         code=FAILED,
         message=f"its process {how}",
         traceback="\n".join([f"The end of {log}:", *printed]) if printed else "",
-        # Native code of a process group aborts where another rank is gone.
+        # Native code of a process group aborts where another rank has ended.
         is_consequence=status == -signal.SIGABRT or (ended and status == FAILED),
     )
 

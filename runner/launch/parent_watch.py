@@ -24,7 +24,7 @@ def lead_own_group() -> None:
 
 
 def die_with(parent: int) -> threading.Thread:
-    """Kill this process's group as soon as the process `parent`, which started it, is gone.
+    """Kill this process's group as soon as the process `parent`, which started it, has ended.
 
     Args:
         parent: process id of the parent.
@@ -36,7 +36,7 @@ def die_with(parent: int) -> threading.Thread:
 
 
 def die_with_ancestor(ancestor: int) -> threading.Thread:
-    """Kill this process's group as soon as `ancestor`, which need not be its parent, is gone.
+    """Kill this process's group as soon as `ancestor`, which need not be its parent, has ended.
 
     Args:
         ancestor: process id.
@@ -76,7 +76,7 @@ def wait_for_end(process: int, is_alive: Callable[[], bool]) -> None:
     """
     try:
         file = os.pidfd_open(process)
-    except (AttributeError, OSError):  # not Linux, an old kernel, a sandbox; or it is gone
+    except (AttributeError, OSError):  # not Linux, an old kernel, a sandbox; or it has ended
         while is_alive():
             time.sleep(POLL_SECONDS)
         return

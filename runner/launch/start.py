@@ -59,22 +59,22 @@ def start(
     if recipe.resume is not None:
         run_dir = Path(recipe.resume)
         origin = directory.fingerprint(run_dir) if origin is None else origin
-        asked = _job(run_dir, overrides, config_name)
+        requested = _job(run_dir, overrides, config_name)
         frozen = _placed(replace(recipe, resume=None), Job.read(run_dir)[0].cwd)
-        return _resume(asked, frozen, origin, fresh, auto, on_claimed)
+        return _resume(requested, frozen, origin, fresh, auto, on_claimed)
     run_dir = directory.claim(recipe.output_dir, recipe.name)
     return _start_new(_job(run_dir, overrides, config_name), recipe, fresh, on_claimed)
 
 
-def _start_new(asked: Job, recipe: Recipe, fresh: bool, on_claimed: OnClaimed) -> int:
+def _start_new(requested: Job, recipe: Recipe, fresh: bool, on_claimed: OnClaimed) -> int:
     """Train a new run in its claimed directory; remove that if nothing worth keeping is left."""
-    run_dir = asked.run_dir
+    run_dir = requested.run_dir
     try:
         with lock.held(run_dir):
             on_claimed(run_dir)
-            frozen = _placed(replace(recipe, resume=None), asked.cwd)
-            transaction.commit(_staged(asked, frozen).place)
-            code = launcher.launch(asked, frozen, fresh=fresh)
+            frozen = _placed(replace(recipe, resume=None), requested.cwd)
+            transaction.commit(_staged(requested, frozen).place)
+            code = launcher.launch(requested, frozen, fresh=fresh)
     except (AccelError, OSError):
         abandoned.remove(run_dir, REFUSED)
         raise
@@ -91,10 +91,10 @@ def _placed(recipe: Recipe, cwd: str) -> Recipe:
 
 
 def _resume(
-    asked: Job, recipe: Recipe, origin: bytes, fresh: bool, auto: bool, on_claimed: OnClaimed
+    requested: Job, recipe: Recipe, origin: bytes, fresh: bool, auto: bool, on_claimed: OnClaimed
 ) -> int:
     """Resume a run. Its files are unchanged until its workers commit the new job."""
-    run_dir = asked.run_dir
+    run_dir = requested.run_dir
     reason = resumable.is_finished(run_dir, recipe)
     if reason is not None:
         resumable.require_effect(run_dir, recipe, reason, auto)
@@ -111,7 +111,7 @@ def _resume(
         checkpoint = _checkpoint(run_dir)
         resumable.require_reach(run_dir, checkpoint, recipe)
         on_claimed(run_dir)
-        staged = _staged(replace(asked, resume_from=str(checkpoint)), recipe)
+        staged = _staged(replace(requested, resume_from=str(checkpoint)), recipe)
         try:
             return launcher.launch(staged, recipe, fresh=fresh)
         finally:
@@ -137,18 +137,18 @@ def _job(run_dir: Path, overrides: Sequence[str], config_name: str) -> Job:
     )
 
 
-def _staged(asked: Job, recipe: Recipe) -> Job:
+def _staged(requested: Job, recipe: Recipe) -> Job:
     """Write the job, its recipe and the environment beside those of the run directory."""
     try:
-        staged = asked.stage(recipe)
+        staged = requested.stage(recipe)
         try:
             environment.write_environment(staged.place)
-            resumable.mark_incomplete(asked.run_dir, staged.place)
+            resumable.mark_incomplete(requested.run_dir, staged.place)
         except BaseException:
             transaction.discard(staged.place)
             raise
     except OSError as error:
         rule = f"a run is written there, and that failed ({paths.failure(error)})"
         remedy = "Make room or give it a folder you may write to; nothing of it has changed."
-        raise ConfigError(Problem(str(asked.run_dir), rule, remedy)) from error
+        raise ConfigError(Problem(str(requested.run_dir), rule, remedy)) from error
     return staged

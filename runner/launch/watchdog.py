@@ -7,8 +7,8 @@ process judges (`runner.launch.hangs`) and shares the verdict. While the run mak
 of the store is read every few seconds, and the main thread only counts.
 
 A main thread that waits in native code has given the interpreter to others, as all of torch does. A
-rank that does not answer keeps it, is stopped or gone; `faulthandler`, which needs no interpreter,
-has then written its stack.
+rank that does not answer keeps it, is stopped or has ended; `faulthandler`, which needs no
+interpreter, has then written its stack.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         if not self._thread.is_alive():
             self._log.close()
-            with contextlib.suppress(RuntimeError):  # the host of the store may be gone
+            with contextlib.suppress(RuntimeError):  # the host of the store may have ended
                 self._store.set(f"left/{self._rank}", "")
 
     def _watch(self) -> None:
         while not self._closing.wait(self._poll):
             try:
                 self._check()
-            except RuntimeError as error:  # torch's errors of the store: its host may be gone
+            except RuntimeError as error:  # torch's errors of the store: its host may have ended
                 if self._closing.is_set():
                     return
                 self._write(f"The watchdog does not reach the store: {error}")
@@ -124,11 +124,11 @@ class Watchdog:
             if self._verdict_told:
                 self._verdict_told = False
                 self._on_verdict(None)
-        if self._store.check([f"{self._round}/asked"]):
+        if self._store.check([f"{self._round}/requested"]):
             self._answer()
             self._wait_for_verdict()
         elif now - self._since >= self._limit and now >= self._quiet_until:
-            key = f"{self._round}/asked"
+            key = f"{self._round}/requested"
             if self._store.add(key, 1) == 1:
                 self._answer()
                 self._judge()
@@ -167,7 +167,7 @@ class Watchdog:
         key = f"{self._round}/verdict"
         deadline = time.monotonic() + 2 * self._patience
         while not self._store.check([key]):
-            if time.monotonic() > deadline:  # the asking rank is gone: ask again
+            if time.monotonic() > deadline:  # the asking rank has ended: ask again
                 self._round += 1
                 return
             if self._closing.wait(min(self._poll, 0.2)):
@@ -259,7 +259,7 @@ def _state(pid: int) -> str:
 
 
 def limit_of(recipe: Recipe) -> float | None:
-    """Return the seconds without progress after which ranks are asked; None: never."""
+    """Return the seconds without progress after which reports are requested; None: never."""
     limit = parse_duration(recipe.trainer.hang_timeout, "trainer.hang_timeout")
     if limit is None:
         return None
@@ -274,7 +274,7 @@ def limit_of(recipe: Recipe) -> float | None:
 def watching(
     recipe: Recipe, run_dir: Path, stop: StopFlag, rank: int, world_size: int
 ) -> Iterator[None]:
-    """Watch this process in the context, if it is one of several and the recipe asks for it.
+    """Watch this process in the context, if it is one of several and the recipe wants it.
 
     Args:
         recipe: the recipe.

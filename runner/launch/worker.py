@@ -71,7 +71,7 @@ def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag)
         raise
     except BaseException as error:  # also SystemExit: the run is not complete
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends anyway
-        # Written before anything is torn down: other ranks fail as soon as this one is gone.
+        # Written before anything is torn down: other ranks fail as soon as this one ends.
         outcome = failures.outcome_of(error, rank)
         if isinstance(error, endings.LoaderWorkerError) and rank > 0:  # else it is on the terminal
             crash = rank_logs.crash(rank_logs.log_file(run_dir, rank))
@@ -91,7 +91,7 @@ def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag)
 def end_process(code: int) -> None:
     """End this process.
 
-    After a failure nothing is destroyed on the way out: process groups whose peers are gone would
+    After a failure nothing is destroyed on the way out: process groups whose peers have ended would
     wait for them, or abort and cover the cause.
     """
     for stream in (sys.stdout, sys.stderr):

@@ -102,7 +102,7 @@ def checkpoint_folder(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def newest_checkpoint(run_dir: str | os.PathLike[str]) -> Path | None:
-    """Return a run's newest complete checkpoint; broken ones are named and passed over."""
+    """Return a run's newest complete checkpoint; broken ones are named and skipped."""
     return checkpoints.newest_complete(checkpoint_folder(run_dir), owner(Path(run_dir)))
 
 

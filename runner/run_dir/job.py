@@ -104,7 +104,7 @@ class Job:
     def read(cls, run_dir: str | Path) -> tuple[Job, dict[str, object]]:
         """Read a run directory: the job, and the recipe as plain containers; nothing is imported.
 
-        Where one of config.yaml and job.json is missing, empty or cut off, it is taken from the
+        Where one of config.yaml and job.json is missing, empty or truncated, it is taken from the
         other, with a warning.
 
         Args:
@@ -144,7 +144,7 @@ def _job_and_recipe(folder: Path) -> tuple[dict[str, Any], str]:
     if text is None or (kept is not None and text != kept and kept.startswith(text)):
         if kept is None:
             raise ConfigError(_no_run(folder, wrong or f"{CONFIG} is missing or empty"))
-        _warn_once(f"{folder / CONFIG} is missing, empty or cut off: {JOB} has it.")
+        _warn_once(f"{folder / CONFIG} is missing, empty or truncated: it is read from {JOB}.")
         text = kept
     if content is None:
         _warn_once(f"{folder}: {wrong}. It is put together from other files.")

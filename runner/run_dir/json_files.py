@@ -75,7 +75,7 @@ def _belongs(line: str, step: int) -> bool:
         record = json.loads(line)
         return int(record["step"]) <= step and record.get("split") != "test"
     except (ValueError, KeyError, TypeError):
-        logger.warning("Removing a line of %s that was cut off: %s", METRICS, line[:80])
+        logger.warning("Removing a truncated line of %s: %s", METRICS, line[:80])
         return False
 
 

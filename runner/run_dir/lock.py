@@ -9,7 +9,7 @@ The kernel drops them when the holder ends, however it ends (SIGKILL, out of mem
 children that it has forked close the file: a lock never outlives its holder, and never has to be
 removed by hand. Where only record locks exist, the holder loses them if its own code opens and
 closes the file, as a copy of the run directory does. Workers lock a second byte of
-the file (shared): where only the parent was killed, the next command waits until they are gone.
+the file (shared): where only the parent was killed, the next command waits until they have ended.
 Over NFS and other network file systems the locks hold between nodes as far as the mount offers
 them (NFSv4, NFSv3 with lockd, Lustre with ``flock``, GPFS, CephFS); a node that loses power keeps
 its lock until the server's lease ends, about a minute and a half for NFSv4. Where a mount keeps
@@ -47,9 +47,9 @@ FILE = ".lock"
 COMMAND, WORKERS = 0, 1  # bytes of the file
 TAKEN = (errno.EAGAIN, errno.EACCES)
 NOT_OFFERED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-# How long a lock may be taken by somebody who only looks whether it is.
+# How long a lock may be held by a process that only tests it.
 LOOK_SECONDS = 0.2
-# How long the workers of a parent that was killed may take to end.
+# How long the workers of a killed parent may take to end.
 WORKER_SECONDS = 10.0
 
 
@@ -58,7 +58,7 @@ class Holder:
     """Who trains in a run directory.
 
     Attributes:
-        pid: process id on its host; 0: it left no word.
+        pid: process id on its host; 0: unknown.
         host: name of its host.
         command: its command line.
         since: when it began.

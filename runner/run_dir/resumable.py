@@ -29,7 +29,7 @@ def newest(wanted: Recipe) -> Path | None:
     has a complete checkpoint, or is finished. The skipped runs are named, with the reason.
 
     Args:
-        wanted: the recipe that the command line asks for.
+        wanted: the recipe of the command line.
 
     Raises:
         ConfigError: if another command trains in that run, or the recipe of a run that has

@@ -114,7 +114,7 @@ def _keep_recipe(run_dir: Path, new: Path) -> None:
         return
     earlier = kept_recipes(run_dir)
     if earlier and earlier[-1].read_bytes() == current.read_bytes():
-        return  # a commit was cut off behind this line
+        return  # an earlier commit was killed after this function
     number = 1 + max((int(match[1]) for path in earlier if (match := _kept(path))), default=0)
     target = run_dir / f"config.{number:04}.yaml"
     try:

@@ -113,7 +113,7 @@ def read_best(folder: Path, owns: Callable[[Path], bool] = _any) -> Best | None:
         logger.warning("%s: %s. By the newest state it is %s.", pointer, wrong, known.checkpoint)
         return known
     if known is not None and known.step > best.step:
-        return known  # cut off between a save and its pointer
+        return known  # killed between a save and its pointer
     pointed = folder / best.checkpoint
     return best if pointed.is_dir() and owns(pointed) else known
 
@@ -315,7 +315,7 @@ class Saver:
             except CheckpointError as error:
                 logger.warning("Skipping a broken checkpoint. %s", error)
                 continue
-            # Cut off between a save and its pointer, or resumed from before the pointer's step.
+            # Killed between a save and its pointer, or resumed from before the pointer's step.
             if value is not None and step is not None:
                 return Best(path.name, step, metadata.get("monitor", "loss"), value)
         return None

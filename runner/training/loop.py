@@ -124,13 +124,13 @@ class Loop:
         """End training at this step boundary. Every process must call this together.
 
         Args:
-            reason: one sentence for people.
+            reason: one sentence, for the summary.
         """
         self._end("callback", reason)
 
     @property
     def complete(self) -> bool:
-        """Whether the run has come to its end, and was not only cut off."""
+        """Whether the run has reached its end, and is not only interrupted."""
         return self.stopped is not None and self.stopped.complete
 
     @property
@@ -315,7 +315,7 @@ class Loop:
             self._end("stop_after", f"trainer.stop_after={trainer.stop_after} reached")
 
     def _check_requests(self) -> None:
-        """Stop if any process was asked to, or if time is up; all processes agree."""
+        """Stop on a request to any rank, or if time is up; all ranks agree."""
         if self.deadline is not None and time.monotonic() >= self.deadline:
             self.stop_flag.request(TIME_IS_UP)
         if self.stopped is None and self.stop_flag.agreed(self.accelerator):

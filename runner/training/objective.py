@@ -11,7 +11,7 @@ from accel.errors import ConfigError, Problem
 
 
 class Objective:
-    """Base of objectives. All values are per sample, so padded samples can be left out exactly.
+    """Base of objectives. All values are per sample, so that padded samples can be dropped exactly.
 
     Shapes: B samples in the batch of one process.
 

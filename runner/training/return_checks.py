@@ -40,7 +40,7 @@ def losses(objective: object, value: object) -> torch.Tensor:
             objective,
             "losses",
             f"shape {list(value.shape)}",
-            "it returns one value per sample, [B], so that padded samples can be left out",
+            "it returns one value per sample, [B], so that padded samples can be dropped",
             'Use reduction="none" and sum over everything but the first dim.',
         )
     if torch.is_grad_enabled() and not value.requires_grad:

@@ -70,7 +70,7 @@ class Run(Protocol):
 
     @property
     def complete(self) -> bool:
-        """Whether the run has come to its end, and was not only cut off."""
+        """Whether the run has reached its end, and is not only interrupted."""
 
     @property
     def seconds(self) -> float:
@@ -84,5 +84,5 @@ class Run(Protocol):
         """End training at this step boundary. Every process must call this together.
 
         Args:
-            reason: one sentence for people.
+            reason: one sentence, for the summary.
         """

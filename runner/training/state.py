@@ -103,7 +103,7 @@ class TrainState:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over counters that `state_dict` returned.
+        """Restore counters that `state_dict` returned.
 
         Raises:
             CheckpointError: if one is missing or unknown.
@@ -127,7 +127,7 @@ class Stop:
     Attributes:
         kind: max_steps, epochs, max_time, callback (the run is complete), stop_after or signal
             (it is to be resumed).
-        reason: one sentence for people.
+        reason: one sentence, for the summary.
     """
 
     kind: str
@@ -135,5 +135,5 @@ class Stop:
 
     @property
     def complete(self) -> bool:
-        """Whether the run has come to its end, so that the best state is tested."""
+        """Whether the run has reached its end, so that the best state is tested."""
         return self.kind not in ("stop_after", "signal")

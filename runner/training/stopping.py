@@ -57,7 +57,7 @@ class Processes(Protocol):
 
 
 class StopFlag:
-    """Whether this run has been asked to stop.
+    """Whether a stop of this run was requested.
 
     Args:
         launch: id of the launch that this process is a worker of; empty: it is on its own.
@@ -91,7 +91,7 @@ class StopFlag:
         self._requested = self._requested or reason
 
     def requested_locally(self) -> bool:
-        """Return whether this process has been asked to stop."""
+        """Return whether a stop was requested of this process."""
         return bool(self._requested)
 
     def agreed(self, processes: Processes, phase: str = "train") -> bool:

@@ -117,7 +117,7 @@ def test_a_recipe_that_is_lost_is_taken_from_the_job(
         assert epochs(tmp_path) == 1
         assert epochs(tmp_path) == 1  # a command reads it several times
         job.mend(tmp_path)
-    assert caplog.text.count("config.yaml is missing, empty or cut off") == 1
+    assert caplog.text.count("config.yaml is missing, empty or truncated") == 1
     assert config.read_bytes() == whole
 
 
