@@ -74,7 +74,13 @@ def check(loop: Run) -> None:
     if _difference(one, again) > limit:
         loop.display.note("trainer.check_gradients: skipped; the step itself draws at random.")
         return
-    name = type(loop.step).__name__
+    _require_equal(type(loop.step).__name__, one, two, limit)
+
+
+def _require_equal(
+    name: str, one: list[list[torch.Tensor]], two: list[list[torch.Tensor]], limit: float
+) -> None:
+    """Raise if the gradients of one and of two micro-batches differ by more than `limit`."""
     if len(one) != len(two):
         value = f"{name}.train made {len(one)} updates of 1 micro-batch and {len(two)} of 2"
         raise ConfigError(Problem(value, "a window is one optimizer step", REMEDY))

@@ -296,8 +296,8 @@ def test_a_checkpoint_that_does_not_tell_what_it_measured_is_taken_as_it_is(
         del saved["measured"]
     another = loops.build(tmp_path, recipe_of(data={"name": "other"}))
     another._prepare()
-    another._hyper.load_state_dict(saved)
-    assert another._hyper.measures_differently is not older
+    another._prepared.hyperparameters.load_state_dict(saved)
+    assert another._prepared.hyperparameters.measures_differently is not older
 
 
 @pytest.mark.parametrize(
