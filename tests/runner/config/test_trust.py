@@ -44,19 +44,19 @@ def test_what_the_product_brings_in_is_trusted(name: str) -> None:
         ("subprocess.run", "'subprocess' is not trusted"),
         ("torch.hub.load", "'torch' is not trusted"),
         ("shutil.copy", "'shutil' is not trusted"),
-        ("torch.nn.functional.torch.hub.load", "leads to torch.hub.load"),
-        ("torch.nn.modules.module.functools.partial", "leads to functools.partial"),
+        ("torch.nn.functional.torch.hub.load", "resolves to torch.hub.load"),
+        ("torch.nn.modules.module.functools.partial", "resolves to functools.partial"),
         ("torch.nn.Module.__init__", "private"),
         ("torch.nn._reduction.warnings", "private"),
-        ("accel.imports.require", "leads to accel.imports.require, which is not trusted"),
-        ("accel.env.set_values", "leads to accel.env.set_values"),
-        ("accel.config.handlers.import_callable", "leads to accel.config.handlers"),
-        ("accel.checkpoint.directory.prune", "leads to accel.checkpoint.directory.prune"),
-        ("runner.cli.dispatch.run", "leads to runner.cli.dispatch.run"),
-        ("runner.launch.launcher.launch", "leads to runner.launch.launcher.launch"),
+        ("accel.imports.require", "resolves to accel.imports.require, which is not trusted"),
+        ("accel.env.set_values", "resolves to accel.env.set_values"),
+        ("accel.config.handlers.import_callable", "resolves to accel.config.handlers"),
+        ("accel.checkpoint.directory.prune", "resolves to accel.checkpoint.directory.prune"),
+        ("runner.cli.dispatch.run", "resolves to runner.cli.dispatch.run"),
+        ("runner.launch.launcher.launch", "resolves to runner.launch.launcher.launch"),
         (
             "runner.factories.registry.register.model.get",
-            "leads to runner.factories.registry.Registry.get",
+            "resolves to runner.factories.registry.Registry.get",
         ),
         ("runner.training.step.SupervisedStep.__init__.__globals__", "private"),
         ("torch.nn.functional", "no class or function but module"),
@@ -110,7 +110,7 @@ def test_a_trusted_package_does_not_lend_its_trust(
     monkeypatch.setenv(trust.VARIABLE, "wine_b")
     paths.move_project_last()
     assert callable(trust.resolve("wine_b.Linear", "model._target_"))
-    with pytest.raises(ConfigError, match=r"leads to posix\.system|leads to nt\.system"):
+    with pytest.raises(ConfigError, match=r"resolves to posix\.system|resolves to nt\.system"):
         trust.resolve("wine_b.system", "model._target_")
     sys.modules.pop("wine_b")
 
