@@ -20,6 +20,7 @@ from typing import Any
 from accel.checkpoint import directory as checkpoints
 from accel.env import read
 from accel.errors import CheckpointError, ConfigError, Problem
+from accel.strategies.table import specs
 from runner.config import paths
 from runner.run_dir import transaction
 from runner.run_dir.job import ENVIRONMENT, JOB, Job
@@ -33,7 +34,8 @@ SUMMARY = "summary.json"
 
 PACKAGES = (
     *("accel-runner", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard"),
-    *("rich", "scikit-learn", "deepspeed", "torchdata"),
+    *("rich", "scikit-learn", "torchdata"),
+    *(name for spec in specs() for name in spec.packages),
 )
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "SLURM_JOB_ID")
 GIT_SECONDS = 20.0

@@ -213,7 +213,7 @@ def test_device_has_one_owner() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        Arguments(megatron_lm_plugin=object()),
+        Arguments(plugins={"megatron_lm_plugin": object()}),
         Arguments(mixed_precision="fp8"),
     ],
 )
