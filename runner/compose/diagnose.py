@@ -215,7 +215,7 @@ def _elsewhere(option: str) -> str | None:
 
 def _has_place(group: str) -> bool:
     """Return whether the primary file chooses a file of a group, if only none."""
-    return (paths.conf_folder() / group).is_dir()
+    return group in PLUGINS or (paths.conf_folder() / group).is_dir()
 
 
 def _switches(overrides: Sequence[str]) -> list[Problem]:

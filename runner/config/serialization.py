@@ -130,9 +130,12 @@ def frozen_plain(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe as it is frozen with a run.
 
     The content of a file that a plugin names goes into it: the file may change, and the run may
-    be resumed from elsewhere.
+    be resumed from elsewhere, where the strategies that it does not use need not be installed.
     """
-    plain: dict[str, Any] = to_plain(recipe)
+    given: dict[str, Any] = to_plain(recipe)
+    plain = {
+        key: node for key, node in given.items() if key in recipe.plugins or key not in PLUGINS
+    }
     for name, plugin in recipe.plugins.items():
         fields = PLUGINS[name].frozen_fields
         if fields is not None:

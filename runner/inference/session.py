@@ -263,11 +263,8 @@ def _in_one_process(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         remedy = "Leave it out, or choose the device: distributed.device=cpu."
         raise ConfigError(Problem(f"distributed={distributed.kind}", rule, remedy))
     device = "cpu" if distributed.kind == "multi_cpu" else distributed.device
-    return replace(
-        recipe,
-        distributed=Distributed(device=device, init=distributed.init),
-        **dict.fromkeys(PLUGINS),  # a checkpoint holds full tensors
-    )
+    off: dict[str, Any] = dict.fromkeys(PLUGINS)  # a checkpoint holds full tensors
+    return replace(recipe, distributed=Distributed(device=device, init=distributed.init), **off)
 
 
 @contextlib.contextmanager

@@ -253,7 +253,7 @@ def test_everything_wrong_is_said_at_once() -> None:
         mixed_precision="bf61",
         gradient_accumulation_steps=0,
         rng_types=["x"],
-        fsdp_plugin=object(),
+        plugins={"fsdp_plugin": object()},
         kwargs_handlers=[KwargsHandler()],
     )
     with pytest.raises(ConfigError) as caught:
