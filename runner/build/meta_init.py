@@ -20,8 +20,8 @@ def check(recipe: Recipe) -> None:
     if recipe.model is None and plugin is not None and plugin.cpu_ram_efficient_loading:
         raise ConfigError(
             Problem(
-                "fsdp.cpu_ram_efficient_loading=true with model=null",
+                "cpu_ram_efficient_loading=true with model=null",
                 "the step builds its own models, with weights on every process",
-                "Leave it out (or FSDP_CPU_RAM_EFFICIENT_LOADING), or choose model=….",
+                "Leave it out (or its variable in the environment), or choose model=….",
             )
         )
