@@ -177,6 +177,8 @@ class StrategySpec:
         precision: the mixed precision of a run, from its plugins and the one that was requested
             (lower case; None: none was), which is the answer unless a plugin implies another.
         accumulation_steps: micro-batches per optimizer step that a plugin implies; None: none.
+        rank0_init: the setting of a plugin by which models get weights on rank 0 only and no
+            memory on the others, as messages call it; "": there is none.
         problems: what the strategy cannot do of a request.
         notes: what a person should know of a request that is possible.
     """
@@ -195,6 +197,7 @@ class StrategySpec:
     dims: Callable[[Plugins, Environment], ParallelDims] = replicated
     precision: Callable[[Plugins, str | None], str | None] = lambda plugins, given: given
     accumulation_steps: Callable[[Plugins], int | None] = lambda plugins: None
+    rank0_init: Callable[[Plugins], str] = lambda plugins: ""
     problems: Callable[[Request], list[Problem]] = lambda request: []
     notes: Callable[[Request], list[str]] = lambda request: []
 

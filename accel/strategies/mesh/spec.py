@@ -117,6 +117,12 @@ def _policy(plugins: Plugins) -> str | None:
     return None if plugin is None else plugin.policy_format
 
 
+def _rank0_init(plugins: Plugins) -> str:
+    plugin: FullyShardedDataParallelPlugin | None = plugins.get(FSDP)
+    on = plugin is not None and plugin.cpu_ram_efficient_loading
+    return f"{type(plugin).__name__}.cpu_ram_efficient_loading=True" if on else ""
+
+
 def _problems(request: Request) -> list[Problem]:
     policy, precision = _policy(request.plugins), request.mixed_precision
     if policy is None or precision not in ("bf16", "fp16") or policy == precision:
@@ -167,5 +173,6 @@ SPEC = StrategySpec(
     clips_value=False,
     dims=dims,
     precision=_precision,
+    rank0_init=_rank0_init,
     problems=_problems,
 )
