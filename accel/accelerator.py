@@ -33,7 +33,7 @@ from accel.prepared import Objects
 from accel.processes import ProcessControl
 from accel.scheduler import AcceleratedScheduler
 from accel.state import AcceleratorState, GradientState, current_environment, settled_arguments
-from accel.strategies.table import build_strategy
+from accel.strategies.build import build_strategy
 from accel.trackers.base import GeneralTracker
 from accel.trackers.group import TrackerGroup
 from accel.trackers.table import Choice, Wanted, filter_trackers
@@ -65,6 +65,7 @@ class Accelerator(ProcessControl):
         dynamo_backend: backend of `torch.compile`.
         deepspeed_plugins: alias of `deepspeed_plugin`.
         torch_tp_plugin: tensor parallelism.
+        strategy_plugins: plugins of strategies, known by their classes: those of other packages.
         dynamo_plugin: compilation in detail.
         device: "cpu", "cuda", …; None or "auto": the machine's accelerator, else the CPU.
         logging_dir: older spelling of `ProjectConfiguration.logging_dir`.
@@ -121,6 +122,7 @@ class Accelerator(ProcessControl):
         deepspeed_plugins: Any = None,
         *,
         torch_tp_plugin: Any = None,
+        strategy_plugins: Sequence[Any] = (),
         dynamo_plugin: TorchDynamoPlugin | None = None,
         device: str | None = None,
         logging_dir: str | os.PathLike[str] | None = None,
@@ -129,32 +131,8 @@ class Accelerator(ProcessControl):
         use_seedable_sampler: bool | None = None,
         kwarg_handler: Sequence[KwargsHandler] | None = None,
     ) -> None:
-        arguments = Arguments(
-            device_placement=device_placement,
-            split_batches=split_batches,
-            mixed_precision=mixed_precision,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            cpu=cpu,
-            device=device,
-            dataloader_config=dataloader_config,
-            deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
-            rng_types=rng_types,
-            project_dir=project_dir,
-            logging_dir=logging_dir,
-            project_config=project_config,
-            gradient_accumulation_plugin=gradient_accumulation_plugin,
-            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-            kwargs_handlers=[*(kwargs_handlers or ()), *(kwarg_handler or ())],
-            dynamo_backend=dynamo_backend,
-            dynamo_plugin=dynamo_plugin,
-            deepspeed_plugins=deepspeed_plugins,
-            torch_tp_plugin=torch_tp_plugin,
-            dispatch_batches=dispatch_batches,
-            even_batches=even_batches,
-            use_seedable_sampler=use_seedable_sampler,
-        )
+        arguments = Arguments.of(locals())
+        arguments.kwargs_handlers = [*(kwargs_handlers or ()), *(kwarg_handler or ())]
         plan = resolve(settled_arguments(arguments), current_environment())
         chosen = filter_trackers(log_with, plan.project.logging_dir)
         self._set_up(plan, cpu)

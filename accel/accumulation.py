@@ -44,7 +44,7 @@ class Accumulation:
         self.gradient_state = GradientState(plan.accumulation)
         self.scaler: Any = strategy.gradients.scaler
         self._windows = Windows(self.gradient_state)
-        self._divides_loss = not strategy.traits.owns_accumulation
+        self._divides_loss = not strategy.spec.owns_accumulation
 
     def restart(self) -> None:
         """Forget the open window, and set `step` to 0."""

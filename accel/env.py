@@ -23,17 +23,21 @@ def read(name: str, default: str | None = None) -> str | None:
     return os.environ.get(name, default)
 
 
-def flag(name: str) -> bool:
+def flag(name: str, variables: Mapping[str, str] = os.environ) -> bool:
     """Return whether the variable `name` says yes; unset and empty say no.
+
+    Args:
+        name: of the variable.
+        variables: where it is looked up.
 
     Raises:
         ConfigError: if it says neither yes nor no.
     """
-    value = os.environ.get(name, "").strip().lower()
+    value = variables.get(name, "").strip().lower()
     if value not in TRUE | FALSE:
         raise ConfigError(
             Problem(
-                f"{name}={os.environ[name]!r} (environment)",
+                f"{name}={variables[name]!r} (environment)",
                 "expected true or false",
                 f"Set {name}=1 or {name}=0.",
             )
@@ -151,9 +155,7 @@ class Environment:
         dynamo_fullgraph: whether a graph break is an error.
         dynamo_dynamic: whether shapes are symbolic.
         dynamo_regional: whether repeated blocks are compiled instead of the whole model.
-        engines: the engines that a launcher switched on: fsdp, deepspeed, megatron_lm.
-        fsdp: variables ``FSDP_…`` that are not empty: (rest of the name, text).
-        deepspeed: the variables that fill fields of `DeepSpeedPlugin`, by name.
+        variables: all variables, of which strategies read those of their plugins.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """
@@ -177,14 +179,20 @@ class Environment:
     dynamo_fullgraph: bool | None = None
     dynamo_dynamic: bool | None = None
     dynamo_regional: bool | None = None
-    engines: tuple[str, ...] = ()
-    fsdp: tuple[tuple[str, str], ...] = ()
-    deepspeed: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def has_rendezvous(self) -> bool:
         """Whether a launcher tells this process its rank and where the processes meet."""
         return None not in (self.rank, self.master_addr, self.master_port)
+
+    def flag(self, name: str) -> bool:
+        """Return whether the variable `name` says yes; unset and empty say no.
+
+        Raises:
+            ConfigError: if it says neither yes nor no.
+        """
+        return flag(name, self.variables)
 
     @classmethod
     def read(cls) -> Environment:
@@ -193,7 +201,6 @@ class Environment:
         Raises:
             ConfigError: if a number or a switch is none.
         """
-        engines = ("fsdp", "deepspeed", "megatron_lm")
         return cls(
             rank=integer("RANK"),
             local_rank=integer("LOCAL_RANK"),
@@ -214,16 +221,5 @@ class Environment:
             dynamo_fullgraph=optional_flag("ACCELERATE_DYNAMO_USE_FULLGRAPH"),
             dynamo_dynamic=optional_flag("ACCELERATE_DYNAMO_USE_DYNAMIC"),
             dynamo_regional=optional_flag("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
-            engines=tuple(name for name in engines if flag(f"ACCELERATE_USE_{name.upper()}")),
-            fsdp=tuple(
-                (name.removeprefix("FSDP_"), text)
-                for name, text in sorted(os.environ.items())
-                if name.startswith("FSDP_") and text.strip()
-            ),
-            deepspeed={
-                name: value
-                for name, value in os.environ.items()
-                if name.startswith("ACCELERATE_DEEPSPEED_")
-                or name == "ACCELERATE_GRADIENT_CLIPPING"
-            },
+            variables=copy(),
         )

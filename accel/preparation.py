@@ -169,7 +169,7 @@ class Preparation:
         done = self._strategy.prepare(given, placement, self.objects, evaluation)
         self._num_loaders += len(loaders)
         self.objects.extend(done)
-        if new.models and new.optimizers and not self._strategy.traits.owns_parameters:
+        if new.models and new.optimizers and not self._strategy.spec.owns_parameters:
             self._check_parameters(new.optimizers, before)
         return done
 

@@ -10,13 +10,14 @@ import weakref
 from typing import Any, ClassVar
 
 from accel.comm.connect import connect
+from accel.config import deepspeed_plugins
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.handlers import InitProcessGroupKwargs
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel.device import default_device_type, use_device
 from accel.enums import DistributedType
 from accel.env import Environment
-from accel.errors import ConfigError, Problem, StateError, nearest, unknown_choice
+from accel.errors import ConfigError, Problem, StateError, nearest
 from accel.planning.arguments import Arguments
 from accel.planning.plan import Plan, resolve
 from accel.processes import SharedState
@@ -60,17 +61,19 @@ def current_environment() -> Environment:
 
 
 def settled_arguments(arguments: Arguments) -> Arguments:
-    """Return `arguments`, with DeepSpeed's plugins of this process where they name no engine.
+    """Return `arguments`, with the shared plugins of this process where they name no strategy.
 
     Several models are trained by several `Accelerator`s that share their plugins.
     """
     if not AcceleratorState._shared_state or PartialState().comm.closed:
         return arguments
-    plugins = AcceleratorState().deepspeed_plugins
-    engines = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "torch_tp_plugin")
-    if plugins is None or any(getattr(arguments, name) is not None for name in engines):
+    plan = AcceleratorState().plan
+    if arguments.names_a_strategy:
         return arguments
-    return dataclasses.replace(arguments, deepspeed_plugins=plugins)
+    shared = [plugin for plugin in plan.spec.plugins if plugin.shared]
+    return dataclasses.replace(
+        arguments, plugins={plugin.argument: plan.plugin(plugin.name) for plugin in shared}
+    )
 
 
 def _adopt(plan: Plan, settled: Plan) -> Plan:
@@ -159,6 +162,7 @@ class AcceleratorState(SharedState):
         _plan: Plan | None = None,
         **kwargs: Any,
     ) -> None:
+        arguments = Arguments.of(locals())
         self.__dict__ = self._shared_state
         if _from_accelerator and PartialState._shared_state and PartialState().comm.closed:
             AcceleratorState._reset_state(reset_partial_state=True)  # a run that has ended
@@ -166,15 +170,7 @@ class AcceleratorState(SharedState):
             self._check(mixed_precision if _plan is None else _plan.mixed_precision, cpu)
             return
         if _plan is None:
-            arguments = Arguments(
-                mixed_precision=mixed_precision,
-                cpu=cpu,
-                dynamo_plugin=dynamo_plugin,
-                deepspeed_plugin=deepspeed_plugin,
-                fsdp_plugin=fsdp_plugin,
-                megatron_lm_plugin=megatron_lm_plugin,
-                kwargs_handlers=_init_handler(kwargs),
-            )
+            arguments.kwargs_handlers = _init_handler(kwargs)
             _plan = resolve(arguments, current_environment())
         partial = PartialState(cpu, _plan=_plan)
         if _plan.backend is not None and partial.backend is None:  # an engine wants a group of one
@@ -214,13 +210,13 @@ class AcceleratorState(SharedState):
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
         """DeepSpeed's plugins by name; None where it is off."""
-        plugins = self.plan.engines.deepspeed
+        plugins = self.plan.plugin("deepspeed")
         return None if plugins is None else dict(plugins)
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """DeepSpeed's active plugin, which the next `prepare` follows; None where it is off."""
-        return self.plan.engines.deepspeed_plugin
+        return deepspeed_plugins.active(self.deepspeed_plugins)
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """Return the plugin called `name`.
@@ -231,10 +227,7 @@ class AcceleratorState(SharedState):
         Raises:
             ConfigError: if there is none.
         """
-        plugins = self.deepspeed_plugins or {}
-        if name not in plugins:
-            raise ConfigError(unknown_choice("DeepSpeed plugin", name, plugins))
-        return plugins[name]
+        return deepspeed_plugins.named(self.deepspeed_plugins, name)
 
     def select_deepspeed_plugin(self, name: str) -> None:
         """Make the plugin called `name` the active one, which the next `prepare` follows.
@@ -267,27 +260,6 @@ class AcceleratorState(SharedState):
         cls._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()
-
-
-def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
-    """Return DeepSpeed's active plugin, which the next `prepare` follows.
-
-    Args:
-        state: of a run under DeepSpeed.
-
-    Raises:
-        ConfigError: if DeepSpeed is off.
-    """
-    plugin = state.deepspeed_plugin
-    if plugin is None:
-        raise ConfigError(
-            Problem(
-                "get_active_deepspeed_plugin",
-                "DeepSpeed is off",
-                "Switch it on with Accelerator(deepspeed_plugin=…).",
-            )
-        )
-    return plugin
 
 
 class GradientState:

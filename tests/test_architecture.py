@@ -53,6 +53,7 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.loss_normalization", 5),
     ("accel.memory_estimate", 5),
     ("accel.data", 5),
+    ("accel.strategies.table", 2),
     ("accel.strategies", 6),
     ("accel.trackers", 7),
     ("accel", 8),
@@ -330,11 +331,11 @@ def end(node: ast.AST | None) -> str:
 
 
 def reports_backend(node: ast.AST) -> bool:
-    """Return whether `node` is ….distributed_type, ….traits.name or ….plan.strategy."""
+    """Return whether `node` is ….distributed_type, ….spec.name or ….plan.strategy."""
     if not isinstance(node, ast.Attribute):
         return False
     pair = end(node.value), node.attr
-    return node.attr == "distributed_type" or pair in {("traits", "name"), ("plan", "strategy")}
+    return node.attr == "distributed_type" or pair in {("spec", "name"), ("plan", "strategy")}
 
 
 def asked(node: ast.AST) -> list[ast.AST]:
@@ -368,9 +369,11 @@ def compares_with_a_name(node: ast.AST) -> bool:
     )
 
 
-def reads_engines(node: ast.AST) -> bool:
-    """Return whether `node` is ….engines.fsdp, or another field of the plan's engines."""
-    return isinstance(node, ast.Attribute) and end(node.value) == "engines"
+def asks_for_a_plugin(node: ast.AST) -> bool:
+    """Return whether `node` is ….plugin("fsdp"), or another plugin that is named."""
+    if not isinstance(node, ast.Call) or end(node.func) != "plugin":
+        return False
+    return any(isinstance(one, ast.Constant) for one in node.args)
 
 
 def imports_sharding_by_attribute(node: ast.AST) -> bool:
@@ -382,22 +385,18 @@ def imports_sharding_by_attribute(node: ast.AST) -> bool:
     )
 
 
-PLANNING = ("accel/planning/engine.py", "accel/planning/plan.py")
 # What tells one backend from the others, and who may ask for it. No other code knows which is on:
-# what it needs to know is a field of `Traits` or a method of `Strategy`.
+# what it needs to know is a field of `StrategySpec` or a method of `Strategy`.
 BACKEND_TESTS: dict[Callable[[ast.AST], bool], tuple[str, ...]] = {
-    names_a_type: ("accel/enums.py", *PLANNING, STRATEGIES),
+    names_a_type: ("accel/enums.py", "accel/planning/plan.py", STRATEGIES),
     asks_for_its_name: (),
     compares_with_a_name: (
-        *PLANNING,
         STRATEGIES,
         "accel/config/tensor_parallel.py",  # "tp" is the name of an axis of a device mesh there
     ),
-    reads_engines: (
-        *PLANNING,
+    asks_for_a_plugin: (
         STRATEGIES,
         "accel/state.py",  # `AcceleratorState.deepspeed_plugin` and its like are documented
-        "accel/rng.py",  # what is drawn before models are prepared, below the strategies
     ),
     imports_sharding_by_attribute: SHARDS,
 }
@@ -429,14 +428,14 @@ def test_no_code_outside_its_rooms_asks_which_backend_is_on(package: str) -> Non
         ("kinds = DistributedType('FSDP')", names_a_type),
         ("accelerator.distributed_type == kind", asks_for_its_name),
         ("str(self.distributed_type) in kinds", asks_for_its_name),
-        ("strategy.traits.name != name", asks_for_its_name),
-        ("self.strategy.traits.name.startswith('deep')", asks_for_its_name),
+        ("strategy.spec.name != name", asks_for_its_name),
+        ("self.strategy.spec.name.startswith('deep')", asks_for_its_name),
         ("handlers[self.plan.strategy]", asks_for_its_name),
         ("match state.distributed_type:\n    case _:\n        pass", asks_for_its_name),
         ("name == 'deepspeed'", compares_with_a_name),
         ("name in ('ddp', 'single')", compares_with_a_name),
-        ("plan.engines.deepspeed is not None", reads_engines),
-        ("engines.fsdp", reads_engines),
+        ("plugin = plan.plugin('deepspeed')", asks_for_a_plugin),
+        ("self.plan.plugin('fsdp')", asks_for_a_plugin),
         ("isinstance(model, dist.fsdp.FSDPModule)", imports_sharding_by_attribute),
         ("torch.distributed.tensor.DTensor", imports_sharding_by_attribute),
     ],
@@ -452,8 +451,9 @@ def test_a_backend_test_outside_its_rooms_is_found(
     "snippet",
     [
         "def kind(self) -> DistributedType:\n    return self.plan.distributed_type",
-        "print(f'{accelerator.distributed_type} {strategy.traits.name}')",
-        "find_strategy(self.plan.strategy).traits.owns_precision",
+        "print(f'{accelerator.distributed_type} {strategy.spec.name}')",
+        "self.strategy.spec.owns_precision",
+        "plan.plugin(name)",
     ],
 )
 def test_reporting_a_backend_is_no_backend_test(snippet: str) -> None:

@@ -158,7 +158,7 @@ def _facts(run: RunObjects) -> dict[str, Any]:
         "world_size": run.comm.world_size,
         "dp_size": run.plan.parallel_dims.dp_size,
         "dp_leaders": run.plan.parallel_dims.dp_leaders,
-        "strategy": run.strategy.traits.name,
+        "strategy": run.plan.strategy,
         "mixed_precision": run.plan.mixed_precision,
         "torch": str(torch.__version__),
         "iteration": run.plan.project.iteration,

@@ -299,7 +299,7 @@ class CheckpointSession:
     def _native(self, what: str, remedy: str) -> NativeFormat:
         strategy = self._run.strategy
         if strategy.native is None:
-            value = f"{what} under {strategy.traits.name}"
+            value = f"{what} under {self._run.plan.strategy}"
             raise CheckpointError(Problem(value, "it has no format of its own", remedy))
         return strategy.native
 

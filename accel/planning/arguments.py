@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from accel.config.handlers import KwargsHandler
@@ -15,6 +16,7 @@ from accel.config.training import (
     TorchDynamoPlugin,
 )
 from accel.enums import DynamoBackend, PrecisionType, RNGType
+from accel.strategies.table import plugins
 
 
 @dataclass
@@ -30,9 +32,8 @@ class Arguments:
         cpu: whether accelerators are ignored.
         device: "cpu", "cuda", "cuda:1", …; None or "auto": the machine's accelerator, else the CPU.
         dataloader_config: how prepared loaders behave.
-        deepspeed_plugin: DeepSpeed, in one plugin or several by name.
-        fsdp_plugin: fully sharded training.
-        megatron_lm_plugin: not built yet.
+        plugins: plugins of strategies, by the argument that each one is given in.
+        strategy_plugins: plugins of strategies, known by their classes.
         rng_types: generators that ranks synchronise at the start of each epoch; None: "generator".
         project_dir: folder of the run.
         logging_dir: folder of the trackers (older spelling of the field of `ProjectConfiguration`).
@@ -42,8 +43,6 @@ class Arguments:
         kwargs_handlers: handlers, at most one of a kind.
         dynamo_backend: backend of `torch.compile`.
         dynamo_plugin: compilation in detail.
-        deepspeed_plugins: alias of `deepspeed_plugin`.
-        torch_tp_plugin: tensor parallelism.
         dispatch_batches: older spelling of the field of `DataLoaderConfiguration`.
         even_batches: older spelling of the field of `DataLoaderConfiguration`.
         use_seedable_sampler: older spelling of the field of `DataLoaderConfiguration`.
@@ -56,9 +55,8 @@ class Arguments:
     cpu: bool = False
     device: str | None = None
     dataloader_config: DataLoaderConfiguration | None = None
-    deepspeed_plugin: Any = None
-    fsdp_plugin: Any = None
-    megatron_lm_plugin: Any = None
+    plugins: Mapping[str, Any] = field(default_factory=dict)
+    strategy_plugins: Sequence[Any] = ()
     rng_types: Sequence[str | RNGType] | None = None
     project_dir: str | os.PathLike[str] | None = None
     logging_dir: str | os.PathLike[str] | None = None
@@ -68,8 +66,25 @@ class Arguments:
     kwargs_handlers: Sequence[KwargsHandler] | None = None
     dynamo_backend: DynamoBackend | str | None = None
     dynamo_plugin: TorchDynamoPlugin | None = None
-    deepspeed_plugins: Any = None
-    torch_tp_plugin: Any = None
     dispatch_batches: bool | None = None
     even_batches: bool | None = None
     use_seedable_sampler: bool | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Arguments:
+        """Return the arguments among the local names of a function that takes them.
+
+        Args:
+            given: by name; a plugin by the argument that the table of strategies has for it.
+        """
+        known = {field.name for field in dataclasses.fields(cls)} - {"plugins"}
+        names = [name for plugin in plugins() for name in (plugin.argument, *plugin.aliases)]
+        return cls(
+            plugins={name: given[name] for name in names if given.get(name) is not None},
+            **{name: value for name, value in given.items() if name in known},
+        )
+
+    @property
+    def names_a_strategy(self) -> bool:
+        """Whether a plugin is given."""
+        return bool(self.strategy_plugins) or any(v is not None for v in self.plugins.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,9 +30,10 @@ from accel.enums import DistributedType, PrecisionType, RNGType
 from accel.env import Environment
 from accel.errors import ConfigError, nearest, unknown_choice
 from accel.parallel import ParallelDims
-from accel.planning import engine as engine_choice
 from accel.planning.arguments import Arguments
-from accel.planning.engine import Engines, Findings
+from accel.planning.spec import Findings, Request, StrategySpec
+from accel.planning.strategy import Choice, choose
+from accel.strategies.table import specs
 
 HANDLERS: tuple[type[KwargsHandler], ...] = (
     AutocastKwargs,
@@ -58,9 +59,10 @@ class Plan:
         world_size: number of processes.
         local_world_size: number of processes on this node.
         backend: backend of the process group; None for one process.
-        strategy: key in the strategy table.
+        strategy: what headers, manifests and messages call the strategy.
+        spec: the strategy, as its room describes it.
+        plugins: its plugins that are on, by name.
         parallel_dims: sizes of the parallel axes, and what each rank computes.
-        engines: the plugin of the strategy that distributes the model.
         distributed_type: what is reported to the user.
         mixed_precision: a value of `PrecisionType`.
         autocast: behaviour of autocast.
@@ -77,6 +79,7 @@ class Plan:
         step_scheduler_with_optimizer: whether schedulers step when their optimizer does.
         rng_types: generators that ranks synchronise at the start of each epoch.
         debug: whether operations check shapes over ranks first.
+        notes: what a person should know of this run.
         environment: the snapshot that this plan was made from.
     """
 
@@ -88,8 +91,9 @@ class Plan:
     local_world_size: int
     backend: str | None
     strategy: str
+    spec: StrategySpec
+    plugins: Mapping[str, Any]
     parallel_dims: ParallelDims
-    engines: Engines
     distributed_type: DistributedType
     mixed_precision: str
     autocast: AutocastKwargs
@@ -106,7 +110,12 @@ class Plan:
     step_scheduler_with_optimizer: bool
     rng_types: tuple[str, ...]
     debug: bool
+    notes: tuple[str, ...]
     environment: Environment = field(repr=False)
+
+    def plugin(self, name: str) -> Any:
+        """Return the plugin called `name`; None where it is off."""
+        return self.plugins.get(name)
 
 
 def resolve(arguments: Arguments, environment: Environment) -> Plan:
@@ -124,36 +133,37 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
         NotBuiltError: if all there is to say is that an option does not exist yet.
     """
     found = Findings()
-    engines = engine_choice.choose(arguments, environment, found)
+    choice = choose(arguments, environment, found)
     _check_world(environment, found)
     handlers = _handlers(arguments.kwargs_handlers or (), found)
     device = _device(arguments, environment, found)
-    mixed_precision = _mixed_precision(arguments, environment, handlers, engines, found)
-    engine_choice.check_precision(engines, mixed_precision, device.type, found)
-    engine_choice.check_handlers(engines, handlers.values(), found)
-    engine_choice.check_shards(engines, environment, found)
+    mixed_precision = _mixed_precision(arguments, environment, handlers, choice, found)
+    dims = choice.dims(environment, found)
     dataloader = _dataloader(arguments, found)
-    accumulation = _accumulation(arguments, environment, engines, found)
+    accumulation = _accumulation(arguments, environment, choice, found)
     project = _project(arguments, found)
     dynamo = _dynamo(arguments, environment, found)
+    request = Request(choice.plugins, environment, device.type, mixed_precision, dynamo)
+    _check_strategy(choice, request, handlers.values(), found)
     rng_types = _rng_types(arguments.rng_types, device.type, found)
     init = _handler(handlers, InitProcessGroupKwargs)
-    backend = _backend(init, device.type, environment, engines, found)
+    backend = _backend(init, device.type, environment, choice, found)
     found.raise_if_any()
     several = environment.world_size > 1
-    strategy = engines.strategy or ("ddp" if several else "single")
+    rank = environment.rank or 0 if several else 0
     return Plan(
         device_type=device.type,
         device=device,
-        rank=environment.rank or 0 if several else 0,
+        rank=rank,
         local_rank=environment.local_rank or 0 if several else 0,
         world_size=environment.world_size,
         local_world_size=environment.local_world_size or environment.world_size,
         backend=backend,
-        strategy=strategy,
-        parallel_dims=engine_choice.dims(engines, environment),
-        distributed_type=_distributed_type(strategy, device.type),
-        engines=engines,
+        strategy=choice.label,
+        spec=choice.spec,
+        plugins=choice.plugins,
+        parallel_dims=dataclasses.replace(dims, rank=rank),
+        distributed_type=_distributed_type(choice, environment.world_size, device.type),
         mixed_precision=mixed_precision,
         autocast=_handler(handlers, AutocastKwargs),
         scaler=_handler(handlers, GradScalerKwargs),
@@ -169,8 +179,26 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
         step_scheduler_with_optimizer=arguments.step_scheduler_with_optimizer,
         rng_types=rng_types,
         debug=environment.debug,
+        notes=tuple(choice.spec.notes(request)),
         environment=environment,
     )
+
+
+def _check_strategy(
+    choice: Choice, request: Request, handlers: Iterable[KwargsHandler], found: Findings
+) -> None:
+    """Note what the strategies that are on cannot do, and handlers of another one."""
+    for spec in specs():
+        if spec is choice.spec or spec.leading(choice.plugins) is not None:
+            found.wrong += spec.problems(request)
+    reserved = tuple(kind for spec in specs() for kind in spec.handlers)
+    for handler in handlers:
+        told = ", ".join(f"{key}={value!r}" for key, value in handler.to_kwargs().items())
+        unread = isinstance(handler, reserved) and not isinstance(handler, choice.spec.handlers)
+        if told and unread:
+            name = type(handler).__name__
+            rule = f"{choice.label} distributes the model: nothing reads {name}"
+            found.add(f"{name}({told}) with {choice.label}", rule, "Leave it out.")
 
 
 def _check_world(environment: Environment, found: Findings) -> None:
@@ -265,15 +293,14 @@ def _mixed_precision(
     arguments: Arguments,
     environment: Environment,
     handlers: dict[type[KwargsHandler], KwargsHandler],
-    engines: Engines,
+    choice: Choice,
     found: Findings,
 ) -> str:
     given, source = arguments.mixed_precision, "mixed_precision"
     if given is None and environment.mixed_precision is not None:
         given, source = environment.mixed_precision, "ACCELERATE_MIXED_PRECISION"
-    given = engines.mixed_precision if given is None else given
-    name = str(given or "no").lower()
-    name = engines.policy_precision or name if name == "no" else name
+    requested = None if given is None else str(given or "no").lower()
+    name = choice.spec.precision(choice.plugins, requested) or "no"
     if name not in PrecisionType.list():
         found.wrong.append(unknown_choice(source, name, PrecisionType.list()))
     elif name == "fp8":
@@ -314,7 +341,7 @@ def _dataloader(arguments: Arguments, found: Findings) -> DataLoaderConfiguratio
 
 
 def _accumulation(
-    arguments: Arguments, environment: Environment, engines: Engines, found: Findings
+    arguments: Arguments, environment: Environment, choice: Choice, found: Findings
 ) -> GradientAccumulationPlugin:
     steps, source = arguments.gradient_accumulation_steps, "gradient_accumulation_steps"
     plugin = arguments.gradient_accumulation_plugin
@@ -329,8 +356,8 @@ def _accumulation(
         return dataclasses.replace(plugin)
     if steps == 1 and environment.accumulation_steps is not None:
         steps, source = environment.accumulation_steps, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-    if steps == 1 and engines.accumulation_steps is not None:
-        steps = engines.accumulation_steps
+    if steps == 1:
+        steps = choice.spec.accumulation_steps(choice.plugins) or steps
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         found.add(f"{source}={steps!r}", "it is a whole number, at least 1", "Give 1 or more.")
         steps = 1
@@ -419,11 +446,11 @@ def _backend(
     init: InitProcessGroupKwargs,
     device_type: str,
     environment: Environment,
-    engines: Engines,
+    choice: Choice,
     found: Findings,
 ) -> str | None:
     several = environment.world_size > 1
-    if not (several or environment.has_rendezvous or engines.strategy is not None):
+    if not (several or environment.has_rendezvous or choice.plugins):
         return None
     if not torch.distributed.is_available():
         found.add(
@@ -449,10 +476,11 @@ def _backend(
     return init.backend
 
 
-def _distributed_type(strategy: str, device_type: str) -> DistributedType:
-    if strategy == "single":
+def _distributed_type(choice: Choice, world_size: int, device_type: str) -> DistributedType:
+    leading = choice.spec.leading(choice.plugins)
+    if leading is not None and leading.reported is not None:
+        return leading.reported
+    if world_size == 1:
         return DistributedType.NO
-    if strategy in engine_choice.REPORTED:
-        return engine_choice.REPORTED[strategy]
     special = DISTRIBUTED_TYPES.get(device_type)
     return special or DistributedType(f"MULTI_{device_type.upper()}")

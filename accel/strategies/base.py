@@ -11,7 +11,6 @@ import contextlib
 from abc import ABC
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
@@ -32,31 +31,10 @@ if TYPE_CHECKING:
 
     from accel.comm.base import Communicator
     from accel.planning.plan import Plan
+    from accel.planning.spec import StrategySpec
     from accel.precision.base import Precision
 
 Batch = TypeVar("Batch")
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What the engine may know about a backend.
-
-    Attributes:
-        name: key in the strategy table.
-        owns_precision: whether the backend casts weights by itself, below autocast, and scales
-            losses where that is wanted.
-        owns_accumulation: whether the backend counts micro-batches itself.
-        owns_parameters: whether optimizers hold tensors of the backend after `prepare`, and not
-            the models' own parameters.
-        hooks_inside: whether the backend works between the layers of a model, so that
-            `torch.compile` takes its repeated blocks unless the run says otherwise.
-    """
-
-    name: str
-    owns_precision: bool = False
-    owns_accumulation: bool = False
-    owns_parameters: bool = False
-    hooks_inside: bool = False
 
 
 class Accumulation(Protocol):
@@ -210,23 +188,24 @@ class Strategy(ABC):
         precision: the number format of forward and backward passes.
 
     Attributes:
+        spec: what describes this strategy.
         sync: when gradients are synchronized.
         gradients: how they are scaled and clipped.
         state: full state dicts, out and in.
         native: the engine's own checkpoint format; None: it has none.
     """
 
-    traits: ClassVar[Traits]
+    spec: StrategySpec
 
     def __init__(
         self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
     ) -> None:
-        self.plan = plan
+        self.plan, self.spec = plan, plan.spec
         self.comm = comm
         self.device = device
         self.precision = precision
         self.sync = Sync()
-        self.gradients = Gradients(None if self.traits.owns_precision else make_scaler(plan))
+        self.gradients = Gradients(None if self.spec.owns_precision else make_scaler(plan))
         self.state = StateIO()
         self.native: NativeFormat | None = None
 
@@ -274,7 +253,7 @@ class Strategy(ABC):
         self.precision.wrap_forward(model)
         # After autocast and before a container such as DDP, which then still sees each gradient
         # as soon as it is there.
-        return compile_model(model, self.plan.dynamo, self.traits.hooks_inside)
+        return compile_model(model, self.plan.dynamo, self.spec.hooks_inside)
 
     def wrap_optimizer(
         self, optimizer: torch.optim.Optimizer, place: bool = True

@@ -28,7 +28,7 @@ from accel.enums import DDPCommunicationHookType as Hook
 from accel.errors import ConfigError, Problem, nearest
 from accel.optimizer import unwrap_optimizer
 from accel.prepared import Objects
-from accel.strategies.base import Gradients, Strategy, Sync, Traits
+from accel.strategies.base import Gradients, Strategy, Sync
 from accel.strategies.ddp_reducer import (
     FollowTrainable,
     RefuseUnfrozen,
@@ -155,8 +155,6 @@ class DDPGradients(Gradients):
 @final
 class DDPStrategy(Strategy):
     """Each rank holds the full model; gradients are averaged while they are computed."""
-
-    traits = Traits(name="ddp")
 
     def __init__(
         self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision

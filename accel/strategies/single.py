@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import final
 
-from accel.strategies.base import Strategy, Traits
+from accel.strategies.base import Strategy
 
 
 @final
 class SingleProcessStrategy(Strategy):
     """The whole model in one process."""
-
-    traits = Traits(name="single")

@@ -1,43 +1,86 @@
-"""The table of backends: a name, and where its class is. Imported only when chosen."""
+"""The table of strategies: where each one's spec is. Free of torch.
+
+A package adds a strategy by an entry point of the group ``accel.strategies``::
+
+    [project.entry-points."accel.strategies"]
+    mine = "mypackage.spec:SPEC"
+
+Source: https://packaging.python.org/en/latest/specifications/entry-points/
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 
-import torch
-
-from accel.errors import ConfigError, unknown_choice
+from accel.errors import ConfigError, Problem
 from accel.imports import load_attribute
-from accel.strategies.base import Strategy
+from accel.planning.spec import PluginSpec, StrategySpec
 
-if TYPE_CHECKING:
-    from accel.comm.base import Communicator
-    from accel.planning.plan import Plan
-    from accel.precision.base import Precision
-
-STRATEGIES: dict[str, str] = {
-    "single": "accel.strategies.single:SingleProcessStrategy",
-    "ddp": "accel.strategies.ddp:DDPStrategy",
-    "fsdp": "accel.strategies.mesh.fsdp:FSDPStrategy",
-    "tp": "accel.strategies.mesh.tp:TensorParallelStrategy",
-    "deepspeed": "accel.strategies.deepspeed.strategy:DeepSpeedStrategy",
-}
+GROUP = "accel.strategies"
+STRATEGIES = (
+    "accel.strategies.default_specs:SINGLE",
+    "accel.strategies.default_specs:DDP",
+    "accel.strategies.mesh.spec:SPEC",
+    "accel.strategies.deepspeed.spec:SPEC",
+    "accel.strategies.megatron.spec:SPEC",
+)
 
 
-def find_strategy(name: str) -> type[Strategy]:
-    """Return the class behind `name`.
+@cache
+def specs() -> tuple[StrategySpec, ...]:
+    """Return the specs of all strategies, ours first.
 
     Raises:
-        ConfigError: if the table has no such name.
+        ConfigError: naming every entry point that leads to no spec, or to a name that is taken.
     """
-    if name not in STRATEGIES:
-        raise ConfigError(unknown_choice("strategy", name, STRATEGIES))
-    found: type[Strategy] = load_attribute(STRATEGIES[name])
-    return found
+    found: list[StrategySpec] = [load_attribute(place) for place in STRATEGIES]
+    problems: list[Problem] = []
+    for entry in entry_points(group=GROUP):
+        try:
+            found.append(_loaded(entry))
+        except ConfigError as error:
+            problems += error.problems
+    ConfigError.raise_if(problems + _taken_twice(found))
+    return tuple(found)
 
 
-def build_strategy(
-    plan: Plan, comm: Communicator, device: torch.device, precision: Precision
-) -> Strategy:
-    """Return the backend that `plan` names."""
-    return find_strategy(plan.strategy)(plan, comm, device, precision)
+def plugins() -> tuple[PluginSpec, ...]:
+    """Return the plugins of all strategies."""
+    return tuple(plugin for spec in specs() for plugin in spec.plugins)
+
+
+def _loaded(entry: EntryPoint) -> StrategySpec:
+    """Return the spec that an entry point names, or raise `ConfigError`."""
+    package = entry.dist.name if entry.dist is not None else entry.module
+    where = f"entry point {GROUP}: {entry.name} = {entry.value} ({package})"
+    try:
+        spec = entry.load()
+    except Exception as error:
+        rule = f"loading it failed with {type(error).__name__}: {error}"
+        raise ConfigError(Problem(where, rule, f"Correct or uninstall {package}.")) from error
+    if not isinstance(spec, StrategySpec):
+        rule = f"it is a StrategySpec, not {type(spec).__name__}"
+        raise ConfigError(Problem(where, rule, f"Correct or uninstall {package}."))
+    return spec
+
+
+def _taken_twice(found: Iterable[StrategySpec]) -> list[Problem]:
+    """Return the problems of names that two strategies or plugins have."""
+    found = tuple(found)
+    given = [plugin for spec in found for plugin in spec.plugins]
+    names = {
+        "strategy": [spec.name for spec in found],
+        "plugin": [plugin.name for plugin in given],
+        "argument of Accelerator": [
+            name for plugin in given for name in (plugin.argument, *plugin.aliases) if name
+        ],
+    }
+    return [
+        Problem(f"{what} {name!r}", f"{count} strategies name it so", "Rename or uninstall one.")
+        for what, known in names.items()
+        for name, count in Counter(known).items()
+        if count > 1
+    ]

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from accel.checkpoint.load_weights import load_checkpoint_in_model as load_checkpoint_in_model
     from accel.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
     from accel.config.deepspeed_json import HfDeepSpeedConfig as HfDeepSpeedConfig
+    from accel.config.deepspeed_plugins import (
+        get_active_deepspeed_plugin as get_active_deepspeed_plugin,
+    )
     from accel.config.fp8 import AORecipeKwargs as AORecipeKwargs
     from accel.config.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
     from accel.config.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
@@ -65,7 +68,6 @@ if TYPE_CHECKING:
     from accel.rng import set_seed as set_seed
     from accel.rng import synchronize_rng_state as synchronize_rng_state
     from accel.rng import synchronize_rng_states as synchronize_rng_states
-    from accel.state import get_active_deepspeed_plugin as get_active_deepspeed_plugin
     from accel.strategies.deepspeed.dummies import DummyOptim as DummyOptim
     from accel.strategies.deepspeed.dummies import DummyScheduler as DummyScheduler
     from accel.tree import honor_type as honor_type
@@ -115,7 +117,7 @@ _PLACES = {
     "find_executable_batch_size": "accel.memory",
     "gather": "accel.ops",
     "gather_object": "accel.ops",
-    "get_active_deepspeed_plugin": "accel.state",
+    "get_active_deepspeed_plugin": "accel.config.deepspeed_plugins",
     "honor_type": "accel.tree",
     "is_bf16_available": "accel.imports",
     "is_cuda_available": "accel.imports",

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel.accelerator import Accelerator
-from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.handlers import KwargsHandler
-from accel.config.training import GradientAccumulationPlugin, ProjectConfiguration
+from accel.config.training import ProjectConfiguration
 from runner.config import processes
-from runner.config.schema import Recipe
+from runner.config.schema import PLUGINS, Recipe
 
 if TYPE_CHECKING:
     from runner.config.batch_plan import BatchPlan
@@ -50,25 +49,40 @@ def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Ac
         ConfigError: if what is asked for contradicts itself or the machine.
     """
     accelerator = Accelerator(
-        device_placement=recipe.trainer.device_placement,
-        mixed_precision=recipe.precision.mode,
-        device=processes.device(recipe.distributed),
-        dataloader_config=recipe.dataloader,
-        deepspeed_plugin=deepspeed_plugin(recipe, batch_plan),
-        fsdp_plugin=recipe.fsdp,
-        torch_tp_plugin=recipe.tensor_parallel,
-        rng_types=recipe.trainer.rng_types,
+        **arguments(recipe, batch_plan),
         log_with=list(recipe.tracker.log_with) or None,
         project_config=_project(recipe, run_dir),
-        gradient_accumulation_plugin=_accumulation(recipe, batch_plan),
-        # The loop steps schedulers itself, once per optimizer step.
-        step_scheduler_with_optimizer=False,
-        kwargs_handlers=_handlers(recipe),
-        dynamo_plugin=recipe.compile,
     )
     # Loader 0 is the run's own: one that an objective prepares draws other permutations.
     accelerator.preparation.reserve_loader()
     return accelerator
+
+
+def arguments(recipe: Recipe, batch_plan: BatchPlan | None) -> dict[str, Any]:
+    """Return the arguments of `Accelerator` that decide how a run is set up.
+
+    Args:
+        recipe: the recipe.
+        batch_plan: the derived batch arithmetic; None: it is not known.
+    """
+    plugins = list(recipe.plugins.values())
+    accumulation = recipe.trainer.accumulation
+    if batch_plan is not None:
+        plugins = _plugins(recipe, batch_plan)
+        accumulation = replace(accumulation, num_steps=batch_plan.accumulation)
+    return {
+        "device_placement": recipe.trainer.device_placement,
+        "mixed_precision": recipe.precision.mode,
+        "device": processes.device(recipe.distributed),
+        "dataloader_config": recipe.dataloader,
+        "strategy_plugins": plugins,
+        "rng_types": recipe.trainer.rng_types,
+        "gradient_accumulation_plugin": accumulation,
+        # The loop steps schedulers itself, once per optimizer step.
+        "step_scheduler_with_optimizer": False,
+        "kwargs_handlers": _handlers(recipe),
+        "dynamo_plugin": recipe.compile,
+    }
 
 
 def _handlers(recipe: Recipe) -> list[KwargsHandler]:
@@ -83,30 +97,22 @@ def _handlers(recipe: Recipe) -> list[KwargsHandler]:
     return [node for node in nodes if node is not None]
 
 
-def deepspeed_plugin(recipe: Recipe, batch_plan: BatchPlan) -> DeepSpeedPlugin | None:
-    """Return the plugin, with what the recipe decides: its own configuration may not contradict.
-
-    Args:
-        recipe: the recipe.
-        batch_plan: the derived batch arithmetic.
-    """
-    if recipe.deepspeed is None:
-        return None
-    plugin, trainer = replace(recipe.deepspeed), recipe.trainer
-    for key, number in (
-        ("train_micro_batch_size_per_gpu", batch_plan.micro_batch),
-        ("train_batch_size", batch_plan.global_batch),
-        ("gradient_accumulation_steps", batch_plan.accumulation),
-    ):
-        plugin.decide(key, number, f"{number} by the recipe's trainer")
-    if trainer.clip_grad_norm is not None:
-        source = f"trainer.clip_grad_norm={trainer.clip_grad_norm}"
-        plugin.decide("gradient_clipping", trainer.clip_grad_norm, source)
-    return plugin
-
-
-def _accumulation(recipe: Recipe, batch_plan: BatchPlan) -> GradientAccumulationPlugin:
-    return replace(recipe.trainer.accumulation, num_steps=batch_plan.accumulation)
+def _plugins(recipe: Recipe, batch_plan: BatchPlan) -> list[Any]:
+    """Return the plugins, with what the recipe decides: their own settings may not contradict."""
+    source = "by the recipe's trainer"
+    decided: dict[str, tuple[Any, str]] = {
+        name: (number, f"{number} {source}")
+        for name, number in (
+            ("micro_batch_size", batch_plan.micro_batch),
+            ("global_batch_size", batch_plan.global_batch),
+            ("accumulation_steps", batch_plan.accumulation),
+        )
+    }
+    norm = recipe.trainer.clip_grad_norm
+    if norm is not None:
+        decided["clip_grad_norm"] = norm, f"trainer.clip_grad_norm={norm}"
+    adopting = ((PLUGINS[name].adopt, plugin) for name, plugin in recipe.plugins.items())
+    return [plugin if adopt is None else adopt(plugin, decided) for adopt, plugin in adopting]
 
 
 def _project(recipe: Recipe, run_dir: Path) -> ProjectConfiguration:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from accel.env import Environment
 from accel.errors import Problem
-from runner.config.schema import ENGINES, Recipe
+from accel.strategies.table import plugins
+from runner.config.schema import Recipe
 
 
 def problems(recipe: Recipe, environment: Environment) -> list[Problem]:
@@ -27,10 +28,10 @@ def problems(recipe: Recipe, environment: Environment) -> list[Problem]:
 
 def _deciding(recipe: Recipe, environment: Environment) -> Iterator[tuple[str, str]]:
     """Yield (variable, what to write instead)."""
-    for name in environment.engines:
-        if getattr(recipe, name, None) is None:
-            instead = f"choose {name}=…" if name in ENGINES else "choose another engine"
-            yield f"ACCELERATE_USE_{name.upper()}", f"Unset it, and {instead}."
+    for plugin in plugins():
+        if plugin.switch and environment.flag(plugin.switch) and plugin.name not in recipe.plugins:
+            instead = f"{plugin.name}=…" if plugin.kind is not None else "another strategy"
+            yield plugin.switch, f"Unset it, and choose {instead}."
     if environment.dynamo_backend not in (None, "no", "NO"):
         yield (
             f"ACCELERATE_DYNAMO_BACKEND={environment.dynamo_backend}",
@@ -41,9 +42,8 @@ def _deciding(recipe: Recipe, environment: Environment) -> Iterator[tuple[str, s
             f"ACCELERATE_MIXED_PRECISION={environment.mixed_precision}",
             (f"Unset it, or choose precision={environment.mixed_precision}."),
         )
-    if recipe.fsdp is not None:
-        for name, text in environment.fsdp:
-            yield f"FSDP_{name}={text}", "Unset it, and set the key of fsdp that it stands for."
-    if recipe.deepspeed is not None:
-        for name, text in environment.deepspeed.items():
-            yield f"{name}={text}", "Unset it, and set the key of deepspeed that it stands for."
+    for plugin in plugins():
+        if plugin.name in recipe.plugins:
+            remedy = f"Unset it, and set the key of {plugin.name} that it stands for."
+            for name, text in plugin.variables(environment).items():
+                yield f"{name}={text}", remedy

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from accel.errors import ConfigError, Problem
+from accel.planning.strategy import selected
 
 if TYPE_CHECKING:
     from runner.config.schema import Recipe
@@ -16,12 +17,13 @@ def check(recipe: Recipe) -> None:
     Raises:
         ConfigError: if that is requested.
     """
-    plugin = recipe.fsdp
-    if recipe.model is None and plugin is not None and plugin.cpu_ram_efficient_loading:
+    found = selected(recipe.plugins, 1)
+    setting = found.spec.rank0_init(found.plugins)
+    if recipe.model is None and setting:
         raise ConfigError(
             Problem(
-                "fsdp.cpu_ram_efficient_loading=true with model=null",
+                f"{setting} with model=null",
                 "the step builds its own models, with weights on every rank",
-                "Leave it out (or FSDP_CPU_RAM_EFFICIENT_LOADING), or choose model=….",
+                "Leave it out, or choose model=….",
             )
         )

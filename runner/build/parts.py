@@ -17,7 +17,7 @@ from runner.build import environment
 from runner.build.factory import Factory, factory_of
 from runner.config import paths
 from runner.config.error_keys import of_the_recipe
-from runner.config.schema import ENGINES, Recipe
+from runner.config.schema import Recipe
 from runner.factories import signatures
 from runner.factories.nodes import STEP_PARTS, nodes_of, step_problems
 from runner.factories.registry import register
@@ -61,25 +61,18 @@ def require(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None:
 
 
 def check_machine(recipe: Recipe) -> list[Problem]:
-    """Return what is wrong with processes, batch sizes, the device, the engine and the trackers.
+    """Return what is wrong with processes, batch sizes, the device, the strategy and the trackers.
 
     Raises:
         MissingPackageError: if the library of a tracker is not installed.
     """
-    from accel.device import resolve_device
     from accel.trackers.table import filter_trackers
     from runner.config import processes
-    from runner.config.batch_plan import plan_batches
 
     distributed = recipe.distributed
     checks: tuple[Callable[[], object], ...] = (
-        lambda: _check_deepspeed(
-            recipe,
-            plan_batches(
-                recipe.trainer, processes.dp_size(recipe, processes.count(distributed)), None
-            ),
-        ),
-        lambda: _check_precision(recipe, resolve_device(processes.device(distributed), 0).type),
+        lambda: _batch_plan(recipe),
+        lambda: _check_plan(recipe),
         lambda: _check_clipping(recipe),
         lambda: ConfigError.raise_if(environment.problems(recipe, Environment.read())),
         lambda: processes.check_interface(distributed),
@@ -92,42 +85,32 @@ def check_machine(recipe: Recipe) -> list[Problem]:
             attempt()
         except ConfigError as error:
             problems += error.problems
-    return problems
+    return list(dict.fromkeys(problems))
 
 
-def _check_precision(recipe: Recipe, device_type: str) -> None:
-    """Raise if the engine does not compute in the recipe's precision on this kind of device."""
-    if recipe.deepspeed is not None and recipe.precision.mode == "fp16" and device_type == "cpu":
-        raise ConfigError(
-            Problem(
-                "precision=fp16 with deepspeed= on a CPU",
-                "DeepSpeed computes in fp16 on GPUs alone",
-                "Use precision=bf16 or precision=no.",
-            )
-        )
+def _batch_plan(recipe: Recipe) -> BatchPlan:
+    """Return the batch arithmetic of a recipe, or raise what is wrong with it."""
+    from runner.config import processes
+    from runner.config.batch_plan import plan_batches
+
+    number = processes.count(recipe.distributed)
+    return plan_batches(recipe.trainer, processes.dp_size(recipe, number), None)
 
 
-def _check_deepspeed(recipe: Recipe, batch_plan: BatchPlan) -> None:
-    """Raise if DeepSpeed's configuration cannot be read, or decides what the recipe does."""
-    if recipe.deepspeed is None:
-        return
-    from accel.config.deepspeed_claims import Claims
-    from runner.build.accelerator import deepspeed_plugin
+def _check_plan(recipe: Recipe) -> None:
+    """Raise what the engine has to say against a recipe, in the recipe's words."""
+    from accel.planning.arguments import Arguments
+    from accel.planning.plan import resolve
+    from runner.build.accelerator import arguments
+    from runner.config import processes
 
-    plugin = deepspeed_plugin(recipe, batch_plan)
-    assert plugin is not None
-    claims = Claims(plugin)
-    sections = [
-        Problem(
-            f"{plugin.place}: {name} with {name}= of the recipe",
-            "the recipe decides it",
-            f"Take the section {name} out of the configuration.",
-        )
-        for name in ("optimizer", "scheduler")
-        if name in claims.config
-    ]
+    here = processes.environment(recipe.distributed)
+    try:
+        batch_plan = _batch_plan(recipe)
+    except ConfigError:  # reported beside this one
+        batch_plan = None
     with of_the_recipe():
-        ConfigError.raise_if([*claims.problems, *sections])
+        resolve(Arguments.of(arguments(recipe, batch_plan)), here)
 
 
 def _check_states_folder(recipe: Recipe) -> None:
@@ -164,14 +147,16 @@ def _check_states_folder(recipe: Recipe) -> None:
 
 def _check_clipping(recipe: Recipe) -> None:
     """Raise if gradients are clipped in a way that the recipe's engine does not offer."""
-    value = recipe.trainer.clip_grad_value
-    on = [name for name in ENGINES if getattr(recipe, name) is not None]
-    if value is not None and on:
+    from accel.planning.strategy import selected
+
+    value, found = recipe.trainer.clip_grad_value, selected(recipe.plugins, 1)
+    if value is not None and not found.spec.clips_value:
+        on = next(iter(found.plugins))
         raise ConfigError(
             Problem(
-                f"trainer.clip_grad_value={value} with {on[0]}=",
+                f"trainer.clip_grad_value={value} with {on}=",
                 "sharded gradients support clipping by norm only",
-                f"Set trainer.clip_grad_norm instead, or {on[0]}=null.",
+                f"Set trainer.clip_grad_norm instead, or {on}=null.",
             )
         )
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from runner.config import paths
+from runner.exit_codes import REFUSED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,6 +17,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     paths.move_project_last()
-    from runner.cli import dispatch
+    from accel.errors import ConfigError
 
+    try:
+        from runner.cli import dispatch
+    except ConfigError as error:  # a strategy of another package cannot be loaded
+        print(error, file=sys.stderr)
+        return REFUSED
     return dispatch.run(arguments)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from runner import exit_codes
 from runner.config import keys, paths
-from runner.config.schema import Checkpoint, Distributed, Precision, Recipe, Trainer
+from runner.config.schema import PLUGINS, Checkpoint, Distributed, Precision, Recipe, Trainer
 
 WIDTH = 100
 MAIN_KEYS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
@@ -83,6 +83,8 @@ def _groups() -> str:
     for folder in folders:
         for path in folder.glob("*/*.yaml"):
             options.setdefault(path.parent.name, set()).add(path.stem)
+    for name in PLUGINS:
+        options.setdefault(name, {"default"})
     chosen = paths.default_files()
     lines = ["Groups (the files of conf/ and ./conf; * is the default)"]
     for group in sorted(options):

@@ -24,7 +24,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from accel.errors import ConfigError, Problem, nearest
 from runner.compose import conf_files, hydra_setup
 from runner.config import habits, keys, mistyped, paths
-from runner.config.schema import ENGINES, Recipe
+from runner.config.schema import PLUGINS, Recipe
 
 # What composing raises for a mistake of the user's; OmegaConf stumbles over null nodes.
 MISTAKES = (
@@ -208,14 +208,14 @@ def _choice_problem(parsed: Override, override: str) -> Problem | None:
 
 
 def _elsewhere(option: str) -> str | None:
-    """Return the remedy for the file of an engine that was chosen for another engine, or None."""
-    found = [engine for engine in ENGINES if option in options_of(engine)]
+    """Return the remedy for the file of a strategy that was chosen for another one, or None."""
+    found = [name for name in PLUGINS if option in options_of(name)]
     return f"Did you mean {found[0]}={option}?" if found and option != "default" else None
 
 
 def _has_place(group: str) -> bool:
     """Return whether the primary file chooses a file of a group, if only none."""
-    return (paths.conf_folder() / group).is_dir()
+    return group in PLUGINS or (paths.conf_folder() / group).is_dir()
 
 
 def _switches(overrides: Sequence[str]) -> list[Problem]:

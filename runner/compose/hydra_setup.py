@@ -27,11 +27,11 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from accel.errors import ConfigError, Problem
 from runner.config import keys, paths, text_values
-from runner.config.schema import Recipe
+from runner.config.schema import PLUGINS, Recipe
 from runner.config.serialization import to_plain
 
 VERSION_BASE = "1.3"
-SCHEMA = "recipe_schema"
+SCHEMA, TYPES = "recipe_schema", "recipe_types"
 PRIMARY = "config"
 # The run directory, the log and the working directory are the runner's own.
 FIXED = (
@@ -58,7 +58,13 @@ class ProjectConf(SearchPathPlugin):
 
 def prepare() -> None:
     """Make the schema and the project's folders known to Hydra."""
-    ConfigStore.instance().store(name=SCHEMA, node=schema(), provider="runner")
+    store = ConfigStore.instance()
+    others = {name: p for name, p in PLUGINS.items() if not (paths.conf_folder() / name).is_dir()}
+    for name, plugin in others.items():  # of another package: its defaults are one choice
+        store.store(group=name, name="default", node=plugin.kind, provider="runner")
+    places = [TYPES, *({name: None} for name in others), "_self_"]
+    store.store(name=TYPES, node=schema(), provider="runner")
+    store.store(name=SCHEMA, node={"defaults": places}, provider="runner")
     Plugins.instance().register(ProjectConf)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.errors import Problem
+from runner.config.schema import PLUGINS
 
 # These say when one invocation stops; a resumed run does not inherit them.
 PER_INVOCATION = (("resume",), ("trainer", "stop_after"), ("trainer", "max_time"))
@@ -61,9 +62,7 @@ OVERRIDES: dict[str, str | Refused] = {
     "dataloader": TAKES_EFFECT,
     "dataloader.use_seedable_sampler": _ORDER,
     "dataloader.data_seed": _ORDER,
-    "fsdp": TAKES_EFFECT,
-    "deepspeed": TAKES_EFFECT,
-    "tensor_parallel": TAKES_EFFECT,
+    **dict.fromkeys(PLUGINS, TAKES_EFFECT),
     "step": TAKES_EFFECT,
     "step.name": _STATE,
     "step._target_": _STATE,

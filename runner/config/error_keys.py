@@ -73,7 +73,10 @@ def translated(text: str) -> str:
         text = re.sub(rf"\b{name}\.(?=[a-z])", f"{key}.", text)
         for arguments in re.findall(rf"\b{name}\(([^()]+)\)", text):
             text = text.replace(f"{name}({arguments})", _keys(key, arguments))
-    return re.sub(r"Accelerator\(mixed_precision='(\w+)'\)", r"precision=\1", text)
+    text = re.sub(r"Accelerator\(mixed_precision='(\w+)'\)", r"precision=\1", text)
+    text = re.sub(r"\bmixed_precision='(\w+)'", r"precision=\1", text)
+    several = r"\bStart a multiple of (\d+) processes"
+    return re.sub(several, r"Set distributed.num_processes to a multiple of \1", text)
 
 
 def _owners() -> list[tuple[str, str]]:

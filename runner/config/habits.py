@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accel.errors import Problem
+from accel.strategies.table import plugins
+
+_STRATEGIES = " or ".join(f"{found.name}=…" for found in plugins() if found.kind is not None)
 
 # Names of other tools, and the sentence that helps.
 _KEYS: dict[str, str] = {
@@ -38,7 +41,7 @@ _KEYS: dict[str, str] = {
 }
 _SENTENCES: dict[str, str] = {
     "accelerator": "Choose distributed=multi_gpu, or distributed.device=cuda.",
-    "strategy": "Choose distributed=multi_gpu, and fsdp=full_shard or deepspeed=zero2.",
+    "strategy": f"Choose distributed=multi_gpu, and {_STRATEGIES}.",
     "mixed_precision": "Choose precision=bf16.",
     "precision": "Choose precision=bf16.",
     "fast_dev_run": "Choose debug=fdr.",

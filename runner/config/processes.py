@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from accel import env
 from accel.env import Environment
 from accel.errors import ConfigError, Problem
+from accel.planning.strategy import selected
+from runner.config.error_keys import of_the_recipe
 from runner.config.schema import Distributed, Recipe
 
 DEFAULT_CPU_PROCESSES = 2
@@ -100,22 +102,28 @@ def dp_size(recipe: Recipe, num_processes: int) -> int:
         num_processes: processes of the run.
 
     Raises:
-        ConfigError: if the processes of a replica do not divide those of the run.
+        ConfigError: if the recipe's strategy does not fit so many processes.
     """
-    size = 1 if recipe.tensor_parallel is None else recipe.tensor_parallel.tp_size
-    if num_processes % size:
-        told = "1 process" if num_processes == 1 else f"{num_processes} processes"
-        wanted = f"distributed.num_processes to a multiple of {size}"
-        if recipe.distributed.kind == "none":
-            wanted = f"distributed=multi_gpu or multi_cpu, and {wanted}"
-        raise ConfigError(
-            Problem(
-                f"tensor_parallel.tp_size={size} with {told}",
-                "each replica of the model takes as many processes",
-                f"Set {wanted}, or another tp_size.",
-            )
-        )
-    return num_processes // size
+    found = selected(recipe.plugins, num_processes)
+    with of_the_recipe():
+        return found.spec.dims(found.plugins, Environment(world_size=num_processes)).dp_size
+
+
+def environment(distributed: Distributed) -> Environment:
+    """Return what the first process of a run will find in its environment.
+
+    Raises:
+        ConfigError: if the recipe contradicts itself, the machine or the launcher.
+    """
+    number, place = count(distributed), adopted()
+    return Environment(
+        rank=0,
+        local_rank=0,
+        world_size=number,
+        local_world_size=number if place is None else place.local_world_size,
+        master_addr="localhost",
+        master_port=0,
+    )
 
 
 def device(distributed: Distributed) -> str | None:

@@ -7,13 +7,10 @@ factory's signature.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fp8 import FP8RecipeKwargs
-from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -23,7 +20,6 @@ from accel.config.handlers import (
     check_choice,
     check_minimum,
 )
-from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -32,6 +28,9 @@ from accel.config.training import (
 )
 from accel.enums import LoggerType, PrecisionType, RNGType
 from accel.errors import ConfigError, Problem, nearest
+from accel.planning.spec import PluginSpec
+from accel.planning.strategy import conflicts
+from accel.strategies.table import plugins
 from runner.config import habits
 from runner.config.durations import parse_duration
 
@@ -332,14 +331,36 @@ class Tracker:
         ConfigError.raise_if(problems)
 
 
-# The nodes that distribute a model over processes; of several, only these can be combined.
-ENGINES = ("fsdp", "deepspeed", "tensor_parallel")
-TOGETHER = {frozenset({"fsdp", "tensor_parallel"})}
+# The plugins of strategies: each has a node in a recipe, null where it is off.
+PLUGINS: dict[str, PluginSpec] = {p.name: p for p in plugins() if p.kind is not None}
+Class = TypeVar("Class", bound=type)
+
+
+def _with_plugins(recipe: Class) -> Class:
+    """Declare a field for each plugin, behind the one that says how batches are divided.
+
+    Raises:
+        ConfigError: if another package's plugin has the name of a key of every recipe.
+    """
+    own, fields = recipe.__annotations__, {}
+    rule = "a recipe has another key of that name"
+    ConfigError.raise_if(
+        [Problem(f"plugin {name!r}", rule, "Rename it.") for name in PLUGINS if name in own]
+    )
+    for name, hint in own.items():
+        fields[name] = hint
+        if name == "dataloader":
+            fields |= {name: plugin.kind | None for name, plugin in PLUGINS.items() if plugin.kind}
+    recipe.__annotations__ = fields
+    for name in PLUGINS:
+        setattr(recipe, name, None)
+    return recipe
 
 
 @dataclass
+@_with_plugins
 class Recipe:
-    """A whole run.
+    """A whole run. Beside these fields it has a node for each of `PLUGINS`, null for off.
 
     Args:
         name: name of the run; run directories lie at ``<output_dir>/<name>/<time>-<id>``.
@@ -351,9 +372,6 @@ class Recipe:
         distributed: where the processes live.
         precision: the number format.
         dataloader: how batches are read and divided over processes.
-        fsdp: fully sharded training, null for off.
-        deepspeed: DeepSpeed, null for off.
-        tensor_parallel: matrices split over processes, null for off.
         step: how one optimizer step is made; `supervised` uses the four nodes after `data`.
         model: factory of the model.
         data: factory of the data sets.
@@ -377,9 +395,6 @@ class Recipe:
     distributed: Distributed = field(default_factory=Distributed)
     precision: Precision = field(default_factory=Precision)
     dataloader: DataLoader = field(default_factory=DataLoader)
-    fsdp: FullyShardedDataParallelPlugin | None = None
-    deepspeed: DeepSpeedPlugin | None = None
-    tensor_parallel: TorchTensorParallelPlugin | None = None
     step: Any = None
     model: Any = None
     data: Any = None
@@ -407,21 +422,21 @@ class Recipe:
             problems.append(
                 Problem(f"seed={self.seed}", f"it is from 0 to {SEEDS - 1}", "Give seed=0 or more.")
             )
-        problems += self._engine_problems()
-        if self.precision.mode == "fp8" or self.precision.fp8 is not None:
-            rule = "this version does not offer it yet"
-            problems.append(Problem("precision=fp8", rule, "Use precision=bf16."))
-        ConfigError.raise_if(problems)
-
-    def _engine_problems(self) -> list[Problem]:
-        """Return the pairs of strategies that cannot be combined."""
-        on = [name for name in ENGINES if getattr(self, name) is not None]
-        return [
+        problems += [
             Problem(
                 f"{first}= and {second}= are both on",
                 "they cannot be combined",
                 f"Switch one off: {first}=null or {second}=null.",
             )
-            for first, second in itertools.combinations(on, 2)
-            if frozenset({first, second}) not in TOGETHER
+            for first, second in conflicts(self.plugins)
         ]
+        if self.precision.mode == "fp8" or self.precision.fp8 is not None:
+            rule = "this version does not offer it yet"
+            problems.append(Problem("precision=fp8", rule, "Use precision=bf16."))
+        ConfigError.raise_if(problems)
+
+    @property
+    def plugins(self) -> dict[str, Any]:
+        """The plugins of strategies that are on, by name."""
+        found = ((name, getattr(self, name)) for name in PLUGINS)
+        return {name: plugin for name, plugin in found if plugin is not None}

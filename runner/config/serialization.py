@@ -11,12 +11,15 @@ from typing import Any, TypeVar
 
 from accel.errors import ConfigError, Problem
 from runner.config import keys, trust
-from runner.config.schema import Recipe
+from runner.config.schema import PLUGINS, Recipe
 
 Node = TypeVar("Node")
 
 # Keys whose dotted name a handler or plugin imports: checked for trust before that.
-CALLABLES = ("profile.on_trace_ready", "fsdp.auto_wrap_policy", "fsdp.param_init_fn")
+CALLABLES = (
+    "profile.on_trace_ready",
+    *(f"{name}.{field}" for name, plugin in PLUGINS.items() for field in plugin.callables),
+)
 
 
 def from_plain(plain: Mapping[str, Any]) -> Recipe:
@@ -126,12 +129,17 @@ def to_plain(value: Any) -> Any:
 def frozen_plain(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe as it is frozen with a run.
 
-    The content of DeepSpeed's own file is included: the file may change, and the run may be resumed
-    from another directory.
+    The content of a file that a plugin names goes into it: the file may change, and the run may
+    be resumed from another directory, where strategies that it does not use may not be installed.
     """
-    plain: dict[str, Any] = to_plain(recipe)
-    if recipe.deepspeed is not None and recipe.deepspeed.hf_ds_config is not None:
-        plain["deepspeed"]["hf_ds_config"] = to_plain(recipe.deepspeed.given_config())
+    given: dict[str, Any] = to_plain(recipe)
+    plain = {
+        key: node for key, node in given.items() if key in recipe.plugins or key not in PLUGINS
+    }
+    for name, plugin in recipe.plugins.items():
+        fields = PLUGINS[name].frozen_fields
+        if fields is not None:
+            plain[name] |= to_plain(fields(plugin))
     return plain
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from accel.errors import ConfigError, Problem
 from runner.compose import composition, diagnose, hydra_setup
-from runner.config.schema import Distributed, Recipe
+from runner.config.schema import PLUGINS, Distributed, Recipe
 from runner.inference.load import described, find_checkpoint, restored_step
 from runner.reporting import startup
 from runner.run_dir import directory, json_files
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "validation", "test")
 MEASURED = ("validation", "test")
-# Keys that change nothing of an evaluation or a prediction: what only training reads. An engine is
-# switched off: checkpoints hold whole tensors.
+# Keys that change nothing of an evaluation or a prediction: what only training reads. A strategy is
+# switched off: checkpoints hold full tensors.
 ONLY_TRAINING = (
     *("name", "output_dir", "resume", "tags", "optimizer", "scheduler", "checkpoint", "tracker"),
-    *("callbacks", "profile", "fsdp", "deepspeed", "tensor_parallel"),
+    *("callbacks", "profile", *PLUGINS),
     *(f"trainer.{key}" for key in ("epochs", "max_steps", "max_time", "stop_after", "eval_every")),
     *(f"trainer.{key}" for key in ("log_every", "clip_grad_norm", "clip_grad_value", "drop_last")),
     *(f"trainer.{key}" for key in ("stop_on_nan", "detect_anomaly", "hang_timeout")),
@@ -263,13 +263,8 @@ def _in_one_process(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         remedy = "Leave it out, or choose the device: distributed.device=cpu."
         raise ConfigError(Problem(f"distributed={distributed.kind}", rule, remedy))
     device = "cpu" if distributed.kind == "multi_cpu" else distributed.device
-    return replace(
-        recipe,
-        distributed=Distributed(device=device, init=distributed.init),
-        fsdp=None,  # a checkpoint holds whole tensors
-        deepspeed=None,
-        tensor_parallel=None,
-    )
+    off: dict[str, Any] = dict.fromkeys(PLUGINS)  # a checkpoint holds full tensors
+    return replace(recipe, distributed=Distributed(device=device, init=distributed.init), **off)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from accel.strategies.table import specs
+
 _ROOT = Path(__file__).absolute().parents[2]
 _PACKAGES = (
     sysconfig.get_paths()["stdlib"],
@@ -20,7 +22,10 @@ _PACKAGES = (
     "<",
 )
 # Innermost files of a thread that waits for other ranks.
-_COLLECTIVES = ("/torch/distributed/", "/deepspeed/", "/accel/comm/")
+_COLLECTIVES = (
+    *("/torch/distributed/", "/accel/comm/"),
+    *(f"/{name}/" for spec in specs() for name in spec.packages),
+)
 _THROUGH = ("/torch/_ops.py", "/torch/utils/_contextlib.py")  # calls of others pass through here
 _BACKWARD = "_engine_run_backward"  # waits in native code for the gradients of other ranks
 _COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/")

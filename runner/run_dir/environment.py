@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.env import read
+from accel.strategies.table import specs
 from runner.run_dir.job import ENVIRONMENT
 from runner.run_dir.json_files import write_json
 
@@ -23,7 +24,8 @@ logger = logging.getLogger(__name__)
 DIFF = "git.diff"
 PACKAGES = (
     *("accel-runner", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard"),
-    *("rich", "scikit-learn", "deepspeed", "torchdata"),
+    *("rich", "scikit-learn", "torchdata"),
+    *(name for spec in specs() for name in spec.packages),
 )
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "SLURM_JOB_ID")
 GIT_SECONDS = 20.0

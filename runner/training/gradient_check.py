@@ -54,8 +54,8 @@ def check(loop: Run) -> None:
     """
     if not loop.recipe.trainer.check_gradients or loop.resume_from is not None:
         return
-    accelerator, traits = loop.accelerator, loop.accelerator.strategy.traits
-    if accelerator.num_processes > 1 or traits.owns_parameters or traits.owns_precision:
+    accelerator, spec = loop.accelerator, loop.accelerator.plan.spec
+    if accelerator.num_processes > 1 or spec.owns_parameters or spec.owns_precision:
         loop.display.note("trainer.check_gradients: skipped; it needs one process and no strategy.")
         return
     samples = _samples(loop)

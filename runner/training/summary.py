@@ -16,7 +16,6 @@ from runner.reporting.console import clock, number, short
 if TYPE_CHECKING:
     from accel import Accelerator
     from runner.config.batch_plan import BatchPlan
-    from runner.config.schema import Recipe
     from runner.data.datasets import Data
     from runner.training.run import Run
 
@@ -41,7 +40,7 @@ def header_rows(loop: Run) -> list[Row]:
         ("batch", batch_line(loop.plan, loop.accelerator.parallel_dims.model_size)),
         ("length", length_line(loop)),
     ]
-    rows += slow_rows(loop.recipe, loop.accelerator.device.type)
+    rows += [("note", note) for note in loop.accelerator.plan.notes]
     if loop.recipe.tags:
         rows.append(("tags", ", ".join(loop.recipe.tags)))
     if loop.resume_from is not None:
@@ -56,16 +55,6 @@ def limits_of(loop: Run) -> tuple[int | None, int | None, float | None]:
     """Return the steps and the epochs of a run, and the seconds that are left of `max_time`."""
     left = None if loop.deadline is None else loop.deadline - time.monotonic()
     return loop.plan.total_steps, loop.recipe.trainer.epochs, left
-
-
-def slow_rows(recipe: Recipe, device_type: str) -> list[Row]:
-    """Return a warning of options that slow down this kind of device."""
-    if recipe.compile is None or recipe.deepspeed is None or device_type != "cpu":
-        return []
-    if recipe.deepspeed.zero_stage != 3 or recipe.compile.backend == "no":
-        return []
-    note = "torch.compile under ZeRO-3 on a CPU is some times slower than without: compile=null"
-    return [("note", note)]
 
 
 def device_line(accelerator: Accelerator) -> str:
@@ -85,7 +74,7 @@ def device_line(accelerator: Accelerator) -> str:
 def engine_line(accelerator: Accelerator) -> str:
     """Return e.g. "fsdp · mesh dp_shard 4 · sharded: parameters, gradients, optimizer state"."""
     strategy = accelerator.strategy
-    parts = [strategy.traits.name]
+    parts = [accelerator.plan.strategy]
     axes = _axes(accelerator)
     if axes:
         parts.append("mesh " + " × ".join(f"{name} {size}" for name, size in axes.items()))

@@ -65,7 +65,7 @@ def test_an_empty_environment_is_one_process() -> None:
     assert snapshot.world_size == 1
     assert snapshot.rank is None
     assert not snapshot.use_cpu
-    assert snapshot.engines == ()
+    assert not snapshot.flag("ACCELERATE_USE_FSDP")
 
 
 def test_a_launched_environment() -> None:
@@ -87,6 +87,8 @@ def test_a_launched_environment() -> None:
     }
     with env.patched(**values):
         snapshot = Environment.read()
+    assert snapshot.flag("ACCELERATE_USE_FSDP")
+    assert snapshot.variables["TORCHELASTIC_RUN_ID"] == "job"
     assert snapshot == Environment(
         rank=3,
         local_rank=1,
@@ -101,5 +103,5 @@ def test_a_launched_environment() -> None:
         accumulation_steps=8,
         use_cpu=True,
         debug=True,
-        engines=("fsdp",),
+        variables=snapshot.variables,
     )

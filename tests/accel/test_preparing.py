@@ -18,8 +18,6 @@ from accel.optimizer import AcceleratedOptimizer
 from accel.prepared import Objects
 from accel.scheduler import AcceleratedScheduler
 from accel.state import AcceleratorState
-from accel.strategies.single import SingleProcessStrategy
-from accel.strategies.table import STRATEGIES, find_strategy
 from tests.accel.checkpoint.test_session import Counter
 from tests.accel.test_accelerator import loader, parts
 from tests.helpers import run_distributed
@@ -327,17 +325,3 @@ def test_free_memory_closes_a_window_that_was_left_open() -> None:
     accelerator.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
     assert not torch.equal(model.weight, before)
-
-
-# -- strategies --------------------------------------------------------------------------------
-
-
-def test_an_unknown_strategy_names_the_nearest() -> None:
-    assert find_strategy("single") is SingleProcessStrategy
-    with pytest.raises(ConfigError, match="Did you mean 'single'"):
-        find_strategy("singel")
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_the_table_holds_its_own_names(name: str) -> None:
-    assert find_strategy(name).traits.name == name

@@ -140,7 +140,7 @@ def _four(cell: Cell) -> str | None:
 
 def _fp16_on_gpu(cell: Cell) -> str | None:
     if cell.precision == "fp16" and cell.device == "cpu":
-        return "DeepSpeed computes in fp16 on accelerators alone; accel refuses it on a CPU"
+        return "DeepSpeed computes in fp16 on accelerators only; accel refuses it on a CPU"
     return None
 
 

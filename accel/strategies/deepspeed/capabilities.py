@@ -15,6 +15,7 @@ import torch
 
 from accel.checkpoint.optimizer_state import ParameterNames
 from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed_plugins import active
 from accel.errors import ConfigError, Problem, StateError
 from accel.memory_estimate import Footprint
 from accel.strategies.base import Gradients, StateIO, Sync
@@ -41,7 +42,7 @@ class Trained:
     @property
     def plugin(self) -> DeepSpeedPlugin:
         """The active plugin."""
-        plugin = self._plan.engines.deepspeed_plugin
+        plugin = active(self._plan.plugin("deepspeed"))
         if plugin is None:
             raise StateError("No plugin of DeepSpeed is selected. Select one by its name.")
         return plugin

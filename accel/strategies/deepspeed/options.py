@@ -27,7 +27,7 @@ def ignored(plan: Plan) -> list[Problem]:
                 "hf_ds_config.",
             )
         )
-    stages = [plugin.stage for plugin in (plan.engines.deepspeed or {}).values()]
+    stages = [plugin.stage for plugin in plan.plugin("deepspeed").values()]
     if plan.accumulation.sync_each_batch and min(stages) < 2:
         problems.append(
             Problem(

@@ -20,7 +20,7 @@ from accel.optimizer import AcceleratedOptimizer
 from accel.precision.base import COMPUTE_DTYPES
 from accel.prepared import Objects
 from accel.scheduler import AcceleratedScheduler, wrap_scheduler
-from accel.strategies.base import Strategy, Traits
+from accel.strategies.base import Strategy
 from accel.strategies.compile import compile_model
 from accel.strategies.deepcopies import WHOLE_AVERAGE, refuse_copies
 from accel.strategies.deepspeed import (
@@ -59,20 +59,12 @@ _OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[DeepSpeedStrategy]] = (
 class DeepSpeedStrategy(Strategy):
     """ZeRO: optimizer state, gradients and parameters are sharded, as the plugin's stage says."""
 
-    traits = Traits(
-        name="deepspeed",
-        owns_precision=True,
-        owns_accumulation=True,
-        owns_parameters=True,
-        hooks_inside=True,
-    )
-
     def __init__(
         self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
     ) -> None:
         super().__init__(plan, comm, device, precision)
         ConfigError.raise_if(options.ignored(self.plan))
-        for plugin in (self.plan.engines.deepspeed or {}).values():
+        for plugin in self.plan.plugin("deepspeed").values():
             plugin.settle()
         self._trained = Trained(plan)
         self.package = package.load(self.device)
@@ -93,7 +85,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _announce(self, changed: DeepSpeedPlugin) -> None:
         """Let transformers build models in shards if the active plugin has them sharded."""
-        ours = (self.plan.engines.deepspeed or {}).values()
+        ours = self.plan.plugin("deepspeed").values()
         if self.comm.closed or not any(changed is plugin for plugin in ours):
             return
         self._withdraw()
@@ -254,7 +246,7 @@ class DeepSpeedStrategy(Strategy):
                 done.schedulers.append(wrap_scheduler(scheduler, [wrapped], self.plan))
 
     def _compile(self, model: torch.nn.Module) -> torch.nn.Module:
-        return compile_model(model, self.plan.dynamo, self.traits.hooks_inside)
+        return compile_model(model, self.plan.dynamo, self.spec.hooks_inside)
 
     def _follow(
         self, scheduler: AcceleratedScheduler, optimizers: Sequence[AcceleratedOptimizer]

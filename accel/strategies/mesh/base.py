@@ -328,7 +328,7 @@ class DTensorStrategy(Strategy):
         self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
     ) -> None:
         super().__init__(plan, comm, device, precision)
-        name = self.traits.name
+        name = self.plan.strategy
         self._mesh: DeviceMesh | None = build_mesh(plan)
         self._models = ShardedModels()
         self.sync: MeshSync = MeshSync(name)
@@ -374,13 +374,13 @@ class DTensorStrategy(Strategy):
                 InnerCalls(model)  # hooks of its modules would break one graph of all
                 reduce_what_is_unfrozen(model)
             units = (module for module in model.modules() if isinstance(module, FSDPModule))
-            refuse_copies(units, self.traits.name, SHARDED_AVERAGE)
+            refuse_copies(units, self.plan.strategy, SHARDED_AVERAGE)
             keep_requires_grad(model)
         return self.compile(model)
 
     def compile(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return `model` compiled as the run says."""
-        return compile_model(model, self.plan.dynamo, self.traits.hooks_inside)
+        return compile_model(model, self.plan.dynamo, self.spec.hooks_inside)
 
     @abstractmethod
     def parallelize(self, model: torch.nn.Module) -> None:
@@ -411,7 +411,7 @@ class DTensorStrategy(Strategy):
         if kind is not None and any(isinstance(parameter, DTensor) for parameter in held):
             raise ConfigError(
                 Problem(
-                    f"prepare: {kind} with {self.traits.name}",
+                    f"prepare: {kind} with {self.plan.strategy}",
                     "torch cannot compute its update on sharded weights (DTensor)",
                     "Use AdamW or SGD, or train without sharding (DDP).",
                 )

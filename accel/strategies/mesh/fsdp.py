@@ -22,7 +22,6 @@ from accel.errors import ConfigError, Problem
 from accel.logging import get_logger
 from accel.prepared import Objects
 from accel.rng import synchronize_rng_states
-from accel.strategies.base import Traits
 from accel.strategies.compile import is_on
 from accel.strategies.mesh.base import DTensorStrategy
 from accel.strategies.mesh.device_mesh import TENSOR, check_given, data_axes
@@ -45,19 +44,13 @@ logger = get_logger(__name__)
 class FSDPStrategy(DTensorStrategy):
     """Each process holds a part of every parameter; with tensor parallelism, of every part."""
 
-    traits = Traits(
-        name="fsdp",
-        owns_precision=True,
-        hooks_inside=True,
-    )
-
     def __init__(
         self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
     ) -> None:
         super().__init__(plan, comm, device, precision)
-        plugin = self.plan.engines.fsdp
+        plugin = self.plan.plugin("fsdp")
         self.plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
-        self._split = self.plan.engines.tensor_parallel
+        self._split = self.plan.plugin("tensor_parallel")
         self._formats: Formats = build_formats(
             self.plugin.mixed_precision_policy, self.plan.mixed_precision
         )

@@ -11,7 +11,6 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
-from accel.strategies.base import Traits
 from accel.strategies.mesh.base import DTensorStrategy
 from accel.strategies.mesh.device_mesh import TENSOR, check_given, data_axes
 from accel.strategies.mesh.materialize import InitialWeights
@@ -32,12 +31,10 @@ class TensorParallelStrategy(DTensorStrategy):
     what is trained in another dtype than what is around it is a unit of its own.
     """
 
-    traits = Traits(name="tp", hooks_inside=True)
-
     def __init__(
         self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
     ) -> None:
-        given = plan.engines.tensor_parallel
+        given = plan.plugin("tensor_parallel")
         self.plugin = TorchTensorParallelPlugin() if given is None else given
         super().__init__(plan, comm, device, precision)
         if self.plugin.torch_device_mesh is not None and self._mesh is not None:

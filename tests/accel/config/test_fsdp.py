@@ -26,8 +26,9 @@ from accel.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError
 from accel.planning.arguments import Arguments
-from accel.planning.engine import Findings, choose
 from accel.planning.plan import resolve
+from accel.planning.spec import Findings
+from accel.planning.strategy import choose
 from accel.strategies.mesh.mixed_precision import build_formats
 from tests.accel.strategies.training import build
 from tests.helpers import reset_accel
@@ -204,7 +205,8 @@ VARIABLES = {
 def from_environment(plugin: Plugin | None = None, **values: str) -> Plugin:
     with patched(**values):
         found = Findings()
-        chosen = choose(Arguments(fsdp_plugin=plugin), Environment.read(), found).fsdp
+        arguments = Arguments(plugins={"fsdp_plugin": plugin})
+        chosen = choose(arguments, Environment.read(), found).plugins.get("fsdp")
         found.raise_if_any()
     assert chosen is not None
     return chosen

@@ -213,7 +213,7 @@ def test_device_has_one_owner() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        Arguments(megatron_lm_plugin=object()),
+        Arguments(plugins={"megatron_lm_plugin": object()}),
         Arguments(mixed_precision="fp8"),
     ],
 )
@@ -253,7 +253,7 @@ def test_everything_wrong_is_said_at_once() -> None:
         mixed_precision="bf61",
         gradient_accumulation_steps=0,
         rng_types=["x"],
-        fsdp_plugin=object(),
+        plugins={"fsdp_plugin": object()},
         kwargs_handlers=[KwargsHandler()],
     )
     with pytest.raises(ConfigError) as caught:

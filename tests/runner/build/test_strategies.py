@@ -152,7 +152,7 @@ def test_fp16_under_deepspeed_wants_a_gpu() -> None:
         precision=Precision(mode="fp16"),
         distributed=Distributed(kind="multi_cpu"),
     )
-    assert "precision=fp16 with deepspeed= on a CPU" in map_values(parts.check_machine(recipe))
+    assert "precision=fp16 under DeepSpeed on a CPU" in map_values(parts.check_machine(recipe))
 
 
 def map_values(problems: list[Any]) -> list[str]:

@@ -49,7 +49,7 @@ def problems(plain: dict[str, Any]) -> list[str]:
         ({"fsdp": {}, "deepspeed": {}}, "fsdp= and deepspeed= are both on"),
         (
             {"deepspeed": {}, "tensor_parallel": {}},
-            "Switch one off: deepspeed=null or tensor_parallel=null.",
+            "Switch one off: tensor_parallel=null or deepspeed=null.",
         ),
         ({"name": "a/b"}, "name='a/b'"),
         ({"name": ""}, "name=''"),

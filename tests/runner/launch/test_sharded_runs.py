@@ -128,7 +128,7 @@ def test_weights_are_drawn_on_the_first_process_alone(text: Path, tmp_path: Path
 
 def test_a_step_that_builds_its_own_models_draws_on_every_process() -> None:
     plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
-    with pytest.raises(ConfigError, match="cpu_ram_efficient_loading=true with model=null"):
+    with pytest.raises(ConfigError, match="cpu_ram_efficient_loading=True with model=null"):
         meta_init.check(loops.recipe_of(model=None, fsdp=plugin))
 
 

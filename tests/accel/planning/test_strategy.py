@@ -14,23 +14,24 @@ from accel.enums import DistributedType
 from accel.env import Environment
 from accel.errors import ConfigError
 from accel.planning.arguments import Arguments
-from accel.planning.engine import Findings, check_shards, choose
 from accel.planning.plan import resolve
+from accel.planning.spec import Findings
+from accel.planning.strategy import choose
 
 FOUR = Environment(
     rank=0, local_rank=0, world_size=4, local_world_size=4, master_addr="localhost", master_port=1
 )
 
 
-def chosen(environment: Environment = FOUR, **arguments: object) -> tuple[str | None, str]:
+def chosen(environment: Environment = FOUR, **arguments: object) -> tuple[str, str]:
     """Return the strategy, and all that is wrong."""
     found = Findings()
-    engines = choose(Arguments(**arguments), environment, found)  # type: ignore[arg-type]
-    return engines.strategy, " ".join(str(problem) for problem in found.wrong)
+    label = choose(Arguments.of(arguments), environment, found).label
+    return label, " ".join(str(problem) for problem in found.wrong)
 
 
-def test_no_engine_leaves_the_strategy_to_the_number_of_processes() -> None:
-    assert chosen() == (None, "")
+def test_without_a_plugin_the_number_of_processes_decides() -> None:
+    assert chosen() == ("ddp", "")
     assert resolve(Arguments(cpu=True), FOUR).strategy == "ddp"
     assert resolve(Arguments(cpu=True), Environment()).strategy == "single"
 
@@ -47,18 +48,25 @@ def test_no_engine_leaves_the_strategy_to_the_number_of_processes() -> None:
 def test_a_plugin_switches_its_engine_on(
     arguments: dict[str, object], strategy: str, reported: DistributedType
 ) -> None:
-    plan = resolve(Arguments(cpu=True, **arguments), FOUR)  # type: ignore[arg-type]
+    plan = resolve(Arguments.of({"cpu": True, **arguments}), FOUR)
     assert plan.strategy == strategy
     assert plan.distributed_type == reported
 
 
 @pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
 def test_a_launcher_switches_an_engine_on(name: str) -> None:
-    assert chosen(Environment(engines=(name,))) == (name, "")
+    variables = {f"ACCELERATE_USE_{name.upper()}": "yes"}
+    assert chosen(Environment(variables=variables)) == (name, "")
+
+
+def test_a_switch_is_true_or_false() -> None:
+    _, text = chosen(Environment(variables={"ACCELERATE_USE_FSDP": "maybe"}))
+    assert "ACCELERATE_USE_FSDP='maybe' (environment): expected true or false" in text
 
 
 def test_one_process_under_an_engine_has_a_group_of_its_own() -> None:
-    plan = resolve(Arguments(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()), Environment())
+    arguments = Arguments(cpu=True, strategy_plugins=[FullyShardedDataParallelPlugin()])
+    plan = resolve(arguments, Environment())
     assert (plan.strategy, plan.backend) == ("fsdp", "gloo")
 
 
@@ -68,17 +76,19 @@ def test_one_engine_spreads_a_model_but_for_pairs_that_share_it() -> None:
     _, text = chosen(fsdp_plugin=sharded, deepspeed_plugin=DeepSpeedPlugin())
     assert "fsdp with deepspeed: they cannot be combined" in text
     _, text = chosen(torch_tp_plugin=split, deepspeed_plugin=DeepSpeedPlugin())
-    assert "deepspeed with tp" in text
+    assert "tensor_parallel with deepspeed" in text
 
 
 @pytest.mark.parametrize("policy", ["fp16", {"param_dtype": "torch.float16"}])
 def test_the_policy_of_fsdp_settles_the_precision(policy: object) -> None:
     for given in (None, "no"):
         plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
-        plan = resolve(Arguments(cpu=True, fsdp_plugin=plugin, mixed_precision=given), FOUR)
+        arguments = Arguments(cpu=True, strategy_plugins=[plugin], mixed_precision=given)
+        plan = resolve(arguments, FOUR)
         assert plan.mixed_precision == "fp16"
     plugin = FullyShardedDataParallelPlugin(mixed_precision_policy={"reduce_dtype": "bf16"})
-    plan = resolve(Arguments(cpu=True, fsdp_plugin=plugin, mixed_precision="bf16"), FOUR)
+    arguments = Arguments(cpu=True, strategy_plugins=[plugin], mixed_precision="bf16")
+    plan = resolve(arguments, FOUR)
     assert plan.mixed_precision == "bf16"
 
 
@@ -89,7 +99,7 @@ def test_what_fsdp_cannot_do_is_told_at_once() -> None:
         AutocastKwargs(enabled=False),  # nothing is wrong with this one
     ]
     arguments = Arguments(
-        cpu=True, fsdp_plugin=plugin, mixed_precision="bf16", kwargs_handlers=handlers
+        cpu=True, strategy_plugins=[plugin], mixed_precision="bf16", kwargs_handlers=handlers
     )
     with pytest.raises(ConfigError) as caught:
         resolve(arguments, FOUR)
@@ -119,7 +129,7 @@ def test_shards_divide_the_processes(fields: dict[str, Any], tp_size: int, wrong
         "torch_tp_plugin": None if tp_size == 1 else TorchTensorParallelPlugin(tp_size),
     }
     found = Findings()
-    check_shards(choose(Arguments(**plugins), FOUR, found), FOUR, found)
+    choose(Arguments.of(plugins), FOUR, found).dims(FOUR, found)
     assert bool(found.wrong) is wrong
 
 
@@ -127,7 +137,7 @@ def test_defaults_of_handlers_are_no_conflict() -> None:
     handlers = [DistributedDataParallelKwargs(), AutocastKwargs()]
     plugin = FullyShardedDataParallelPlugin()
     arguments = Arguments(
-        cpu=True, fsdp_plugin=plugin, mixed_precision="bf16", kwargs_handlers=handlers
+        cpu=True, strategy_plugins=[plugin], mixed_precision="bf16", kwargs_handlers=handlers
     )
     assert resolve(arguments, FOUR).strategy == "fsdp"
 
@@ -136,8 +146,11 @@ def test_everything_wrong_is_told_at_once() -> None:
     plugins = {"a": DeepSpeedPlugin(), "b": object()}
     arguments = Arguments(
         cpu=True,
-        deepspeed_plugins=plugins,
-        torch_tp_plugin=TorchTensorParallelPlugin(3),
+        plugins={
+            "deepspeed_plugins": plugins,
+            "torch_tp_plugin": TorchTensorParallelPlugin(3),
+        },
+        strategy_plugins=[3],
         mixed_precision="bf61",
     )
     with pytest.raises(ConfigError) as caught:
@@ -145,4 +158,6 @@ def test_everything_wrong_is_told_at_once() -> None:
     text = str(caught.value)
     assert "deepspeed_plugins['b']" in text
     assert "tp_size=3 with 4 processes" in text
+    assert "tensor_parallel with deepspeed" in text
+    assert "strategy_plugins: 3: each is one of FullyShardedDataParallelPlugin" in text
     assert "bf61" in text

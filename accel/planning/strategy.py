@@ -1,0 +1,124 @@
+"""Which strategy distributes the model, as plugins or the environment switch it on. Torch-free.
+
+None on means the default for the number of processes: one process, or DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel.env import Environment
+from accel.errors import ConfigError, Problem, nearest
+from accel.parallel import ParallelDims
+from accel.planning.arguments import Arguments
+from accel.planning.spec import Findings, Plugins, PluginSpec, StrategySpec
+from accel.strategies.table import plugins, specs
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The strategy of a run.
+
+    Attributes:
+        spec: the strategy.
+        plugins: those that are on, by name; of several strategies where a request is wrong.
+    """
+
+    spec: StrategySpec
+    plugins: Plugins
+
+    @property
+    def label(self) -> str:
+        """What headers, manifests and messages call the run."""
+        return self.spec.label(self.plugins)
+
+    def dims(self, environment: Environment, found: Findings) -> ParallelDims:
+        """Return the parallel dimensions, seen from rank 0; note where there are none."""
+        try:
+            if environment.world_size >= 1:
+                return self.spec.dims(self.plugins, environment)
+        except ConfigError as error:
+            found.take(error)
+        return ParallelDims()
+
+
+def choose(arguments: Arguments, environment: Environment, found: Findings) -> Choice:
+    """Return the strategy that is switched on.
+
+    Args:
+        arguments: what the caller asks for.
+        environment: what the launcher set; an argument goes before it.
+        found: takes what is wrong: two strategies on, a plugin of another class.
+    """
+    given = _given(arguments, found)
+    on: dict[str, Any] = {}
+    requested: list[str] = []
+    for plugin in plugins():
+        try:
+            if plugin.name not in given and not _switched_on(plugin, environment):
+                continue
+            if plugin.kind is not None:
+                requested.append(plugin.name)
+            on[plugin.name] = plugin.resolved(given.get(plugin.name), environment)
+        except ConfigError as error:
+            found.take(error)
+    for first, second in conflicts(requested):
+        rule, remedy = "they cannot be combined", f"Switch {first} or {second} off."
+        found.add(f"{first} with {second}", rule, remedy)
+    return selected(on, environment.world_size)
+
+
+def selected(on: Plugins, world_size: int) -> Choice:
+    """Return the strategy of the plugins that are on, or the default of so many processes."""
+    spec = next((spec for spec in specs() if spec.leading(on)), None)
+    return Choice(spec or next(spec for spec in specs() if spec.is_default(world_size)), on)
+
+
+def conflicts(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of plugins that belong to different strategies.
+
+    Args:
+        names: the plugins that are on.
+    """
+    owners = {plugin.name: spec.name for spec in specs() for plugin in spec.plugins}
+    for first, second in itertools.combinations(names, 2):
+        if owners[first] != owners[second]:
+            yield first, second
+
+
+def _switched_on(plugin: PluginSpec, environment: Environment) -> bool:
+    return bool(plugin.switch) and environment.flag(plugin.switch)
+
+
+def _given(arguments: Arguments, found: Findings) -> Mapping[str, Any]:
+    """Return the plugins that were given, by name."""
+    given: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+
+    def put(plugin: PluginSpec, value: Any, source: str) -> None:
+        if plugin.name in given:
+            found.add(
+                f"{sources[plugin.name]} with {source}",
+                "they are two spellings of one argument",
+                f"Give {source} alone.",
+            )
+        given[plugin.name], sources[plugin.name] = value, source
+
+    for plugin in plugins():
+        for name in filter(None, (plugin.argument, *plugin.aliases)):
+            if arguments.plugins.get(name) is not None:
+                put(plugin, arguments.plugins[name], name)
+    for value in arguments.strategy_plugins:
+        kinds = [plugin for plugin in plugins() if plugin.kind is not None]
+        owner = next((p for p in kinds if p.kind and isinstance(value, p.kind)), None)
+        if owner is None:
+            known = [plugin.kind.__name__ for plugin in kinds if plugin.kind]
+            rule = f"each is one of {', '.join(known)}"
+            remedy = nearest(type(value).__name__, known)
+            found.wrong.append(Problem(f"strategy_plugins: {value!r}", rule, remedy))
+        else:
+            put(owner, value, "strategy_plugins")
+    return given

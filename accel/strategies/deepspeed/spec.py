@@ -1,0 +1,154 @@
+"""The spec of DeepSpeed: its plugins by name, of which one is active."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed_claims import Claims
+from accel.config.deepspeed_plugins import active
+from accel.enums import DistributedType
+from accel.errors import ConfigError, Problem
+from accel.planning.spec import (
+    Decided,
+    Findings,
+    Plugins,
+    PluginSpec,
+    Request,
+    StrategySpec,
+    require_kind,
+    sharded,
+)
+
+NAME = "deepspeed"
+# Where DeepSpeed's configuration has what a run decides.
+DECIDED = {
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "global_batch_size": "train_batch_size",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "clip_grad_norm": "gradient_clipping",
+}
+
+
+def _read(given: Any, variables: Mapping[str, str]) -> Mapping[str, DeepSpeedPlugin]:
+    """Return the plugins by name, filled from the environment; one of them is selected."""
+    given = DeepSpeedPlugin() if given is None else given
+    named = dict(given) if isinstance(given, Mapping) else {"default": given}
+    found = Findings()
+    if not named:
+        found.add("deepspeed_plugins={}", "there is one plugin at least", "Give one, or None.")
+    for name, plugin in named.items():
+        try:
+            require_kind(f"deepspeed_plugins[{name!r}]", plugin, DeepSpeedPlugin)
+        except ConfigError as error:
+            found.take(error)
+    found.raise_if_any()
+    plugins = list(named.values())
+    for plugin in plugins:
+        found.wrong += plugin.fill(variables)
+        plugin.join(plugins)
+        if plugin.enable_msamp:
+            found.missing("DeepSpeedPlugin(enable_msamp=True)", "Use mixed_precision='bf16'.")
+        try:
+            plugin.given_config()
+        except ConfigError as error:
+            found.take(error)
+    found.raise_if_any()
+    if not any(plugin.selected for plugin in plugins):
+        plugins[0].select()
+    return named
+
+
+def _adopt(plugin: DeepSpeedPlugin, decided: Decided) -> DeepSpeedPlugin:
+    """Return a copy of a plugin whose own configuration may not contradict the run."""
+    plugin = replace(plugin)
+    for name, (value, source) in decided.items():
+        plugin.decide(DECIDED[name], value, source)
+    return plugin
+
+
+def _told(plugins: Plugins, key: str) -> Any:
+    plugin = active(plugins.get(NAME))
+    return None if plugin is None else plugin.get_value(key)
+
+
+def _precision(plugins: Plugins, given: str | None) -> str | None:
+    """Return the precision of DeepSpeed's configuration, where the run requests none."""
+    if given is not None:
+        return given
+    enabled = (name for name in ("bf16", "fp16") if _told(plugins, f"{name}.enabled") is True)
+    return next(enabled, None)
+
+
+def _accumulation_steps(plugins: Plugins) -> int | None:
+    steps = _told(plugins, "gradient_accumulation_steps")
+    return steps if isinstance(steps, int) else None
+
+
+def _problems(request: Request) -> list[Problem]:
+    problems = []
+    if request.mixed_precision == "fp16" and request.device_type == "cpu":
+        problems.append(
+            Problem(
+                "mixed_precision='fp16' under DeepSpeed on a CPU",
+                "DeepSpeed computes in fp16 on accelerators only",
+                "Use mixed_precision='bf16' or mixed_precision='no'.",
+            )
+        )
+    plugin = active(request.plugins.get(NAME))
+    if plugin is None or not plugin.decided:
+        return problems
+    claims = Claims(plugin)
+    sections = [
+        Problem(
+            f"{plugin.place}: {name} with {name}= of the recipe",
+            "the recipe decides it",
+            f"Take the section {name} out of the configuration.",
+        )
+        for name in ("optimizer", "scheduler")
+        if name in claims.config
+    ]
+    return [*problems, *claims.problems, *sections]
+
+
+def _notes(request: Request) -> list[str]:
+    plugin, on_cpu = active(request.plugins.get(NAME)), request.device_type == "cpu"
+    if plugin is None or plugin.zero_stage != 3 or not on_cpu or request.dynamo.backend == "no":
+        return []
+    return ["torch.compile under ZeRO-3 on a CPU is some times slower than without: compile=null"]
+
+
+SPEC = StrategySpec(
+    name=NAME,
+    place="accel.strategies.deepspeed.strategy:DeepSpeedStrategy",
+    plugins=(
+        PluginSpec(
+            name=NAME,
+            kind=DeepSpeedPlugin,
+            reported=DistributedType.DEEPSPEED,
+            argument="deepspeed_plugin",
+            aliases=("deepspeed_plugins",),
+            switch="ACCELERATE_USE_DEEPSPEED",
+            prefixes=("ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_CLIPPING"),
+            read=_read,
+            adopt=_adopt,
+            frozen_fields=lambda plugin: (
+                {} if plugin.hf_ds_config is None else {"hf_ds_config": plugin.given_config()}
+            ),
+            shared=True,
+        ),
+    ),
+    owns_precision=True,
+    owns_accumulation=True,
+    owns_parameters=True,
+    hooks_inside=True,
+    clips_value=False,
+    packages=("deepspeed",),
+    dims=sharded,
+    precision=_precision,
+    accumulation_steps=_accumulation_steps,
+    problems=_problems,
+    notes=_notes,
+)

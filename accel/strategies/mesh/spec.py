@@ -1,0 +1,178 @@
+"""The spec of the mesh: FSDP and tensor parallelism, each a dimension of one `DeviceMesh`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from accel.config.fsdp import FullyShardedDataParallelPlugin, from_variables
+from accel.config.tensor_parallel import TorchTensorParallelPlugin
+from accel.enums import DistributedType
+from accel.env import Environment
+from accel.errors import ConfigError, Problem
+from accel.parallel import ParallelDims
+from accel.planning.spec import Plugins, PluginSpec, Request, StrategySpec, require_kind
+
+# Fields of the FSDP plugin that say one thing together.
+TOGETHER = (
+    ("sharding_strategy", "reshard_after_forward", "dp_replicate_size"),
+    ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params"),
+)
+FSDP, TENSOR_PARALLEL = "fsdp", "tensor_parallel"
+PREFIX = "FSDP_"
+
+
+def _read(given: Any, variables: Mapping[str, str]) -> FullyShardedDataParallelPlugin:
+    """Return the FSDP plugin, with the fields that it leaves open from the environment.
+
+    A field that says how parameters are sharded or wrapped decides for its group of fields.
+    """
+    if given is not None:
+        require_kind("fsdp_plugin", given, FullyShardedDataParallelPlugin)
+    fields = from_variables({name.removeprefix(PREFIX): text for name, text in variables.items()})
+    if given is None:
+        return FullyShardedDataParallelPlugin(**fields)
+    plugin: FullyShardedDataParallelPlugin = given
+    for group in TOGETHER:
+        if any(getattr(plugin, name) is not None for name in group):
+            fields = {name: value for name, value in fields.items() if name not in group}
+    lacking = {name: value for name, value in fields.items() if getattr(plugin, name) is None}
+    return dataclasses.replace(plugin, **lacking) if lacking else plugin
+
+
+def dims(plugins: Plugins, environment: Environment) -> ParallelDims:
+    """Return the parallel dimensions: replicas × shards × tensor-parallel ranks.
+
+    Args:
+        plugins: those that are on.
+        environment: gives the numbers of processes, and of those on this node.
+
+    Raises:
+        ConfigError: if numbers of replicas and shards do not divide the processes.
+    """
+    world_size = environment.world_size
+    parallel: TorchTensorParallelPlugin | None = plugins.get(TENSOR_PARALLEL)
+    tp = 1 if parallel is None else parallel.tp_size
+    if world_size % tp:
+        raise ConfigError(
+            Problem(
+                f"TorchTensorParallelPlugin.tp_size={tp} with {_counted(world_size)}",
+                "each replica of the model takes as many processes",
+                f"Start a multiple of {tp} processes, or choose another tp_size.",
+            )
+        )
+    data, replicate = world_size // tp, world_size // tp
+    fsdp: FullyShardedDataParallelPlugin | None = plugins.get(FSDP)
+    if fsdp is not None:
+        nodes = world_size // (environment.local_world_size or world_size)
+        replicate = num_replicas(fsdp.dp_replicate_size, data, nodes)
+        ConfigError.raise_if(_shard_problems(fsdp, data, replicate))
+    return ParallelDims(dp_replicate=replicate, dp_shard=data // replicate, tp=tp)
+
+
+def _counted(processes: int) -> str:
+    return "1 process" if processes == 1 else f"{processes} processes"
+
+
+def _shard_problems(
+    plugin: FullyShardedDataParallelPlugin, data: int, replicas: int
+) -> list[Problem]:
+    """Return the problems of replicas and groups that do not divide the data-parallel ranks."""
+    where = type(plugin).__name__
+    if data % replicas:
+        value = f"{where}.dp_replicate_size={plugin.dp_replicate_size!r} with {data} processes"
+        rule = "each replica of the model takes as many processes"
+        return [Problem(f"{value} for data", rule, "Choose a number that divides them.")]
+    group, shards = plugin.reshard_after_forward, data // replicas
+    is_size = isinstance(group, int) and not isinstance(group, bool)
+    if is_size and (not 1 < group < shards or shards % group):
+        rule = f"as a number, it divides the {shards} shards and is neither 1 nor all of them"
+        value = f"{where}.reshard_after_forward={group}"
+        return [Problem(value, rule, "Give True or False.")]
+    return []
+
+
+def num_replicas(wanted: int | str | None, data: int, nodes: int) -> int:
+    """Return how many replicas of a sharded model there are.
+
+    Args:
+        wanted: a number, "nodes", "all", or None for 1.
+        data: data-parallel size.
+        nodes: number of machines.
+    """
+    if wanted == "nodes":
+        return nodes
+    return data if wanted == "all" else int(wanted or 1)
+
+
+def _precision(plugins: Plugins, given: str | None) -> str | None:
+    """Return the half precision that FSDP's policy names, where the run requests none."""
+    policy = _policy(plugins)
+    return policy if given in (None, "no") and policy in ("bf16", "fp16") else given
+
+
+def _policy(plugins: Plugins) -> str | None:
+    plugin: FullyShardedDataParallelPlugin | None = plugins.get(FSDP)
+    return None if plugin is None else plugin.policy_format
+
+
+def _rank0_init(plugins: Plugins) -> str:
+    plugin: FullyShardedDataParallelPlugin | None = plugins.get(FSDP)
+    on = plugin is not None and plugin.cpu_ram_efficient_loading
+    return f"{type(plugin).__name__}.cpu_ram_efficient_loading=True" if on else ""
+
+
+def _problems(request: Request) -> list[Problem]:
+    policy, precision = _policy(request.plugins), request.mixed_precision
+    if policy is None or precision not in ("bf16", "fp16") or policy == precision:
+        return []
+    given = request.plugins[FSDP].mixed_precision_policy
+    return [
+        Problem(
+            f"mixed_precision={precision!r} with mixed_precision_policy={given!r}",
+            "both name the format of computation, and they disagree",
+            "Give one of them.",
+        )
+    ]
+
+
+def build(plan: Any, *arguments: Any) -> Any:
+    """Return the strategy of a plan."""
+    from accel.strategies.mesh.fsdp import FSDPStrategy
+    from accel.strategies.mesh.tp import TensorParallelStrategy
+
+    kind = TensorParallelStrategy if plan.plugin(FSDP) is None else FSDPStrategy
+    return kind(plan, *arguments)
+
+
+SPEC = StrategySpec(
+    name="mesh",
+    place="accel.strategies.mesh.spec:build",
+    plugins=(
+        PluginSpec(
+            name=FSDP,
+            kind=FullyShardedDataParallelPlugin,
+            reported=DistributedType.FSDP,
+            argument="fsdp_plugin",
+            switch="ACCELERATE_USE_FSDP",
+            prefixes=(PREFIX,),
+            read=_read,
+            callables=("auto_wrap_policy", "param_init_fn"),
+        ),
+        PluginSpec(
+            name=TENSOR_PARALLEL,
+            kind=TorchTensorParallelPlugin,
+            label="tp",
+            reported=DistributedType.TP,
+            argument="torch_tp_plugin",
+        ),
+    ),
+    owns_precision=True,
+    hooks_inside=True,
+    clips_value=False,
+    dims=dims,
+    precision=_precision,
+    rank0_init=_rank0_init,
+    problems=_problems,
+)

@@ -1,0 +1,79 @@
+"""The table of strategies: every spec loads without torch, and another package's is checked."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from accel.errors import ConfigError
+from accel.imports import load_attribute
+from accel.planning.spec import PluginSpec, StrategySpec
+from accel.strategies import default_specs, table
+from accel.strategies.base import Strategy
+from tests.helpers import python
+
+TORCH_FREE = """
+import sys
+from accel.strategies.table import specs
+specs()
+sys.exit("torch" in sys.modules)
+"""
+TAKEN = replace(default_specs.DDP, plugins=(PluginSpec("fsdp", int, argument="fsdp_plugin"),))
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    yield
+    table.specs.cache_clear()
+
+
+def listing(monkeypatch: pytest.MonkeyPatch, value: str) -> str:
+    """Return the error of a table with an entry point of another package."""
+    entry = EntryPoint("theirs", value, table.GROUP)
+    monkeypatch.setattr(table, "entry_points", lambda group: [entry])
+    table.specs.cache_clear()
+    with pytest.raises(ConfigError) as caught:
+        table.specs()
+    return str(caught.value)
+
+
+def test_every_spec_leads_to_a_strategy() -> None:
+    for spec in table.specs():
+        found: Any = load_attribute(spec.place) if spec.place else Strategy
+        assert callable(found), spec.name
+
+
+def test_the_table_is_free_of_torch() -> None:
+    assert subprocess.run(python("-c", TORCH_FREE), timeout=120).returncode == 0
+
+
+def test_one_default_for_every_number_of_processes() -> None:
+    for world_size in (0, 1, 2, 64):
+        assert sum(spec.is_default(world_size) for spec in table.specs()) == 1
+
+
+def test_an_entry_point_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = listing(monkeypatch, "no_such_package.spec:SPEC")
+    assert "entry point accel.strategies: theirs = no_such_package.spec:SPEC" in text
+    assert "ModuleNotFoundError" in text
+    text = listing(monkeypatch, f"{__name__}:TORCH_FREE")
+    assert "it is a StrategySpec, not str" in text
+
+
+def test_names_that_are_taken_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = listing(monkeypatch, f"{__name__}:TAKEN")
+    for name in ("strategy 'ddp'", "plugin 'fsdp'", "argument of Accelerator 'fsdp_plugin'"):
+        assert f"{name}: 2 strategies name it so" in text
+
+
+def test_a_strategy_is_named_by_its_first_plugin_that_is_on() -> None:
+    first, second = PluginSpec("one", int, label="first"), PluginSpec("two", int)
+    spec = StrategySpec("both", "", plugins=(first, second))
+    assert spec.label({"one": 1, "two": 2}) == "first"
+    assert spec.label({"two": 2}) == "two"
+    assert spec.label({}) == "both"
