@@ -114,18 +114,21 @@ def read_settings(
     """
     fsdp: FullyShardedDataParallelPlugin | None = plan.plugin(FSDP)
     tensor_parallel: TorchTensorParallelPlugin | None = plan.plugin(TENSOR_PARALLEL)
-    policy, precision_name = None, "no"
-    if fsdp is not None:
-        policy, precision_name = fsdp.mixed_precision_policy, plan.mixed_precision
-    unsharded = {"auto_wrap_policy": "no_wrap", "reshard_after_forward": False}
+    if fsdp is None:
+        formats = build_formats(None, "no")
+    else:
+        formats = build_formats(fsdp.mixed_precision_policy, plan.mixed_precision)
+    replicated = FullyShardedDataParallelPlugin(
+        auto_wrap_policy="no_wrap", reshard_after_forward=False
+    )
     return MeshSettings(
         name=plan.strategy,
         mesh=mesh,
         device=device,
         comm=comm,
         precision=precision,
-        formats=build_formats(policy, precision_name),
-        fsdp=fsdp or FullyShardedDataParallelPlugin(**unsharded),
+        formats=formats,
+        fsdp=fsdp or replicated,
         is_sharded=fsdp is not None,
         tensor_parallel=tensor_parallel or TorchTensorParallelPlugin(),
         dynamo=plan.dynamo,
