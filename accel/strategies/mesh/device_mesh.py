@@ -1,56 +1,122 @@
-"""The `DeviceMesh` of a run: replicate, shard and tensor-parallel axes."""
+"""The `DeviceMesh` of a run: built from its parallel dimensions, checked, destroyed.
+
+A process group lives on in whatever holds its object, and gloo's threads live as long as it does: a
+process that trains again and again collects them, and one that ends with any of them may abort.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from accel.errors import ConfigError, Problem
-from accel.parallel import DP_REPLICATE, DP_SHARD, TP, gradient_axes
-from accel.strategies.mesh.teardown import forget_meshes
+from accel.errors import ConfigError, Problem, StateError
+from accel.parallel import DP_SHARD, TP, ParallelDims, gradient_axes
+from accel.strategies.mesh.torch_internals import (
+    clear_mesh_caches,
+    clear_process_groups,
+    mesh_infos,
+)
 
-if TYPE_CHECKING:
-    from accel.planning.plan import Plan
 
-REPLICATE, SHARD, TENSOR = DP_REPLICATE, DP_SHARD, TP
-
-
-def build_mesh(plan: Plan) -> DeviceMesh:
-    """Return the mesh of the plan's parallel dimensions. Every rank calls this.
+def build_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
+    """Return the mesh of the parallel dimensions. Every rank calls this.
 
     Args:
-        plan: gives the device and the dimensions; of an axis of size 1 there is none on the mesh,
-            but for the shard axis.
+        dims: sizes of the axes; one of size 1 is no axis of the mesh, but for dp_shard.
+        device_type: kind of device, as of `torch.device.type`.
     """
-    forget_meshes()
-    dims = plan.parallel_dims
+    clear_mesh_caches()
     axes = {name: dims.size(name) for name in dims.order}
-    kept = {name: size for name, size in axes.items() if size > 1 or name == SHARD}
-    return init_device_mesh(plan.device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    kept = {name: size for name, size in axes.items() if size > 1 or name == DP_SHARD}
+    return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
-def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of a mesh over which gradients are averaged."""
+def axis_size(mesh: DeviceMesh, axis: str) -> int:
+    """Return the size of an axis, 1 where the mesh does not have it."""
+    return mesh[axis].size() if axis in (mesh.mesh_dim_names or ()) else 1
+
+
+def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the submesh over which gradients are averaged."""
     names = gradient_axes(mesh.mesh_dim_names or ())
     return mesh[names] if len(names) > 1 else mesh[names[0]]
 
 
-def check_given(mesh: DeviceMesh, own: DeviceMesh) -> None:
-    """Raise unless a user's mesh splits matrices over the same processes as ours.
+def check_given(given: DeviceMesh, own: DeviceMesh) -> None:
+    """Raise unless the tensor-parallel ranks of a user's mesh are those of ours.
 
     Raises:
-        ConfigError: if it does not.
+        ConfigError: if they are not.
     """
-    if TENSOR not in (own.mesh_dim_names or ()):
+    if TP not in (own.mesh_dim_names or ()):
         return
-    theirs, ours = mesh[TENSOR].get_group(), own[TENSOR].get_group()
+    theirs, ours = given[TP].get_group(), own[TP].get_group()
     if dist.get_process_group_ranks(theirs) != dist.get_process_group_ranks(ours):
         raise ConfigError(
             Problem(
                 "TorchTensorParallelPlugin.torch_device_mesh",
-                "matrices are split over neighbours by rank",
-                "Make 'tp' the last axis of the mesh, or leave it out.",
+                "tensor-parallel ranks are consecutive",
+                "Make 'tp' the last axis of the mesh, or omit torch_device_mesh.",
             )
         )
+
+
+class DestroyedGroup:
+    """Replaces a destroyed process group in a model: keeps its size and rank, refuses the rest.
+
+    Args:
+        group: not destroyed yet.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._size, self._rank = group.size(), group.rank()
+
+    def size(self) -> int:
+        """Return the number of ranks that the group had."""
+        return self._size
+
+    def rank(self) -> int:
+        """Return the rank that this process had in the group."""
+        return self._rank
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # copying and pickling ask for such names
+            raise AttributeError(name)
+        raise StateError(
+            "The process group was destroyed by end_training(), so that sharded parameters can no "
+            "longer be gathered. Train, evaluate and save before it, or build a new Accelerator() "
+            "on every process."
+        )
+
+
+def destroy_mesh(
+    mesh: DeviceMesh, models: Iterable[torch.nn.Module], groups_exist: bool = True
+) -> None:
+    """Destroy the process groups of a mesh, but for the default one, and drop references to them.
+
+    Every rank calls this, with no collective under way.
+
+    Args:
+        mesh: of `build_mesh`.
+        models: distributed over it.
+        groups_exist: false if the groups were destroyed with the default group.
+    """
+    infos = list(mesh_infos(models))
+    meshes = {id(known): known for known in (mesh, *(info.mesh for info in infos))}
+    groups: dict[int, dist.ProcessGroup] = {}
+    if groups_exist:
+        groups = {id(group): group for known in meshes.values() for group in known.get_all_groups()}
+    for info in infos:
+        for name, value in vars(info).items():
+            if isinstance(value, dist.ProcessGroup):
+                setattr(info, name, DestroyedGroup(value))
+    for group in groups.values():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    for known in meshes.values():
+        clear_process_groups(known)
+    clear_mesh_caches()

@@ -1,9 +1,9 @@
-"""Optimizer steps over parameters of several meshes, and of none.
+"""Optimizer steps over plain parameters and parameters of several meshes.
 
-torch's kernels for many tensors at once (``foreach``, ``fused``) take tensors of one mesh in a
-call, and where neither switch is set, torch chooses ``foreach`` by itself on GPUs. Groups stay as
-the user made them; for the time of a step they are divided by mesh. What an optimizer writes into
-the parts (a count of steps, say) goes into the whole group afterwards.
+torch's kernels for several tensors (``foreach``, ``fused``) take tensors of one mesh in a call, and
+where neither flag is set, torch chooses ``foreach`` by default on GPUs. Parameter groups stay as
+the user made them; during a step they are split by mesh. Values that an optimizer writes into the
+split groups (a count of steps, say) are written into the original group afterwards.
 
 Source: https://docs.pytorch.org/docs/stable/optim.html#algorithms
 """
@@ -15,54 +15,55 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from accel.errors import ConfigError, Problem
 
 MISSING = object()
 Group = dict[str, Any]
-# Optimizers that divide their groups already: one may be prepared again.
-_dividing: WeakSet[torch.optim.Optimizer] = WeakSet()
+# Optimizers with these hooks already: one may be prepared again.
+_split_by_mesh: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def step_by_mesh(optimizer: torch.optim.Optimizer) -> None:
-    """Let each step of `optimizer` treat the parameters of one mesh in a call of their own.
+    """Let each step of `optimizer` call torch's kernels once per mesh.
 
     Args:
-        optimizer: of torch; what it does to a parameter depends on no other one.
+        optimizer: of torch; its update of a parameter depends on no other parameter.
     """
-    if optimizer in _dividing or not any(map(_is_joint, optimizer.param_groups)):
+    if optimizer in _split_by_mesh or not any(map(_is_foreach, optimizer.param_groups)):
         return
-    _dividing.add(optimizer)
-    divided: list[tuple[list[Group], list[list[Group]]]] = []
+    _split_by_mesh.add(optimizer)
+    saved: list[tuple[list[Group], list[list[Group]]]] = []
 
     def restore(own: torch.optim.Optimizer, *_: Any) -> None:
-        if divided:  # hooks are called twice where a subclass calls its parent's step
-            own.param_groups, parts = divided.pop()
-            for group, its_parts in zip(own.param_groups, parts, strict=True):
-                _take_over(group, its_parts)
+        if saved:  # hooks are called twice where a subclass calls its parent's step
+            own.param_groups, splits = saved.pop()
+            for group, parts in zip(own.param_groups, splits, strict=True):
+                _merge(group, parts)
 
-    def divide(own: torch.optim.Optimizer, *_: Any) -> None:
+    def split(own: torch.optim.Optimizer, *_: Any) -> None:
         restore(own)  # a parent's step, or one after a step that failed
-        parts = [list(_divided(group)) for group in own.param_groups]
-        divided.append((own.param_groups, parts))
-        own.param_groups = [part for group in parts for part in group]
+        splits = [list(_by_mesh(group)) for group in own.param_groups]
+        saved.append((own.param_groups, splits))
+        own.param_groups = [part for parts in splits for part in parts]
 
-    optimizer.register_step_pre_hook(divide)
+    optimizer.register_step_pre_hook(split)
     optimizer.register_step_post_hook(restore)
 
 
-def _is_joint(group: Group) -> bool:
-    """Return whether torch treats several tensors of a group at once, or may choose to."""
+def _is_foreach(group: Group) -> bool:
+    """Return whether torch updates a group by kernels for several tensors, or may choose to."""
     foreach, fused = group.get("foreach", False), group.get("fused")
     return bool(foreach or fused or (foreach is None and fused is None))
 
 
-def _take_over(group: Group, parts: list[Group]) -> None:
-    """Write into a group what a step wrote into all its parts.
+def _merge(group: Group, parts: list[Group]) -> None:
+    """Write into a group the values that a step wrote into its parts.
 
     Raises:
-        ConfigError: if it wrote different values.
+        ConfigError: if the parts have different values.
     """
     for key in dict.fromkeys(key for part in parts for key in part if key != "params"):
         first, *others = (part.get(key, MISSING) for part in parts)
@@ -70,28 +71,28 @@ def _take_over(group: Group, parts: list[Group]) -> None:
             raise ConfigError(
                 Problem(
                     f"an optimizer that wrote {key}={first!r} and other values into one group",
-                    "its step treats the parameters of each mesh in a call of their own (the last "
-                    "one may have failed between them), and a group has one value",
-                    "Build the optimizer with foreach=False and fused=False, or give split "
-                    "parameters and whole ones groups of their own.",
+                    "its step updates the parameters of each mesh in a separate call (the last one "
+                    "may have failed between them), and a group has one value",
+                    "Build the optimizer with foreach=False and fused=False, or give sharded and "
+                    "replicated parameters separate groups.",
                 )
             )
         group[key] = first
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one is other or torch.equal(one, other)
     return one is other or bool(one == other)
 
 
-def _divided(group: Group) -> Iterator[Group]:
-    """Yield a group as it is, or if several tensors are treated at once, a part for each mesh."""
-    meshes: dict[Any, list[torch.Tensor]] = {}
+def _by_mesh(group: Group) -> Iterator[Group]:
+    """Yield a group unchanged, or if torch may update it by ``foreach``, a part for each mesh."""
+    meshes: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for parameter in group["params"]:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         meshes.setdefault(mesh, []).append(parameter)
-    if len(meshes) < 2 or not _is_joint(group):
+    if len(meshes) < 2 or not _is_foreach(group):
         yield group
         return
     for parameters in meshes.values():

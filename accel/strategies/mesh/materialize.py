@@ -1,38 +1,42 @@
-"""The weights that training starts from: those of rank 0, given to a part of a model at a time."""
+"""Materialize modules: memory for tensors on the meta device, and the weights of rank 0."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from accel.errors import ConfigError, Problem
+from accel.strategies.mesh.buckets import apply_in_buckets
+from accel.strategies.mesh.torch_internals import buffer_table, parameter_table
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
 
 
-class InitialWeights:
-    """Gives modules their device memory and the values of rank 0.
+Init = Callable[[torch.nn.Module], object]
 
-    Only the module in hand needs memory: what other ranks hold may be on the meta device until its
-    turn comes.
+
+class InitialWeights:
+    """Materializes modules with the values of rank 0, one unit of a model at a time.
+
+    Only the unit at hand needs memory: on other ranks, the rest may be on the meta device.
 
     Args:
-        comm: how ranks talk.
+        comm: how ranks communicate.
         device: where tensors on the meta device are allocated.
         init: allocates and fills the tensors of a module on the meta device; None: they are
-            allocated and get the values of rank 0.
-        sync: whether values are those of rank 0, or each rank's own.
+            allocated and receive the values of rank 0.
+        sync: whether all ranks receive the values of rank 0, or keep their own.
     """
 
     def __init__(
         self,
         comm: Communicator,
         device: torch.device,
-        init: Callable[[torch.nn.Module], Any] | None = None,
+        init: Init | None = None,
         sync: bool = True,
     ) -> None:
         self._comm = comm
@@ -40,13 +44,14 @@ class InitialWeights:
         self._init = init
         self._sync = sync
         self._done: dict[int, torch.Tensor] = {}
-        self._fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of the first
+        # By id of a tensor on the meta device: itself, and the materialized one.
+        self._materialized: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def check(self, model: torch.nn.Module) -> None:
-        """Raise on every rank if any lacks weights that nobody gives it.
+        """Raise on every rank if any of them has tensors that nothing would fill.
 
         Raises:
-            ConfigError: if rank 0 is on the meta device, or another one that gets none from it.
+            ConfigError: if rank 0 is on the meta device, or another rank that receives nothing.
         """
         tensors = (*model.parameters(), *model.buffers())
         lacking = self._comm.all_gather_object(any(tensor.is_meta for tensor in tensors))
@@ -57,7 +62,7 @@ class InitialWeights:
             raise ConfigError(
                 Problem(
                     "prepare: a model on the meta device on rank 0",
-                    "the other ranks start from its weights",
+                    "the other ranks receive its weights",
                     "Build the model with weights on rank 0, or give param_init_fn.",
                 )
             )
@@ -65,59 +70,49 @@ class InitialWeights:
             raise ConfigError(
                 Problem(
                     f"sync_module_states=False with a model on the meta device on ranks {ranks}",
-                    "such a rank gets its weights from rank 0",
-                    "Leave sync_module_states out.",
+                    "such a rank receives its weights from rank 0",
+                    "Omit sync_module_states.",
                 )
             )
 
-    def settle(self, module: torch.nn.Module) -> None:
-        """Give the tensors of `module` that have not had their turn memory and values."""
+    def materialize(self, module: torch.nn.Module) -> None:
+        """Allocate and fill the tensors of `module` that were not materialized before."""
         if self._init is not None:
             for owner in module.modules():
-                self._initialise(owner, self._init)
+                self._initialize(owner, self._init)
         tensors = [tensor for tensor in self._allocated(module) if not isinstance(tensor, DTensor)]
         if self._sync and self._comm.world_size > 1:
-            self._receive(tensors)
+            apply_in_buckets(tensors, self._comm.broadcast)
 
-    def _initialise(self, owner: torch.nn.Module, init: Callable[[torch.nn.Module], Any]) -> None:
-        """Let `init` fill what `owner` holds itself; what is shared stays so."""
-        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+    def _initialize(self, owner: torch.nn.Module, init: Init) -> None:
+        """Let `init` fill the tensors that `owner` itself registers; tied ones stay tied."""
+        tables = (parameter_table(owner), buffer_table(owner))
         before = [(t, n, v) for t in tables for n, v in t.items() if v is not None and v.is_meta]
         if not before:
             return
         init(owner)
         for table, name, old in before:
-            table[name] = self._fresh.setdefault(id(old), (old, table[name]))[1]
+            new = table[name]
+            if new is not None:
+                table[name] = self._materialized.setdefault(id(old), (old, new))[1]
 
     def _allocated(self, module: torch.nn.Module) -> Iterator[torch.Tensor]:
-        """Yield each tensor that is new, after giving it memory; shared ones stay shared."""
+        """Yield each new tensor once it has memory; tied ones stay tied."""
         for owner in module.modules():
-            tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
-            for table in tables:
+            for table in (parameter_table(owner), buffer_table(owner)):
                 for name, tensor in table.items():
                     if tensor is None or isinstance(tensor, DTensor):
                         continue
                     if tensor.is_meta:
-                        if id(tensor) not in self._fresh:
-                            self._fresh[id(tensor)] = (tensor, self._allocate(tensor))
-                        table[name] = tensor = self._fresh[id(tensor)][1]
+                        if id(tensor) not in self._materialized:
+                            self._materialized[id(tensor)] = (tensor, self._allocate(tensor))
+                        table[name] = tensor = self._materialized[id(tensor)][1]
                     if id(tensor) not in self._done:
                         self._done[id(tensor)] = tensor
                         yield tensor
 
-    def _allocate(self, tensor: torch.Tensor) -> Any:
-        fresh = torch.empty_like(tensor, device=self._device)
+    def _allocate(self, tensor: torch.Tensor) -> torch.Tensor:
+        allocated = torch.empty_like(tensor, device=self._device)
         if isinstance(tensor, torch.nn.Parameter):
-            fresh = torch.nn.Parameter(fresh, requires_grad=tensor.requires_grad)
-        return fresh
-
-    @torch.no_grad()
-    def _receive(self, tensors: Iterable[torch.Tensor]) -> None:
-        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            kinds.setdefault(tensor.dtype, []).append(tensor)
-        for same in kinds.values():
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
-            parts = self._comm.broadcast(flat).split([tensor.numel() for tensor in same])
-            for tensor, part in zip(same, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+            return torch.nn.Parameter(allocated, requires_grad=tensor.requires_grad)
+        return allocated

@@ -1,4 +1,4 @@
-"""The number formats of a sharded model: what is gathered, computed and reduced in which dtype.
+"""Mixed precision of FSDP2: dtypes of all-gather, computation, gradient reduction and outputs.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -15,18 +15,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from accel.config.fsdp import DTYPES
 from accel.precision.base import COMPUTE_DTYPES
+from accel.strategies.mesh.torch_internals import buffer_table
 
 DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype")
 
 
 @dataclass(frozen=True)
 class Formats:
-    """The policies of a model.
+    """Mixed-precision policies of a model.
 
     Attributes:
-        units: of the units inside.
-        root: of the whole, whose outputs the user sees.
-        buffers: of floating buffers; None: as they are.
+        units: policy of the units inside.
+        root: policy of the root, whose outputs the user sees.
+        buffers: dtype of floating-point buffers; None: unchanged.
     """
 
     units: MixedPrecisionPolicy
@@ -35,10 +36,10 @@ class Formats:
 
 
 def build_formats(given: Any, mixed_precision: str) -> Formats:
-    """Return the formats that a plugin or else the run's precision ask for.
+    """Return the policies of the plugin, or else those of the run's precision.
 
-    Under a precision, matrices are gathered and multiplied in it, gradients are reduced in fp32,
-    and the model returns fp32. So it does what a policy that names no param_dtype leaves open.
+    Under a precision, parameters are gathered and multiplied in it, gradients are reduced in fp32,
+    and the model returns fp32. The same holds for fields that a policy without param_dtype omits.
 
     Args:
         given: `FullyShardedDataParallelPlugin.mixed_precision_policy`.
@@ -55,9 +56,9 @@ def build_formats(given: Any, mixed_precision: str) -> Formats:
         formats = _from_fields(given)
     root = formats.root
     if root.param_dtype is None:
-        open_ = {n: getattr(standard.root, n) for n in DTYPE_FIELDS if getattr(root, n) is None}
-        root = dataclasses.replace(root, **open_)
-    # Between units, activations stay in the format of computation.
+        omitted = {n: getattr(standard.root, n) for n in DTYPE_FIELDS if getattr(root, n) is None}
+        root = dataclasses.replace(root, **omitted)
+    # Between units, activations stay in the dtype of computation.
     units = dataclasses.replace(
         root, output_dtype=None, cast_forward_inputs=formats.units.cast_forward_inputs
     )
@@ -76,7 +77,7 @@ def _standard(dtype: torch.dtype | None) -> Formats:
 
 
 def _from_fields(given: Any) -> Formats:
-    """Return the formats of a dict, or of the older wrapper's `MixedPrecision`."""
+    """Return the policies of a dict, or of the older wrapper's `MixedPrecision`."""
     fields = dict(given) if isinstance(given, Mapping) else dict(vars(given))
     dtypes = {name: _dtype(fields.get(name)) for name in DTYPE_FIELDS}
     inner = fields.get("cast_forward_inputs")
@@ -96,10 +97,11 @@ def _dtype(value: Any) -> torch.dtype | None:
 
 
 def cast_buffers(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
-    """Turn floating buffers of `model` into `dtype`; None leaves them."""
+    """Cast floating-point buffers of `model` to `dtype`; None: they are not cast."""
     if dtype is None:
         return
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        buffers = buffer_table(module)
+        for name, buffer in buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
+                buffers[name] = buffer.to(dtype)

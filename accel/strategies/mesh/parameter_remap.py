@@ -1,40 +1,39 @@
-"""Parameters that took the place of others, and the optimizers that follow them."""
+"""Remap optimizers from the parameters that a model had to the DTensors that replace them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.errors import ConfigError, Problem
 from accel.optimizer import unwrap_optimizer
-from accel.strategies.mesh.full_tensors import fitted
+from accel.strategies.mesh.state import shard_like
+
+Named = dict[str, torch.nn.Parameter]
 
 
-def by_name(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters by name, under all their names."""
+def parameters_by_name(model: torch.nn.Module) -> Named:
+    """Return the parameters by name, tied ones under all their names."""
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-class Successors:
-    """Which parameter took the place of which, so that optimizers follow."""
+class ParameterRemap:
+    """Which parameter replaced which."""
 
     def __init__(self) -> None:
-        self._new: Any = WeakIdKeyDictionary()
+        self._new: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def record(
-        self, before: dict[str, torch.nn.Parameter], after: dict[str, torch.nn.Parameter]
-    ) -> None:
-        """Remember what a model's parameters became.
+    def record(self, before: Named, after: Named) -> None:
+        """Record the parameters that replaced those of a model.
 
         Args:
-            before: by name.
-            after: by name.
+            before: by name, as the user built the model.
+            after: by name, distributed.
 
         Raises:
-            ConfigError: if names that shared a parameter do not share one any more.
+            ConfigError: if tied parameters are not tied any more.
         """
         for name, old in before.items():
             if old is not after[name]:
@@ -42,26 +41,24 @@ class Successors:
                 if known is not after[name]:
                     raise ConfigError(_untied(before, old))
 
-    def record_copies(self, pairs: Iterable[tuple[torch.nn.Parameter, torch.nn.Parameter]]) -> None:
-        """Remember which parameters are gathered copies of which shards.
+    def record_unsharded(
+        self, pairs: Iterable[tuple[torch.nn.Parameter, torch.nn.Parameter]]
+    ) -> None:
+        """Record all-gathered parameters, which optimizers must not step.
 
         Args:
-            pairs: copy and shard.
+            pairs: gathered parameter and its shard.
         """
-        for copy, shard in pairs:
-            self._new[copy] = shard
+        for unsharded, shard in pairs:
+            self._new[unsharded] = shard
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the successor of `parameter`, or itself where it has none."""
+        """Return the parameter that replaced `parameter`, or itself where none did."""
         found: torch.Tensor = self._new.get(parameter, parameter)
         return found
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let `optimizer` train the successors of its parameters, with the state it has.
-
-        Args:
-            optimizer: prepared or not.
-        """
+    def remap(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace the parameters of `optimizer`, prepared or not; its state is sharded alike."""
         own = unwrap_optimizer(optimizer)
         for group in own.param_groups:
             for index, old in enumerate(group["params"]):
@@ -71,13 +68,13 @@ class Successors:
                 group["params"][index] = new
                 if old in own.state:
                     state = own.state.pop(old)
-                    own.state[new] = {k: fitted(v, new) for k, v in state.items()}
+                    own.state[new] = {key: shard_like(v, new) for key, v in state.items()}
 
 
-def _untied(before: dict[str, torch.nn.Parameter], shared: torch.nn.Parameter) -> Problem:
+def _untied(before: Named, shared: torch.nn.Parameter) -> Problem:
     names = [name for name, parameter in before.items() if parameter is shared]
     return Problem(
         f"prepare: the parameter shared by {', '.join(names)}",
-        "all its uses are split alike and gathered together",
+        "tied weights are sharded alike and gathered together",
         "Give all of them the same style in the plan, or none.",
     )

@@ -1,36 +1,47 @@
-"""Gathered parameters: copies of shards, which see nothing of what becomes of these.
+"""When parameters are all-gathered and resharded, where FSDP2's own schedule does not suffice.
 
-FSDP2 keeps some of them after a forward pass, for the backward pass that is to follow. Where none
-follows, they would hide every later change of the shards: an optimizer step, weights that are
-swapped for an evaluation. So copies are dropped where a pass computes no gradients, and before an
-optimizer steps.
+FSDP2 keeps some parameters gathered after a forward pass, for the backward pass that is to follow.
+Where none follows, they would hide every later change of the shards: an optimizer step, weights
+that are swapped for an evaluation. So a model is resharded after a pass without gradients, and
+before an optimizer steps.
+
+FSDP2 gathers the parameters of the root in the forward pass of the model. A module inside that is
+called by itself (``model.encoder(tokens)``, as `generate` of an encoder-decoder does, or the model
+inside of an adapter's) would find shards there, next to plain inputs.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from accel.strategies.mesh.teardown import units_of
-from accel.strategies.trainable import requires_grad
+from accel.strategies.mesh.torch_internals import (
+    Models,
+    make_root,
+    reduce_gradients_after,
+    unsharded_and_sharded,
+)
 
-Models = Iterable[torch.nn.Module]
+
+def fsdp_units(model: torch.nn.Module) -> Iterator[FSDPModule]:
+    """Yield the FSDP units of `model`, itself included."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Drop what is gathered of `model`; its parameters are shards again."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    """Free the gathered parameters of `model`; shards take their places."""
+    for unit in fsdp_units(model):
+        unit.reshard()
 
 
 def reshard_after_evaluation(model: torch.nn.Module) -> None:
-    """Let forward passes of `model` that compute no gradients leave shards behind."""
+    """Let forward passes of `model` without gradients end by resharding."""
 
     def after(module: torch.nn.Module, *_: Any) -> None:
         if not torch.is_grad_enabled():
@@ -43,100 +54,87 @@ def train_after_inference(model: torch.nn.Module) -> None:
     """Let `model` be trained though its first forward pass is one in `torch.inference_mode`."""
 
     def before(module: torch.nn.Module, *_: Any) -> None:
-        gather_outside_inference(module)
+        allocate_outside_inference(module)
 
     model.register_forward_pre_hook(before, prepend=True)
 
 
-def gather_outside_inference(model: torch.nn.Module) -> None:
-    """Make the tensors that units are gathered into, if that comes first in inference mode.
+def allocate_outside_inference(model: torch.nn.Module) -> None:
+    """Allocate the gathered parameters of `model`, if its first pass is in inference mode.
 
-    FSDP2 makes them in the first pass, and keeps them; those of inference mode can never be trained
-    with. So they are made outside of it, a unit at a time.
+    FSDP2 allocates them once, in the first pass; tensors of inference mode could never be trained.
+    So they are allocated outside of it, a unit at a time.
     """
-    if not torch.is_inference_mode_enabled() or any(True for _ in copies_and_shards([model])):
+    if not torch.is_inference_mode_enabled() or any(True for _ in unsharded_and_sharded([model])):
         return
     with torch.inference_mode(False):
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.unshard()
-                unit.reshard()
+        for unit in fsdp_units(model):
+            unit.unshard()
+            unit.reshard()
 
 
-def reshard_before_steps(optimizer: torch.optim.Optimizer, models: Callable[[], Models]) -> None:
+def reshard_before_steps(optimizer: torch.optim.Optimizer, models: Models) -> None:
     """Let each step of `optimizer` find shards, also after a forward pass without a backward.
 
     Args:
         optimizer: of torch.
-        models: returns those whose parameters it may hold.
+        models: whose parameters it may hold, as they are at each step.
     """
 
     def before(*_: Any) -> None:
-        for model in models():
+        for model in models:
             reshard(model)
 
     optimizer.register_step_pre_hook(before)
 
 
-def any_gathered(models: Models) -> bool:
-    """Return whether parameters of `models` are copies at present."""
-    return any(not unit.is_sharded for model in models for unit in units_of(model))
+class SubmoduleCalls:
+    """Gathers the parameters of a model's root while a module inside is called by itself.
 
-
-def copies_and_shards(models: Models) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Yield each parameter as it was ever gathered, and its shard (torch has no public names)."""
-    for model in models:
-        for unit in units_of(model):
-            for parameter in unit.fsdp_params:
-                if hasattr(parameter, "_unsharded_param"):  # from its first pass on
-                    yield parameter._unsharded_param, parameter.sharded_param
-
-
-def unreduced_gradients(models: Models) -> Iterator[torch.Tensor]:
-    """Yield the gradients that passes without synchronization left for a later one to reduce."""
-    for model in models:
-        for unit in units_of(model):
-            if unit._partial_reduce_output is not None:
-                yield unit._partial_reduce_output
-            for parameter in unit.fsdp_params:
-                copy = getattr(parameter, "_unsharded_param", None)
-                held = (parameter.unsharded_accumulated_grad, getattr(copy, "grad", None))
-                yield from (gradient for gradient in held if gradient is not None)
-
-
-def keep_requires_grad(model: torch.nn.Module) -> None:
-    """Let parameters that are frozen or unfrozen while they are gathered stay so as shards.
-
-    FSDP2 gives the gathered copy what the shard says, and not the other way round; between the
-    micro-batches of a window, `module.requires_grad_()` finds the copies.
+    They are resharded afterwards; with gradients, after the backward pass, or before the next
+    optimizer step.
 
     Args:
-        model: sharded, before its first forward pass.
+        model: sharded.
     """
-    for unit in units_of(model):
-        _keep_requires_grad(unit)
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._depth = 0  # nested calls of the model and of its modules
+        model.register_forward_pre_hook(self._enter, prepend=True)
+        model.register_forward_hook(self._leave, always_call=True)
+        for module in _modules_of_root(model):
+            module.register_forward_pre_hook(self._enter_module, prepend=True)
+            module.register_forward_hook(self._leave_module, always_call=True)
+
+    def _enter(self, *_: Any) -> None:
+        self._depth += 1
+
+    def _leave(self, *_: Any) -> None:
+        self._depth -= 1
+
+    def _enter_module(self, *_: Any) -> None:
+        model = None if self._depth else self._model()
+        if isinstance(model, FSDPModule):
+            make_root(model)
+            allocate_outside_inference(model)
+            model.unshard()
+        self._depth += 1
+
+    def _leave_module(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
+        self._depth -= 1
+        model = None if self._depth else self._model()
+        if not isinstance(model, FSDPModule):
+            return outputs
+        if torch.is_grad_enabled():
+            return reduce_gradients_after(model, outputs)
+        reshard(model)
+        return outputs
 
 
-def _keep_requires_grad(unit: Any) -> None:
-    gather, found = unit._to_unsharded, list[bool]()
-
-    def to_unsharded() -> None:
-        gathers = not unit.is_unsharded
-        gather()
-        if gathers:
-            found[:] = map(requires_grad, [p._unsharded_param for p in unit.fsdp_params])
-
-    def keeps(change: Callable[[], None]) -> Callable[[], None]:
-        def changed() -> None:
-            if unit.is_unsharded and found:
-                now = list(map(requires_grad, [p._unsharded_param for p in unit.fsdp_params]))
-                for parameter, flag, before in zip(unit.fsdp_params, now, found, strict=True):
-                    if flag is not before:
-                        parameter.sharded_param.requires_grad_(flag)
-                found.clear()
-            change()
-
-        return changed
-
-    unit._to_unsharded, unit._to_sharded = to_unsharded, keeps(unit._to_sharded)
-    unit._to_sharded_post_forward = keeps(unit._to_sharded_post_forward)
+def _modules_of_root(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the modules in `model` that are no units, nor inside of one."""
+    for child in model.children():
+        if not isinstance(child, FSDPModule):
+            yield child
+            yield from _modules_of_root(child)

@@ -137,18 +137,9 @@ def _problems(request: Request) -> list[Problem]:
     ]
 
 
-def build(plan: Any, *arguments: Any) -> Any:
-    """Return the strategy of a plan."""
-    from accel.strategies.mesh.fsdp import FSDPStrategy
-    from accel.strategies.mesh.tp import TensorParallelStrategy
-
-    kind = TensorParallelStrategy if plan.plugin(FSDP) is None else FSDPStrategy
-    return kind(plan, *arguments)
-
-
 SPEC = StrategySpec(
     name="mesh",
-    place="accel.strategies.mesh.spec:build",
+    place="accel.strategies.mesh.strategy:MeshStrategy",
     plugins=(
         PluginSpec(
             name=FSDP,

@@ -1,4 +1,7 @@
-"""Which modules FSDP2 gathers as one: the units of a model.
+"""FSDP units of a model: the modules whose parameters are sharded and all-gathered together.
+
+Modules that are ignored are in none: FSDP2 neither shards their parameters, nor moves them to the
+device, nor reduces their gradients.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -6,7 +9,9 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -16,7 +21,7 @@ from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import import_callable
 from accel.errors import ConfigError, Problem, nearest
 from accel.logging import get_logger
-from accel.strategies.mesh.units_by_dtype import holds_all_uses, shared_parameters
+from accel.strategies.mesh.torch_internals import is_wrap_policy, modules_of_policy
 
 logger = get_logger(__name__)
 
@@ -25,7 +30,7 @@ CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 def check_classes(models: Sequence[torch.nn.Module], names: Sequence[str] | None) -> None:
-    """Raise unless each of the named classes is in one of the models at least.
+    """Raise unless at least one of the models has each of the named classes.
 
     Args:
         models: of one call of `prepare`; none: nothing is checked.
@@ -48,7 +53,7 @@ def check_classes(models: Sequence[torch.nn.Module], names: Sequence[str] | None
 
 
 def _class_name(module: torch.nn.Module) -> str:
-    """Return the name of the user's class, which FSDP2 puts one of its own before."""
+    """Return the name of the user's class, which FSDP2 derives a class of its own from."""
     kind = type(module)
     return kind.__bases__[-1].__name__ if isinstance(module, FSDPModule) else kind.__name__
 
@@ -64,16 +69,16 @@ def find_units(
         ignored: parameters that are not sharded.
 
     Raises:
-        ConfigError: for a policy that asks for blocks, where neither it nor the model names any.
+        ConfigError: for transformer_based_wrap, if neither plugin nor model names any blocks.
     """
     chosen = {id(module) for module in _chosen(model, plugin, ignored)}
     ordered = [m for m in reversed(list(model.modules())) if id(m) in chosen and m is not model]
     own = [m for m in ordered if not isinstance(m, CONTAINERS) and set(m.parameters()) - ignored]
-    shared = shared_parameters(model)
-    inside = [module for module in own if holds_all_uses(module, shared)]
+    tied = tied_parameters(model)
+    inside = [module for module in own if holds_all_uses(module, tied)]
     if len(inside) < len(own):
         logger.warning(
-            "FSDP: %s share parameters with other modules; they belong to the unit around them.",
+            "FSDP: %s have weights tied to other modules; they belong to the unit around them.",
             ", ".join(sorted({type(m).__name__ for m in own if m not in inside})),
         )
     return inside
@@ -94,8 +99,8 @@ def _chosen(
         return _by_callable(model, sized, ignored)
     if policy in (None, "transformer_based_wrap"):
         return _by_class(model, names, required=policy is not None)
-    if hasattr(policy, "_run_policy") and not callable(policy):
-        return list(policy._run_policy(model, set(), {}))
+    if is_wrap_policy(policy):
+        return modules_of_policy(policy, model)
     import_callable(plugin, "auto_wrap_policy")
     return _by_callable(model, plugin.auto_wrap_policy, ignored)
 
@@ -121,7 +126,7 @@ def _by_class(model: torch.nn.Module, names: Sequence[str] | None, required: boo
 def _by_callable(
     model: torch.nn.Module, policy: Callable[..., bool], ignored: set[torch.nn.Parameter]
 ) -> Modules:
-    """Ask `policy(module=, recurse=, nonwrapped_numel=)` as torch's older wrapper does."""
+    """Call `policy(module=, recurse=, nonwrapped_numel=)` as torch's older wrapper does."""
     units: Modules = []
 
     def visit(module: torch.nn.Module) -> int:
@@ -137,3 +142,152 @@ def _by_callable(
 
     visit(model)
     return units
+
+
+# -- dtypes and tied weights ---------------------------------------------------------------
+
+
+def split_by_dtype(
+    model: torch.nn.Module, units: Modules, ignored: set[torch.nn.Parameter]
+) -> Modules:
+    """Return `units`, and before each the modules inside of other dtypes, as units of their own.
+
+    FSDP2 requires one dtype of the trainable parameters of a unit. It is that of the parameters
+    that the module itself registers, else the most common one.
+
+    Args:
+        model: the unit around all of them.
+        units: inner ones first.
+        ignored: parameters that are not sharded.
+
+    Raises:
+        ConfigError: if one module registers parameters of several dtypes, or one that must be a
+            unit has tied weights.
+    """
+    dtypes = {id(module): _dtype(module, ignored) for module in model.modules()}
+    tied = tied_parameters(model)
+    taken: set[int] = set()
+
+    def other_dtypes(
+        owner: torch.nn.Module, around: torch.dtype | None
+    ) -> Iterator[torch.nn.Module]:
+        """Yield modules within `owner` of other dtypes than `around`, inner ones first."""
+        for child in owner.children():
+            if id(child) in taken:
+                continue
+            taken.add(id(child))
+            own = dtypes[id(child)]
+            yield from other_dtypes(child, own or around)
+            if own not in (None, around):
+                if not holds_all_uses(child, tied):
+                    raise ConfigError(_tied(child, own, around))
+                yield child
+
+    ordered: Modules = []
+    for unit in (*units, model):
+        taken.add(id(unit))
+        ordered += other_dtypes(unit, dtypes[id(unit)] or _most_common(unit, taken, ignored))
+        ordered.append(unit)
+    return ordered[:-1]
+
+
+def _dtype(owner: torch.nn.Module, ignored: set[torch.nn.Parameter]) -> torch.dtype | None:
+    """Return the dtype of the trainable parameters that `owner` itself registers, if any."""
+    dtypes = {parameter.dtype for parameter in _trained(owner, ignored)}
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise ConfigError(
+            Problem(
+                f"prepare: {type(owner).__name__} with parameters of {names}",
+                "the trainable parameters of an FSDP unit have one dtype",
+                "Give each dtype a module of its own.",
+            )
+        )
+    return dtypes.pop() if dtypes else None
+
+
+def _most_common(
+    unit: torch.nn.Module, taken: set[int], ignored: set[torch.nn.Parameter]
+) -> torch.dtype | None:
+    sizes: Counter[torch.dtype] = Counter()
+    for owner in unit.modules():
+        if id(owner) not in taken:
+            for parameter in _trained(owner, ignored):
+                sizes[parameter.dtype] += parameter.numel()
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def _tied(owner: torch.nn.Module, own: torch.dtype | None, around: torch.dtype | None) -> Problem:
+    return Problem(
+        f"prepare: {type(owner).__name__} of {own} in a unit of {around}",
+        "each dtype is a unit of its own, and tied weights belong to one unit",
+        "Give it the dtype of the modules around it, or weights of its own.",
+    )
+
+
+def _trained(owner: torch.nn.Module, ignored: set[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    direct = owner.parameters(recurse=False)
+    return [p for p in direct if p.requires_grad and p not in ignored]
+
+
+def tied_parameters(model: torch.nn.Module) -> dict[int, int]:
+    """Return the number of modules that register a tied parameter, by its id."""
+    uses: Counter[int] = Counter()
+    for module in model.modules():
+        uses.update({id(parameter) for parameter in module.parameters(recurse=False)})
+    return {key: count for key, count in uses.items() if count > 1}
+
+
+def holds_all_uses(module: torch.nn.Module, tied: dict[int, int]) -> bool:
+    """Return whether the module's tied parameters are all tied within it.
+
+    Args:
+        module: a submodule of a model.
+        tied: of that model, from `tied_parameters`.
+    """
+    uses: Counter[int] = Counter()
+    for inner in module.modules():
+        uses.update({id(p) for p in inner.parameters(recurse=False) if id(p) in tied})
+    return all(count == tied[key] for key, count in uses.items())
+
+
+# -- ignored modules -----------------------------------------------------------------------
+
+
+def ignored_modules(
+    model: torch.nn.Module, given: str | torch.nn.Module | Iterable[str | torch.nn.Module] | None
+) -> Modules:
+    """Return the modules that are not sharded, in the model's order, so that all ranks agree.
+
+    Args:
+        model: not sharded yet.
+        given: modules, or names and regular expressions of names; None: none.
+
+    Raises:
+        ConfigError: for entries that match no module of the model.
+    """
+    if given is None:
+        return []
+    entries = [given] if isinstance(given, (str, torch.nn.Module)) else list(given)
+    named = dict(model.named_modules())
+    found: set[torch.nn.Module] = set()
+    problems = []
+    for entry in entries:
+        if isinstance(entry, torch.nn.Module):
+            matches = [module for module in named.values() if module is entry]
+        else:
+            matches = [m for name, m in named.items() if name and re.fullmatch(str(entry), name)]
+        found.update(matches)
+        if not matches:
+            value = entry if isinstance(entry, str) else type(entry).__name__
+            remedy = nearest(value, [name for name in named if name])
+            rule = "no module of the model has this name"
+            problems.append(Problem(f"ignored_modules: {value!r}", rule, remedy))
+    ConfigError.raise_if(problems)
+    return [module for module in named.values() if module in found]
+
+
+def parameters_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """Return the current parameters of `modules`: materializing and sharding replace them."""
+    found = (parameter for module in modules for parameter in module.parameters())
+    return list(dict.fromkeys(found))

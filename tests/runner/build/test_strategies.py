@@ -97,7 +97,7 @@ def test_the_header_tells_what_each_rank_holds(tmp_path: Path) -> None:
     assert "parameters 196 B · gradients 196 B · optimizer state 408 B" in found["ddp"]
     assert "mesh dp_shard 2 · sharded: parameters, gradients, optimizer state" in found["fsdp"]
     assert "parameters 116 B · gradients 116 B" in found["fsdp"]  # rank 0 has the one odd row
-    assert "sharded: the matrices of the plan" in found["tp"]
+    assert "sharded: the weights of tp_plan" in found["tp"]
     assert "1 replica × 4 × 2 accumulated" in found["tp"]
     shards = "sharded: optimizer state, gradients, parameters"
     assert f"deepspeed · mesh data 2 · {shards}" in found["zero3"]

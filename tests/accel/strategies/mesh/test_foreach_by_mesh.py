@@ -1,4 +1,4 @@
-"""Optimizer steps over split and whole parameters, with the kernels that torch chooses on GPUs."""
+"""Optimizer steps over sharded and replicated parameters, with the kernels of GPUs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def check_default_kernels(engines: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "engines", [{"tp": {"tp_size": 2}}, {"fsdp": {"ignored_modules": "blocks.0"}}]
 )
-def test_the_default_optimizer_steps_whole_and_split_parameters(engines: dict[str, Any]) -> None:
+def test_the_default_optimizer_steps_parameters_of_all_kinds(
+    engines: dict[str, Any],
+) -> None:
     run_distributed(check_default_kernels, 2, engines)
 
 

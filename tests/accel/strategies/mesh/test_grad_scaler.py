@@ -1,4 +1,4 @@
-"""fp16 where gradients are in parts: one overflow, and all processes skip; else as under DDP."""
+"""fp16 with sharded gradients: one overflow, and all ranks skip the step; else as under DDP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.helpers import run_distributed
 CLOSE = 2e-2  # of losses near 2.5, computed in 11 bits
 SCALE = 1024.0
 STEPS = 8
-POISONED = (2, 5)  # steps whose loss overflows on the last process alone
+POISONED = (2, 5)  # steps whose loss overflows on the last rank only
 Engines = dict[str, Any]
 WORLDS: dict[int, list[Engines]] = {
     1: [{"fsdp": {}}, {"tp": {"tp_size": 1}}],
@@ -120,11 +120,11 @@ def test_without_overflows_training_is_that_of_fp32() -> None:
     run_distributed(check_like_fp32, 2)
 
 
-# -- one part alone ------------------------------------------------------------------------
+# -- an overflow in one shard --------------------------------------------------------------
 
 
 def spoil(model: torch.nn.Module, kind: type, rank: int) -> None:
-    """Let one gradient of a kind overflow on one rank: in the part that it holds, alone."""
+    """Let one gradient of a kind overflow on one rank: in its own shard only."""
     name = next(n for n, p in model.named_parameters() if n.endswith("up.weight"))
     chosen = model.get_parameter(name) if kind is DTensor else model.get_parameter("embed.weight")
     assert isinstance(chosen.grad, DTensor) == (kind is DTensor)
@@ -159,7 +159,7 @@ def stepped(engines: Engines, kind: type, spoiled: int | None, fused: bool = Fal
 
 def check_parts(world_size: int) -> list[list[Any]]:
     cases: list[tuple[Engines, type]] = [({"fsdp": {}}, DTensor)]
-    if world_size == 2:  # the embedding is whole, in the optimizer of what is split
+    if world_size == 2:  # the optimizer has the replicated embedding, too
         cases += [({"tp": {"tp_size": 2}}, DTensor), ({"tp": {"tp_size": 2}}, torch.Tensor)]
     else:  # parameters on meshes of one axis and of two
         cases = [({"fsdp": {}, "tp": {"tp_size": 2}}, DTensor)]

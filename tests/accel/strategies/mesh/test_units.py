@@ -1,7 +1,8 @@
-"""What FSDP2 gathers as one, and what it leaves whole: units, dtypes, ignored modules."""
+"""FSDP units of a model, their dtypes, and ignored modules."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.errors import ConfigError
-from accel.strategies.mesh.units import find_units
-from accel.strategies.mesh.units_by_dtype import split_by_dtype
+from accel.strategies.mesh.units import find_units, split_by_dtype
 from tests.accel.strategies.training import (
     WIDTH,
     Block,
@@ -46,7 +46,7 @@ BLOCKS = ["blocks.1", "blocks.0"]
 @pytest.mark.parametrize(
     ("plugin", "expected"),
     [
-        # The inner layers have 180 and 168 parameters, a block 364, the whole 829.
+        # The inner layers have 180 and 168 parameters, a block 364, the model 829.
         ({"min_num_params": 100}, INNER),
         ({"min_num_params": 175}, ["blocks.1.up", "blocks.1", "blocks.0.up", "blocks.0"]),
         ({"min_num_params": 300}, BLOCKS),
@@ -205,12 +205,12 @@ def check_some_ranks_use_it() -> None:
 
 def check_device() -> None:
     accelerator = build(fsdp={"ignored_modules": "embed.1"})
-    strategy, device = accelerator.strategy, accelerator.device
-    strategy.device = torch.device("meta")  # FSDP2 itself goes by the mesh
+    strategy = accelerator.strategy
+    # FSDP2 itself uses the mesh's device.
+    strategy._settings = replace(strategy._settings, device=torch.device("meta"))
     model = accelerator.prepare(WithIgnored())
     tensors = (*model.embed[1].parameters(), *model.embed[1].buffers())
     assert {tensor.device.type for tensor in tensors} == {"meta"}
-    strategy.device = device
     accelerator.end_training()
 
 

@@ -24,11 +24,11 @@ from tests.accel.strategies.training import (
 )
 from tests.helpers import run_distributed
 
-Whole = dict[str, torch.Tensor]
+Full = dict[str, torch.Tensor]
 
 
-def whole_state(accelerator: Any, model: torch.nn.Module, optimizer: Any) -> Whole:
-    """Return weights, moments and options, in whole tensors by name."""
+def full_state(accelerator: Any, model: torch.nn.Module, optimizer: Any) -> Full:
+    """Return weights, moments and options, in full tensors by name."""
     strategy = accelerator.strategy
     names = ParameterNames([strategy.state.unwrap(model)])
     saved = strategy.state.optimizer_state(optimizer, names)
@@ -44,22 +44,22 @@ def started(engines: dict[str, Any], seed: int) -> tuple[Any, Any, Any, Any]:
     return accelerator, *accelerator.prepare(model, adamw(model), DataLoader(data(), BATCH))
 
 
-def write(path: str, engines: dict[str, Any]) -> tuple[Whole, Whole]:
+def write(path: str, engines: dict[str, Any]) -> tuple[Full, Full]:
     """Train, save, and train on; return the states at both moments."""
     accelerator, model, optimizer, loader = started(engines, seed=0)
     steps_of(accelerator, model, optimizer, loader)
     accelerator.save_state(path)
-    saved = whole_state(accelerator, model, optimizer)
+    saved = full_state(accelerator, model, optimizer)
     steps_of(accelerator, model, optimizer, loader)
-    later = whole_state(accelerator, model, optimizer)
+    later = full_state(accelerator, model, optimizer)
     accelerator.end_training()
     return saved, later
 
 
 def read(
     path: str, engines: dict[str, Any], again: str | None = None, evaluate: bool = False
-) -> tuple[Whole, Whole]:
-    """Load into a fresh run, save it anew, and train on; return the states at both moments."""
+) -> tuple[Full, Full]:
+    """Load into a fresh run, save it again, and train on; return the states at both moments."""
     accelerator, model, optimizer, loader = started(engines, seed=5)
     if evaluate:  # leaves parameters gathered
         with torch.no_grad():
@@ -67,9 +67,9 @@ def read(
     accelerator.load_state(path)
     if again is not None:
         accelerator.save_state(again)
-    loaded = whole_state(accelerator, model, optimizer)
+    loaded = full_state(accelerator, model, optimizer)
     steps_of(accelerator, model, optimizer, loader)
-    later = whole_state(accelerator, model, optimizer)
+    later = full_state(accelerator, model, optimizer)
     accelerator.end_training()
     return loaded, later
 

@@ -1,4 +1,4 @@
-"""The end of a sharded training: nothing of its groups is left, and the model says so."""
+"""The mesh of a run is destroyed at its end with its process groups, and the model says so."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ def refused() -> tuple[str, dict[str, tuple[int, ...]]]:
     return str(caught.value), local_sizes(model)
 
 
-def test_a_model_in_parts_refuses_to_compute_after_the_end() -> None:
+def test_a_sharded_model_refuses_to_compute_after_the_end() -> None:
     for words, sizes in run_distributed(refused, 2):
         assert "destroyed by end_training()" in words
         assert sizes["embed.weight"] == (6, 8)  # what this process holds can still be read
 
 
-def alone() -> bool:
+def computed_after_the_end() -> bool:
     accelerator, (model, *_) = trained({"fsdp": {}})
     inputs = torch.zeros(1, 4, dtype=torch.long)
     with torch.no_grad():
@@ -123,4 +123,4 @@ def alone() -> bool:
 
 
 def test_a_model_of_one_process_computes_on() -> None:
-    assert run_distributed(alone, 1) == [True]
+    assert run_distributed(computed_after_the_end, 1) == [True]

@@ -1,4 +1,4 @@
-"""What FSDP2 exchanges, computes anew and compiles: counted, as parity alone does not show it."""
+"""Collectives, recomputed activations and compiled graphs of FSDP2, counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
-from accel.strategies.mesh.fsdp import logger
+from accel.strategies.mesh.parallelize import logger
 from tests.accel.strategies.training import (
     Model,
     build,
@@ -24,7 +24,7 @@ from tests.accel.strategies.training import (
 from tests.helpers import run_distributed
 
 CLOSE = 1e-5
-BLOCK, WHOLE = 5, 15  # calls in the graph of a block, and of the model around two of them
+BLOCK, MODEL = 5, 15  # calls in the graph of a block, and of the model around two of them
 
 
 def calls(accelerator: Any, model: Any, sync: bool) -> tuple[int, int]:
@@ -44,14 +44,14 @@ def check_collectives() -> None:
         accelerator = build(fsdp={"reshard_after_forward": reshard}, gradient_accumulation_steps=3)
         model = accelerator.prepare(Model())
         assert calls(accelerator, model, True) == (gathers, 3), reshard
-        # Gathered once, and kept through the passes that exchange nothing.
+        # Gathered once, and kept through the passes without synchronization.
         assert calls(accelerator, model, False) == (3, 0), reshard
         assert calls(accelerator, model, False) == (0, 0), reshard
         # The last one's forward finds everything there, and frees what is to be freed.
         assert calls(accelerator, model, True) == (gathers - 3, 3), reshard
         assert calls(accelerator, model, True) == (gathers, 3), reshard
         accelerator.end_training()
-    # The first forward of all may be one that exchanges nothing.
+    # The first forward of all may be one without synchronization.
     plugin = GradientAccumulationPlugin(num_steps=3, sync_each_batch=True)
     for arguments, expected in (
         ({"gradient_accumulation_steps": 3}, [(3, 0), (0, 0), (2, 3), (5, 3)]),
@@ -68,7 +68,7 @@ def test_collectives_of_a_step_are_those_of_its_units() -> None:
     run_distributed(check_collectives, 2)
 
 
-def check_collectives_of_split_matrices() -> None:
+def check_collectives_with_tensor_parallelism() -> None:
     accelerator = build(fsdp={}, tp={"tp_size": 2})
     model = accelerator.prepare(Model())
     tokens = torch.zeros(2, 4, dtype=torch.long)
@@ -83,12 +83,12 @@ def check_collectives_of_split_matrices() -> None:
     accelerator.end_training()
 
 
-def test_collectives_of_a_step_with_split_matrices() -> None:
-    run_distributed(check_collectives_of_split_matrices, 4)
+def test_collectives_of_a_step_with_tensor_parallelism() -> None:
+    run_distributed(check_collectives_with_tensor_parallelism, 4)
 
 
 def recomputed(plugin: dict[str, Any]) -> int:
-    """Return how many activations a backward pass computes anew."""
+    """Return how many activations a backward pass recomputes."""
     accelerator = build(fsdp=plugin)
     model = accelerator.prepare(Model())
     computed = []
@@ -152,7 +152,7 @@ def check_compiled(plugin: dict[str, Any], regional: bool | None, size: int, war
     [
         ({}, None, BLOCK, False),
         ({}, False, BLOCK, True),  # torch leaves the rest: hooks are called in a loop
-        ({"auto_wrap_policy": "no_wrap"}, False, WHOLE, False),
+        ({"auto_wrap_policy": "no_wrap"}, False, MODEL, False),
     ],
 )
 def test_graphs_are_those_between_the_hooks(

@@ -1,0 +1,256 @@
+"""Gradients of models whose parameters are DTensors: scaled, averaged, clipped, stepped.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel.errors import ConfigError, Problem
+from accel.memory_estimate import local
+from accel.parallel import gradient_axes
+from accel.strategies.base import Gradients
+from accel.strategies.mesh.buckets import apply_in_buckets, grouped
+from accel.strategies.mesh.grad_scaler import ShardedStepScaler
+from accel.strategies.mesh.parameter_remap import ParameterRemap
+from accel.strategies.mesh.torch_internals import Models, any_unsharded, unsharded_and_sharded
+
+if TYPE_CHECKING:
+    from accel.comm.base import Communicator
+    from accel.planning.plan import Plan
+
+
+# A mesh and the axes of it that gradients are sharded over, or the device of plain tensors.
+Layout = tuple[DeviceMesh, tuple[int, ...]] | torch.device
+
+
+class MeshGradients(Gradients):
+    """Gradient scaling and clipping, and the parameters that optimizers step.
+
+    Args:
+        name: of the strategy, for messages.
+        plan: precision and options of the scaler.
+        comm: how ranks communicate.
+        device: where this rank computes.
+        models: distributed models, as they are at each call.
+        remap: which parameter replaced which.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        plan: Plan,
+        comm: Communicator,
+        device: torch.device,
+        models: Models,
+        remap: ParameterRemap,
+    ) -> None:
+        scaler = None
+        if plan.mixed_precision == "fp16":
+            options = plan.scaler.to_dict()
+            scaler = ShardedStepScaler(plan.device_type, comm, models, **options)
+        super().__init__(scaler)
+        self._name = name
+        self._comm = comm
+        self._device = device
+        self._models = models
+        self._remap = remap
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters of prepared models
+
+    def know(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let optimizers take `parameters` in `add_param_group`: those of a prepared model."""
+        self._known.update((parameter, True) for parameter in parameters)
+
+    def stepped(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the shards of `parameters`, which a forward pass may have gathered."""
+        if any_unsharded(self._models):
+            self._remap.record_unsharded(unsharded_and_sharded(self._models))
+        return [self._remap.current(parameter) for parameter in parameters]
+
+    def admit(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the shards of parameters that are added to an optimizer.
+
+        Raises:
+            ConfigError: if they were added to a model after it was prepared.
+        """
+        own = self.stepped(parameters)
+        new = sum(parameter not in self._known for parameter in own)
+        if new and self._comm.world_size > 1:
+            raise ConfigError(
+                Problem(
+                    f"add_param_group: {new} parameters that no model had at prepare",
+                    f"{self._name} distributes parameters at prepare: gradients of later ones are "
+                    "not averaged over the ranks",
+                    "Add the layers before prepare, frozen if need be: requires_grad_(True) works "
+                    "at any time.",
+                )
+            )
+        return own
+
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale shards of gradients to a total norm over all ranks of at most `max_norm`."""
+        own = self.stepped(parameters)
+        trained = [p for p in own if p.requires_grad or p.grad is not None]
+        if not trained:
+            return torch.zeros((), device=self._device)
+        norm = gradient_norm(trained, float(norm_type))
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in (p.grad for p in trained if p.grad is not None):
+            shard = local(gradient).detach()
+            shard.mul_(factor.to(shard.device))
+        return norm
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Refuse sharded gradients.
+
+        Raises:
+            ConfigError: if any parameter is sharded.
+        """
+        entries = list(parameters)
+        if any(isinstance(parameter, DTensor) for parameter in entries):
+            raise ConfigError(
+                Problem(
+                    f"clip_grad_value_ with {self._name}",
+                    "sharded gradients support clipping by norm only",
+                    "Call clip_grad_norm_(parameters, max_norm).",
+                )
+            )
+        super().clip_value(entries, clip_value)
+
+
+def gradient_norm(parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm [] of all gradients, each element counted once over all ranks.
+
+    It is in fp32, or fp64 where parameters are. A rank without a gradient takes part: others wait
+    for it.
+
+    Args:
+        parameters: DTensors and plain tensors (which are the same on all ranks that share a mesh);
+            at least one.
+        norm_type: order of the norm; infinity for the largest magnitude.
+    """
+    groups: dict[Layout, list[torch.Tensor]] = {}
+    # Ranks reduce in one dtype, also those that hold no element of some tensor.
+    dtypes = (parameter.dtype.to_real() for parameter in parameters)
+    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+            gradient = _reduced(gradient)
+        placed = parameter if gradient is None else gradient
+        layout = _layout(placed) if isinstance(placed, DTensor) else parameter.device
+        found = groups.setdefault(layout, [])
+        if gradient is not None:
+            found.append(local(gradient))
+    norms = [_reduced_norm(layout, found, norm_type, dtype) for layout, found in groups.items()]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _layout(tensor: DTensor) -> Layout:
+    axes = [axis for axis, kind in enumerate(tensor.placements) if not kind.is_replicate()]
+    return tensor.device_mesh, tuple(axes)
+
+
+def _reduced(gradient: DTensor) -> DTensor:
+    """Return a gradient with partial placements all-reduced."""
+    final = [Replicate() if p.is_partial() else p for p in gradient.placements]
+    return gradient.redistribute(placements=final)
+
+
+def _reduced_norm(
+    layout: Layout, tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype
+) -> torch.Tensor:
+    present = [tensor for tensor in tensors if tensor.numel()]
+    device = layout if isinstance(layout, torch.device) else torch.device(layout[0].device_type)
+    norm = torch.zeros((), device=device, dtype=dtype)
+    if present:
+        norm = torch.nn.utils.get_total_norm(present, norm_type).to(device, dtype)
+    if isinstance(layout, torch.device):
+        return norm
+    mesh, axes = layout
+    largest = math.isinf(norm_type)
+    power = norm if largest else norm**norm_type
+    for axis in axes:
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        dist.all_reduce(power, op=op, group=mesh.get_group(axis))
+    return power if largest else power ** (1.0 / norm_type)
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
+    """Average the gradients of `parameters` over the data-parallel ranks, in place.
+
+    A gradient that was averaged before, and added to since, is averaged correctly, too. Every rank
+    calls this with the same parameters; a gradient that is missing on some ranks counts as zeros.
+
+    Args:
+        parameters: trainable, and replicated over the data-parallel ranks.
+        mesh: mesh of the run.
+    """
+    names = gradient_axes(mesh.mesh_dim_names or ())
+    groups = [mesh.get_group(name) for name in names if mesh[name].size() > 1]
+    if not groups:
+        return
+
+    def average(bucket: torch.Tensor) -> torch.Tensor:
+        for group in groups:
+            bucket /= group.size()  # first: a sum may overflow in fp16
+            dist.all_reduce(bucket, group=group)
+        return bucket
+
+    for same in grouped(parameters, lambda parameter: (parameter.device, parameter.dtype)):
+        missing = [index for index, parameter in enumerate(same) if parameter.grad is None]
+        for index in missing:
+            same[index].grad = torch.zeros_like(same[index])
+        own = [local(parameter.grad) for parameter in same if parameter.grad is not None]
+        # Which ranks have a gradient is reduced, too: where none has, it stays missing.
+        has = own[0].new_ones(len(same))
+        for index in missing:
+            has[index] = 0
+        apply_in_buckets([*own, has], average)
+        for index in missing:  # only here does the host wait for the device
+            if not has[index]:
+                same[index].grad = None
+
+
+def refuse_unaveraged(optimizer: torch.optim.Optimizer, evaluated: Models) -> None:
+    """Let the first step of `optimizer` raise if it trains a model prepared for evaluation only.
+
+    Args:
+        optimizer: of torch.
+        evaluated: models prepared with ``evaluation_mode=True``, as they are at that step.
+
+    Raises:
+        ConfigError: in that step, with the number of parameters.
+    """
+    waiting = [True]
+
+    def check(own: torch.optim.Optimizer, *_: object) -> None:
+        if not waiting:
+            return
+        waiting.clear()
+        ids = {id(parameter) for model in evaluated for parameter in model.parameters()}
+        held = (p for group in own.param_groups for p in group["params"])
+        count = sum(id(p) in ids and p.grad is not None for p in held)
+        if count:
+            raise ConfigError(
+                Problem(
+                    f"optimizer.step: {count} parameters of a model prepared for evaluation",
+                    "gradients of such a model are not averaged over the ranks",
+                    "Prepare it without evaluation_mode.",
+                )
+            )
+
+    optimizer.register_step_pre_hook(check)

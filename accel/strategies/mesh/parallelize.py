@@ -1,0 +1,271 @@
+"""Distribute a model over a mesh, in place: one function per step, run as the dimensions say.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html,
+https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from accel.config.fsdp import FullyShardedDataParallelPlugin
+from accel.config.handlers import import_callable
+from accel.config.tensor_parallel import TorchTensorParallelPlugin
+from accel.config.training import TorchDynamoPlugin
+from accel.errors import ConfigError, Problem
+from accel.logging import get_logger
+from accel.parallel import TP, ParallelDims
+from accel.strategies.compile import compile_model, is_on
+from accel.strategies.deepcopies import WHOLE_AVERAGE, refuse_copies
+from accel.strategies.mesh.device_mesh import gradient_mesh
+from accel.strategies.mesh.materialize import InitialWeights
+from accel.strategies.mesh.mixed_precision import Formats, build_formats, cast_buffers
+from accel.strategies.mesh.resharding import (
+    SubmoduleCalls,
+    reshard_after_evaluation,
+    train_after_inference,
+)
+from accel.strategies.mesh.spec import FSDP, TENSOR_PARALLEL
+from accel.strategies.mesh.tensor_parallel import apply_tensor_parallel
+from accel.strategies.mesh.torch_internals import (
+    checkpoint_activations,
+    infer_dtypes_when_unfrozen,
+    keep_requires_grad,
+)
+from accel.strategies.mesh.units import (
+    Modules,
+    find_units,
+    ignored_modules,
+    parameters_of,
+    split_by_dtype,
+)
+
+if TYPE_CHECKING:
+    from accel.comm.base import Communicator
+    from accel.planning.plan import Plan
+    from accel.precision.base import Precision
+
+logger = get_logger(__name__)
+
+SHARDED_AVERAGE = (
+    f"{WHOLE_AVERAGE} Or keep it in shards: prepare the copy beside the model, prepare(model, copy,"
+    " optimizer), and update its parameters from the model's, one by one."
+)
+
+
+@dataclass(frozen=True)
+class MeshSettings:
+    """Settings that models are parallelized by.
+
+    Attributes:
+        name: of the strategy, for messages.
+        mesh: mesh of the run.
+        device: where this rank computes.
+        comm: how ranks communicate.
+        precision: autocast of forward passes.
+        formats: mixed precision of FSDP2.
+        fsdp: units, offloading and resharding.
+        is_sharded: whether FSDP was requested; otherwise FSDP2 only averages gradients of replicas.
+        tensor_parallel: tensor-parallel plan, where that was requested.
+        dynamo: options of `torch.compile`.
+    """
+
+    name: str
+    mesh: DeviceMesh
+    device: torch.device
+    comm: Communicator
+    precision: Precision
+    formats: Formats
+    fsdp: FullyShardedDataParallelPlugin
+    is_sharded: bool
+    tensor_parallel: TorchTensorParallelPlugin
+    dynamo: TorchDynamoPlugin
+
+    @property
+    def offload(self) -> OffloadPolicy:
+        """Where parameters, gradients and optimizer state are kept."""
+        given = self.fsdp.cpu_offload
+        if isinstance(given, OffloadPolicy):
+            return given
+        if not getattr(given, "offload_params", given):
+            return OffloadPolicy()
+        # Pinned memory is of no use where the host computes.
+        return CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+
+    def initial_weights(self, device: torch.device) -> InitialWeights:
+        """Return an object that materializes modules on `device`, as the plugin says."""
+        import_callable(self.fsdp, "param_init_fn")
+        sync = self.fsdp.sync_module_states is not False
+        return InitialWeights(self.comm, device, self.fsdp.param_init_fn, sync)
+
+
+def read_settings(
+    plan: Plan, mesh: DeviceMesh, comm: Communicator, device: torch.device, precision: Precision
+) -> MeshSettings:
+    """Return the settings by the plugins of a plan.
+
+    Without FSDP, replicas compute under autocast, and FSDP2 only averages their gradients.
+    """
+    fsdp: FullyShardedDataParallelPlugin | None = plan.plugin(FSDP)
+    tensor_parallel: TorchTensorParallelPlugin | None = plan.plugin(TENSOR_PARALLEL)
+    if fsdp is None:
+        formats = build_formats(None, "no")
+    else:
+        formats = build_formats(fsdp.mixed_precision_policy, plan.mixed_precision)
+    replicated = FullyShardedDataParallelPlugin(
+        auto_wrap_policy="no_wrap", reshard_after_forward=False
+    )
+    return MeshSettings(
+        name=plan.strategy,
+        mesh=mesh,
+        device=device,
+        comm=comm,
+        precision=precision,
+        formats=formats,
+        fsdp=fsdp or replicated,
+        is_sharded=fsdp is not None,
+        tensor_parallel=tensor_parallel or TorchTensorParallelPlugin(),
+        dynamo=plan.dynamo,
+    )
+
+
+def parallelize(
+    model: torch.nn.Module, dims: ParallelDims, settings: MeshSettings
+) -> list[torch.nn.Parameter]:
+    """Replace the parameters of `model` by DTensors on the mesh, in place. Every rank calls this.
+
+    Args:
+        model: as the user built it; on ranks other than 0, it may be on the meta device.
+        dims: sizes of the axes.
+        settings: of the run.
+
+    Returns:
+        Parameters of ignored modules, whose gradients FSDP2 does not average.
+
+    Raises:
+        ConfigError: if the model does not fit the settings.
+    """
+    offloads = isinstance(settings.offload, CPUOffloadPolicy)
+    weights = settings.initial_weights(torch.device("cpu") if offloads else settings.device)
+    weights.check(model)
+    ignored = ignored_modules(model, settings.fsdp.ignored_modules)
+    units = find_units(model, settings.fsdp, set(parameters_of(ignored)))
+    # First of all: its hooks recompute a unit from the inputs that the hooks of other steps change.
+    checkpoint_units(units, settings)
+    if dims.tp > 1 or not settings.is_sharded:
+        weights.materialize(model)
+        model.to(settings.device)
+    if dims.tp > 1:
+        apply_tensor_parallel(model, settings.mesh[TP], settings.tensor_parallel.tp_plan)
+    # Under FSDP, its policy decides on the dtype of outputs, in a hook around the forward pass.
+    settings.precision.wrap_forward(model, outputs_in_fp32=not settings.is_sharded)
+    if settings.is_sharded or dims.grad_size > 1:
+        shard_or_replicate(model, units, ignored, weights, settings)
+        install_hooks(model, settings)
+    compile_between_hooks(model, settings)
+    return parameters_of(ignored)
+
+
+def checkpoint_units(units: Modules, settings: MeshSettings) -> None:
+    """Let the backward pass recompute the activations of each unit, if that is requested.
+
+    Raises:
+        ConfigError: if the model has no units inside.
+    """
+    if not settings.fsdp.activation_checkpointing:
+        return
+    if not units:
+        raise ConfigError(
+            Problem(
+                "activation_checkpointing=True with a model of one unit",
+                "activations are recomputed one unit at a time",
+                "Name the classes of blocks in transformer_cls_names_to_wrap.",
+            )
+        )
+    for unit in units:
+        checkpoint_activations(unit)
+
+
+def shard_or_replicate(
+    model: torch.nn.Module,
+    units: Modules,
+    ignored: Modules,
+    weights: InitialWeights,
+    settings: MeshSettings,
+) -> None:
+    """Shard and replicate `model` over the data-parallel axes of the mesh, unit by unit.
+
+    Args:
+        model: after tensor parallelism.
+        units: modules inside that are gathered one at a time, inner ones first.
+        ignored: modules that are replicated on every rank.
+        weights: materializes each unit before it is sharded.
+        settings: of the run.
+    """
+    mesh, formats = gradient_mesh(settings.mesh), settings.formats
+    reshard = settings.fsdp.reshard_after_forward
+    for unit in [*split_by_dtype(model, units, set(parameters_of(ignored))), model]:
+        weights.materialize(unit)
+        cast_buffers(unit, formats.buffers)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            # torch would infer None in the first forward pass, which may be within `no_sync`.
+            reshard_after_forward=unit is not model if reshard is None else reshard,
+            mp_policy=formats.root if unit is model else formats.units,
+            offload_policy=settings.offload,
+            ignored_params=set(parameters_of(ignored)) or None,
+        )
+    for module in ignored:  # also where other parameters are offloaded
+        module.to(settings.device)
+    if settings.fsdp.forward_prefetch:
+        prefetch_forward(units)
+
+
+def prefetch_forward(units: Modules) -> None:
+    """Let each unit all-gather the next while it computes; `units` come inner and last first."""
+    forward = [unit for unit in reversed(units) if isinstance(unit, FSDPModule)]
+    for unit, following in itertools.pairwise(forward):
+        unit.set_modules_to_forward_prefetch([following])
+
+
+def install_hooks(model: torch.nn.Module, settings: MeshSettings) -> None:
+    """Install the hooks that FSDP2 lacks: resharding, calls of submodules, unfreezing.
+
+    Args:
+        model: sharded.
+        settings: of the run.
+    """
+    reshard_after_evaluation(model)
+    train_after_inference(model)
+    dynamo = settings.dynamo
+    if not is_on(dynamo) or dynamo.use_regional_compilation is not False:
+        SubmoduleCalls(model)  # hooks of its modules would break the one graph of the model
+        infer_dtypes_when_unfrozen(model)
+    units = (module for module in model.modules() if isinstance(module, FSDPModule))
+    refuse_copies(units, settings.name, SHARDED_AVERAGE)
+    keep_requires_grad(model)
+
+
+def compile_between_hooks(model: torch.nn.Module, settings: MeshSettings) -> None:
+    """Compile `model` in place as the run says: the graphs between hooks."""
+    dynamo = settings.dynamo
+    inside = any(isinstance(m, FSDPModule) for m in model.modules() if m is not model)
+    if (
+        settings.is_sharded
+        and inside
+        and is_on(dynamo)
+        and dynamo.use_regional_compilation is False
+    ):
+        logger.warning_once(
+            "use_regional_compilation=False under FSDP: gathering breaks the graph at each "
+            "unit. Units are compiled; a loop that calls them is not. For one graph, shard "
+            "the model as one unit: auto_wrap_policy='no_wrap'."
+        )
+    compile_model(model, dynamo, hooks_inside=True)

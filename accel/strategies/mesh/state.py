@@ -1,0 +1,151 @@
+"""Full state dicts of models whose parameters are DTensors: gathered, and sharded again.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, parameters
+from accel.memory_estimate import local
+from accel.optimizer import unwrap_optimizer
+from accel.parallel import ParallelDims
+from accel.strategies.base import StateIO
+from accel.strategies.mesh.resharding import reshard
+from accel.strategies.mesh.torch_internals import local_sizes_and_offsets
+
+
+class MeshState(StateIO):
+    """Full state dicts, gathered from shards and sharded again when they are loaded.
+
+    Args:
+        dims: sizes of the axes.
+        is_sharded: whether FSDP was requested.
+    """
+
+    def __init__(self, dims: ParallelDims, is_sharded: bool) -> None:
+        self._dims = dims
+        self._is_sharded = is_sharded
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        if not self._is_sharded:
+            return ("the weights of tp_plan",) if self._dims.tp > 1 else ()
+        is_sharded = max(self._dims.dp_shard, self._dims.tp) > 1
+        return ("parameters", "gradients", "optimizer state") if is_sharded else ()
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the user's own module, its parameters resharded (a forward may gather them)."""
+        own = super().unwrap(model)
+        reshard(own)
+        return own
+
+    def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return full tensors in the host's memory, on all ranks."""
+        state = self.unwrap(model).state_dict(keep_vars=True)
+        gathered: dict[int, torch.Tensor] = {}
+        for value in state.values():  # a tied weight is gathered once
+            if id(value) not in gathered:
+                gathered[id(value)] = full_tensor(value)
+        return {name: gathered[id(value)] for name, value in state.items()}
+
+    def load_model_state(
+        self, model: torch.nn.Module, state: dict[str, torch.Tensor], strict: bool = True
+    ) -> None:
+        own = self.unwrap(model)
+        targets = own.state_dict()
+        shards = {name: shard_weight(value, targets.get(name)) for name, value in state.items()}
+        own.load_state_dict(shards, strict=strict)
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, names: ParameterNames
+    ) -> dict[str, Any]:
+        saved = super().optimizer_state(optimizer, names)
+        kinds = ("state", "other_state", "extra")
+        return saved | {kind: full_tensors(saved[kind]) for kind in kinds}
+
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], names: ParameterNames
+    ) -> None:
+        own = unwrap_optimizer(optimizer)
+        live = dict(zip(names.keys(own), parameters(own), strict=True))
+        shards = {
+            key: shard_state(entry, live.get(names.canonical(key)))
+            for key, entry in state.get("state", {}).items()
+        }
+        load_by_name(own, state | {"state": shards}, names)
+
+
+# -- tensors -------------------------------------------------------------------------------
+
+
+def full_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in full and in the host's memory.
+
+    Collective for a DTensor: every rank of its mesh calls it.
+    """
+    if not isinstance(value, DTensor):
+        return value.detach().cpu()
+    mesh, shard = value.device_mesh, local(value).detach()
+    if shard.device.type != mesh.device_type:  # offloaded: collectives run on the mesh's device
+        value = DTensor.from_local(
+            shard.to(mesh.device_type),
+            mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    return cast("DTensor", value.detach()).full_tensor().cpu()
+
+
+def full_tensors(value: Any) -> Any:
+    """Return nested dicts, lists and tuples with every tensor in full; collective."""
+    if isinstance(value, dict):
+        return {key: full_tensors(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(full_tensors(entry) for entry in value)
+    return full_tensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def shard(value: torch.Tensor, target: DTensor) -> DTensor:
+    """Return this rank's shard of a full tensor, placed as `target`; no communication.
+
+    Args:
+        value: [...] of the shape of `target`; its dtype is kept.
+        target: gives mesh, placements and device.
+    """
+    mesh, placements = target.device_mesh, target.placements
+    own = value.detach()
+    for dim, (size, offset) in enumerate(local_sizes_and_offsets(target.shape, mesh, placements)):
+        own = own.narrow(dim, min(offset, own.shape[dim]), size)
+    own = own.to(target.to_local().device).clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(
+        own, mesh, placements, run_check=False, shape=target.shape, stride=target.stride()
+    )
+
+
+def shard_weight(value: torch.Tensor, target: object) -> torch.Tensor:
+    """Return the shard of a full weight; of another shape it stays, for torch to name it."""
+    if isinstance(target, DTensor) and value.shape == target.shape:
+        return shard(value, target)
+    return value
+
+
+def shard_like(value: Any, target: torch.Tensor | None) -> Any:
+    """Return `value` sharded like `target` where it is a full tensor of the same shape."""
+    if not isinstance(target, DTensor) or not isinstance(value, torch.Tensor):
+        return value
+    is_full = not isinstance(value, DTensor) and value.shape == target.shape and value.dim() > 0
+    return shard(value, target) if is_full else value
+
+
+def shard_state(entry: Any, target: torch.Tensor | None) -> Any:
+    """Return an optimizer's state of one parameter, sharded like `target`."""
+    if not isinstance(entry, dict):
+        return shard_like(entry, target)
+    return {name: shard_like(value, target) for name, value in entry.items()}

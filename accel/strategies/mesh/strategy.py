@@ -1,0 +1,234 @@
+"""Models whose parameters are DTensors on one `DeviceMesh`: FSDP2, tensor parallelism, both.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from accel.device import synchronize
+from accel.errors import ConfigError, Problem
+from accel.optimizer import unwrap_optimizer
+from accel.prepared import Objects
+from accel.rng import synchronize_rng_states
+from accel.strategies.base import Strategy
+from accel.strategies.mesh.device_mesh import build_mesh, check_given, destroy_mesh
+from accel.strategies.mesh.foreach_by_mesh import step_by_mesh
+from accel.strategies.mesh.gradients import MeshGradients, average_gradients, refuse_unaveraged
+from accel.strategies.mesh.parallelize import parallelize, read_settings
+from accel.strategies.mesh.parameter_remap import ParameterRemap, parameters_by_name
+from accel.strategies.mesh.resharding import reshard_before_steps
+from accel.strategies.mesh.state import MeshState
+from accel.strategies.mesh.sync import MeshSync
+from accel.strategies.mesh.tensor_parallel import check_first_step
+from accel.strategies.mesh.torch_internals import unsharded_and_sharded
+from accel.strategies.mesh.units import check_classes
+from accel.strategies.optimizer_kinds import fails_on_shards
+
+if TYPE_CHECKING:
+    from accel.comm.base import Communicator
+    from accel.planning.plan import Plan
+    from accel.precision.base import Precision
+
+
+class LiveModels:
+    """Models that are still referenced elsewhere."""
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[torch.nn.Module]] = []
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        found = (reference() for reference in self._references)
+        return (model for model in found if model is not None)
+
+    def add(self, model: torch.nn.Module) -> None:
+        """Add a model, which is not kept alive."""
+        self._references.append(weakref.ref(model))
+
+    def clear(self) -> None:
+        """Remove all models."""
+        self._references.clear()
+
+
+@final
+class MeshStrategy(Strategy):
+    """Parameters are DTensors on one mesh, sharded and replicated along its axes.
+
+    With `fsdp`, every parameter is sharded over the dp_shard axis and gathered one unit at a time.
+    With `tensor_parallel`, the weights of its plan are sharded over the tp axis; all other axes
+    replicate the model, or shard it with `fsdp`. Where FSDP is off, FSDP2 with shards of one rank
+    averages gradients over the replicas.
+    """
+
+    def __init__(
+        self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
+    ) -> None:
+        super().__init__(plan, comm, device, precision)
+        name, dims = plan.strategy, plan.parallel_dims
+        self._mesh = build_mesh(dims, plan.device_type)
+        self._is_closed = False
+        self._settings = read_settings(plan, self._mesh, comm, device, precision)
+        self._models, self._evaluated = LiveModels(), LiveModels()
+        self._remap = ParameterRemap()
+        # Parameters that FSDP2 ignores, by model.
+        self._ignored: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Parameter]]
+        self._ignored = weakref.WeakKeyDictionary()
+        self.sync: MeshSync = MeshSync(name)
+        self.gradients: MeshGradients = MeshGradients(
+            name, plan, comm, device, self._models, self._remap
+        )
+        self.state = MeshState(dims, self._settings.is_sharded)
+        comm.before_exit(self._destroy)
+        given = self._settings.tensor_parallel.torch_device_mesh
+        if given is not None:
+            check_given(given, self._mesh)
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh of the run; None after `close`."""
+        return None if self._is_closed else self._mesh
+
+    # -- preparing -------------------------------------------------------------------------
+
+    def init_context(self) -> AbstractContextManager[None]:
+        """Return a context that initializes weights on rank 0 only, if the plugin says so.
+
+        Other ranks build the model on the meta device. Afterwards, torch's generator has the state
+        of rank 0 on all of them, as if all had drawn.
+        """
+        on_rank0 = self._settings.fsdp.cpu_ram_efficient_loading and self.comm.world_size > 1
+        return self._init_on_rank0() if on_rank0 else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _init_on_rank0(self) -> Iterator[None]:
+        with contextlib.nullcontext() if self.comm.rank == 0 else torch.device("meta"):
+            yield
+        synchronize_rng_states(["torch"])
+
+    def prepare(
+        self, objects: Objects, placement: Objects, prepared: Objects, evaluation: bool = False
+    ) -> Objects:
+        """Return `objects` wrapped for training; optimizers of earlier calls are remapped, too."""
+        check_classes(objects.models, self._settings.fsdp.transformer_cls_names_to_wrap)
+        for model in objects.models:
+            if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+                raise ConfigError(
+                    Problem(
+                        f"prepare: a DistributedDataParallel model with {self.plan.strategy}",
+                        "they cannot be combined",
+                        "Prepare the module inside.",
+                    )
+                )
+        done = super().prepare(objects, placement, prepared, evaluation)
+        for optimizer in prepared.optimizers:
+            self._remap.remap(optimizer)
+        return done
+
+    def wrap_model(
+        self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
+    ) -> torch.nn.Module:
+        """Return `model` distributed over the mesh, in place, unless it is already.
+
+        For evaluation only, every rank holds the full model, with the weights of rank 0.
+
+        Raises:
+            ConfigError: if it is not to be moved to the device, and not for evaluation only.
+        """
+        if isinstance(model, FSDPModule) or any(known is model for known in self._models):
+            return model  # as after free_memory()
+        if evaluation:
+            return self._wrap_evaluated(model, place)
+        if not place:
+            raise ConfigError(
+                Problem(
+                    f"prepare: device_placement=False for a model with {self.plan.strategy}",
+                    f"its parameters become DTensors on the mesh, which is on {self.device.type}",
+                    "Leave device_placement true for models, or offload: cpu_offload=True of fsdp.",
+                )
+            )
+        before = parameters_by_name(model)
+        ignored = parallelize(model, self.plan.parallel_dims, self._settings)
+        if ignored:
+            self._ignored[model] = ignored
+        self._models.add(model)
+        self._remap.record(before, parameters_by_name(model))
+        self.gradients.know(model.parameters())
+        return model
+
+    def _wrap_evaluated(self, model: torch.nn.Module, place: bool) -> torch.nn.Module:
+        weights = self._settings.initial_weights(self.device if place else torch.device("cpu"))
+        weights.check(model)
+        weights.materialize(model)
+        self._evaluated.add(model)
+        return super().wrap_model(model, place, evaluation=True)
+
+    def wrap_optimizer(
+        self, optimizer: torch.optim.Optimizer, place: bool = True
+    ) -> torch.optim.Optimizer:
+        """Return `optimizer` over the shards that this rank holds."""
+        own = unwrap_optimizer(optimizer)
+        self._remap.record_unsharded(unsharded_and_sharded(self._models))
+        self._remap.remap(optimizer)
+        self._check_kind(own)
+        reshard_before_steps(own, self._models)
+        if self.plan.parallel_dims.grad_size > 1:
+            refuse_unaveraged(own, self._evaluated)
+        check_first_step(own, self._mesh, self.comm, self._models)
+        step_by_mesh(own)
+        return super().wrap_optimizer(optimizer, place)
+
+    def _check_kind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer whose first step fails on DTensors."""
+        kind = fails_on_shards(optimizer)
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        if kind is not None and any(isinstance(parameter, DTensor) for parameter in held):
+            raise ConfigError(
+                Problem(
+                    f"prepare: {kind} with {self.plan.strategy}",
+                    "torch cannot compute its update on sharded weights (DTensor)",
+                    "Use AdamW or SGD, or train without sharding (DDP).",
+                )
+            )
+
+    # -- the step --------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients; average those of ignored modules where a model's are reduced.
+
+        Args:
+            loss: [], already scaled for accumulation and precision.
+            kwargs: for `torch.Tensor.backward`.
+        """
+        loss.backward(**kwargs)
+        for model, parameters in self._ignored.items():
+            if self.sync.reduces(model):
+                trained = [parameter for parameter in parameters if parameter.requires_grad]
+                average_gradients(trained, self._mesh)
+
+    def close(self) -> None:
+        """Destroy the mesh and its process groups, once no rank has a collective under way."""
+        if not self._is_closed and self._in_group():
+            synchronize(self.device)
+            self.comm.barrier()
+        super().close()
+        self._destroy()
+
+    def _destroy(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            destroy_mesh(self._mesh, list(self._models), self._in_group())
+            self._models.clear()
+
+    def _in_group(self) -> bool:
+        return dist.is_initialized() and not self.comm.closed

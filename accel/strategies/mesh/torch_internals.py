@@ -1,0 +1,293 @@
+"""Private names of torch that FSDP2 and DTensor need here; no other file of this room touches any.
+
+Each function names the versions of torch that it was checked with.
+
+Source: https://github.com/pytorch/pytorch/tree/v2.13.0/torch/distributed/fsdp/_fully_shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Placement, _collective_utils, _redistribute, debug
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from accel.strategies.trainable import requires_grad
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp.wrap import _Policy
+
+Models = Iterable[torch.nn.Module]
+
+
+# -- FSDP2's parameter groups --------------------------------------------------------------
+
+
+def param_groups(models: Models) -> Iterator[FSDPParamGroup]:
+    """Yield the parameter groups of FSDP units; each is gathered by one all-gather.
+
+    Checked with torch 2.9 to 2.13; from 2.12 on, a unit may have several groups.
+    """
+    for model in models:
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                state = unit._get_fsdp_state()
+                groups = getattr(state, "_fsdp_param_groups", None)
+                found = [state._fsdp_param_group] if groups is None else groups
+                yield from (group for group in found if group is not None)
+
+
+def make_root(model: FSDPModule) -> None:
+    """Make `model` the root of its units, as its first forward pass does.
+
+    A unit inside that is called before would become a root itself. Checked with torch 2.9 to 2.13.
+    """
+    model._get_fsdp_state()._lazy_init()
+
+
+def reduce_gradients_after(model: FSDPModule, outputs: Any) -> Any:
+    """Return `outputs` of a submodule; their backward pass ends by reducing the gradients of model.
+
+    FSDP2 does so with the outputs of `model` itself. Checked with torch 2.9 to 2.13.
+    """
+    return model._get_fsdp_state()._register_pre_backward_hook(outputs)
+
+
+def any_unsharded(models: Models) -> bool:
+    """Return whether any parameters are all-gathered at present. Checked with torch 2.9 to 2.13."""
+    return any(not group.is_sharded for group in param_groups(models))
+
+
+def unsharded_and_sharded(
+    models: Models,
+) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    """Yield each parameter that was ever all-gathered, and its shard.
+
+    Checked with torch 2.9 to 2.13.
+    """
+    for group in param_groups(models):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):  # from the first all-gather on
+                yield parameter._unsharded_param, parameter.sharded_param
+
+
+def unreduced_gradients(models: Models) -> Iterator[torch.Tensor]:
+    """Yield gradients that backward passes without synchronization have accumulated.
+
+    Checked with torch 2.9 to 2.13.
+    """
+    for group in param_groups(models):
+        if group._partial_reduce_output is not None:
+            yield group._partial_reduce_output
+        for parameter in group.fsdp_params:
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            held = (parameter.unsharded_accumulated_grad, getattr(unsharded, "grad", None))
+            yield from (gradient for gradient in held if gradient is not None)
+
+
+Resharding = list[tuple["FSDPParamGroup", "FSDPMeshInfo | None"]]
+
+
+def keep_unsharded(model: torch.nn.Module) -> Resharding:
+    """Let no unit of `model` reshard after its forward pass; return their settings before.
+
+    torch's `set_reshard_after_forward` cannot bring back a group of some of the ranks. Checked with
+    torch 2.9 to 2.13.
+    """
+    before = [(group, group.post_forward_mesh_info) for group in param_groups([model])]
+    for group, _ in before:
+        group.post_forward_mesh_info = None
+    return before
+
+
+def restore_resharding(before: Resharding) -> None:
+    """Undo `keep_unsharded`."""
+    for group, mesh_info in before:
+        group.post_forward_mesh_info = mesh_info
+
+
+def keep_requires_grad(model: torch.nn.Module) -> None:
+    """Let parameters that are frozen or unfrozen while they are all-gathered stay so as shards.
+
+    FSDP2 gives the gathered parameter the flag of the shard, and not the other way round; between
+    the micro-batches of a window, `module.requires_grad_()` finds gathered parameters. Checked with
+    torch 2.9 to 2.13.
+
+    Args:
+        model: sharded, before its first forward pass.
+    """
+    for group in param_groups([model]):
+        _keep_requires_grad(group)
+
+
+def _keep_requires_grad(group: Any) -> None:
+    unshard, before = group._to_unsharded, list[bool]()
+
+    def flags() -> list[bool]:
+        return [requires_grad(parameter._unsharded_param) for parameter in group.fsdp_params]
+
+    def to_unsharded() -> None:
+        gathers = not group.is_unsharded
+        unshard()
+        if gathers:
+            before[:] = flags()
+
+    def keeping(reshard: Callable[[], None]) -> Callable[[], None]:
+        def to_sharded() -> None:
+            if group.is_unsharded and before:
+                for parameter, now, then in zip(group.fsdp_params, flags(), before, strict=True):
+                    if now is not then:
+                        parameter.sharded_param.requires_grad_(now)
+                before.clear()
+            reshard()
+
+        return to_sharded
+
+    group._to_unsharded, group._to_sharded = to_unsharded, keeping(group._to_sharded)
+    group._to_sharded_post_forward = keeping(group._to_sharded_post_forward)
+
+
+def infer_dtypes_when_unfrozen(model: torch.nn.Module) -> None:
+    """Let FSDP2 infer the dtype of gradient reduction again for units that are unfrozen later.
+
+    It infers it once, in the first forward pass, from the parameters trained then. A frozen unit
+    has none, and its first gradient would be reduced in the dtype of computation. Checked
+    with torch 2.9 to 2.13.
+
+    Args:
+        model: sharded.
+    """
+    frozen = list(param_groups([model]))
+
+    def infer(*_: Any) -> None:
+        for group in list(frozen):
+            if any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params):
+                group._init_mp_dtypes()
+                frozen.remove(group)
+
+    model.register_forward_pre_hook(infer, prepend=True)
+
+
+def mesh_infos(models: Models) -> Iterator[DataParallelMeshInfo]:
+    """Yield the mesh infos that FSDP2 keeps for each unit. Checked with torch 2.9 to 2.13."""
+    for group in param_groups(models):
+        infos = (group.mesh_info, group.post_forward_mesh_info)
+        yield from (info for info in infos if info is not None)
+
+
+# -- meshes and DTensors -------------------------------------------------------------------
+
+
+def clear_process_groups(mesh: DeviceMesh) -> None:
+    """Clear the process groups that the root of `mesh` keeps by name.
+
+    Checked with torch 2.9 to 2.13: there are root meshes from 2.10 on, and such a table from 2.11.
+    """
+    if hasattr(mesh, "_get_root_mesh"):
+        registry = getattr(mesh._get_root_mesh(), "_pg_registry", None)
+        if registry is not None:
+            registry.clear()
+
+
+def clear_mesh_caches() -> None:
+    """Clear the caches of DTensor by mesh: an equal mesh of a later run has other process groups.
+
+    Checked with torch 2.9 to 2.13.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/tensor/debug
+    """
+    if hasattr(debug, "_clear_sharding_prop_cache"):  # from torch 2.11 on
+        debug._clear_sharding_prop_cache()
+    else:
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator
+        propagator.propagate_op_sharding.cache.cache_clear()
+        if hasattr(debug, "_clear_fast_path_sharding_prop_cache"):  # 2.10
+            debug._clear_fast_path_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # from torch 2.10 on
+        _redistribute.clear_redistribute_planner_cache()
+
+
+def local_sizes_and_offsets(
+    shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> list[tuple[int, int]]:
+    """Return this rank's (size, offset) along each dim of a tensor. Checked with torch 2.9 to 2.13.
+
+    Args:
+        shape: of the full tensor.
+        mesh: over which it is distributed.
+        placements: one for each axis of `mesh`.
+    """
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return list(zip(sizes, offsets, strict=True))
+
+
+# -- modules, policies, gradients ----------------------------------------------------------
+
+
+def checkpoint_activations(module: torch.nn.Module) -> None:
+    """Let the backward pass of `module` recompute its activations, in place and without a wrapper.
+
+    Checked with torch 2.9 to 2.13.
+    """
+    checkpoint(module)
+
+
+Table = dict[str, torch.Tensor | None]
+
+
+def parameter_table(module: torch.nn.Module) -> Table:
+    """Return the dict in which `module` registers its own parameters, to be changed in place.
+
+    Checked with torch 2.9 to 2.13.
+    """
+    return cast("Table", module._parameters)
+
+
+def buffer_table(module: torch.nn.Module) -> Table:
+    """Return the dict in which `module` registers its own buffers, to be changed in place.
+
+    Checked with torch 2.9 to 2.13.
+    """
+    return module._buffers
+
+
+def is_wrap_policy(policy: object) -> bool:
+    """Return whether `policy` is one of torch's policy objects. Checked with torch 2.9 to 2.13."""
+    return hasattr(policy, "_run_policy") and not callable(policy)
+
+
+def modules_of_policy(policy: _Policy, model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules of `model` that `policy` wraps. Checked with torch 2.9 to 2.13."""
+    return list(policy._run_policy(model, set(), {}))
+
+
+def gradient_values(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient, or the values of a sparse one, to be changed in place.
+
+    The public `values` takes coalesced tensors only. Checked with torch 2.9 to 2.13.
+    """
+    return gradient._values() if gradient.is_sparse else gradient.detach()
+
+
+def unscale(gradients: list[torch.Tensor], inverse_scale: torch.Tensor) -> torch.Tensor:
+    """Multiply `gradients` by `inverse_scale` in place; return a flag [], 1 if any is not finite.
+
+    Checked with torch 2.9 to 2.13.
+
+    Args:
+        gradients: of one device and dtype; at least one.
+        inverse_scale: [1].
+    """
+    device = gradients[0].device
+    found_inf = torch.zeros((), device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale.to(device))
+    return found_inf

@@ -1,0 +1,184 @@
+"""Tensor-parallel plans, and gradients of replicated parameters among sharded activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from accel.config.tensor_parallel import SUMMED
+from accel.errors import ConfigError
+from accel.strategies.mesh.tensor_parallel import resolve_plan
+from tests.accel.strategies.training import (
+    PLAN,
+    WIDTH,
+    Model,
+    adamw,
+    build,
+    data,
+    difference,
+    largest,
+    loss_of,
+    plain,
+    train,
+)
+from tests.helpers import run_distributed
+
+CLOSE = 1e-5
+
+
+def test_patterns_name_modules_and_replicated_parameters() -> None:
+    split = resolve_plan(Model(), {"blocks.*.up": "colwise", "blocks.1": SUMMED, "shift": SUMMED})
+    assert list(split.styles) == ["blocks.0.up", "blocks.1.up"]
+    assert all(isinstance(style, ColwiseParallel) for style in split.styles.values())
+    own = {name for name, _ in Model().blocks[1].named_parameters(prefix="blocks.1")}
+    assert set(split.summed) == {*own, "shift"}
+    with pytest.raises(ConfigError, match=r"'shift'\]: no module of the model"):
+        resolve_plan(Model(), {"shift": "colwise"})
+
+
+def check_compiled() -> None:
+    accelerator = build(tp={"tp_size": 2})
+    inner = Model()
+    inner.blocks[0] = torch.compile(inner.blocks[0], backend="eager")
+    model: Any = torch.compile(inner, backend="eager")
+    with pytest.raises(ConfigError, match=r"Did you mean 'blocks.0.up'"):
+        resolve_plan(model, {"blocks.0.upp": "colwise"})
+    losses, _, _ = train(accelerator, model)
+    assert largest(losses, plain(Model())[0]) < CLOSE
+    split = {name for name, value in model.named_parameters() if isinstance(value, DTensor)}
+    assert "_orig_mod.blocks.0._orig_mod.up.weight" in split
+    assert "_orig_mod.blocks.1.down.weight" in split
+
+
+def test_a_model_compiled_before_is_split() -> None:
+    run_distributed(check_compiled, 2)
+
+
+def llama(tied: bool) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config)
+
+
+def losses_of(model: Any, optimizer: Any, backward: Any) -> list[float]:
+    tokens = torch.arange(12).reshape(2, 6)
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def check_llama() -> None:
+    for tied in (False, True):
+        own = llama(tied)
+        optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
+        expected = losses_of(own, optimizer, torch.Tensor.backward)
+        accelerator = build(tp={"tp_size": 2})
+        model = llama(tied)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        assert largest(losses_of(model, optimizer, accelerator.backward), expected) < CLOSE
+        assert isinstance(model.get_parameter("lm_head.weight"), DTensor)
+        assert isinstance(model.get_parameter("model.embed_tokens.weight"), DTensor)
+
+
+@pytest.mark.slow  # imports transformers; `test_strategy_tp.py` has such plans
+def test_a_model_of_transformers_is_split_by_its_own_plan() -> None:
+    pytest.importorskip("transformers")
+    run_distributed(check_llama, 2)
+
+
+# -- gradients of replicated parameters ----------------------------------------------------
+
+
+HEADS, HEAD_WIDTH = 4, 5
+
+
+class HeadBlock(torch.nn.Module):
+    """A gain and a norm of each head, between split matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, HEADS * HEAD_WIDTH)
+        self.gain = torch.nn.Parameter(torch.ones(HEAD_WIDTH))
+        self.norm = torch.nn.LayerNorm(HEAD_WIDTH)
+        self.down = torch.nn.Linear(HEADS * HEAD_WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        heads = self.up(hidden).unflatten(-1, (-1, HEAD_WIDTH))
+        return hidden + self.down(self.norm(heads * self.gain).flatten(-2))
+
+
+class HeadModel(Model):
+    _no_split_modules = ("HeadBlock",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([HeadBlock(), HeadBlock()])
+
+
+def check_summed(engines: dict[str, Any]) -> None:
+    plan = {**PLAN, "blocks.*.gain": SUMMED, "blocks.*.norm": SUMMED}
+    engines = {**engines, "tp": {"tp_size": 2, "tp_plan": plan}}
+    accelerator = build(**engines, gradient_accumulation_steps=2)
+    losses, norms, weights = train(accelerator, HeadModel())
+    expected = plain(HeadModel(), accumulation=2)
+    assert largest(losses, expected[0]) < CLOSE
+    assert largest(norms, expected[1]) < CLOSE
+    assert difference(weights, expected[2]) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("world_size", "engines"),
+    [(2, {}), (2, {"fsdp": {}}), pytest.param(4, {}, marks=pytest.mark.slow)],
+)
+def test_replicated_parameters_have_summed_gradients(
+    world_size: int, engines: dict[str, Any]
+) -> None:
+    run_distributed(check_summed, world_size, engines)
+
+
+def check_unequal(engines: dict[str, Any]) -> None:
+    plan = {**PLAN, "blocks.*.norm": SUMMED}
+    accelerator = build(**engines, tp={"tp_size": 2, "tp_plan": plan})
+    model = HeadModel()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    accelerator.backward(loss_of(model, *data(1).tensors))
+    named = r"gradients of blocks.0.gain, blocks.1.gain that differ.*tp_plan"
+    with pytest.raises(ConfigError, match=named):
+        optimizer.step()
+    optimizer.step()  # once is enough
+
+
+@pytest.mark.parametrize("engines", [{}, {"fsdp": {}}])
+def test_replicated_parameters_with_unequal_gradients_are_named(engines: dict[str, Any]) -> None:
+    run_distributed(check_unequal, 2, engines)
+
+
+def check_sharded_and_summed() -> None:
+    accelerator = build(tp={"tp_size": 2, "tp_plan": {**PLAN, "blocks.*": SUMMED}})
+    with pytest.raises(ConfigError, match=r"blocks.0.up.weight is sharded, and replicated_with"):
+        accelerator.prepare(HeadModel())
+
+
+def test_a_parameter_is_sharded_or_replicated() -> None:
+    run_distributed(check_sharded_and_summed, 2)
