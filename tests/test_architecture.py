@@ -261,17 +261,23 @@ def imported_modules(tree: ast.AST, known: set[str]) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def test_no_module_of_the_runner_imports_itself_by_way_of_others() -> None:
-    trees = {module: tree for module, _, tree in sources("runner")}
+# Modules in an import cycle, of imports of any kind, that is yet to be removed.
+CYCLES = {"accel._checkpoint_api", "accel.accelerator", "accel.checkpoint.session"}
+
+
+@pytest.mark.parametrize("package", ["accel", "runner"])
+def test_no_module_imports_itself_by_way_of_others(package: str) -> None:
+    trees = {module.removesuffix(".__init__"): tree for module, _, tree in sources(package)}
     graph = {
         name: set(imported_modules(tree, set(trees))) & {*trees} for name, tree in trees.items()
     }
-    while graph:
-        leaves = {name for name, targets in graph.items() if not targets & {*graph}}
-        if not leaves:
+    while True:  # those that import none of the others, or are imported by none, are in no cycle
+        targets = set().union(*graph.values())
+        left = {name: graph[name] & {*graph} for name in graph if graph[name] and name in targets}
+        if left == graph:
             break
-        graph = {name: targets for name, targets in graph.items() if name not in leaves}
-    assert sorted(graph) == []
+        graph = {name: found & {*left} for name, found in left.items()}
+    assert set(graph) <= CYCLES, sorted({*graph} - CYCLES)
 
 
 @pytest.mark.parametrize("package", ["accel", "runner", "tests"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -413,14 +414,19 @@ class SkipDataLoader(_MaybeStateful):
         self.skip_batches = skip_batches
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return itertools.islice(super().__iter__(), self.skip_batches, None)
+        # A `StatefulDataLoader` may resume behind batches that are skipped.
+        resumed = getattr(self, "next_iter_state", None) is not None
+        batches: Any = super().__iter__()
+        done = batches._num_yielded if resumed else 0
+        return itertools.islice(batches, max(0, self.skip_batches - done), None)
 
     def __len__(self) -> int:
         return max(0, super().__len__() - self.skip_batches)
 
 
+@functools.cache
 def stateful_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    """Return the variant of a loader class that is torchdata's `StatefulDataLoader`.
+    """Return the variant of a loader class of this module that is a `StatefulDataLoader`.
 
     Raises:
         MissingPackageError: if torchdata is not installed.
@@ -428,4 +434,20 @@ def stateful_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
     require("torchdata", "use_stateful_dataloader=True", extra="stateful")
     from accel.data import stateful
 
-    return stateful.VARIANTS.get(kind, kind)
+    mixins: dict[type, type] = {
+        DataLoaderShard: stateful.Tracked,
+        DataLoaderDispatcher: stateful.TrackedOnMain,
+        SkipDataLoader: stateful.StatefulDataLoader,
+    }
+    if kind not in mixins:
+        return kind
+    return type(f"Stateful{kind.__name__}", (kind, mixins[kind]), {"__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    """Return a stateful class by its name, by which pickle finds it."""
+    kinds = {f"Stateful{k.__name__}": k for k in (DataLoaderShard, DataLoaderDispatcher)}
+    kinds["StatefulSkipDataLoader"] = SkipDataLoader
+    if name not in kinds:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return stateful_class(kinds[name])

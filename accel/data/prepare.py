@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 from accel.data import stream_checks
 from accel.data.base import PreparedLoader
 from accel.data.common_order import Ordering
-from accel.data.iterable import IterableDatasetShard, worker_problems
+from accel.data.iterable import IterableDatasetShard
 from accel.data.loaders import (
     DataLoaderDispatcher,
     DataLoaderShard,
@@ -231,7 +231,7 @@ def _check(dataloader: DataLoader[Any], count: int, split_batches: bool) -> None
     if split_batches and size is not None:
         problems += split_problems(size, count)
     if isinstance(dataloader.dataset, IterableDataset):
-        problems += worker_problems(
+        problems += stream_checks.worker_problems(
             dataloader.dataset, dataloader.num_workers, dataloader.worker_init_fn
         )
     if isinstance(dataloader.dataset, IterDataPipe) and count > 1:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accel.data.prepare import prepare_data_loader, skip_first_batches
-from accel.data.stream_checks import shards_by_rank
+from accel.data.stream_checks import shards_by_rank, shards_by_worker, worker_problems
 from accel.errors import ConfigError
 from accel.ops import gather_object
 from accel.state import PartialState
@@ -304,3 +304,47 @@ def test_a_data_pipe_of_several_processes_is_refused() -> None:
     """Torch's loader waits in a collective of its own that ranks which do not read never enter."""
     for told in run_distributed(of_pipe, 2):
         assert "a data pipe of torch for 2 processes" in told
+
+
+# -- worker processes ----------------------------------------------------------------------------
+
+
+class ByWorker(Numbers):
+    """Shards its numbers by worker."""
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        start, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return itertools.islice(self.items, start, None, step)
+
+
+class Around(IterableDataset[int]):
+    def __init__(self, inner: IterableDataset[int]) -> None:
+        self.inner = inner
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+def split_by_worker(samples):
+    return samples
+
+
+def test_what_shares_out_by_worker_is_found() -> None:
+    assert shards_by_worker(ByWorker())
+    assert shards_by_worker(Around(Around(ByWorker())))
+    assert not shards_by_worker(Numbers())
+    assert shards_by_worker(Pipeline(Numbers(), split_by_worker))
+    assert not shards_by_worker(Pipeline(Numbers(), list))
+    declared = Around(Numbers())
+    declared.shards_by_worker = True
+    assert shards_by_worker(declared)
+
+
+def test_workers_that_would_repeat_samples_are_a_problem() -> None:
+    (problem,) = worker_problems(Numbers(), 2)
+    assert "each sample would come 2 times" in str(problem)
+    assert "num_workers=1" in str(problem)
+    assert worker_problems(Numbers(), 1) == []
+    assert worker_problems(ByWorker(), 2) == []
+    assert worker_problems(Numbers(), 2, worker_init_fn=print) == []
