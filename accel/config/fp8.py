@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel.config.handlers import KwargsHandler, check_choice, check_minimum, import_callable
+from accel.config.checks import check_choice, check_minimum, import_callable
+from accel.config.handlers import KwargsHandler
 from accel.errors import ConfigError, Problem
 
 DELAYED_SCALING: dict[str, Any] = {

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel.config.handlers import check_choice, check_minimum
+from accel.config.checks import check_choice, check_minimum
 from accel.errors import ConfigError, NotBuiltError, Problem, nearest
 
 # The older wrapper's strategies in the order of their numbers, from 1:

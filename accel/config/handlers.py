@@ -7,67 +7,18 @@ annotated `Any` and checked when the object is made, so these classes can be nod
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from accel.enums import BaseEnum, DDPCommunicationHookType
-from accel.errors import ConfigError, Problem, nearest, unknown_choice
+from accel.config.checks import as_enum, check_choice, check_minimum, import_callable
+from accel.enums import DDPCommunicationHookType
+from accel.errors import ConfigError, Problem, nearest
 
 if TYPE_CHECKING:
     import torch
-
-
-def check_choice(owner: object, name: str, known: Iterable[str], problems: list[Problem]) -> None:
-    """Add a problem unless the field `name` of `owner` is None or one of `known`."""
-    value = getattr(owner, name)
-    names = list(known)
-    if value is not None and str(value) not in names:
-        problems.append(unknown_choice(f"{type(owner).__name__}.{name}", value, names))
-
-
-def check_minimum(owner: object, name: str, minimum: float, problems: list[Problem]) -> None:
-    """Add a problem if the field `name` of `owner` is a number below `minimum`."""
-    value = getattr(owner, name)
-    if value is not None and value < minimum:
-        problems.append(
-            Problem(
-                f"{type(owner).__name__}.{name}={value!r}",
-                f"it is at least {minimum}",
-                f"Give {name}={minimum} or more.",
-            )
-        )
-
-
-def as_enum(owner: object, name: str, kind: type[BaseEnum]) -> None:
-    """Turn the field `name` of `owner` from a string into its member of `kind`, or raise."""
-    problems: list[Problem] = []
-    check_choice(owner, name, kind.list(), problems)
-    ConfigError.raise_if(problems)
-    if getattr(owner, name) is not None:
-        setattr(owner, name, kind(str(getattr(owner, name))))
-
-
-def import_callable(owner: object, name: str) -> None:
-    """Turn the field `name` from a dotted path (``"package.module.function"``) into the object."""
-    value = getattr(owner, name)
-    if value is None or callable(value):
-        return
-    module, _, attribute = str(value).rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            Problem(
-                f"{type(owner).__name__}.{name}={value!r}",
-                "it is a callable or the dotted name of one",
-                f"Importing it failed with: {error}.",
-            )
-        ) from error
-    setattr(owner, name, found)
 
 
 class KwargsHandler:

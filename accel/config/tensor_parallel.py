@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel.config.handlers import check_minimum
+from accel.config.checks import check_minimum
 from accel.errors import ConfigError, Problem, nearest
 
 # Whole parameters among split activations: each process computes a part of their gradient.

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel.config.handlers import KwargsHandler, as_enum, check_choice, check_minimum
+from accel.config.checks import as_enum, check_choice, check_minimum
+from accel.config.handlers import KwargsHandler
 from accel.enums import DynamoBackend
 from accel.errors import ConfigError, Problem
 

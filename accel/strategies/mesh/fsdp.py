@@ -16,8 +16,8 @@ from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.nn import Parameter
 
+from accel.config.checks import import_callable
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.config.handlers import import_callable
 from accel.errors import ConfigError, Problem
 from accel.logging import get_logger
 from accel.prepared import Objects

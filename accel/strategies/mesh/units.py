@@ -12,8 +12,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
+from accel.config.checks import import_callable
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.config.handlers import import_callable
 from accel.errors import ConfigError, Problem, nearest
 from accel.logging import get_logger
 from accel.strategies.mesh.units_by_dtype import holds_all_uses, shared_parameters
