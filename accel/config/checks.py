@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterable
 
 from accel.enums import BaseEnum
-from accel.errors import ConfigError, Problem, unknown_choice
+from accel.errors import ConfigError, Problem, Problems, unknown_choice
 
 
 def check_choice(owner: object, name: str, known: Iterable[str], problems: list[Problem]) -> None:
@@ -32,9 +32,9 @@ def check_minimum(owner: object, name: str, minimum: float, problems: list[Probl
 
 def as_enum(owner: object, name: str, kind: type[BaseEnum]) -> None:
     """Turn the field `name` of `owner` from a string into its member of `kind`, or raise."""
-    problems: list[Problem] = []
+    problems = Problems()
     check_choice(owner, name, kind.list(), problems)
-    ConfigError.raise_if(problems)
+    problems.raise_if()
     if getattr(owner, name) is not None:
         setattr(owner, name, kind(str(getattr(owner, name))))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.config.checks import as_enum, check_choice, check_minimum, import_callable
 from accel.enums import DDPCommunicationHookType
-from accel.errors import ConfigError, Problem, nearest
+from accel.errors import ConfigError, Problem, Problems, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -82,10 +82,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         as_enum(self, "comm_hook", DDPCommunicationHookType)
         as_enum(self, "comm_wrapper", DDPCommunicationHookType)
-        problems: list[Problem] = []
+        problems = Problems()
         check_choice(self, "comm_wrapper", ("no", "fp16", "bf16"), problems)
         check_minimum(self, "bucket_cap_mb", 1, problems)
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
 
 @dataclass
@@ -179,7 +179,7 @@ class ProfileKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         import_callable(self, "on_trace_ready")
         schedule = dict(self.schedule_option or {})
-        problems = [
+        problems = Problems(
             Problem(
                 f"ProfileKwargs.activities={activity!r}",
                 f"each is one of {', '.join(ACTIVITIES)}",
@@ -187,7 +187,7 @@ class ProfileKwargs(KwargsHandler):
             )
             for activity in self.activities or ()
             if activity not in ACTIVITIES
-        ]
+        )
         problems += [
             Problem(
                 f"ProfileKwargs.schedule_option[{key!r}]",
@@ -198,14 +198,12 @@ class ProfileKwargs(KwargsHandler):
             if key not in SCHEDULE_KEYS
         ]
         if schedule and schedule.get("active", 0) < 1:
-            problems.append(
-                Problem(
-                    f"ProfileKwargs.schedule_option={schedule!r}",
-                    "a cycle records at least one step",
-                    "Give active=1 or more.",
-                )
+            problems.add(
+                f"ProfileKwargs.schedule_option={schedule!r}",
+                "a cycle records at least one step",
+                "Give active=1 or more.",
             )
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
     def build(self, on_trace_ready: Callable[[Any], None] | None = None) -> torch.profiler.profile:
         """Build a profiler with this configuration.

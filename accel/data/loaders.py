@@ -424,7 +424,13 @@ class SkipDataLoader(_MaybeStateful):
         return max(0, super().__len__() - self.skip_batches)
 
 
-@functools.cache
+_KINDS: dict[str, type[DataLoader[Any]]] = {
+    "StatefulDataLoaderShard": DataLoaderShard,
+    "StatefulDataLoaderDispatcher": DataLoaderDispatcher,
+    "StatefulSkipDataLoader": SkipDataLoader,
+}
+
+
 def stateful_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
     """Return the variant of a loader class of this module that is a `StatefulDataLoader`.
 
@@ -432,22 +438,24 @@ def stateful_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
         MissingPackageError: if torchdata is not installed.
     """
     require("torchdata", "use_stateful_dataloader=True", extra="stateful")
-    from accel.data import stateful
+    names = [name for name, known in _KINDS.items() if known is kind]
+    return _variant(names[0]) if names else kind
 
-    mixins: dict[type, type] = {
-        DataLoaderShard: stateful.Tracked,
-        DataLoaderDispatcher: stateful.TrackedOnMain,
-        SkipDataLoader: stateful.StatefulDataLoader,
-    }
-    if kind not in mixins:
-        return kind
-    return type(f"Stateful{kind.__name__}", (kind, mixins[kind]), {"__module__": __name__})
+
+@functools.cache
+def _variant(name: str) -> type[DataLoader[Any]]:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from accel.data.stateful import Tracked, TrackedOnMain
+
+    kind = _KINDS[name]
+    bases = {DataLoaderShard: Tracked, DataLoaderDispatcher: TrackedOnMain}
+    base: type = bases.get(kind, StatefulDataLoader)
+    return type(name, (kind, base), {"__module__": __name__})
 
 
 def __getattr__(name: str) -> Any:
-    """Return a stateful class by its name, by which pickle finds it."""
-    kinds = {f"Stateful{k.__name__}": k for k in (DataLoaderShard, DataLoaderDispatcher)}
-    kinds["StatefulSkipDataLoader"] = SkipDataLoader
-    if name not in kinds:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return stateful_class(kinds[name])
+    """Return a stateful variant by its name, by which pickle finds it."""
+    if name in _KINDS:
+        return _variant(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems
 
 _MASK = (1 << 64) - 1
 
@@ -193,27 +193,23 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
 
     def _check(self) -> None:
         name = type(self.batch_sampler).__name__
-        problems = []
+        problems = Problems()
         if not 0 <= self.process_index < self.num_processes:
-            problems.append(
-                Problem(
-                    f"process_index={self.process_index} of {self.num_processes} processes",
-                    "it is a rank below the number of processes",
-                    "Leave both out to take them from the process state.",
-                )
+            problems.add(
+                f"process_index={self.process_index} of {self.num_processes} processes",
+                "it is a rank below the number of processes",
+                "Leave both out to take them from the process state.",
             )
         if self.batch_size is None and (self.even_batches or self.split_batches):
-            problems.append(
-                Problem(
-                    f"a {name} without `batch_size`",
-                    "even or split batches want to know the size of a full batch",
-                    "Give the sampler an attribute `batch_size`, or set even_batches=False "
-                    "and split_batches=False.",
-                )
+            problems.add(
+                f"a {name} without `batch_size`",
+                "even or split batches want to know the size of a full batch",
+                "Give the sampler an attribute `batch_size`, or set even_batches=False "
+                "and split_batches=False.",
             )
         if self.batch_size is not None and self.split_batches:
             problems += split_problems(self.batch_size, self.num_processes)
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
     @property
     def total_length(self) -> int:
