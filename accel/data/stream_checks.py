@@ -29,6 +29,7 @@ _MANY = 100  # a pipeline has fewer stages; a longer list is data
 _LOOKS = 32  # batches of a pass at which ranks look for the others' first rounds
 _RANKS = {"rank", "getrank", "processindex", "globalrank", "dprank", "nodeid"}
 _SIZES = {"worldsize", "getworldsize", "numprocesses", "numreplicas", "dpsize", "numranks", "world"}
+_SHARD_COUNTS = ("num_shards", "n_shards")  # of Hugging Face data sets
 _SHARDING = {"splitbetweenprocesses", "splitbynode", "splitdatasetbynode"}
 # How many streams were prepared for a communicator.
 _PREPARED: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
@@ -221,55 +222,62 @@ def _lists_apart(found: Sequence[dict[str, str]]) -> str | None:
 def worker_problems(dataset: Any, num_workers: int, worker_init_fn: Any = None) -> list[Problem]:
     """Return what is wrong with reading an iterable data set in `num_workers` processes.
 
-    Each worker iterates over a copy of its own, so a data set that does not share out its samples
-    by `torch.utils.data.get_worker_info` gives each of them `num_workers` times.
+    Each worker iterates over a copy of its own, so a data set that does not divide its samples by
+    `torch.utils.data.get_worker_info` gives each of them `num_workers` times. One that declares
+    nothing is warned of. A `worker_init_fn` may divide them, too.
     """
-    if num_workers < 2 or worker_init_fn is not None or shards_by_worker(dataset):
+    if num_workers < 2 or worker_init_fn is not None:
         return []
-    name = type(dataset).__name__
-    return [
-        Problem(
-            f"num_workers={num_workers} with the iterable data set {name}",
-            f"it does not ask `torch.utils.data.get_worker_info()`, so each sample would come "
-            f"{num_workers} times",
-            "Share the samples out by worker in its `__iter__` (and set `shards_by_worker = True` "
-            "on it if that happens out of sight), or set num_workers=1.",
+    declared = shards_by_worker(dataset)
+    value = f"num_workers={num_workers} with the iterable data set {type(dataset).__name__}"
+    if declared is None:
+        rule = (
+            "it does not declare `shards_by_worker`: unless its `__iter__` divides the samples by "
+            f"`torch.utils.data.get_worker_info()`, each of them comes {num_workers} times"
         )
-    ]
+        remedy = "Set `shards_by_worker = True` on it if it divides them, else num_workers=1."
+        warnings.warn(str(Problem(value, rule, remedy)), stacklevel=4)
+    if declared is not False:
+        return []
+    rule = f"it declares `shards_by_worker = False`, so each sample would come {num_workers} times"
+    remedy = "Set num_workers=1, or divide the samples by `torch.utils.data.get_worker_info()`."
+    return [Problem(value, rule, remedy)]
 
 
-def shards_by_worker(dataset: Any) -> bool:
-    """Tell whether an iterable data set shares its samples out by loader worker.
+def shards_by_worker(dataset: Any) -> bool | None:
+    """Return whether an iterable data set declares that it divides its samples by loader worker.
 
-    It does if it says so by an attribute `shards_by_worker`, if torch does it (`IterDataPipe`), if
-    it counts its shards (`num_shards` of Hugging Face data sets), or if its code speaks of workers
-    (`get_worker_info`, a helper called `split_by_worker`).
+    It does by an attribute `shards_by_worker`. Data pipes of torch are sharded by torch, data sets
+    that count their shards (`num_shards` of Hugging Face) by themselves. A data set around others
+    that declares nothing itself divides its samples if all of them do.
+
+    Returns:
+        None where it is not known.
     """
-    declared = getattr(dataset, "shards_by_worker", None)
+    return _declared(dataset, _DEPTH)
+
+
+def _declared(value: Any, depth: int) -> bool | None:
+    declared = getattr(value, "shards_by_worker", None)
     if declared is not None:
         return bool(declared)
-    if isinstance(dataset, IterDataPipe) or any(
-        hasattr(dataset, name) for name in ("num_shards", "n_shards")
-    ):
+    if isinstance(value, IterDataPipe) or any(hasattr(value, name) for name in _SHARD_COUNTS):
         return True
-    return _speaks_of_workers(dataset, depth=4)
+    found = [_declared(part, depth - 1) for part in _sources(value, depth)]
+    if False in found:
+        return False
+    return True if found and None not in found else None
 
 
-def _speaks_of_workers(value: Any, depth: int) -> bool:
-    """Look for workers in the code of `value`, of its classes and of what it holds."""
-    code = getattr(value, "__code__", None)
-    if code is not None:
-        return _names_workers(code)
-    methods = [item for kind in type(value).__mro__[:-1] for item in vars(kind).values()]
-    codes = [getattr(method, "__code__", None) for method in methods]
-    if any(_names_workers(code) for code in codes if code is not None):
-        return True
-    return depth > 0 and any(_speaks_of_workers(item, depth - 1) for item in _held_by(value))
-
-
-def _names_workers(code: CodeType) -> bool:
-    names = ((part.co_name, *part.co_names, *part.co_varnames) for part in _codes_within(code))
-    return any("worker" in name for name in itertools.chain.from_iterable(names))
+def _sources(value: Any, depth: int) -> Iterator[Any]:
+    """Yield the data sets that a data set holds."""
+    for part in _held_by(value) if depth > 0 else ():
+        if isinstance(part, (list, tuple, Mapping)):
+            yield from _sources(part, depth - 1)
+        elif isinstance(part, IterableDataset) or any(
+            hasattr(part, name) for name in ("shards_by_worker", *_SHARD_COUNTS)
+        ):
+            yield part
 
 
 # -- what every rank reads -----------------------------------------------------------------------

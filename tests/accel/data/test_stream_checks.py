@@ -312,6 +312,8 @@ def test_a_data_pipe_of_several_processes_is_refused() -> None:
 class ByWorker(Numbers):
     """Shards its numbers by worker."""
 
+    shards_by_worker = True
+
     def __iter__(self):
         info = torch.utils.data.get_worker_info()
         start, step = (0, 1) if info is None else (info.id, info.num_workers)
@@ -326,25 +328,49 @@ class Around(IterableDataset[int]):
         return iter(self.inner)
 
 
-def split_by_worker(samples):
-    return samples
+class Undeclared(ByWorker):
+    shards_by_worker = None
 
 
-def test_what_shares_out_by_worker_is_found() -> None:
-    assert shards_by_worker(ByWorker())
-    assert shards_by_worker(Around(Around(ByWorker())))
-    assert not shards_by_worker(Numbers())
-    assert shards_by_worker(Pipeline(Numbers(), split_by_worker))
-    assert not shards_by_worker(Pipeline(Numbers(), list))
-    declared = Around(Numbers())
-    declared.shards_by_worker = True
-    assert shards_by_worker(declared)
+class Counted(Numbers):
+    """Counts its shards, as data sets of Hugging Face do."""
+
+    num_shards = 4
 
 
-def test_workers_that_would_repeat_samples_are_a_problem() -> None:
-    (problem,) = worker_problems(Numbers(), 2)
+def test_the_declaration_of_a_data_set_or_of_those_that_it_holds_counts() -> None:
+    assert shards_by_worker(ByWorker()) is True
+    assert shards_by_worker(Counted()) is True
+    assert shards_by_worker(IterableWrapper([1])) is True
+    assert shards_by_worker(Around(Around(ByWorker()))) is True
+    assert shards_by_worker(Pipeline([ByWorker(), Counted()])) is True
+    assert shards_by_worker(Numbers()) is None
+    assert shards_by_worker(Undeclared()) is None
+    assert shards_by_worker(Pipeline([ByWorker(), Numbers()])) is None
+    declared = Around(ByWorker())
+    declared.shards_by_worker = False
+    assert shards_by_worker(declared) is False
+    assert shards_by_worker(Pipeline([ByWorker(), declared])) is False
+
+
+def test_workers_of_an_undeclared_stream_are_warned_of() -> None:
+    for stream in (Numbers(), Undeclared(), Around(Numbers())):
+        with pytest.warns(UserWarning, match="each of them comes 2 times") as caught:
+            assert worker_problems(stream, 2) == []
+        assert "shards_by_worker = True" in str(caught[0].message)
+
+
+def test_workers_that_repeat_samples_by_declaration_are_a_problem() -> None:
+    stream = Numbers()
+    stream.shards_by_worker = False
+    (problem,) = worker_problems(stream, 2)
     assert "each sample would come 2 times" in str(problem)
     assert "num_workers=1" in str(problem)
-    assert worker_problems(Numbers(), 1) == []
-    assert worker_problems(ByWorker(), 2) == []
-    assert worker_problems(Numbers(), 2, worker_init_fn=print) == []
+
+
+def test_workers_that_may_divide_the_samples_are_no_problem() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert worker_problems(Numbers(), 1) == []
+        assert worker_problems(ByWorker(), 2) == []
+        assert worker_problems(Numbers(), 2, worker_init_fn=print) == []
