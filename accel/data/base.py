@@ -9,14 +9,10 @@ import torch
 from torch.utils.data import IterableDataset
 
 from accel import rng
+from accel.data.loader_arguments import index_arguments, index_sampler, loader_arguments
 from accel.data.ordered_loader import OrderedLoader
 from accel.data.passes import Pass, begun_after
-from accel.data.samplers import (
-    SkipBatchSampler,
-    index_arguments,
-    index_sampler,
-    loader_arguments,
-)
+from accel.data.samplers import SkipBatchSampler
 from accel.state import GradientState
 from accel.window_ends import Reading
 

@@ -16,13 +16,13 @@ from accel.data import stream_checks
 from accel.data.base import PreparedLoader
 from accel.data.batch_layout import SampleLayout, cut_samples, num_samples
 from accel.data.iterable import IterableDatasetShard
+from accel.data.loader_arguments import index_sampler
 from accel.data.rounds import RoundReader
 from accel.data.samplers import (
     BatchSamplerShard,
     CompletedBatchSampler,
     SamplerShard,
     added_indices,
-    index_sampler,
     last_batch_remainder,
     samplers,
     total_batch_size,

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel.data import epochs, workers
 from accel.data.iterable import IterableDatasetShard
+from accel.data.loader_arguments import index_sampler
 from accel.data.order import (
     DrawnSampler,
     Order,
@@ -26,7 +27,6 @@ from accel.data.sampler_draws import Drawn
 from accel.data.samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
-    index_sampler,
     sampler_epoch,
     samplers,
     set_sampler_epoch,

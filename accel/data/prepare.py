@@ -13,6 +13,7 @@ from accel.data import stream_checks
 from accel.data.base import PreparedLoader
 from accel.data.common_order import Ordering
 from accel.data.iterable import IterableDatasetShard
+from accel.data.loader_arguments import index_arguments, index_sampler, loader_arguments
 from accel.data.loaders import (
     DataLoaderDispatcher,
     DataLoaderShard,
@@ -25,9 +26,6 @@ from accel.data.samplers import (
     CompletedBatchSampler,
     SamplerShard,
     SkipBatchSampler,
-    index_arguments,
-    index_sampler,
-    loader_arguments,
     split_problems,
 )
 from accel.enums import RNGType
