@@ -1,28 +1,48 @@
-"""Names of a package that are imported when they are first used (PEP 562)."""
+"""Public names of a package that are imported when they are first used (PEP 562).
+
+The package's ``__init__.pyi`` is the table, in which type checkers look, too: each line is
+``from package.module import name as name``.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 import sys
 from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 
-def attribute(package: str, places: Mapping[str, str], name: str) -> Any:
-    """Return what `name` of `package` stands for, and keep it there for the next time.
+@functools.cache
+def public_names(package: str) -> Mapping[str, str]:
+    """Return the module of each public name of a package, from its ``__init__.pyi``."""
+    stub = Path(str(sys.modules[package].__file__)).with_suffix(".pyi")
+    lines = ast.parse(stub.read_text(encoding="utf-8")).body
+    imports = [line for line in lines if isinstance(line, ast.ImportFrom)]
+    return MappingProxyType(
+        {alias.name: str(line.module) for line in imports for alias in line.names}
+    )
 
-    Args:
-        package: name of the package.
-        places: "module", or "module:name" where that differs, by public name.
-        name: the name that was asked for.
+
+def attribute(package: str, name: str) -> Any:
+    """Return the public name `name` of a package, and keep it there for the next time.
 
     Raises:
         AttributeError: if the package has no such name.
     """
-    place = places.get(name)
-    if place is None:
+    modules = public_names(package)
+    if name == "__all__":
+        return list(modules)
+    if name not in modules:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    module, _, own_name = place.partition(":")
-    value = getattr(importlib.import_module(module), own_name or name)
+    value = getattr(importlib.import_module(modules[name]), name)
     setattr(sys.modules[package], name, value)
     return value
+
+
+def names(package: str) -> list[str]:
+    """Return what `dir` shows of a package."""
+    return sorted({*vars(sys.modules[package]), *public_names(package)})

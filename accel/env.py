@@ -14,8 +14,15 @@ from typing import overload
 
 from accel.errors import ConfigError, Problem
 
-TRUE = frozenset({"1", "true", "yes", "y", "on", "t"})
-FALSE = frozenset({"", "0", "false", "no", "n", "off", "f"})
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "y", "on", "t"), True),
+    **dict.fromkeys(("0", "false", "no", "n", "off", "f"), False),
+}
+
+
+def parse_bool(text: object) -> bool | None:
+    """Return what a text such as "yes", "off" or "1" means; None if it is no such word."""
+    return _BOOLEANS.get(str(text).strip().lower())
 
 
 def read(name: str, default: str | None = None) -> str | None:
@@ -33,16 +40,17 @@ def flag(name: str, variables: Mapping[str, str] = os.environ) -> bool:
     Raises:
         ConfigError: if it says neither yes nor no.
     """
-    value = variables.get(name, "").strip().lower()
-    if value not in TRUE | FALSE:
+    text = variables.get(name, "")
+    value = parse_bool(text) if text.strip() else False
+    if value is None:
         raise ConfigError(
             Problem(
-                f"{name}={variables[name]!r} (environment)",
+                f"{name}={text!r} (environment)",
                 "expected true or false",
                 f"Set {name}=1 or {name}=0.",
             )
         )
-    return value in TRUE
+    return value
 
 
 def optional_flag(name: str) -> bool | None:

@@ -75,6 +75,48 @@ class ConfigError(AccelError, ValueError):
             raise cls(*problems)
 
 
+class Problems(list[Problem]):
+    """What is wrong with a configuration, collected to be reported all at once.
+
+    Attributes:
+        not_built: documented options that this version does not offer yet.
+    """
+
+    def __init__(self, problems: Iterable[Problem] = ()) -> None:
+        super().__init__(problems)
+        self.not_built: list[Problem] = []
+
+    def add(self, value: str, rule: str, remedy: str) -> None:
+        """Add a problem.
+
+        Args:
+            value: what was given and where.
+            rule: what holds instead.
+            remedy: what to do.
+        """
+        self.append(Problem(value, rule, remedy))
+
+    def add_not_built(self, value: str, remedy: str) -> None:
+        """Add an option that this version does not offer yet.
+
+        Args:
+            value: what was given and where.
+            remedy: what to do.
+        """
+        self.not_built.append(Problem(value, "this version does not offer it yet", remedy))
+
+    def raise_if(self) -> None:
+        """Raise one error that names all of it, or return if there is nothing.
+
+        Raises:
+            ConfigError: if there is a problem.
+            NotBuiltError: if options are missing and nothing else is wrong.
+        """
+        if self.not_built and not self:
+            raise NotBuiltError(*self.not_built)
+        ConfigError.raise_if([*self, *self.not_built])
+
+
 class NotBuiltError(ConfigError):
     """A documented option that this version does not offer yet."""
 
@@ -131,6 +173,11 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
+def did_you_mean(*candidates: str) -> str:
+    """Return the question that names the likeliest valid names."""
+    return f"Did you mean {' or '.join(map(repr, candidates))}?"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the sentence that helps a person who mistyped `name`.
 
@@ -142,10 +189,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
         ``"Did you mean 'x'?"`` where a valid name is close, else the list of valid names.
     """
     names = [str(candidate) for candidate in known]
-    # A transposition in a short name ("cnm" for "cnn") may fall below the usual ratio.
-    close = closest(name, names) or (closest(name, names, 0.5) if len(name) <= 4 else None)
+    # A transposition in a short name ("cnm" for "cnn") falls below the usual ratio.
+    close = closest(name, names, cutoff=0.5 if len(name) <= 4 else 0.6)
     if close is not None:
-        return f"Did you mean {close!r}?"
+        return did_you_mean(close)
     return "Known names: " + (", ".join(sorted(set(names))) or "none") + "."
 
 

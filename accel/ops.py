@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 
 from accel.comm.base import Communicator, ReduceOp
+from accel.comm.flat import exchange_flat
 from accel.errors import ConfigError, DistributedOperationException, unknown_choice
 from accel.state import PartialState
 from accel.tree import flatten, honor_type, is_tensor, iterate, like_mapping, recursively_apply
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
-Exchange = Callable[[torch.Tensor], torch.Tensor]
 REDUCTIONS = ("mean", "sum", "min", "max", "none")
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -92,31 +91,6 @@ def _verified(describe: Callable[[Any], Any]) -> Callable[[Operation], Operation
 # -- collectives -----------------------------------------------------------------------------
 
 
-def _exchange(leaves: Sequence[torch.Tensor], exchange: Exchange) -> list[torch.Tensor]:
-    """Exchange tensors, joined by type and device.
-
-    Args:
-        leaves: tensors of any shapes.
-        exchange: takes [n] and returns [k * n], the answer of k ranks one after the other.
-
-    Returns:
-        For each leaf [...], its answer [k, ...].
-    """
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
-    for index, leaf in enumerate(leaves):
-        groups[leaf.dtype, leaf.device].append(index)
-    answers: dict[int, torch.Tensor] = {}
-    for indices in groups.values():
-        parts = [leaves[index].detach().reshape(-1) for index in indices]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        answer = exchange(joined)
-        ranks = answer.numel() // joined.numel() if joined.numel() else 1
-        sizes = [part.numel() for part in parts]
-        for index, piece in zip(indices, answer.view(ranks, -1).split(sizes, dim=1), strict=True):
-            answers[index] = piece.reshape(ranks, *leaves[index].shape)
-    return [answers[index] for index in range(len(leaves))]
-
-
 @_verified(_shapes)
 def gather(tensor: Any) -> Any:
     """Gather nested tensors from all processes.
@@ -140,7 +114,7 @@ def gather(tensor: Any) -> Any:
     leaves = [leaf.reshape(1) if leaf.ndim == 0 else leaf for leaf in leaves]
     empty = [leaf.new_empty((comm.world_size * leaf.shape[0], *leaf.shape[1:])) for leaf in leaves]
     full = [index for index, leaf in enumerate(leaves) if leaf.numel()]
-    gathered = _exchange([leaves[index] for index in full], comm.all_gather)
+    gathered = exchange_flat([leaves[index] for index in full], comm.all_gather)
     for index, answer in zip(full, gathered, strict=True):
         empty[index] = answer.flatten(0, 1)
     return rebuild(empty)
@@ -179,7 +153,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     if comm.world_size == 1:
         return tensor
     leaves, rebuild = flatten(tensor, error_on_other_type=True)
-    received = _exchange(leaves, functools.partial(comm.broadcast, source=from_process))
+    received = exchange_flat(leaves, functools.partial(comm.broadcast, source=from_process))
     return rebuild([answer[0] for answer in received])
 
 
@@ -222,7 +196,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         return rebuild([leaf * scale for leaf in leaves])
     op = cast(ReduceOp, reduction)
     exchange = functools.partial(PartialState().comm.all_reduce, op=op, scale=scale)
-    return rebuild([answer[0] for answer in _exchange(leaves, exchange)])
+    return rebuild([answer[0] for answer in exchange_flat(leaves, exchange)])
 
 
 @_verified(_dims)

@@ -258,10 +258,20 @@ def _restore_accelerator(state: Mapping[str, Any] | None) -> None:
 
 
 @contextlib.contextmanager
-def preserved() -> Iterator[None]:
-    """Context after which all generators are as before."""
-    state = capture()
+def preserved(device: bool = True) -> Iterator[None]:
+    """Context after which the generators are as before.
+
+    Args:
+        device: whether that of the accelerator is among them; else only the host's are.
+    """
+    accelerator = _accelerator() if device else None
+    states = random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()
+    on_device = None if accelerator is None else accelerator.get_rng_state()
     try:
         yield
     finally:
-        restore(state)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if accelerator is not None:
+            accelerator.set_rng_state(on_device)

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers import python
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_LINES = 520
+MAX_LINES = 500
 
 # First match wins; a module may import from its own layer and from lower ones.
 LAYERS: list[tuple[str, int]] = [
@@ -210,8 +210,7 @@ def rooms_reached(tree: ast.AST) -> set[str]:
     reached = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "runner":
-            below = (node.module or "").split(".")[1:]
-            reached.update(below[:1] or [alias.name for alias in node.names])
+            reached.update((node.module or "").split(".")[1:2] or [a.name for a in node.names])
         elif isinstance(node, ast.Import):
             parts = [alias.name.split(".") for alias in node.names]
             reached.update(part[1] for part in parts if part[0] == "runner" and len(part) > 1)
@@ -261,17 +260,17 @@ def imported_modules(tree: ast.AST, known: set[str]) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def test_no_module_of_the_runner_imports_itself_by_way_of_others() -> None:
-    trees = {module: tree for module, _, tree in sources("runner")}
-    graph = {
-        name: set(imported_modules(tree, set(trees))) & {*trees} for name, tree in trees.items()
-    }
-    while graph:
-        leaves = {name for name, targets in graph.items() if not targets & {*graph}}
-        if not leaves:
+@pytest.mark.parametrize("package", ["accel", "runner"])
+def test_no_module_imports_itself_by_way_of_others(package: str) -> None:
+    trees = {module.removesuffix(".__init__"): tree for module, _, tree in sources(package)}
+    graph = {name: {*imported_modules(tree, set(trees))} & {*trees} for name, tree in trees.items()}
+    while True:  # those that import none of the others, or are imported by none, are in no cycle
+        targets = set().union(*graph.values())
+        left = {name: graph[name] & {*graph} for name in graph if graph[name] and name in targets}
+        if left == graph:
             break
-        graph = {name: targets for name, targets in graph.items() if name not in leaves}
-    assert sorted(graph) == []
+        graph = {name: found & {*left} for name, found in left.items()}
+    assert graph == {}
 
 
 @pytest.mark.parametrize("package", ["accel", "runner", "tests"])

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import accel
 import accel.utils
+import runner
 from accel import Accelerator
+from accel._lazy import public_names
 from tests.helpers import python
 
 # Paths as in the documentation, the package's name apart.
@@ -196,12 +198,11 @@ def test_documented_attributes_exist() -> None:
     assert [name for name in PROPERTIES.split() if not hasattr(accelerator, name)] == []
 
 
-@pytest.mark.parametrize("package", [accel, accel.utils])
-def test_the_table_the_types_and_all_agree(package: object) -> None:
-    source = Path(inspect.getfile(package)).read_text()  # type: ignore[arg-type]
-    typed = re.findall(r"^    from \S+ import \w+ as (\w+)$", source, flags=re.MULTILINE)
-    assert sorted(typed) == sorted(package._PLACES) == sorted(package.__all__)  # type: ignore[attr-defined]
-    for name in package.__all__:  # type: ignore[attr-defined]
+@pytest.mark.parametrize("package", [accel, accel.utils, runner])
+def test_every_name_of_the_table_is_there(package: ModuleType) -> None:
+    assert package.__all__ == list(public_names(package.__name__))
+    assert set(package.__all__) <= set(dir(package))
+    for name in package.__all__:
         assert getattr(package, name) is not None
 
 
@@ -209,6 +210,13 @@ def test_the_table_the_types_and_all_agree(package: object) -> None:
 def test_the_other_facades_say_what_they_hold(path: str) -> None:
     module = importlib.import_module(path)
     assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_a_submodule_of_the_runner_is_imported_without_the_engine() -> None:
+    probe = "import sys; from runner import cli, exit_codes; print('accel' in sys.modules)"
+    command = python("-c", probe)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert answer.stdout.strip() == "False"
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -13,7 +13,7 @@ from accel.strategies import table
 PLUGIN = """
 from dataclasses import dataclass
 
-from accel.config.handlers import check_choice
+from accel.config.checks import check_choice
 from accel.errors import ConfigError
 
 

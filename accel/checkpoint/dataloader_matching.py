@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel.data.iterable import IterableDatasetShard
-from accel.data.samplers import index_sampler, inner_sampler
+from accel.data.loader_arguments import index_sampler
+from accel.data.samplers import inner_sampler
 
 Description = dict[str, Any]
 

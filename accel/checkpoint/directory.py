@@ -14,6 +14,7 @@ lists size and digest of every file and is written last.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -421,15 +422,28 @@ def prune(
 # -- small parts ---------------------------------------------------------------------------
 
 
-def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write one file so that a reader sees its old or its new content, never a part."""
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Context that gives a path to write to, which takes the name `path` when all is written.
+
+    A reader sees the old or the new content, never a part. What fails leaves nothing behind.
+
+    Args:
+        path: the file that is replaced, or created.
+    """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
     try:
-        partial.write_bytes(content)
+        yield partial
         replace_file(partial, target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write one file so that a reader sees its old or its new content, never a part."""
+    with replacing(path) as partial:
+        partial.write_bytes(content)
 
 
 def replace_file(written: Path, final: Path) -> None:

@@ -57,16 +57,12 @@ def save(
 
 
 def save_to_path(value: Any, path: Path, safe: bool) -> None:
-    """Write any object to a path, which is replaced whole."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    """Write any object to a path, which is replaced atomically."""
+    with directory.replacing(path) as partial:
         if safe:
             write_tensors(value, partial)
         else:
             torch.save(value, partial)
-        directory.replace_file(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def save_to_file(value: Any, file: BinaryIO, safe: bool) -> None:

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from accel.checkpoint import weight_files
 from accel.checkpoint.weight_files import Shapes
 from accel.device import default_device_type, device_count
-from accel.errors import CheckpointError, ConfigError, NotBuiltError, Problem, nearest
+from accel.errors import CheckpointError, ConfigError, Problem, Problems, nearest
 from accel.logging import get_logger
 from accel.state import PartialState
 from accel.wrapping import own_module
@@ -90,21 +90,19 @@ def load_checkpoint_in_model(
 
 
 def _refuse_unbuilt(device_map: Any, to_disk: str, eight_bit: bool, full: bool) -> None:
-    problems = []
-    later = "it is not built yet"
+    problems = Problems()
     if isinstance(device_map, str):
         remedy = 'Give devices by submodule, such as {"": "cpu"}.'
-        problems.append(Problem(f"device_map={device_map!r}", later, remedy))
+        problems.add_not_built(f"device_map={device_map!r}", remedy)
     elif on_disk := [name for name, device in (device_map or {}).items() if device == "disk"]:
-        value = f"device_map sends {on_disk} to 'disk' ({to_disk})"
-        problems.append(Problem(value, f"offloading: {later}", "Name a device."))
+        value = f"offloading: device_map sends {on_disk} to 'disk' ({to_disk})"
+        problems.add_not_built(value, "Name a device.")
     if eight_bit:
-        problems.append(Problem("offload_8bit_bnb=True", later, "Leave it out."))
+        problems.add_not_built("offload_8bit_bnb=True", "Leave it out.")
     if not full:
-        remedy = "Save the whole weights, with `save_model`."
-        problems.append(Problem("full_state_dict=False", later, remedy))
-    if problems:
-        raise NotBuiltError(*problems)
+        remedy = "Save full, not sharded, weights with `save_model`."
+        problems.add_not_built("full_state_dict=False", remedy)
+    problems.raise_if()
 
 
 def _source(
@@ -145,7 +143,7 @@ class _Plan:
         self.model = model
         self.state: dict[str, Any] = model.state_dict(keep_vars=True)
         self.ties = list(ties(model))
-        problems: list[Problem] = []
+        problems = Problems()
         self._dtype = _as_dtype(dtype, problems)
         self._devices = {
             name: _as_device(name, device, problems) for name, device in (device_map or {}).items()
@@ -153,7 +151,7 @@ class _Plan:
         self._kept = set(keep_in_fp32)
         problems += self._unknown_names()
         problems += self._without_device(device_map is None)
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
     def _unknown_names(self) -> Iterator[Problem]:
         modules = [name for name, _ in self.model.named_modules() if name]
@@ -248,18 +246,18 @@ def _place_of(model: torch.nn.Module, name: str) -> tuple[dict[str, Any], str]:
     return (owner._parameters if key in owner._parameters else owner._buffers), key
 
 
-def _as_dtype(dtype: str | torch.dtype | None, problems: list[Problem]) -> torch.dtype | None:
+def _as_dtype(dtype: str | torch.dtype | None, problems: Problems) -> torch.dtype | None:
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if isinstance(found, torch.dtype):
         return found
     names = ("float32", "float16", "bfloat16", "float64")
-    problems.append(Problem(f"dtype={dtype!r}", "it is a dtype of torch", nearest(dtype, names)))
+    problems.add(f"dtype={dtype!r}", "it is a dtype of torch", nearest(dtype, names))
     return None
 
 
-def _as_device(name: str, device: AnyDevice, problems: list[Problem]) -> torch.device:
+def _as_device(name: str, device: AnyDevice, problems: Problems) -> torch.device:
     """Return a device of this machine."""
     kind = f"{default_device_type()}:{device}" if isinstance(device, int) else str(device)
     value = f"device_map[{name!r}]={device!r}"
@@ -267,14 +265,14 @@ def _as_device(name: str, device: AnyDevice, problems: list[Problem]) -> torch.d
         found = torch.device(kind)
         count = 1 if found.type in ("cpu", "meta") else device_count(found.type)
     except (RuntimeError, ConfigError) as error:
-        problems.append(Problem(value, f"it is no device ({str(error).splitlines()[0]})", _DEVICES))
+        problems.add(value, f"it is no device ({str(error).splitlines()[0]})", _DEVICES)
         return torch.device("cpu")
     if isinstance(device, int) and found.type == "cpu":
-        problems.append(Problem(value, "this machine has no accelerator", _DEVICES))
+        problems.add(value, "this machine has no accelerator", _DEVICES)
     elif (found.index or 0) >= count:
-        problems.append(Problem(value, f"this machine has {count} {found.type} devices", _DEVICES))
+        problems.add(value, f"this machine has {count} {found.type} devices", _DEVICES)
     elif found.type == "meta":
-        problems.append(Problem(value, "weights on meta have no memory", _DEVICES))
+        problems.add(value, "weights on meta have no memory", _DEVICES)
     return found
 
 

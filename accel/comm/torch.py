@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
 
 from accel.comm.base import Communicator, ReduceOp
 from accel.comm.local import scaled
+from accel.comm.rendezvous import connect_store
 from accel.device import synchronize
 from accel.errors import StateError
 
@@ -45,18 +46,20 @@ MOVABLE = frozenset(
 
 
 @dataclass
-class _Meeting:
-    """Where the processes met, how often they did so there, and who holds the group."""
+class _Rendezvous:
+    """Rendezvous store, number of groups built on it, and the default group that was built here."""
 
     store: Store | None = None
     address: tuple[str | None, int | None, int] | None = None
-    count: int = 0
+    num_groups: int = 0
     group: dist.ProcessGroup | None = field(default=None, repr=False)
-    # References to what lets go of the group.
-    holders: list[Callable[[], Callable[[], None] | None]] = field(default_factory=list, repr=False)
+    # References to the callbacks that release references to the group.
+    callbacks: list[Callable[[], Callable[[], None] | None]] = field(
+        default_factory=list, repr=False
+    )
 
 
-_MEETING = _Meeting()
+_RENDEZVOUS = _Rendezvous()
 
 
 def _next_store(plan: Plan) -> Store:
@@ -67,20 +70,13 @@ def _next_store(plan: Plan) -> Store:
     """
     environment = plan.environment
     address = (environment.master_addr, environment.master_port, environment.restart_count)
-    if _MEETING.store is None or _MEETING.address != address:
-        _MEETING.store = TCPStore(
-            environment.master_addr or "localhost",
-            environment.master_port or 0,
-            world_size=plan.world_size,
-            is_master=plan.rank == 0 and not environment.agent_store,
-            timeout=plan.init.timeout or default_pg_timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-        _MEETING.address, _MEETING.count = address, 0
-    _MEETING.count += 1
-    prefix = f"accel/{environment.run_id}/{environment.restart_count}/{_MEETING.count}"
-    return PrefixStore(prefix, _MEETING.store)
+    if _RENDEZVOUS.store is None or _RENDEZVOUS.address != address:
+        timeout = plan.init.timeout or default_pg_timeout
+        _RENDEZVOUS.store = connect_store(environment, timeout, plan.world_size)
+        _RENDEZVOUS.address, _RENDEZVOUS.num_groups = address, 0
+    _RENDEZVOUS.num_groups += 1
+    prefix = f"accel/{environment.run_id}/{environment.restart_count}/{_RENDEZVOUS.num_groups}"
+    return PrefixStore(prefix, _RENDEZVOUS.store)
 
 
 def _build_group(plan: Plan) -> None:
@@ -102,7 +98,7 @@ def _build_group(plan: Plan) -> None:
     else:
         options["init_method"] = plan.init.init_method
     dist.init_process_group(**options)
-    _MEETING.group = dist.group.WORLD
+    _RENDEZVOUS.group = dist.group.WORLD
 
 
 def _leave_at_exit() -> None:
@@ -116,7 +112,7 @@ def _leave_at_exit() -> None:
     """
     with contextlib.ExitStack() as stack:  # all of it, whatever fails
         stack.callback(_leave_group)
-        for reference in _MEETING.holders:
+        for reference in _RENDEZVOUS.callbacks:
             let_go = reference()
             if let_go is not None:
                 stack.callback(let_go)
@@ -129,13 +125,13 @@ def _leave_group() -> None:
     wait for ranks that still compute.
     """
     failure = getattr(sys, "last_value", None)
-    if dist.is_initialized() and dist.group.WORLD is _MEETING.group:
+    if dist.is_initialized() and dist.group.WORLD is _RENDEZVOUS.group:
         gloo = dist.get_backend() == "gloo"
         if gloo and failure is not None:
             _forget_locals(failure)
         if gloo or failure is None:
             dist.destroy_process_group()
-    _MEETING.group = None
+    _RENDEZVOUS.group = None
 
 
 def _forget_locals(failure: BaseException) -> None:
@@ -269,19 +265,20 @@ class TorchCommunicator(Communicator):
         """Have `let_go` called when the process ends: under gloo, whose threads must end first."""
         if self.backend != "gloo":
             return
-        _MEETING.holders = [known for known in _MEETING.holders if known() not in (None, let_go)]
+        live = [one for one in _RENDEZVOUS.callbacks if one() not in (None, let_go)]
         weak = inspect.ismethod(let_go)
-        _MEETING.holders.append(weakref.WeakMethod(let_go) if weak else lambda: let_go)
+        reference: Callable[[], Any] = weakref.WeakMethod(let_go) if weak else lambda: let_go
+        _RENDEZVOUS.callbacks = [*live, reference]
 
     def close(self) -> None:
         """Wait for the device and for every rank, then leave the group (if it was built here)."""
         if self.closed:
             return
-        if dist.is_initialized() and dist.group.WORLD is _MEETING.group:
+        if dist.is_initialized() and dist.group.WORLD is _RENDEZVOUS.group:
             synchronize(self.device)
             self.barrier()
             dist.destroy_process_group()
-            _MEETING.group = None
+            _RENDEZVOUS.group = None
         self.closed = True
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any
 
+from accel.config.checks import check_choice, check_minimum
 from accel.config.deepspeed_json import (
     AUTO,
     DEVICES,
@@ -23,7 +24,6 @@ from accel.config.deepspeed_json import (
     stage_problems,
     value_at,
 )
-from accel.config.handlers import check_choice, check_minimum
 from accel.errors import ConfigError, Problem, nearest
 
 # Told of each plugin that is selected, or that switches sharding while models are built.

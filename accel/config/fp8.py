@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel.config.handlers import KwargsHandler, check_choice, check_minimum, import_callable
-from accel.errors import ConfigError, Problem
+from accel.config.checks import check_choice, check_minimum, import_callable
+from accel.config.handlers import KwargsHandler
+from accel.errors import ConfigError, Problem, Problems
 
 DELAYED_SCALING: dict[str, Any] = {
     "use_autocast_during_eval": False,
@@ -32,19 +33,17 @@ def _fill(owner: object, defaults: Mapping[str, Any]) -> None:
             setattr(owner, name, default)
 
 
-def _check_delayed_scaling(owner: Any, problems: list[Problem]) -> None:
+def _check_delayed_scaling(owner: Any, problems: Problems) -> None:
     check_choice(owner, "fp8_format", ("HYBRID", "E4M3", "E5M2"), problems)
     check_choice(owner, "amax_compute_algo", ("max", "most_recent"), problems)
     check_minimum(owner, "interval", 1, problems)
     check_minimum(owner, "amax_history_len", 1, problems)
     switches = owner.override_linear_precision = tuple(owner.override_linear_precision)
     if len(switches) != 3 or not all(isinstance(switch, bool) for switch in switches):
-        problems.append(
-            Problem(
-                f"{type(owner).__name__}.override_linear_precision={switches!r}",
-                "it is three switches: fprop, dgrad, wgrad",
-                "Give (False, False, True), say.",
-            )
+        problems.add(
+            f"{type(owner).__name__}.override_linear_precision={switches!r}",
+            "it is three switches: fprop, dgrad, wgrad",
+            "Give (False, False, True), say.",
         )
 
 
@@ -78,9 +77,9 @@ class TERecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         _fill(self, {**DELAYED_SCALING, "use_mxfp8_block_scaling": False})
-        problems: list[Problem] = []
+        problems = Problems()
         _check_delayed_scaling(self, problems)
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
 
 @dataclass
@@ -98,9 +97,9 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         _fill(self, {"opt_level": OPT_LEVEL})
-        problems: list[Problem] = []
+        problems = Problems()
         check_choice(self, "opt_level", OPT_LEVELS, problems)
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
 
 @dataclass
@@ -174,11 +173,11 @@ class FP8RecipeKwargs(KwargsHandler):
         if self.backend is not None:
             self.backend = str(self.backend).upper()
         _fill(self, {**DELAYED_SCALING, "opt_level": OPT_LEVEL})
-        problems: list[Problem] = []
+        problems = Problems()
         check_choice(self, "backend", ("TE", "MSAMP"), problems)
         check_choice(self, "opt_level", OPT_LEVELS, problems)
         _check_delayed_scaling(self, problems)
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
 
 RECIPES: tuple[type[KwargsHandler], ...] = (

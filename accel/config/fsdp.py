@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel.config.handlers import check_choice, check_minimum
-from accel.errors import ConfigError, NotBuiltError, Problem, nearest
+from accel.config.checks import check_choice, check_minimum
+from accel.env import parse_bool
+from accel.errors import NotBuiltError, Problem, Problems, nearest
 
 # The older wrapper's strategies in the order of their numbers, from 1:
 # (reshard_after_forward, dp_replicate_size).
@@ -43,10 +44,6 @@ FORMATS = {"no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16
 POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 TRANSLATED = (*POLICY_FIELDS, "buffer_dtype", "cast_root_forward_inputs")
 OLDER_POLICY_FIELDS = ("buffer_dtype", "keep_low_precision_grads", "cast_root_forward_inputs")
-SWITCHES = {
-    **dict.fromkeys(("true", "yes", "on", "y", "1"), True),
-    **dict.fromkeys(("false", "no", "off", "n", "0"), False),
-}
 SWITCH_FIELDS = (
     "limit_all_gathers",
     "use_orig_params",
@@ -163,12 +160,12 @@ class FullyShardedDataParallelPlugin:
         return FORMATS.get(name, name)
 
     def __post_init__(self) -> None:
-        problems: list[Problem] = []
+        problems = Problems()
         _parse_switches(self, problems)
         told = _translate(self, problems)
         _check_wrapping(self, problems)
         _check_values(self, problems)
-        ConfigError.raise_if(problems)
+        problems.raise_if()
         if self.activation_checkpointing_offload:
             raise NotBuiltError(_not_yet("activation_checkpointing_offload=True"))
         if self.state_dict_type == "SHARDED_STATE_DICT":
@@ -190,7 +187,8 @@ def from_variables(variables: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         ConfigError: naming each one whose text makes no sense.
     """
-    fields, problems = {}, []
+    fields: dict[str, Any] = {}
+    problems = Problems()
     for name, text in variables.items():
         if name not in VARIABLES:
             continue
@@ -199,10 +197,8 @@ def from_variables(variables: Mapping[str, str]) -> dict[str, Any]:
         except ValueError:
             what = "a whole number" if name in ("VERSION", "MIN_NUM_PARAMS") else "a switch"
             what += " or a number of processes" if name == "RESHARD_AFTER_FORWARD" else ""
-            problems.append(
-                Problem(f"FSDP_{name}={text!r} (environment)", f"it is {what}", "Correct it.")
-            )
-    ConfigError.raise_if(problems)
+            problems.add(f"FSDP_{name}={text!r} (environment)", f"it is {what}", "Correct it.")
+    problems.raise_if()
     return _chosen(fields)
 
 
@@ -222,7 +218,7 @@ def _parsed(name: str, text: str) -> Any:
         return text
     if name == "IGNORED_MODULES":
         return text
-    switch = _switch(text)
+    switch = parse_bool(text)
     if name == "RESHARD_AFTER_FORWARD" and switch is None:
         strategy = text.strip().upper()
         return strategy if strategy in STRATEGIES else int(text)
@@ -231,33 +227,28 @@ def _parsed(name: str, text: str) -> Any:
     return switch
 
 
-def _switch(given: Any) -> bool | None:
-    """Return what a switch means, None for anything else."""
-    return SWITCHES.get(str(given).strip().lower())
-
-
-def _parse_switches(plugin: FullyShardedDataParallelPlugin, problems: list[Problem]) -> None:
+def _parse_switches(plugin: FullyShardedDataParallelPlugin, problems: Problems) -> None:
     """Turn texts such as "no", which YAML takes for truth as any other, into booleans."""
     for name in SWITCH_FIELDS:
         given = getattr(plugin, name)
         if given is not None:
-            setattr(plugin, name, _switch(given))
-            if _switch(given) is None:
-                problems.append(_not_a_switch(name, given))
+            setattr(plugin, name, parse_bool(given))
+            if parse_bool(given) is None:
+                problems.append(_not_a_boolean(name, given))
     reshard = plugin.reshard_after_forward
-    if isinstance(reshard, str) and _switch(reshard) is not None:
-        plugin.reshard_after_forward = _switch(reshard)
+    if isinstance(reshard, str) and parse_bool(reshard) is not None:
+        plugin.reshard_after_forward = parse_bool(reshard)
     given = plugin.cpu_offload
     if isinstance(given, Mapping) and set(given) == {"offload_params"}:
         given = given["offload_params"]
     if given is None or any(kind.__name__ in OFFLOADS for kind in type(given).__mro__):
         return
-    plugin.cpu_offload = _switch(given)
+    plugin.cpu_offload = parse_bool(given)
     if plugin.cpu_offload is None:
-        problems.append(_not_a_switch("cpu_offload", given))
+        problems.append(_not_a_boolean("cpu_offload", given))
 
 
-def _not_a_switch(name: str, given: Any) -> Problem:
+def _not_a_boolean(name: str, given: Any) -> Problem:
     where = f"FullyShardedDataParallelPlugin.{name}={given!r}"
     return Problem(where, "expected true or false", "Give True or False.")
 
@@ -265,13 +256,13 @@ def _not_a_switch(name: str, given: Any) -> Problem:
 # -- older spellings -----------------------------------------------------------------------
 
 
-def _translate(plugin: FullyShardedDataParallelPlugin, problems: list[Problem]) -> list[str]:
+def _translate(plugin: FullyShardedDataParallelPlugin, problems: Problems) -> list[str]:
     """Replace the older wrapper's arguments; return what was replaced by what."""
     told: list[str] = []
     if plugin.fsdp_version == 1:
         told.append("fsdp_version=1 is FSDP2 here")
     elif plugin.fsdp_version not in (None, 2):
-        problems.append(_problem(plugin, "fsdp_version", "there are FSDP 1 and 2", "Leave it out."))
+        _add(problems, plugin, "fsdp_version", "there are FSDP 1 and 2", "Leave it out.")
     plugin.fsdp_version = 2
     _translate_strategy(plugin, problems, told)
     _translate_prefetch(plugin, problems, told)
@@ -280,13 +271,13 @@ def _translate(plugin: FullyShardedDataParallelPlugin, problems: list[Problem]) 
         plugin.use_orig_params = None
     if plugin.limit_all_gathers is False:
         rule = "FSDP2 always bounds what is gathered ahead"
-        problems.append(_problem(plugin, "limit_all_gathers", rule, "Leave it out."))
+        _add(problems, plugin, "limit_all_gathers", rule, "Leave it out.")
     _translate_states(plugin, problems, told)
     return told
 
 
 def _translate_strategy(
-    plugin: FullyShardedDataParallelPlugin, problems: list[Problem], told: list[str]
+    plugin: FullyShardedDataParallelPlugin, problems: Problems, told: list[str]
 ) -> None:
     for name in ("sharding_strategy", "reshard_after_forward"):
         given = getattr(plugin, name)
@@ -295,17 +286,17 @@ def _translate_strategy(
         strategy = _strategy_name(given)
         if strategy not in STRATEGIES:
             rule = f"it is one of {', '.join(STRATEGIES)}"
-            problems.append(_problem(plugin, name, rule, nearest(strategy, STRATEGIES)))
+            _add(problems, plugin, name, rule, nearest(strategy, STRATEGIES))
             continue
         reshard, replicas = STRATEGIES[strategy]
         other = plugin.reshard_after_forward
         if name == "sharding_strategy" and other not in (None, given, reshard):
             rule = f"reshard_after_forward={other!r} says otherwise"
-            problems.append(_problem(plugin, name, rule, "Give reshard_after_forward alone."))
+            _add(problems, plugin, name, rule, "Give reshard_after_forward alone.")
             continue
         if plugin.dp_replicate_size not in (None, replicas):
             rule = f"dp_replicate_size={plugin.dp_replicate_size!r} says otherwise"
-            problems.append(_problem(plugin, name, rule, "Give dp_replicate_size alone."))
+            _add(problems, plugin, name, rule, "Give dp_replicate_size alone.")
             continue
         plugin.sharding_strategy = None
         plugin.reshard_after_forward = reshard
@@ -322,7 +313,7 @@ def _strategy_name(given: Any) -> str:
 
 
 def _translate_prefetch(
-    plugin: FullyShardedDataParallelPlugin, problems: list[Problem], told: list[str]
+    plugin: FullyShardedDataParallelPlugin, problems: Problems, told: list[str]
 ) -> None:
     given = plugin.backward_prefetch
     if given is None:
@@ -333,14 +324,14 @@ def _translate_prefetch(
         plugin.backward_prefetch = None
     elif name in PREFETCHES:
         rule = "FSDP2 always gathers the next unit before a backward pass"
-        problems.append(_problem(plugin, "backward_prefetch", rule, "Leave it out."))
+        _add(problems, plugin, "backward_prefetch", rule, "Leave it out.")
     else:
         rule = f"it is one of {', '.join(PREFETCHES)}"
-        problems.append(_problem(plugin, "backward_prefetch", rule, nearest(name, PREFETCHES)))
+        _add(problems, plugin, "backward_prefetch", rule, nearest(name, PREFETCHES))
 
 
 def _translate_states(
-    plugin: FullyShardedDataParallelPlugin, problems: list[Problem], told: list[str]
+    plugin: FullyShardedDataParallelPlugin, problems: Problems, told: list[str]
 ) -> None:
     given = plugin.state_dict_type
     if given is not None:
@@ -348,7 +339,7 @@ def _translate_states(
         check_choice(plugin, "state_dict_type", STATE_TYPES, problems)
     if plugin.state_dict_type == "LOCAL_STATE_DICT":
         rule = "flattened shards exist in the older wrapper alone"
-        problems.append(_problem(plugin, "state_dict_type", rule, "Give FULL_STATE_DICT."))
+        _add(problems, plugin, "state_dict_type", rule, "Give FULL_STATE_DICT.")
     for name in ("state_dict_config", "optim_state_dict_config"):
         config = getattr(plugin, name)
         if config is None:
@@ -358,13 +349,13 @@ def _translate_states(
             setattr(plugin, name, None)
         else:
             rule = "states are saved whole"
-            problems.append(_problem(plugin, name, rule, "Leave it out."))
+            _add(problems, plugin, name, rule, "Leave it out.")
 
 
 # -- checks --------------------------------------------------------------------------------
 
 
-def _check_wrapping(plugin: FullyShardedDataParallelPlugin, problems: list[Problem]) -> None:
+def _check_wrapping(plugin: FullyShardedDataParallelPlugin, problems: Problems) -> None:
     policy, names = plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap
     if isinstance(names, str):
         plugin.transformer_cls_names_to_wrap = [n.strip() for n in names.split(",") if n.strip()]
@@ -378,38 +369,38 @@ def _check_wrapping(plugin: FullyShardedDataParallelPlugin, problems: list[Probl
         plugin.auto_wrap_policy = name
     elif "." not in name:
         rule = f"it is one of {', '.join(WRAP_POLICIES)}, or a callable"
-        problems.append(_problem(plugin, "auto_wrap_policy", rule, nearest(name, WRAP_POLICIES)))
+        _add(problems, plugin, "auto_wrap_policy", rule, nearest(name, WRAP_POLICIES))
         return
     for field, wanted in WANTED_BY.items():
         if getattr(plugin, field) and name != wanted:
             rule = f"auto_wrap_policy={policy!r} does not ask for it"
             remedy = f"Give auto_wrap_policy='{wanted}', or leave {field} out."
-            problems.append(_problem(plugin, field, rule, remedy))
+            _add(problems, plugin, field, rule, remedy)
     if name == "size_based_wrap" and plugin.min_num_params is None:
         rule = "min_num_params tells what is large"
-        problems.append(_problem(plugin, "auto_wrap_policy", rule, "Give min_num_params."))
+        _add(problems, plugin, "auto_wrap_policy", rule, "Give min_num_params.")
 
 
-def _check_values(plugin: FullyShardedDataParallelPlugin, problems: list[Problem]) -> None:
+def _check_values(plugin: FullyShardedDataParallelPlugin, problems: Problems) -> None:
     size, replicas = plugin.reshard_after_forward, plugin.dp_replicate_size
     if isinstance(size, int) and not isinstance(size, bool) and size < 2:
         rule = "as a number, it is the size of a group of processes, at least 2"
         remedy = "Give True, False or such a number."
-        problems.append(_problem(plugin, "reshard_after_forward", rule, remedy))
+        _add(problems, plugin, "reshard_after_forward", rule, remedy)
     whole = isinstance(replicas, int) and not isinstance(replicas, bool) and replicas >= 1
     if replicas is not None and replicas not in REPLICAS and not whole:
         rule = "it is a number, at least 1, or one of nodes, all"
-        problems.append(_problem(plugin, "dp_replicate_size", rule, "Leave it out for 1."))
+        _add(problems, plugin, "dp_replicate_size", rule, "Leave it out for 1.")
     if plugin.cpu_ram_efficient_loading and plugin.sync_module_states is False:
         rule = "cpu_ram_efficient_loading=True sends the weights of rank 0 to all"
-        problems.append(_problem(plugin, "sync_module_states", rule, "Leave it out."))
+        _add(problems, plugin, "sync_module_states", rule, "Leave it out.")
     if plugin.activation_checkpointing_offload and not plugin.activation_checkpointing:
         rule = "it needs activation_checkpointing=True"
-        problems.append(_problem(plugin, "activation_checkpointing_offload", rule, "Give both."))
+        _add(problems, plugin, "activation_checkpointing_offload", rule, "Give both.")
     _check_precision(plugin, problems)
 
 
-def _check_precision(plugin: FullyShardedDataParallelPlugin, problems: list[Problem]) -> None:
+def _check_precision(plugin: FullyShardedDataParallelPlugin, problems: Problems) -> None:
     policy = plugin.mixed_precision_policy
     where = "FullyShardedDataParallelPlugin.mixed_precision_policy"
     if isinstance(policy, (str, Mapping)):
@@ -417,7 +408,7 @@ def _check_precision(plugin: FullyShardedDataParallelPlugin, problems: list[Prob
         known = (*POLICY_FIELDS, *OLDER_POLICY_FIELDS)
         for name in [name for name in entries if name not in known]:
             rule, remedy = f"known are {', '.join(known)}", nearest(str(name), known)
-            problems.append(Problem(f"{where}[{name!r}]={entries.pop(name)!r}", rule, remedy))
+            problems.add(f"{where}[{name!r}]={entries.pop(name)!r}", rule, remedy)
         for name in entries:
             entries[name] = _policy_entry(where, name, entries[name], problems)
         if isinstance(policy, Mapping):
@@ -429,23 +420,23 @@ def _check_precision(plugin: FullyShardedDataParallelPlugin, problems: list[Prob
             problems.append(_no_choice(f"{where}.{name}={entries[name]!r}"))
     elif policy is not None:
         rule = "it is a MixedPrecisionPolicy, a dict of its fields, or a precision"
-        problems.append(Problem(f"{where}={policy!r}", rule, "Give such a one, or leave it out."))
+        problems.add(f"{where}={policy!r}", rule, "Give such a one, or leave it out.")
 
 
-def _policy_entry(where: str, name: str, value: Any, problems: list[Problem]) -> Any:
+def _policy_entry(where: str, name: str, value: Any, problems: Problems) -> Any:
     """Return the value of one field, switches as booleans; add what is wrong with it."""
     entry = f"{where}[{name!r}]={value!r}"
     if not name.endswith("_dtype"):
-        switch = None if value is None else _switch(value)
+        switch = None if value is None else parse_bool(value)
         if value is not None and switch is None:
-            problems.append(Problem(entry, "expected true or false", "Give True or False."))
+            problems.add(entry, "expected true or false", "Give True or False.")
         if switch and name not in TRANSLATED:
             problems.append(_no_choice(entry))
         return switch
     text = str(value).removeprefix("torch.").lower()
     if isinstance(value, str) and text not in DTYPES:
         rule = f"it is one of {', '.join(DTYPES)}"
-        problems.append(Problem(entry, rule, nearest(text, DTYPES)))
+        problems.add(entry, rule, nearest(text, DTYPES))
     return value
 
 
@@ -453,9 +444,9 @@ def _no_choice(where: str) -> Problem:
     return Problem(where, "FSDP2 does not offer it", "Leave it out.")
 
 
-def _problem(owner: object, name: str, rule: str, remedy: str) -> Problem:
+def _add(problems: Problems, owner: object, name: str, rule: str, remedy: str) -> None:
     value = getattr(owner, name)
-    return Problem(f"{type(owner).__name__}.{name}={value!r}", rule, remedy)
+    problems.add(f"{type(owner).__name__}.{name}={value!r}", rule, remedy)
 
 
 def _not_yet(what: str) -> Problem:

@@ -7,67 +7,18 @@ annotated `Any` and checked when the object is made, so these classes can be nod
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from accel.enums import BaseEnum, DDPCommunicationHookType
-from accel.errors import ConfigError, Problem, nearest, unknown_choice
+from accel.config.checks import as_enum, check_choice, check_minimum, import_callable
+from accel.enums import DDPCommunicationHookType
+from accel.errors import ConfigError, Problem, Problems, nearest
 
 if TYPE_CHECKING:
     import torch
-
-
-def check_choice(owner: object, name: str, known: Iterable[str], problems: list[Problem]) -> None:
-    """Add a problem unless the field `name` of `owner` is None or one of `known`."""
-    value = getattr(owner, name)
-    names = list(known)
-    if value is not None and str(value) not in names:
-        problems.append(unknown_choice(f"{type(owner).__name__}.{name}", value, names))
-
-
-def check_minimum(owner: object, name: str, minimum: float, problems: list[Problem]) -> None:
-    """Add a problem if the field `name` of `owner` is a number below `minimum`."""
-    value = getattr(owner, name)
-    if value is not None and value < minimum:
-        problems.append(
-            Problem(
-                f"{type(owner).__name__}.{name}={value!r}",
-                f"it is at least {minimum}",
-                f"Give {name}={minimum} or more.",
-            )
-        )
-
-
-def as_enum(owner: object, name: str, kind: type[BaseEnum]) -> None:
-    """Turn the field `name` of `owner` from a string into its member of `kind`, or raise."""
-    problems: list[Problem] = []
-    check_choice(owner, name, kind.list(), problems)
-    ConfigError.raise_if(problems)
-    if getattr(owner, name) is not None:
-        setattr(owner, name, kind(str(getattr(owner, name))))
-
-
-def import_callable(owner: object, name: str) -> None:
-    """Turn the field `name` from a dotted path (``"package.module.function"``) into the object."""
-    value = getattr(owner, name)
-    if value is None or callable(value):
-        return
-    module, _, attribute = str(value).rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            Problem(
-                f"{type(owner).__name__}.{name}={value!r}",
-                "it is a callable or the dotted name of one",
-                f"Importing it failed with: {error}.",
-            )
-        ) from error
-    setattr(owner, name, found)
 
 
 class KwargsHandler:
@@ -131,10 +82,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         as_enum(self, "comm_hook", DDPCommunicationHookType)
         as_enum(self, "comm_wrapper", DDPCommunicationHookType)
-        problems: list[Problem] = []
+        problems = Problems()
         check_choice(self, "comm_wrapper", ("no", "fp16", "bf16"), problems)
         check_minimum(self, "bucket_cap_mb", 1, problems)
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
 
 @dataclass
@@ -228,7 +179,7 @@ class ProfileKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         import_callable(self, "on_trace_ready")
         schedule = dict(self.schedule_option or {})
-        problems = [
+        problems = Problems(
             Problem(
                 f"ProfileKwargs.activities={activity!r}",
                 f"each is one of {', '.join(ACTIVITIES)}",
@@ -236,7 +187,7 @@ class ProfileKwargs(KwargsHandler):
             )
             for activity in self.activities or ()
             if activity not in ACTIVITIES
-        ]
+        )
         problems += [
             Problem(
                 f"ProfileKwargs.schedule_option[{key!r}]",
@@ -247,14 +198,12 @@ class ProfileKwargs(KwargsHandler):
             if key not in SCHEDULE_KEYS
         ]
         if schedule and schedule.get("active", 0) < 1:
-            problems.append(
-                Problem(
-                    f"ProfileKwargs.schedule_option={schedule!r}",
-                    "a cycle records at least one step",
-                    "Give active=1 or more.",
-                )
+            problems.add(
+                f"ProfileKwargs.schedule_option={schedule!r}",
+                "a cycle records at least one step",
+                "Give active=1 or more.",
             )
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
     def build(self, on_trace_ready: Callable[[Any], None] | None = None) -> torch.profiler.profile:
         """Build a profiler with this configuration.

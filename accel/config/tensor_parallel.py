@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel.config.handlers import check_minimum
-from accel.errors import ConfigError, Problem, nearest
+from accel.config.checks import check_minimum
+from accel.errors import Problem, Problems, nearest
 
 # Whole parameters among split activations: each process computes a part of their gradient.
 SUMMED = "replicated_with_grad_allreduce"
@@ -47,32 +47,28 @@ class TorchTensorParallelPlugin:
     tp_plan: Any = None
 
     def __post_init__(self) -> None:
-        problems: list[Problem] = []
+        problems = Problems()
         check_minimum(self, "tp_size", 1, problems)
         mesh = self.torch_device_mesh
         if mesh is not None:
             names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
             if "tp" not in names:
-                problems.append(
-                    Problem(
-                        f"TorchTensorParallelPlugin.torch_device_mesh with axes {names}",
-                        "one of its axes is named 'tp'",
-                        "Build it with mesh_dim_names=('dp', 'tp').",
-                    )
+                problems.add(
+                    f"TorchTensorParallelPlugin.torch_device_mesh with axes {names}",
+                    "one of its axes is named 'tp'",
+                    "Build it with mesh_dim_names=('dp', 'tp').",
                 )
             elif self.tp_size == 1:
                 self.tp_size = mesh["tp"].size()
             elif mesh["tp"].size() != self.tp_size:
-                problems.append(
-                    Problem(
-                        f"TorchTensorParallelPlugin.tp_size={self.tp_size}",
-                        f"the axis 'tp' of torch_device_mesh has {mesh['tp'].size()}",
-                        "Leave tp_size out.",
-                    )
+                problems.add(
+                    f"TorchTensorParallelPlugin.tp_size={self.tp_size}",
+                    f"the axis 'tp' of torch_device_mesh has {mesh['tp'].size()}",
+                    "Leave tp_size out.",
                 )
         if self.tp_plan is not None:
             problems += plan_problems("TorchTensorParallelPlugin.tp_plan", self.tp_plan)
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
 
 def plan_problems(where: str, plan: Any) -> list[Problem]:

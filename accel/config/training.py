@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel.config.handlers import KwargsHandler, as_enum, check_choice, check_minimum
+from accel.config.checks import as_enum, check_choice, check_minimum
+from accel.config.handlers import KwargsHandler
 from accel.enums import DynamoBackend
-from accel.errors import ConfigError, Problem
+from accel.errors import Problem, Problems
 
 
 @dataclass
@@ -58,9 +59,9 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        problems: list[Problem] = []
+        problems = Problems()
         check_minimum(self, "num_steps", 1, problems)
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
 
 @dataclass
@@ -85,10 +86,10 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         self.set_directories(self.project_dir)
-        problems: list[Problem] = []
+        problems = Problems()
         check_minimum(self, "total_limit", 1, problems)
         check_minimum(self, "iteration", 0, problems)
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Set `project_dir`, and `logging_dir` where it is None.
@@ -129,20 +130,18 @@ class TorchDynamoPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         self.backend = DynamoBackend.NO if self.backend is None else str(self.backend).lower()
         as_enum(self, "backend", DynamoBackend)
-        problems: list[Problem] = []
+        problems = Problems()
         modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
         check_choice(self, "mode", modes, problems)
         if self.options is not None and not isinstance(self.options, Mapping):
-            problems.append(
-                Problem(
-                    f"TorchDynamoPlugin.options={self.options!r}",
-                    "they are the backend's options by name",
-                    "Give options={'name': value}.",
-                )
+            problems.add(
+                f"TorchDynamoPlugin.options={self.options!r}",
+                "they are the backend's options by name",
+                "Give options={'name': value}.",
             )
         if self.backend != DynamoBackend.NO:
             problems += self._contradictions()
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
     def _contradictions(self) -> list[Problem]:
         special = self.mode not in (None, "default")

@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from accel import rng
 from accel.comm.base import Communicator
+from accel.data.loader_arguments import index_sampler
 from accel.data.order import (
     Order,
     draws_nothing,
@@ -32,7 +33,7 @@ from accel.data.order import (
     length_of,
     order_seed,
 )
-from accel.data.samplers import AroundBatchSampler, SeedableRandomSampler, index_sampler
+from accel.data.samplers import AroundBatchSampler, SeedableRandomSampler
 from accel.errors import ConfigError, Problem, StateError
 from accel.state import PartialState
 

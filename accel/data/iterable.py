@@ -1,21 +1,16 @@
-"""Iterable data sets: the share of one process, and whether workers would repeat samples."""
+"""The shard of an iterable data set that one process reads."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from types import CodeType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from torch.utils.data import IterableDataset, IterDataPipe
+from torch.utils.data import IterableDataset
 
+from accel.data.first_round import FirstRound
 from accel.data.samplers import cycle_to, split_problems
-from accel.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from accel.data.stream_checks import FirstRound
-
-_MANY = 100  # a pipeline has fewer stages; a longer list is data
+from accel.errors import ConfigError
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -131,83 +126,3 @@ class IterableDatasetShard(IterableDataset[Any]):
         """
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-
-
-def worker_problems(dataset: Any, num_workers: int, worker_init_fn: Any = None) -> list[Problem]:
-    """Return what is wrong with reading an iterable data set in `num_workers` processes.
-
-    Each worker iterates over a copy of its own, so a data set that does not share out its samples
-    by `torch.utils.data.get_worker_info` gives each of them `num_workers` times.
-    """
-    if num_workers < 2 or worker_init_fn is not None or shards_by_worker(dataset):
-        return []
-    name = type(dataset).__name__
-    return [
-        Problem(
-            f"num_workers={num_workers} with the iterable data set {name}",
-            f"it does not ask `torch.utils.data.get_worker_info()`, so each sample would come "
-            f"{num_workers} times",
-            "Share the samples out by worker in its `__iter__` (and set `shards_by_worker = True` "
-            "on it if that happens out of sight), or set num_workers=1.",
-        )
-    ]
-
-
-def shards_by_worker(dataset: Any) -> bool:
-    """Tell whether an iterable data set shares its samples out by loader worker.
-
-    It does if it says so by an attribute `shards_by_worker`, if torch does it (`IterDataPipe`), if
-    it counts its shards (`num_shards` of Hugging Face data sets), or if its code speaks of workers
-    (`get_worker_info`, a helper called `split_by_worker`).
-    """
-    declared = getattr(dataset, "shards_by_worker", None)
-    if declared is not None:
-        return bool(declared)
-    if isinstance(dataset, IterDataPipe) or any(
-        hasattr(dataset, name) for name in ("num_shards", "n_shards")
-    ):
-        return True
-    return _speaks_of_workers(dataset, depth=4)
-
-
-def _speaks_of_workers(value: Any, depth: int) -> bool:
-    """Look for workers in the code of `value`, of its classes and of what it holds."""
-    code = getattr(value, "__code__", None)
-    if code is not None:
-        return _names_workers(code)
-    methods = [item for kind in type(value).__mro__[:-1] for item in vars(kind).values()]
-    codes = [getattr(method, "__code__", None) for method in methods]
-    if any(_names_workers(code) for code in codes if code is not None):
-        return True
-    return depth > 0 and any(_speaks_of_workers(item, depth - 1) for item in held_by(value))
-
-
-def held_by(value: Any) -> list[Any]:
-    """Return the data sets, stages and functions that `value` is made of."""
-    if isinstance(value, (list, tuple)):
-        parts = list(value[:_MANY])
-    elif isinstance(value, Mapping):
-        parts = list(itertools.islice(value.values(), _MANY))
-    else:
-        parts = list(getattr(value, "__dict__", {}).values())
-    made_of = (list, tuple, Mapping)
-    return [
-        part
-        for part in parts
-        if callable(part)
-        or isinstance(part, made_of)
-        or (hasattr(part, "__iter__") and hasattr(part, "__dict__"))
-    ]
-
-
-def codes_within(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function, and of those that it defines."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from codes_within(constant)
-
-
-def _names_workers(code: CodeType) -> bool:
-    names = ((part.co_name, *part.co_names, *part.co_varnames) for part in codes_within(code))
-    return any("worker" in name for name in itertools.chain.from_iterable(names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -15,13 +16,13 @@ from accel.data import stream_checks
 from accel.data.base import PreparedLoader
 from accel.data.batch_layout import SampleLayout, cut_samples, num_samples
 from accel.data.iterable import IterableDatasetShard
+from accel.data.loader_arguments import index_sampler
 from accel.data.rounds import RoundReader
 from accel.data.samplers import (
     BatchSamplerShard,
     CompletedBatchSampler,
     SamplerShard,
     added_indices,
-    index_sampler,
     last_batch_remainder,
     samplers,
     total_batch_size,
@@ -413,19 +414,48 @@ class SkipDataLoader(_MaybeStateful):
         self.skip_batches = skip_batches
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return itertools.islice(super().__iter__(), self.skip_batches, None)
+        # A `StatefulDataLoader` may resume behind batches that are skipped.
+        resumed = getattr(self, "next_iter_state", None) is not None
+        batches: Any = super().__iter__()
+        done = batches._num_yielded if resumed else 0
+        return itertools.islice(batches, max(0, self.skip_batches - done), None)
 
     def __len__(self) -> int:
         return max(0, super().__len__() - self.skip_batches)
 
 
+_KINDS: dict[str, type[DataLoader[Any]]] = {
+    "StatefulDataLoaderShard": DataLoaderShard,
+    "StatefulDataLoaderDispatcher": DataLoaderDispatcher,
+    "StatefulSkipDataLoader": SkipDataLoader,
+}
+
+
 def stateful_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    """Return the variant of a loader class that is torchdata's `StatefulDataLoader`.
+    """Return the variant of a loader class of this module that is a `StatefulDataLoader`.
 
     Raises:
         MissingPackageError: if torchdata is not installed.
     """
     require("torchdata", "use_stateful_dataloader=True", extra="stateful")
-    from accel.data import stateful
+    names = [name for name, known in _KINDS.items() if known is kind]
+    return _variant(names[0]) if names else kind
 
-    return stateful.VARIANTS.get(kind, kind)
+
+@functools.cache
+def _variant(name: str) -> type[DataLoader[Any]]:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from accel.data.stateful import Tracked, TrackedOnMain
+
+    kind = _KINDS[name]
+    bases = {DataLoaderShard: Tracked, DataLoaderDispatcher: TrackedOnMain}
+    base: type = bases.get(kind, StatefulDataLoader)
+    return type(name, (kind, base), {"__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    """Return a stateful variant by its name, by which pickle finds it."""
+    if name in _KINDS:
+        return _variant(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

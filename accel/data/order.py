@@ -8,7 +8,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,8 @@ from torch.utils.data import (
 )
 
 from accel import rng
-from accel.data.passes import Pass
-from accel.data.sampler_draws import Drawn, PassDraws
+from accel.data.passes import Pass, Start
+from accel.data.sampler_draws import PassDraws
 from accel.data.samplers import (
     CompletedBatchSampler,
     SeedableRandomSampler,
@@ -47,43 +46,6 @@ _GIVEN_STRONGLY: dict[torch.Generator, int] = {}  # torch 2.9's cannot be referr
 _COUNTED: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-@dataclass
-class Start:
-    """What decides the order of a pass, as it was when the pass began.
-
-    Attributes:
-        generators: states of the generators that the loader and its samplers hold.
-        process: states of the process's own generators that the sampler may draw from, or None.
-        samplers: state dicts of the samplers that have one, outermost first.
-        epoch: number of the pass, None where the loader does not know it.
-        agreed: states of the process's generators when indices for all ranks were drawn, or None.
-        draws: the draws of the pass, where its sampler is not known; None before they begin.
-        drawn: how far the sampler of a pass that is drawn again had drawn, or None.
-        stream: whether the last of `generators` is the loader's own stream of permutations.
-    """
-
-    generators: list[torch.Tensor]
-    process: dict[str, Any] | None = None
-    samplers: list[Any] = field(default_factory=list)
-    epoch: int | None = None
-    agreed: dict[str, Any] | None = None
-    draws: PassDraws | None = None
-    drawn: Drawn | None = None
-    stream: bool = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Generators do not travel; how far they were drawn from does.
-        return {**self.__dict__, "draws": None, "drawn": self.so_far()}
-
-    def so_far(self) -> Drawn | None:
-        """Return how far the sampler has drawn; None where its order needs no such record."""
-        return self.drawn if self.draws is None else self.draws.drawn()
-
-    def keep_drawn(self) -> None:
-        """Note how far the sampler has drawn, before generators are set to draw again."""
-        self.drawn, self.draws = self.so_far(), None
-
-
 class Order:
     """The order of a loader's samples; shared by a loader and its skipping copies.
 
@@ -102,7 +64,7 @@ class Order:
         replay: the start that the pass now beginning draws again, until it has drawn.
         again: the start that a sampler is drawing again at this moment, or None.
         ended: whether the loaded checkpoint was saved with the last batch of a pass in hand.
-        told: the epoch that the data set was told last.
+        epoch_set: the epoch that the data set was given last.
         left: how many passes of the present epoch were left early.
         read_elsewhere: whether the next pass is empty: this rank had read its batches when a
             checkpoint was saved in which other ranks had not.
@@ -126,7 +88,7 @@ class Order:
         self.replay: Start | None = None
         self.again: Start | None = None
         self.ended = False
-        self.told: int | None = None
+        self.epoch_set: int | None = None
         self.left = 0
         self.read_elsewhere = False
         self.states: tuple[dict[str, Any], dict[str, Any]] | None = None

@@ -4,12 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from accel.data.sampler_draws import Drawn, PassDraws
 from accel.window_ends import Reading
 
-if TYPE_CHECKING:
-    from accel.data.order import Start
+
+@dataclass
+class Start:
+    """What decides the order of a pass, as it was when the pass began.
+
+    Attributes:
+        generators: states of the generators that the loader and its samplers hold.
+        process: states of the process's own generators that the sampler may draw from, or None.
+        samplers: state dicts of the samplers that have one, outermost first.
+        epoch: number of the pass, None where the loader does not know it.
+        agreed: states of the process's generators when indices for all ranks were drawn, or None.
+        draws: the draws of the pass, where its sampler is not known; None before they begin.
+        drawn: how far the sampler of a pass that is drawn again had drawn, or None.
+        stream: whether the last of `generators` is the loader's own stream of permutations.
+    """
+
+    generators: list[torch.Tensor]
+    process: dict[str, Any] | None = None
+    samplers: list[Any] = field(default_factory=list)
+    epoch: int | None = None
+    agreed: dict[str, Any] | None = None
+    draws: PassDraws | None = None
+    drawn: Drawn | None = None
+    stream: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Generators do not travel; how far they were drawn from does.
+        return {**self.__dict__, "draws": None, "drawn": self.so_far()}
+
+    def so_far(self) -> Drawn | None:
+        """Return how far the sampler has drawn; None where its order needs no such record."""
+        return self.drawn if self.draws is None else self.draws.drawn()
+
+    def keep_drawn(self) -> None:
+        """Note how far the sampler has drawn, before generators are set to draw again."""
+        self.drawn, self.draws = self.so_far(), None
 
 
 @dataclass(eq=False)

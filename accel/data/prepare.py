@@ -12,7 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 from accel.data import stream_checks
 from accel.data.base import PreparedLoader
 from accel.data.common_order import Ordering
-from accel.data.iterable import IterableDatasetShard, worker_problems
+from accel.data.iterable import IterableDatasetShard
+from accel.data.loader_arguments import index_arguments, index_sampler, loader_arguments
 from accel.data.loaders import (
     DataLoaderDispatcher,
     DataLoaderShard,
@@ -25,13 +26,10 @@ from accel.data.samplers import (
     CompletedBatchSampler,
     SamplerShard,
     SkipBatchSampler,
-    index_arguments,
-    index_sampler,
-    loader_arguments,
     split_problems,
 )
 from accel.enums import RNGType
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems
 from accel.state import PartialState
 
 if TYPE_CHECKING:
@@ -226,25 +224,23 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
 
 def _check(dataloader: DataLoader[Any], count: int, split_batches: bool) -> None:
-    problems: list[Problem] = []
+    problems = Problems()
     size = _size(dataloader)
     if split_batches and size is not None:
         problems += split_problems(size, count)
     if isinstance(dataloader.dataset, IterableDataset):
-        problems += worker_problems(
+        problems += stream_checks.worker_problems(
             dataloader.dataset, dataloader.num_workers, dataloader.worker_init_fn
         )
     if isinstance(dataloader.dataset, IterDataPipe) and count > 1:
-        problems.append(
-            Problem(
-                f"a data pipe of torch for {count} processes",
-                "torch's loader shares the seed of its shuffles in a collective of its own, and "
-                "shares it out by worker, only where every rank reads the pipe itself",
-                "Read it in the `__iter__` of an `IterableDataset` that seeds it alike on every "
-                "rank (torch.utils.data.graph_settings), or leave the loader out of `prepare`.",
-            )
+        problems.add(
+            f"a data pipe of torch for {count} processes",
+            "torch's loader shares the seed of its shuffles in a collective of its own, and "
+            "shares it out by worker, only where every rank reads the pipe itself",
+            "Read it in the `__iter__` of an `IterableDataset` that seeds it alike on every "
+            "rank (torch.utils.data.graph_settings), or leave the loader out of `prepare`.",
         )
-    ConfigError.raise_if(problems)
+    problems.raise_if()
     kind = type(dataloader)
     if kind.__iter__ not in (DataLoader.__iter__, SkipDataLoader.__iter__):
         warnings.warn(

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems
 
 _MASK = (1 << 64) - 1
 
@@ -193,27 +193,23 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
 
     def _check(self) -> None:
         name = type(self.batch_sampler).__name__
-        problems = []
+        problems = Problems()
         if not 0 <= self.process_index < self.num_processes:
-            problems.append(
-                Problem(
-                    f"process_index={self.process_index} of {self.num_processes} processes",
-                    "it is a rank below the number of processes",
-                    "Leave both out to take them from the process state.",
-                )
+            problems.add(
+                f"process_index={self.process_index} of {self.num_processes} processes",
+                "it is a rank below the number of processes",
+                "Leave both out to take them from the process state.",
             )
         if self.batch_size is None and (self.even_batches or self.split_batches):
-            problems.append(
-                Problem(
-                    f"a {name} without `batch_size`",
-                    "even or split batches want to know the size of a full batch",
-                    "Give the sampler an attribute `batch_size`, or set even_batches=False "
-                    "and split_batches=False.",
-                )
+            problems.add(
+                f"a {name} without `batch_size`",
+                "even or split batches want to know the size of a full batch",
+                "Give the sampler an attribute `batch_size`, or set even_batches=False "
+                "and split_batches=False.",
             )
         if self.batch_size is not None and self.split_batches:
             problems += split_problems(self.batch_size, self.num_processes)
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
     @property
     def total_length(self) -> int:
@@ -466,43 +462,3 @@ def added_indices(sampler: Any) -> int:
     """Return how many indices at the end of a pass only complete the last round."""
     found = (inner for inner in samplers(sampler) if isinstance(inner, CompletedBatchSampler))
     return next((inner.added for inner in found), 0)
-
-
-# -- loaders with other samplers -----------------------------------------------------------------
-
-_LOADER_ARGUMENTS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-    "snapshot_every_n_steps",  # StatefulDataLoader
-)
-
-
-def loader_arguments(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments that build a loader like `loader`, without data set and samplers."""
-    found = {name: getattr(loader, name) for name in _LOADER_ARGUMENTS if hasattr(loader, name)}
-    if not found.get("pin_memory_device"):
-        found.pop("pin_memory_device", None)
-    if isinstance(loader.dataset, IterableDataset):
-        found.update(batch_size=loader.batch_size, drop_last=loader.drop_last)
-    return found
-
-
-def index_sampler(loader: DataLoader[Any]) -> Any:
-    """Return what yields a loader's indices: its batch sampler, or its sampler without one."""
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-
-def index_arguments(loader: DataLoader[Any], sampler: Any) -> dict[str, Any]:
-    """Return the arguments that make `sampler` yield the indices of a loader like `loader`."""
-    if loader.batch_sampler is None:
-        return {"batch_size": None, "sampler": sampler}
-    return {"batch_sampler": sampler}

@@ -1,20 +1,21 @@
-"""Prepared loaders that are torchdata's `StatefulDataLoader`; imported only with torchdata."""
+"""What makes a loader torchdata's `StatefulDataLoader`; imported only with torchdata.
+
+`loaders.stateful_class` puts these classes below its own.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from accel.data.base import PreparedLoader
-from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
+from accel.data.rounds import RoundReader
 from accel.state import PartialState
 
 
-class _Tracked(PreparedLoader, StatefulDataLoader):
+class Tracked(PreparedLoader, StatefulDataLoader):
     """Gives the state after the batch in hand, though one more is already fetched.
 
     Its state is torchdata's ("position"; {} at the start of a pass) with what a position means
@@ -43,7 +44,7 @@ class _Tracked(PreparedLoader, StatefulDataLoader):
         order = self._order
         found, order.position = order.position, None
         self._skipped_now, self.next_iter_state = self._skipped, None
-        if not found or (self._goes_on and order.loaded_into != self._skips):
+        if not found or (self._resumes and order.loaded_into != self._skips):
             return {}  # the caller chose what to skip
         self._skipped_now = found.get("skipped", self._skipped)
         super().load_state_dict(found["position"])
@@ -54,7 +55,7 @@ class _Tracked(PreparedLoader, StatefulDataLoader):
         return self._skipped, self.skip_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state from which a new loader goes on with the batch after the one in hand.
+        """Return the state from which a new loader continues after the batch in hand.
 
         With the last batch in hand, and between passes, that is the start of the next pass.
         """
@@ -73,7 +74,7 @@ class _Tracked(PreparedLoader, StatefulDataLoader):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next pass go on from where `state_dict` was taken."""
+        """Let the next pass continue from where `state_dict` was taken."""
         found = dict(state_dict)
         order = found.pop("order", None)
         if order is None:  # torchdata's alone, of an earlier version
@@ -86,12 +87,10 @@ class _Tracked(PreparedLoader, StatefulDataLoader):
         self._order.position, self._order.loaded_into = found, self._skips
 
 
-class StatefulDataLoaderShard(_Tracked, DataLoaderShard):
-    """A `DataLoaderShard` that is a `StatefulDataLoader`."""
+class TrackedOnMain(Tracked):
+    """A `Tracked` loader that only the main process reads; only it has a state."""
 
-
-class StatefulDataLoaderDispatcher(_Tracked, DataLoaderDispatcher):
-    """A `DataLoaderDispatcher` that is stateful; only the main process has a state."""
+    _reader: RoundReader
 
     def _noted(self) -> dict[str, Any]:
         return {**super()._noted(), "rounds": self._reader.state_dict()}
@@ -101,23 +100,6 @@ class StatefulDataLoaderDispatcher(_Tracked, DataLoaderDispatcher):
         return super().state_dict() if PartialState().is_main_process else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the main process go on from where `state_dict` was taken."""
+        """Let the main process continue from where `state_dict` was taken."""
         if PartialState().is_main_process:
             super().load_state_dict(state_dict)
-
-
-class StatefulSkipDataLoader(SkipDataLoader, StatefulDataLoader):
-    """A `SkipDataLoader` that is a `StatefulDataLoader`."""
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        resumed = self.next_iter_state is not None
-        batches = StatefulDataLoader.__iter__(self)
-        done = batches._num_yielded if resumed else 0
-        return itertools.islice(batches, max(0, self.skip_batches - done), None)
-
-
-VARIANTS: dict[type[DataLoader[Any]], type[DataLoader[Any]]] = {
-    DataLoaderShard: StatefulDataLoaderShard,
-    DataLoaderDispatcher: StatefulDataLoaderDispatcher,
-    SkipDataLoader: StatefulSkipDataLoader,
-}

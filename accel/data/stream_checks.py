@@ -6,9 +6,7 @@ some samples are never read, or read twice.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
+import itertools
 import os
 import warnings
 import weakref
@@ -18,20 +16,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, IterDataPipe
 
 from accel.comm.base import Communicator
-from accel.data.iterable import IterableDatasetShard, codes_within, held_by
-from accel.data.sampler_draws import process_states
+from accel.data.first_round import FirstRound, digest, is_floating
+from accel.data.iterable import IterableDatasetShard
 from accel.errors import ConfigError, Problem
 
-_SAMPLES, _LEAVES = 32, 8  # of a first round, that are compared
-_BYTES = 1 << 14  # of a leaf
 _ENTRIES = 1 << 17  # of a list that a data set holds
 _DEPTH = 4  # data sets and stages around each other
+_MANY = 100  # a pipeline has fewer stages; a longer list is data
 _LOOKS = 32  # batches of a pass at which ranks look for the others' first rounds
 _RANKS = {"rank", "getrank", "processindex", "globalrank", "dprank", "nodeid"}
 _SIZES = {"worldsize", "getworldsize", "numprocesses", "numreplicas", "dpsize", "numranks", "world"}
+_SHARD_COUNTS = ("num_shards", "n_shards")  # of Hugging Face data sets
 _SHARDING = {"splitbetweenprocesses", "splitbynode", "splitdatasetbynode"}
 # How many streams were prepared for a communicator.
 _PREPARED: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
@@ -123,8 +121,26 @@ def _streams(dataset: Any, depth: int) -> Iterator[Any]:
     """Yield a data set, and the data sets, stages and functions that it is made of."""
     yield dataset
     if depth > 0 and not isinstance(dataset, FunctionType):
-        for part in held_by(dataset):
+        for part in _held_by(dataset):
             yield from _streams(part, depth - 1)
+
+
+def _held_by(value: Any) -> list[Any]:
+    """Return the data sets, stages and functions that `value` is made of."""
+    if isinstance(value, (list, tuple)):
+        parts = list(value[:_MANY])
+    elif isinstance(value, Mapping):
+        parts = list(itertools.islice(value.values(), _MANY))
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    made_of = (list, tuple, Mapping)
+    return [
+        part
+        for part in parts
+        if callable(part)
+        or isinstance(part, made_of)
+        or (hasattr(part, "__iter__") and hasattr(part, "__dict__"))
+    ]
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
@@ -149,11 +165,19 @@ def _names_both(code: CodeType) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    for part in codes_within(code):
+    for part in _codes_within(code):
         yield from (part.co_name, *part.co_names, *part.co_varnames, *part.co_freevars)
         for constant in part.co_consts:
             if isinstance(constant, str) and constant.isupper():  # os.environ["RANK"]
                 yield constant
+
+
+def _codes_within(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and of those that it defines."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_within(constant)
 
 
 def _plain_name(name: str) -> str:
@@ -168,14 +192,14 @@ def _lists(dataset: Any) -> dict[str, str]:
             for name, value in _attributes(part).items():
                 entries = _entries(value)
                 if entries:
-                    total = sum(_hash(repr(entry).encode()) for entry in entries) % (1 << 64)
+                    total = sum(digest(repr(entry).encode()) for entry in entries) % (1 << 64)
                     found[f"{name}" if level == 0 else f"{type(part).__name__}.{name}"] = str(total)
     return found
 
 
 def _entries(value: Any) -> list[Any]:
     if isinstance(value, (np.ndarray, torch.Tensor)):
-        if value.ndim != 1 or len(value) > _ENTRIES or _is_floating(value):  # drawn, not shared out
+        if value.ndim != 1 or len(value) > _ENTRIES or is_floating(value):  # drawn, not shared out
             return []
         value = value.tolist()
     if not isinstance(value, (list, tuple, range)) or len(value) > _ENTRIES:
@@ -186,10 +210,74 @@ def _entries(value: Any) -> list[Any]:
 
 def _lists_apart(found: Sequence[dict[str, str]]) -> str | None:
     """Return the name of a list that ranks hold with other entries than the main process."""
-    for name, digest in found[0].items():
-        if any(facts.get(name, digest) != digest for facts in found[1:]):
+    for name, own in found[0].items():
+        if any(facts.get(name, own) != own for facts in found[1:]):
             return name
     return None
+
+
+# -- what worker processes read ------------------------------------------------------------------
+
+
+def worker_problems(dataset: Any, num_workers: int, worker_init_fn: Any = None) -> list[Problem]:
+    """Return what is wrong with reading an iterable data set in `num_workers` processes.
+
+    Each worker iterates over a copy of its own, so a data set that does not divide its samples by
+    `torch.utils.data.get_worker_info` gives each of them `num_workers` times. One that declares
+    nothing is warned of. A `worker_init_fn` may divide them, too.
+    """
+    if num_workers < 2 or worker_init_fn is not None:
+        return []
+    declared = shards_by_worker(dataset)
+    value = f"num_workers={num_workers} with the iterable data set {type(dataset).__name__}"
+    if declared is None:
+        rule = (
+            "it does not declare `shards_by_worker`: unless its `__iter__` divides the samples by "
+            f"`torch.utils.data.get_worker_info()`, each of them comes {num_workers} times"
+        )
+        remedy = "Set `shards_by_worker = True` on it if it divides them, else num_workers=1."
+        warnings.warn(str(Problem(value, rule, remedy)), stacklevel=4)
+    if declared is not False:
+        return []
+    rule = f"it declares `shards_by_worker = False`, so each sample would come {num_workers} times"
+    remedy = "Set num_workers=1, or divide the samples by `torch.utils.data.get_worker_info()`."
+    return [Problem(value, rule, remedy)]
+
+
+def shards_by_worker(dataset: Any) -> bool | None:
+    """Return whether an iterable data set declares that it divides its samples by loader worker.
+
+    It does by an attribute `shards_by_worker`. Data pipes of torch are sharded by torch, data sets
+    that count their shards (`num_shards` of Hugging Face) by themselves. A data set around others
+    that declares nothing itself divides its samples if all of them do.
+
+    Returns:
+        None where it is not known.
+    """
+    return _declared(dataset, _DEPTH)
+
+
+def _declared(value: Any, depth: int) -> bool | None:
+    declared = getattr(value, "shards_by_worker", None)
+    if declared is not None:
+        return bool(declared)
+    if isinstance(value, IterDataPipe) or any(hasattr(value, name) for name in _SHARD_COUNTS):
+        return True
+    found = [_declared(part, depth - 1) for part in _sources(value, depth)]
+    if False in found:
+        return False
+    return True if found and None not in found else None
+
+
+def _sources(value: Any, depth: int) -> Iterator[Any]:
+    """Yield the data sets that a data set holds."""
+    for part in _held_by(value) if depth > 0 else ():
+        if isinstance(part, (list, tuple, Mapping)):
+            yield from _sources(part, depth - 1)
+        elif isinstance(part, IterableDataset) or any(
+            hasattr(part, name) for name in ("shards_by_worker", *_SHARD_COUNTS)
+        ):
+            yield part
 
 
 # -- what every rank reads -----------------------------------------------------------------------
@@ -223,67 +311,6 @@ def first_round(comm: Communicator, loader: Any) -> FirstRound | None:
     return found
 
 
-@dataclasses.dataclass
-class FirstRound:
-    """Digests of the samples of a stream's first round, which worker processes write, too.
-
-    Attributes:
-        key: under which the ranks post their tables.
-        table: [2 + samples * leaves] in shared memory: the number of samples + 1 (0: nothing is
-            known), whether the process's random generators were drawn from and all leaves are one
-            floating tensor, and a digest of each leaf.
-    """
-
-    key: str = ""
-    table: torch.Tensor = dataclasses.field(
-        default_factory=lambda: torch.zeros(2 + _SAMPLES * _LEAVES, dtype=torch.int64)
-    )
-    _before: Any = None
-    _is_posted: bool = False
-
-    def begin(self) -> None:
-        """Note the start of a pass."""
-        if not int(self.table[0]):
-            self._before = process_states()
-
-    def note(self, samples: Sequence[Any]) -> None:
-        """Note the samples of a round, none where the stream is empty.
-
-        Args:
-            samples: as the stream gave them.
-        """
-        worker = get_worker_info()
-        if int(self.table[0]) or (worker is not None and worker.id > 0):
-            return
-        leaves = [list(_leaves(sample)) for sample in samples[:_SAMPLES]]
-        lone = all(len(parts) == 1 and _is_floating(parts[0]) for parts in leaves)
-        digests = [0] * (_SAMPLES * _LEAVES)
-        for row, parts in enumerate(leaves):
-            for column, part in enumerate(parts[:_LEAVES]):
-                digests[row * _LEAVES + column] = _signed(_hash(_bytes_of(part)))
-        random_alone = lone and bool(samples) and self._before != process_states()
-        table = [len(samples) + 1, int(random_alone), *digests]
-        self.table.copy_(torch.tensor(table, dtype=torch.int64))
-
-    def difference(self, comm: Communicator) -> str | None:
-        """Return how the ranks' first rounds differ; "" if they do not; None: not known so far.
-
-        It waits for nobody: a rank may read a batch that others do not.
-
-        Args:
-            comm: how this process talks to the others.
-        """
-        if comm.closed:
-            return None
-        if not self._is_posted:
-            comm.post(self.key, json.dumps(self.table.tolist()))
-            self._is_posted = True
-        found = comm.posted(self.key)
-        if found is None:
-            return None
-        return difference([json.loads(one) for one in found]) or ""
-
-
 def compared(
     shard: IterableDatasetShard, batches: Iterator[Any], comm: Communicator
 ) -> Iterator[Any]:
@@ -309,48 +336,6 @@ def _compare(shard: IterableDatasetShard, comm: Communicator) -> None:
         warnings.warn(str(_streams_apart(shard.dataset, found)), stacklevel=5)
 
 
-def difference(tables: Sequence[list[int]]) -> str | None:
-    """Return how the first rounds of the ranks' streams differ, None where they may be one stream.
-
-    Equal samples at more than a quarter of the positions, or a leaf (a label, an index) that agrees
-    at all of them and varies, show one stream, which is augmented at random. Lone floating tensors
-    may be augmented, too, if random numbers were drawn, and no sample comes at several positions.
-
-    Args:
-        tables: by rank, as `FirstRound` writes them.
-    """
-    counts = [table[0] - 1 for table in tables]
-    if any(count < 0 for count in counts):
-        return None
-    if len(set(counts)) > 1:
-        return f"the first round has {' and '.join(map(str, counts))} samples on the ranks"
-    rows = [_rows(table) for table in tables]
-    positions = list(zip(*rows, strict=True))
-    same = sum(len(set(ranks)) == 1 for ranks in positions)
-    if same * 4 > len(positions) or not positions:
-        return None
-    columns = [list(zip(*rank, strict=True)) for rank in rows]
-    for first, *others in zip(*columns, strict=True):
-        if len(set(first)) > 1 and all(first == other for other in others):
-            return None
-    if any(table[1] for table in tables) and not any(_moved(rows[0], other) for other in rows[1:]):
-        return None
-    differing = len(positions) - same
-    return f"{differing} of the {len(positions)} samples compared at first differ between ranks"
-
-
-def _moved(rows: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Tell whether a sample that differs from the other rank's comes there at another position."""
-    known = set(others)
-    return any(mine != other and mine in known for mine, other in zip(rows, others, strict=True))
-
-
-def _rows(table: list[int]) -> list[tuple[int, ...]]:
-    count = min(table[0] - 1, _SAMPLES)
-    cells = table[2:]
-    return [tuple(cells[i * _LEAVES : (i + 1) * _LEAVES]) for i in range(count)]
-
-
 def _streams_apart(dataset: Any, told: str) -> Problem:
     return Problem(
         f"the iterable data set {type(dataset).__name__}: {told}",
@@ -362,52 +347,3 @@ def _streams_apart(dataset: Any, told: str) -> Problem:
         "stream that shards by itself out of `prepare`. Where ranks may differ (augmentations, "
         "random samples without end), set `same_on_every_rank = True` on the data set.",
     )
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        for part in value.values():
-            yield from _leaves(part)
-    elif isinstance(value, (list, tuple)) and any(
-        isinstance(part, (torch.Tensor, np.ndarray, Mapping, list, tuple)) for part in value
-    ):
-        for part in value:
-            yield from _leaves(part)
-    elif isinstance(value, tuple):
-        yield from value
-    else:
-        yield value
-
-
-def _is_floating(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.is_floating_point()
-    return isinstance(value, (float, np.floating)) or (
-        isinstance(value, np.ndarray) and value.dtype.kind == "f"
-    )
-
-
-def _bytes_of(value: Any) -> bytes:
-    """Return bytes that are the same for equal values in all processes; else of the type alone."""
-    if isinstance(value, torch.Tensor):
-        try:
-            flat = value.detach().reshape(-1)[:_BYTES].cpu()
-            value = flat.float().numpy() if flat.dtype is torch.bfloat16 else flat.numpy()
-        except (RuntimeError, TypeError, NotImplementedError):  # sparse, quantized, meta
-            return f"{type(value)}{tuple(value.shape)}".encode()
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind != "O":
-        return np.asarray(value).reshape(-1)[:_BYTES].tobytes()
-    plain = (bool, int, float, complex, str, bytes, type(None))
-    if isinstance(value, plain):
-        return repr(value).encode()[:_BYTES]
-    if isinstance(value, list) and all(isinstance(part, plain) for part in value[:_BYTES]):
-        return repr(value[:_BYTES]).encode()
-    return f"{type(value).__module__}.{type(value).__qualname__}".encode()
-
-
-def _hash(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number

@@ -9,10 +9,10 @@ import contextlib
 import gc
 import inspect
 import itertools
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -48,26 +48,12 @@ def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
     return lambda state, bucket: hook(state, bucket)
 
 
-def _orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
-    """Orthogonalize the columns of one matrix [n, r] or of several [k, n, r], in place."""
-    several = matrices if matrices.dim() == 3 else matrices.unsqueeze(0)
-    powerSGD_hook._orthogonalize(several, epsilon)
-
-
-# torch 2.13's own batched hook hands one matrix to a function that takes several, and fails: this
-# is the same code, calling ours. Source: torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook
-_batched_power_sgd_hook: Callable[..., Any] = types.FunctionType(
-    powerSGD_hook.batched_powerSGD_hook.__code__,
-    {**vars(powerSGD_hook), "_orthogonalize": _orthogonalize},
-    "batched_powerSGD_hook",
-)
-
 HOOKS: dict[Hook, Callable[..., Any]] = {
     Hook.NO: default_hooks.allreduce_hook,
     Hook.FP16: default_hooks.fp16_compress_hook,
     Hook.BF16: _renamed(default_hooks.bf16_compress_hook),
     Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
-    Hook.BATCHED_POWER_SGD: _batched_power_sgd_hook,
+    Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
 }
 WRAPPERS: dict[Hook, Callable[..., Any]] = {
     Hook.FP16: default_hooks.fp16_compress_wrapper,
@@ -176,7 +162,7 @@ class DDPStrategy(Strategy):
             ConfigError: if the arguments of the communication hook do not fit it.
         """
         if objects.models:
-            ConfigError.raise_if(_hook_problems(self.plan.ddp))
+            ConfigError.raise_if(_hook_problems(self.plan.ddp, self.device))
         return super().prepare(objects, placement, prepared, evaluation)
 
     def wrap_model(
@@ -308,8 +294,27 @@ def register_hook(model: DistributedDataParallel, handler: DistributedDataParall
     model.register_comm_hook(state, hook)
 
 
-def _hook_problems(handler: DistributedDataParallelKwargs) -> list[Problem]:
+def _batched_hook_works(device: torch.device) -> bool:
+    """Return whether torch's batched PowerSGD hook can reduce a bucket [4]; every rank calls this.
+
+    That of torch 2.13 fails: it passes one matrix to a function that takes several.
+    """
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+    state.iter = state.start_powerSGD_iter
+    buffer = torch.ones(4, device=device)
+    bucket: Any = SimpleNamespace(buffer=lambda: buffer, index=lambda: 0, is_last=lambda: True)
+    try:
+        powerSGD_hook.batched_powerSGD_hook(state, bucket).wait()
+    except AssertionError:  # before the first collective, on every rank
+        return False
+    return True
+
+
+def _hook_problems(handler: DistributedDataParallelKwargs, device: torch.device) -> list[Problem]:
     hook = str(handler.comm_hook)
+    if handler.comm_hook == Hook.BATCHED_POWER_SGD and not _batched_hook_works(device):
+        rule = f"the batched PowerSGD hook of torch {torch.__version__} fails on every bucket"
+        return [Problem(f"comm_hook={hook!r}", rule, "Use comm_hook='power_sgd'.")]
     if not handler.comm_state_option:
         return []
     if handler.comm_hook not in POWER_SGD:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from accel.config.checks import check_choice, check_minimum
 from accel.config.fp8 import FP8RecipeKwargs
 from accel.config.handlers import (
     AutocastKwargs,
@@ -17,8 +18,6 @@ from accel.config.handlers import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
-    check_choice,
-    check_minimum,
 )
 from accel.config.training import (
     DataLoaderConfiguration,

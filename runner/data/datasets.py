@@ -6,7 +6,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from accel.data.samplers import SeedableRandomSampler, cycle_to, mix_seeds
+from accel.rng import preserved
 from runner.config import schema
 from runner.data import user_code
 
@@ -60,22 +61,12 @@ def seed_draws(seed: int, epoch: int, index: int) -> None:
     torch.default_generator.manual_seed(mixed)
 
 
-@contextmanager
-def training_draws_preserved() -> Iterator[None]:
+def training_draws_preserved() -> AbstractContextManager[None]:
     """Context that leaves the generators as they were in the process that trains.
 
     In a worker process there is nothing to preserve.
     """
-    if get_worker_info() is not None:
-        yield
-        return
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.default_generator.set_state(states[2])
+    return nullcontext() if get_worker_info() is not None else preserved(device=False)
 
 
 def draws_nothing(dataset: object) -> bool:

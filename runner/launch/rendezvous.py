@@ -6,8 +6,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from torch._C import _DistError
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
+from accel.comm.rendezvous import connect_store
 from accel.env import Environment
 from accel.errors import StateError
 
@@ -46,14 +47,7 @@ def connect(prefix: str = "job", timeout: timedelta = WAIT) -> Store:
     here = Environment.read()
     if here.master_addr is None or here.master_port is None:
         raise StateError("A launcher sets MASTER_ADDR and MASTER_PORT beside WORLD_SIZE.")
-    store = TCPStore(
-        here.master_addr,
-        here.master_port,
-        is_master=here.rank == 0 and not here.agent_store,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+    store = connect_store(here, timeout)
     _KEPT.append(store)
     return PrefixStore(f"runner/{here.restart_count}/{prefix}", store)
 

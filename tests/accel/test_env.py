@@ -35,6 +35,13 @@ def test_flag_refuses_other_words() -> None:
         env.flag(NAME)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [(" Yes ", True), (False, False), ("2", None), ("", None)]
+)
+def test_words_for_booleans(text: object, value: bool | None) -> None:
+    assert env.parse_bool(text) is value
+
+
 def test_integer() -> None:
     with env.patched(**{NAME: " 7 "}):
         assert env.integer(NAME) == 7

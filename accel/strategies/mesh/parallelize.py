@@ -14,8 +14,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from accel.config.checks import import_callable
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.config.handlers import import_callable
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import TorchDynamoPlugin
 from accel.errors import ConfigError, Problem

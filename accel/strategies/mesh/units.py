@@ -17,8 +17,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
+from accel.config.checks import import_callable
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.config.handlers import import_callable
 from accel.errors import ConfigError, Problem, nearest
 from accel.logging import get_logger
 from accel.strategies.mesh.torch_internals import is_wrap_policy, modules_of_policy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from typing import Any
 
 from torch.utils.data import (
     DataLoader,
@@ -10,6 +11,7 @@ from torch.utils.data import (
     IterableDataset,
 )
 
+from accel import Accelerator, DataLoaderConfiguration
 from accel.data.prepare import prepare_data_loader
 
 Pair = namedtuple("Pair", "left right")
@@ -49,3 +51,12 @@ def values(loader) -> list[list[int]]:
 def prepared(length: int, size: int, count: int = 1, rank: int = 0, drop_last=False, **flags):
     loader = DataLoader(range(length), batch_size=size, drop_last=drop_last)
     return prepare_data_loader(loader, num_processes=count, process_index=rank, **flags)
+
+
+def seedable(**flags: Any) -> Accelerator:
+    config = DataLoaderConfiguration(use_seedable_sampler=True, **flags)
+    return Accelerator(cpu=True, dataloader_config=config)
+
+
+def flat(loader: Any) -> list[int]:
+    return [index for batch in values(loader) for index in batch]

@@ -214,6 +214,8 @@ class Sized(Stream):
 class ByWorker(IterableDataset):
     """Shares the numbers below 9 out by worker."""
 
+    shards_by_worker = True
+
     def __iter__(self):
         info = torch.utils.data.get_worker_info()
         return iter(range(info.id, 9, info.num_workers))

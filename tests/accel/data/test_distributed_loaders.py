@@ -43,6 +43,8 @@ class Numbers(IterableDataset):
 class Sharded(IterableDataset):
     """Shares its numbers out by worker."""
 
+    shards_by_worker = True
+
     def __iter__(self):
         info = torch.utils.data.get_worker_info()
         return iter(range(info.id, 9, info.num_workers))

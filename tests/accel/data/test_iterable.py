@@ -1,16 +1,15 @@
-"""Each process's share of a stream."""
+"""The shard of a stream that each process reads."""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from accel.data.iterable import IterableDatasetShard, shards_by_worker, worker_problems
+from accel.data.iterable import IterableDatasetShard
 from accel.errors import ConfigError
 
 
@@ -31,37 +30,6 @@ class Stream(IterableDataset[int]):
 class Sized(Stream):
     def __len__(self) -> int:
         return self.length
-
-
-class ByWorker(Stream):
-    """Shares its numbers out by worker."""
-
-    def __iter__(self):
-        info = torch.utils.data.get_worker_info()
-        start, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return iter(range(start, self.length, step))
-
-
-class Around(IterableDataset[int]):
-    def __init__(self, inner: IterableDataset[int]) -> None:
-        self.inner = inner
-
-    def __iter__(self):
-        return iter(self.inner)
-
-
-class Pipeline(IterableDataset[int]):
-    """A stream in stages, as WebDataset's."""
-
-    def __init__(self, stages: list) -> None:
-        self.stages = stages
-
-    def __iter__(self):
-        return self.stages[1](self.stages[0])
-
-
-def split_by_worker(samples):
-    return samples
 
 
 @settings(max_examples=300)
@@ -119,26 +87,6 @@ def test_the_epoch_reaches_the_stream() -> None:
 def test_a_batch_that_does_not_split_is_refused() -> None:
     with pytest.raises(ConfigError, match="batch_size=3 on 2 processes"):
         IterableDatasetShard(Stream(8), 3, False, 2, 0, split_batches=True)
-
-
-def test_what_shares_out_by_worker_is_found() -> None:
-    assert shards_by_worker(ByWorker(4))
-    assert shards_by_worker(Around(Around(ByWorker(4))))
-    assert not shards_by_worker(Stream(4))
-    assert shards_by_worker(Pipeline([Stream(4), split_by_worker]))
-    assert not shards_by_worker(Pipeline([Stream(4), list]))
-    declared = Around(Stream(4))
-    declared.shards_by_worker = True
-    assert shards_by_worker(declared)
-
-
-def test_workers_that_would_repeat_samples_are_a_problem() -> None:
-    (problem,) = worker_problems(Stream(4), 2)
-    assert "each sample would come 2 times" in str(problem)
-    assert "num_workers=1" in str(problem)
-    assert worker_problems(Stream(4), 1) == []
-    assert worker_problems(ByWorker(4), 2) == []
-    assert worker_problems(Stream(4), 2, worker_init_fn=print) == []
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -154,9 +154,13 @@ def test_streams_are_dispatched_where_there_are_several_processes() -> None:
     assert isinstance(prepare_data_loader(loader, dispatch_batches=True), DataLoaderDispatcher)
 
 
-def test_streams_that_workers_would_repeat_are_refused() -> None:
+def test_workers_of_streams_are_warned_of_or_refused() -> None:
+    stream = Stream(8)
+    with pytest.warns(UserWarning, match=r"num_workers=2.*does not declare `shards_by_worker`"):
+        prepare_data_loader(DataLoader(stream, num_workers=2))
+    stream.shards_by_worker = False
     with pytest.raises(ConfigError, match=r"num_workers=2.*get_worker_info"):
-        prepare_data_loader(DataLoader(Stream(8), num_workers=2))
+        prepare_data_loader(DataLoader(stream, num_workers=2))
 
 
 def test_batches_that_do_not_split_are_refused() -> None:

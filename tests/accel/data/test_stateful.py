@@ -91,6 +91,8 @@ class Counted(IterableDataset):
 class Short(IterableDataset):
     """The first worker gives a short last batch long before the second one ends."""
 
+    shards_by_worker = True
+
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
         assert info is not None

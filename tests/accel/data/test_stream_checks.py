@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accel.data.prepare import prepare_data_loader, skip_first_batches
-from accel.data.stream_checks import shards_by_rank
+from accel.data.stream_checks import shards_by_rank, shards_by_worker, worker_problems
 from accel.errors import ConfigError
 from accel.ops import gather_object
 from accel.state import PartialState
@@ -304,3 +304,73 @@ def test_a_data_pipe_of_several_processes_is_refused() -> None:
     """Torch's loader waits in a collective of its own that ranks which do not read never enter."""
     for told in run_distributed(of_pipe, 2):
         assert "a data pipe of torch for 2 processes" in told
+
+
+# -- worker processes ----------------------------------------------------------------------------
+
+
+class ByWorker(Numbers):
+    """Shards its numbers by worker."""
+
+    shards_by_worker = True
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        start, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return itertools.islice(self.items, start, None, step)
+
+
+class Around(IterableDataset[int]):
+    def __init__(self, inner: IterableDataset[int]) -> None:
+        self.inner = inner
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+class Undeclared(ByWorker):
+    shards_by_worker = None
+
+
+class Counted(Numbers):
+    """Counts its shards, as data sets of Hugging Face do."""
+
+    num_shards = 4
+
+
+def test_the_declaration_of_a_data_set_or_of_those_that_it_holds_counts() -> None:
+    assert shards_by_worker(ByWorker()) is True
+    assert shards_by_worker(Counted()) is True
+    assert shards_by_worker(IterableWrapper([1])) is True
+    assert shards_by_worker(Around(Around(ByWorker()))) is True
+    assert shards_by_worker(Pipeline([ByWorker(), Counted()])) is True
+    assert shards_by_worker(Numbers()) is None
+    assert shards_by_worker(Undeclared()) is None
+    assert shards_by_worker(Pipeline([ByWorker(), Numbers()])) is None
+    declared = Around(ByWorker())
+    declared.shards_by_worker = False
+    assert shards_by_worker(declared) is False
+    assert shards_by_worker(Pipeline([ByWorker(), declared])) is False
+
+
+def test_workers_of_an_undeclared_stream_are_warned_of() -> None:
+    for stream in (Numbers(), Undeclared(), Around(Numbers())):
+        with pytest.warns(UserWarning, match="each of them comes 2 times") as caught:
+            assert worker_problems(stream, 2) == []
+        assert "shards_by_worker = True" in str(caught[0].message)
+
+
+def test_workers_that_repeat_samples_by_declaration_are_a_problem() -> None:
+    stream = Numbers()
+    stream.shards_by_worker = False
+    (problem,) = worker_problems(stream, 2)
+    assert "each sample would come 2 times" in str(problem)
+    assert "num_workers=1" in str(problem)
+
+
+def test_workers_that_may_divide_the_samples_are_no_problem() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert worker_problems(Numbers(), 1) == []
+        assert worker_problems(ByWorker(), 2) == []
+        assert worker_problems(Numbers(), 2, worker_init_fn=print) == []

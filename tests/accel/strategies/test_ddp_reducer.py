@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from accel import Accelerator, DistributedDataParallelKwargs
 from accel.errors import ConfigError
@@ -21,6 +23,23 @@ COMPRESSED_FROM = 2  # what torch demands at least
 TOLERANCE = {"no": 1e-5, "fp16": 5e-3, "bf16": 5e-2}
 
 
+def orthogonalize_any(matrices: torch.Tensor, epsilon: float = 0) -> None:
+    """Do what torch's function does, also for one matrix [n, r], which the batched hook gives."""
+    several = matrices if matrices.dim() == 3 else matrices.unsqueeze(0)
+    OF_TORCH(several, epsilon)
+
+
+def orthogonalize_several(matrices: torch.Tensor, epsilon: float = 0) -> None:
+    """Fail for one matrix, as torch 2.13 does."""
+    if matrices.dim() != 3:
+        raise AssertionError
+    OF_TORCH(matrices, epsilon)
+
+
+OF_TORCH = powerSGD_hook._orthogonalize
+
+
+@mock.patch.object(powerSGD_hook, "_orthogonalize", orthogonalize_any)
 def gradients(
     hook: str, wrapper: str, options: dict[str, Any], size: int = 8, steps: int = 3
 ) -> list[torch.Tensor]:
@@ -141,6 +160,17 @@ def refused(options: dict[str, Any], hook: str) -> str:
     with pytest.raises(ConfigError) as caught:
         accelerator.prepare(torch.nn.Linear(1, 1))
     return str(caught.value)
+
+
+def refused_batched() -> str:
+    with mock.patch.object(powerSGD_hook, "_orthogonalize", orthogonalize_several):
+        return refused({}, "batched_power_sgd")
+
+
+def test_a_batched_hook_that_fails_is_refused() -> None:
+    for answer in run_distributed(refused_batched, 2):
+        assert "comm_hook='batched_power_sgd': the batched PowerSGD hook of torch" in answer
+        assert answer.endswith("Use comm_hook='power_sgd'.")
 
 
 def test_what_is_not_worth_it_is_not_compressed() -> None:

@@ -159,9 +159,6 @@ def test_sharded_models_train_what_is_unfrozen(engines: dict[str, Any]) -> None:
     run_distributed(check, 2, engines, False, [])
 
 
-# -- what DDP keeps, and what it refuses ---------------------------------------------------
-
-
 def ones_and_threes(accelerator: Accelerator) -> torch.Tensor:
     """Inputs whose average over two ranks is 2."""
     return torch.full((1, WIDTH), 1.0 + 2 * accelerator.process_index)
@@ -428,9 +425,6 @@ def compiled_around() -> None:
 
 def test_a_model_compiled_around_ddp_is_not_taken_for_bypassed() -> None:
     run_distributed(compiled_around, 2)
-
-
-# -- shards, and engines that step for themselves ------------------------------------------
 
 
 def added_to_shards() -> None:

@@ -50,7 +50,7 @@ def test_what_the_product_brings_in_is_trusted(name: str) -> None:
         ("torch.nn._reduction.warnings", "private"),
         ("accel.imports.require", "resolves to accel.imports.require, which is not trusted"),
         ("accel.env.set_values", "resolves to accel.env.set_values"),
-        ("accel.config.handlers.import_callable", "resolves to accel.config.handlers"),
+        ("accel.config.checks.import_callable", "resolves to accel.config.checks"),
         ("accel.checkpoint.directory.prune", "resolves to accel.checkpoint.directory.prune"),
         ("runner.cli.dispatch.run", "resolves to runner.cli.dispatch.run"),
         ("runner.launch.launcher.launch", "resolves to runner.launch.launcher.launch"),

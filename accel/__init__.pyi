@@ -1,0 +1,34 @@
+# The table of public names and their modules: type checkers read it, and `accel._lazy` at run time.
+from accel.accelerator import Accelerator as Accelerator
+from accel.checkpoint.load_weights import load_checkpoint_in_model as load_checkpoint_in_model
+from accel.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
+from accel.config.fp8 import AORecipeKwargs as AORecipeKwargs
+from accel.config.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
+from accel.config.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+from accel.config.fp8 import TERecipeKwargs as TERecipeKwargs
+from accel.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from accel.config.handlers import AutocastKwargs as AutocastKwargs
+from accel.config.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from accel.config.handlers import GradScalerKwargs as GradScalerKwargs
+from accel.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+from accel.config.handlers import KwargsHandler as KwargsHandler
+from accel.config.handlers import ProfileKwargs as ProfileKwargs
+from accel.config.tensor_parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from accel.config.training import DataLoaderConfiguration as DataLoaderConfiguration
+from accel.config.training import GradientAccumulationPlugin as GradientAccumulationPlugin
+from accel.config.training import ProjectConfiguration as ProjectConfiguration
+from accel.config.training import TorchDynamoPlugin as TorchDynamoPlugin
+from accel.data.prepare import prepare_data_loader as prepare_data_loader
+from accel.data.prepare import skip_first_batches as skip_first_batches
+from accel.enums import DDPCommunicationHookType as DDPCommunicationHookType
+from accel.enums import DistributedType as DistributedType
+from accel.imports import is_rich_available as is_rich_available
+from accel.memory import find_executable_batch_size as find_executable_batch_size
+from accel.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+from accel.rng import synchronize_rng_states as synchronize_rng_states
+from accel.scheduler import AcceleratedScheduler as AcceleratedScheduler
+from accel.state import AcceleratorState as AcceleratorState
+from accel.state import GradientState as GradientState
+from accel.state import PartialState as PartialState
+
+__all__: list[str]

@@ -1,0 +1,44 @@
+"""The arguments that build a loader like another one, with other samplers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+_LOADER_ARGUMENTS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+    "snapshot_every_n_steps",  # StatefulDataLoader
+)
+
+
+def loader_arguments(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments that build a loader like `loader`, without data set and samplers."""
+    found = {name: getattr(loader, name) for name in _LOADER_ARGUMENTS if hasattr(loader, name)}
+    if not found.get("pin_memory_device"):
+        found.pop("pin_memory_device", None)
+    if isinstance(loader.dataset, IterableDataset):
+        found.update(batch_size=loader.batch_size, drop_last=loader.drop_last)
+    return found
+
+
+def index_sampler(loader: DataLoader[Any]) -> Any:
+    """Return what yields a loader's indices: its batch sampler, or its sampler without one."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def index_arguments(loader: DataLoader[Any], sampler: Any) -> dict[str, Any]:
+    """Return the arguments that make `sampler` yield the indices of a loader like `loader`."""
+    if loader.batch_sampler is None:
+        return {"batch_size": None, "sampler": sampler}
+    return {"batch_sampler": sampler}

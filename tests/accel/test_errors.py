@@ -1,0 +1,67 @@
+"""Problems are reported together, and mistyped names answered."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel.errors import (
+    ConfigError,
+    NotBuiltError,
+    Problem,
+    Problems,
+    closest,
+    did_you_mean,
+    nearest,
+    text_of,
+    unknown_choice,
+)
+
+
+def test_problems_are_raised_together() -> None:
+    problems = Problems()
+    problems.raise_if()
+    problems.add("a=1", "it is 2", "Give 2.")
+    problems += [Problem("b=1", "it is 3", "Give 3.")]
+    problems.add_not_built("c=1", "Leave it out.")
+    with pytest.raises(ConfigError) as caught:
+        problems.raise_if()
+    assert not isinstance(caught.value, NotBuiltError)
+    assert str(caught.value).splitlines() == [
+        "a=1: it is 2. Give 2.",
+        "b=1: it is 3. Give 3.",
+        "c=1: this version does not offer it yet. Leave it out.",
+    ]
+
+
+def test_missing_options_only_are_an_error_of_their_own() -> None:
+    problems = Problems()
+    problems.add_not_built("c=1", "Leave it out.")
+    with pytest.raises(NotBuiltError, match="c=1: this version does not offer it yet"):
+        problems.raise_if()
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("bf61", "Did you mean 'bf16'?"),
+        ("cnm", "Did you mean 'cnn'?"),
+        ("zzz", "Known names: bf16, cnn."),
+    ],
+)
+def test_a_mistyped_name_is_answered(name: str, answer: str) -> None:
+    assert nearest(name, ["cnn", "bf16"]) == answer
+    assert unknown_choice("x", name, ["cnn", "bf16"]).remedy == answer
+
+
+def test_the_closest_name() -> None:
+    assert closest("optimzer", ["optimizer", "model"]) == "optimizer"
+    assert closest("optimzer", ["optimizer", "model"], cutoff=0.99) is None
+    assert did_you_mean("a", "b") == "Did you mean 'a' or 'b'?"
+
+
+def test_a_message_that_cannot_be_read_is_named() -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    assert "ValueError" in text_of(Silent())
