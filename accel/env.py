@@ -23,6 +23,18 @@ def read(name: str, default: str | None = None) -> str | None:
     return os.environ.get(name, default)
 
 
+def parse_bool(text: str) -> bool:
+    """Return the truth value that `text` spells, in any case; "" is false.
+
+    Raises:
+        ValueError: if it spells neither true nor false.
+    """
+    value = text.strip().lower()
+    if value not in TRUE | FALSE:
+        raise ValueError(f"expected true or false, not {text!r}")
+    return value in TRUE
+
+
 def flag(name: str, variables: Mapping[str, str] = os.environ) -> bool:
     """Return whether the variable `name` says yes; unset and empty say no.
 
@@ -33,16 +45,16 @@ def flag(name: str, variables: Mapping[str, str] = os.environ) -> bool:
     Raises:
         ConfigError: if it says neither yes nor no.
     """
-    value = variables.get(name, "").strip().lower()
-    if value not in TRUE | FALSE:
+    try:
+        return parse_bool(variables.get(name, ""))
+    except ValueError:
         raise ConfigError(
             Problem(
                 f"{name}={variables[name]!r} (environment)",
                 "expected true or false",
                 f"Set {name}=1 or {name}=0.",
             )
-        )
-    return value in TRUE
+        ) from None
 
 
 def optional_flag(name: str) -> bool | None:

@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     from accel.rng import set_seed as set_seed
     from accel.rng import synchronize_rng_state as synchronize_rng_state
     from accel.rng import synchronize_rng_states as synchronize_rng_states
-    from accel.strategies.deepspeed.dummies import DummyOptim as DummyOptim
-    from accel.strategies.deepspeed.dummies import DummyScheduler as DummyScheduler
+    from accel.strategies.deepspeed.wrappers import DummyOptim as DummyOptim
+    from accel.strategies.deepspeed.wrappers import DummyScheduler as DummyScheduler
     from accel.tree import honor_type as honor_type
     from accel.tree import is_namedtuple as is_namedtuple
     from accel.tree import recursively_apply as recursively_apply
@@ -86,8 +86,8 @@ _PLACES = {
     "DistributedDataParallelKwargs": "accel.config.handlers",
     "DistributedOperationException": "accel.errors",
     "DistributedType": "accel.enums",
-    "DummyOptim": "accel.strategies.deepspeed.dummies",
-    "DummyScheduler": "accel.strategies.deepspeed.dummies",
+    "DummyOptim": "accel.strategies.deepspeed.wrappers",
+    "DummyScheduler": "accel.strategies.deepspeed.wrappers",
     "DynamoBackend": "accel.enums",
     "FP8RecipeKwargs": "accel.config.fp8",
     "FullyShardedDataParallelPlugin": "accel.config.fsdp",

@@ -35,6 +35,14 @@ def test_flag_refuses_other_words() -> None:
         env.flag(NAME)
 
 
+def test_parse_bool_takes_the_words_of_flags_and_refuses_others() -> None:
+    assert env.parse_bool(" Yes")
+    assert not env.parse_bool("OFF")
+    assert not env.parse_bool("")
+    with pytest.raises(ValueError, match="expected true or false, not 'maybe'"):
+        env.parse_bool("maybe")
+
+
 def test_integer() -> None:
     with env.patched(**{NAME: " 7 "}):
         assert env.integer(NAME) == 7
