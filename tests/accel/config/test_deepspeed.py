@@ -9,12 +9,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from accel.config.deepspeed import DeepSpeedPlugin, share_selection
+from accel.config.deepspeed_plugins import active, get_active_deepspeed_plugin
 from accel.config.training import GradientAccumulationPlugin
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError
 from accel.planning.arguments import Arguments
 from accel.planning.plan import resolve
-from accel.state import AcceleratorState, get_active_deepspeed_plugin
+from accel.state import AcceleratorState
 from tests.accel.strategies.deepspeed.helpers import completed, plan_of
 
 
@@ -32,7 +33,7 @@ def test_the_environment_fills_what_the_plugin_leaves_out(tmp_path: Path) -> Non
     }
     with patched(**variables):
         plan = resolve(Arguments(cpu=True), Environment.read())
-        plugin = plan.engines.deepspeed_plugin
+        plugin = active(plan.plugin("deepspeed"))
         assert plugin is not None
         assert (plugin.zero_stage, plugin.gradient_clipping) == (3, 0.5)
         assert (plugin.offload_optimizer_device, plugin.offload_param_device) == ("cpu", None)
@@ -46,16 +47,16 @@ def test_the_environment_fills_what_the_plugin_leaves_out(tmp_path: Path) -> Non
     path.write_text('{"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 5}')
     with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(path)):
         plan = resolve(Arguments(cpu=True), Environment.read())
-        assert plan.engines.deepspeed_plugin is not None
-        assert plan.engines.deepspeed_plugin.stage == 1
+        assert active(plan.plugin("deepspeed")) is not None
+        assert active(plan.plugin("deepspeed")).stage == 1
         assert plan.accumulation.num_steps == 5
     with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_DEEPSPEED_ZERO_STAGE="many"):
         with pytest.raises(ConfigError, match="ACCELERATE_DEEPSPEED_ZERO_STAGE='many'"):
             resolve(Arguments(cpu=True), Environment.read())
     with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_GRADIENT_CLIPPING="auto"):
         plan = resolve(Arguments(cpu=True), Environment.read())
-        assert plan.engines.deepspeed_plugin is not None
-        assert plan.engines.deepspeed_plugin.gradient_clipping is None
+        assert active(plan.plugin("deepspeed")) is not None
+        assert active(plan.plugin("deepspeed")).gradient_clipping is None
     with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_DEEPSPEED_ZERO_STAGES="3"):
         with pytest.raises(ConfigError, match="Did you mean 'ACCELERATE_DEEPSPEED_ZERO_STAGE'"):
             resolve(Arguments(cpu=True), Environment.read())
@@ -108,13 +109,13 @@ def test_fp16_on_a_cpu_and_ms_amp_are_refused_at_once() -> None:
 def test_one_of_several_plugins_is_selected() -> None:
     first, second = DeepSpeedPlugin(zero_stage=2), DeepSpeedPlugin(zero_stage=3)
     plan = resolve(
-        Arguments(cpu=True, deepspeed_plugins={"student": first, "teacher": second}),
+        Arguments(cpu=True, plugins={"deepspeed_plugins": {"student": first, "teacher": second}}),
         Environment.read(),
     )
-    assert plan.engines.deepspeed_plugin is first
+    assert active(plan.plugin("deepspeed")) is first
     assert (first.selected, second.selected) == (True, False)
     second.select()
-    assert plan.engines.deepspeed_plugin is second
+    assert active(plan.plugin("deepspeed")) is second
     assert (first.selected, second.selected) == (False, True)
 
 

@@ -125,7 +125,8 @@ def plain_with_schedule() -> Any:
 
 
 def plan_of(plugin: DeepSpeedPlugin, **arguments: Any) -> Plan:
-    return resolve(Arguments(cpu=True, deepspeed_plugin=plugin, **arguments), Environment.read())
+    given = {"cpu": True, "deepspeed_plugin": plugin, **arguments}
+    return resolve(Arguments.of(given), Environment.read())
 
 
 def completed(

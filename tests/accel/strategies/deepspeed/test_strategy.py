@@ -9,8 +9,9 @@ import torch
 
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed_plugins import get_active_deepspeed_plugin
 from accel.errors import ConfigError
-from accel.state import AcceleratorState, get_active_deepspeed_plugin
+from accel.state import AcceleratorState
 from tests.accel.strategies.deepspeed.helpers import (
     GLOBAL_BATCH,
     STEPS,
