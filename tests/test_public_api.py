@@ -199,7 +199,7 @@ def test_documented_attributes_exist() -> None:
 @pytest.mark.parametrize("package", [accel, accel.utils])
 def test_the_table_the_types_and_all_agree(package: object) -> None:
     source = Path(inspect.getfile(package)).read_text()  # type: ignore[arg-type]
-    typed = re.findall(r"^    from \S+ import \w+ as (\w+)$", source, flags=re.MULTILINE)
+    typed = re.findall(r"^ +(?:from \S+ import )?\w+ as (\w+),?$", source, re.MULTILINE)
     assert sorted(typed) == sorted(package._PLACES) == sorted(package.__all__)  # type: ignore[attr-defined]
     for name in package.__all__:  # type: ignore[attr-defined]
         assert getattr(package, name) is not None

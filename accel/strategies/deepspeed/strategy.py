@@ -61,7 +61,8 @@ class DeepSpeedStrategy(Strategy):
     ) -> None:
         super().__init__(plan, comm, device, precision)
         ConfigError.raise_if(checks.plan_problems(plan))
-        for plugin in plan.plugin("deepspeed").values():
+        plugins = plan.plugin("deepspeed").values()
+        for plugin in plugins:
             plugin.report_stage()
         self.package = initialize.import_deepspeed(device)
         comm.before_exit(self._leave_group)
@@ -74,7 +75,8 @@ class DeepSpeedStrategy(Strategy):
         self._active_config: transformers_flag.ActiveConfig | None = transformers_flag.ActiveConfig(
             self._is_partitioned_by_transformers, self._partitioned_init_config, plan.local_rank
         )
-        transformers_flag.register(self._active_config)
+        has_stage_3 = any(plugin.stage == 3 for plugin in plugins)
+        transformers_flag.register(self._active_config, has_stage_3)
 
     @property
     def plugin(self) -> DeepSpeedPlugin:

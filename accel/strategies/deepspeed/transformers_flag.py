@@ -7,6 +7,7 @@ Source: https://huggingface.co/docs/transformers/main_classes/deepspeed
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import final
@@ -52,8 +53,14 @@ class ActiveConfig:
         return make_config()
 
 
-def register(config: ActiveConfig) -> None:
-    """Let transformers ask `config` from now on, where it is installed."""
-    if is_available("transformers"):
+def register(config: ActiveConfig, has_stage_3: bool) -> None:
+    """Let transformers ask `config` from now on.
+
+    Args:
+        config: of the strategy.
+        has_stage_3: whether a plugin of the run has stage 3; else transformers, which takes seconds
+            to import, asks only where it is imported already.
+    """
+    if "transformers" in sys.modules or (has_stage_3 and is_available("transformers")):
         module = require("transformers.integrations.deepspeed", "deepspeed_plugin")
         module.set_hf_deepspeed_config(config)
