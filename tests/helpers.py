@@ -77,10 +77,10 @@ def reset_accel() -> None:
         dist.destroy_process_group()
     if "accel.state" not in sys.modules:
         return
-    if "accel.strategies.deepspeed.package" in sys.modules and "deepspeed" in sys.modules:
-        from accel.strategies.deepspeed import package
+    if "accel.strategies.deepspeed.initialize" in sys.modules and "deepspeed" in sys.modules:
+        from accel.strategies.deepspeed import initialize
 
-        package.restore_linear(sys.modules["deepspeed"])  # of a run that was not ended
+        initialize.restore_linear(sys.modules["deepspeed"])  # of a run that was not ended
     from accel.state import AcceleratorState, GradientState, PartialState
 
     AcceleratorState._reset_state()

@@ -1,4 +1,4 @@
-"""The plugin of DeepSpeed: fields, environment and a configuration of DeepSpeed's own.
+"""DeepSpeed's plugin: its fields, and the configuration of DeepSpeed that they complete.
 
 Source: https://www.deepspeed.ai/docs/config-json/
 """
@@ -6,41 +6,39 @@ Source: https://www.deepspeed.ai/docs/config-json/
 from __future__ import annotations
 
 import contextlib
-import copy
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, final
 
 from accel.config.checks import check_choice, check_minimum
 from accel.config.deepspeed_json import (
     AUTO,
     DEVICES,
+    Config,
     HfDeepSpeedConfig,
-    changes,
-    put_at,
     set_at,
     stage_problems,
+    validate,
     value_at,
 )
+from accel.env import parse_bool
 from accel.errors import ConfigError, Problem, nearest
 
-# Told of each plugin that is selected, or that switches sharding while models are built.
-_WATCHERS: list[weakref.WeakMethod[Callable[[DeepSpeedPlugin], None]]] = []
-
-# Where each field of the plugin stands in DeepSpeed's configuration.
+STAGE = "zero_optimization.stage"
+DEFAULT_STAGE = 2
+# The dotted key of DeepSpeed's configuration that each field of the plugin gives.
 KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
-    "zero_stage": "zero_optimization.stage",
+    "zero_stage": STAGE,
     "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
     "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
     "offload_param_device": "zero_optimization.offload_param.device",
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
-# Documented environment variables: the field that each one fills.
+# Documented environment variables, with the field that each fills.
 VARIABLES = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "hf_ds_config",
     "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
@@ -55,33 +53,47 @@ VARIABLES = {
 }
 
 
+@final
+@dataclass(eq=False)
+class Selection:
+    """Which plugin is active; the plugins of one run share one.
+
+    Attributes:
+        active: the plugin that the next `prepare` uses; None: none is selected.
+    """
+
+    active: DeepSpeedPlugin | None = None
+
+
 @dataclass
 class DeepSpeedPlugin:
-    """How DeepSpeed trains a model.
+    """Configure training with DeepSpeed.
 
-    A value that the configuration does not tell, or that is ``"auto"`` there, is filled from the
-    fields below, from the environment variables ``ACCELERATE_DEEPSPEED_…``, and from the run.
+    A value that the configuration lacks, or that is ``"auto"`` there, is filled from the fields
+    below, from the environment variables ``ACCELERATE_DEEPSPEED_…``, and from the run.
 
     Args:
-        hf_ds_config: DeepSpeed's configuration: path of a JSON file, dict, or `HfDeepSpeedConfig`.
-        gradient_accumulation_steps: micro-batches per optimizer step; None: as the run says.
-        gradient_clipping: largest norm of the gradients; None: they are not clipped, unless
-            `Accelerator.clip_grad_norm_` does.
+        hf_ds_config: DeepSpeed's configuration: path of a JSON file, dict, or `HfDeepSpeedConfig`;
+            read at the first use.
+        gradient_accumulation_steps: micro-batches per optimizer step; None: those of the run.
+        gradient_clipping: maximum norm of the gradients; None: they are not clipped, unless
+            `Accelerator.clip_grad_norm_` is called.
         zero_stage: 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and
-            parameters); None: as the configuration says, else 2, which it tells from the start of
-            the run.
+            parameters); None: that of the configuration, else 2, which this field shows once the
+            run has started.
         is_train_batch_min: whether the smallest batch size of the prepared loaders counts, or the
             largest.
-        offload_optimizer_device: where optimizer state rests: none, cpu or nvme; None: none.
-        offload_param_device: where parameters rest under stage 3: none, cpu or nvme; None: none.
-        offload_optimizer_nvme_path: folder for the optimizer state of nvme.
-        offload_param_nvme_path: folder for the parameters of nvme.
-        zero3_init_flag: whether models are sharded while they are built, under stage 3; None:
-            those of transformers are, whose `from_pretrained` then loads them in parts.
+        offload_optimizer_device: where optimizer state is kept: none, cpu or nvme; None: none.
+        offload_param_device: where parameters are kept under stage 3: none, cpu or nvme; None:
+            none.
+        offload_optimizer_nvme_path: folder for the optimizer state on nvme.
+        offload_param_nvme_path: folder for the parameters on nvme.
+        zero3_init_flag: whether models are partitioned while they are built, under stage 3; None:
+            those of transformers are, whose `from_pretrained` then loads them shard by shard.
         zero3_save_16bit_model: whether the engine's own export may gather weights under stage 3;
             None: no.
-        transformer_moe_cls_names: names of mixture-of-experts classes, separated by commas, that
-            stage 3 fetches as a whole.
+        transformer_moe_cls_names: names of mixture-of-experts classes, separated by commas, whose
+            parameters stage 3 gathers all at once.
         enable_msamp: whether MS-AMP computes in fp8; not built yet.
         msamp_opt_level: O1 or O2, of MS-AMP.
 
@@ -115,97 +127,109 @@ class DeepSpeedPlugin:
             if getattr(self, name) == AUTO:
                 setattr(self, name, None)
         self._sources: dict[str, str] = {}
-        self._decided: dict[str, tuple[Any, str]] = {}
-        self._shown: dict[str, Any] = {}  # what `deepspeed_config` returned
-        self._shown_first: dict[str, Any] = {}  # a copy of it, from before anybody wrote into it
-        self._written: dict[tuple[str, ...], Any] = {}
-        self._settled: int | None = None
-        self._selected = False
-        self._siblings: Sequence[DeepSpeedPlugin] = ()
+        self._decided: dict[str, tuple[object, str]] = {}
+        self._config: Config | None = None  # from its first use on
+        self._read_from: object = None  # `hf_ds_config` at that time
+        self._filled: Config = {}  # values in `_config` that fields gave, by dotted key
+        self._reported_stage: int | None = None  # in `zero_stage`, where nobody gave one
+        self._selection = Selection()
         ConfigError.raise_if(_field_problems(self))
 
     @property
     def selected(self) -> bool:
         """Whether this is the active one of several plugins."""
-        return self._selected
+        return self._selection.active is self
 
     def select(self) -> None:
-        """Make this plugin the active one of its run, which the next `prepare` follows."""
-        for plugin in self._siblings:
-            plugin._selected = False
-        self._selected = True
-        _tell(self)
-
-    def join(self, siblings: Sequence[DeepSpeedPlugin]) -> None:
-        """Tell this plugin of the others of its run.
-
-        Args:
-            siblings: all plugins of the run, this one included.
-        """
-        self._siblings = siblings
+        """Make this plugin the active one of its run, which the next `prepare` uses."""
+        self._selection.active = self
 
     @property
-    def deepspeed_config(self) -> dict[str, Any]:
-        """DeepSpeed's configuration, with this plugin's fields where it says nothing.
+    def deepspeed_config(self) -> Config:
+        """DeepSpeed's configuration, which may be changed until `prepare` reads it.
 
-        What is written into it holds for the next `prepare`; `hf_ds_config` is left as it is.
+        It starts as a copy of `hf_ds_config`, and has this plugin's fields where that has no value.
 
         Raises:
-            ConfigError: if the file does not exist or is no JSON, or for what was written.
+            ConfigError: if the file does not exist or is not JSON, and for unknown keys and
+                invalid values.
 
         Example:
             >>> plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 4
         """
-        config = self.given_config()
-        for name, key in KEYS.items():
-            value = getattr(self, name)
-            if value is not None and value_at(config, key) in (None, AUTO):
+        config = self._loaded()
+        validate(config, self.place)
+        for field, key in KEYS.items():
+            found, filled = value_at(config, key), self._filled.pop(key, None)
+            if found not in (None, AUTO, filled):
+                continue
+            value = self.given(field)
+            if value is None and field == "zero_stage":
+                value = DEFAULT_STAGE
+            if value is not None:
                 set_at(config, key, value)
-        if value_at(config, KEYS["zero_stage"]) in (None, AUTO):
-            set_at(config, KEYS["zero_stage"], 2)
-        if config != self._shown:  # else sections that somebody holds stay the live ones
-            self._shown.clear()
-            self._shown.update(config)
-        self._shown_first = copy.deepcopy(self._shown)
-        return self._shown
+                self._filled[key] = value
+            elif filled is not None:
+                set_at(config, key, AUTO)
+        if self._reported_stage not in (None, value_at(config, STAGE)):
+            self._report(value_at(config, STAGE))
+        return config
 
-    def given_config(self) -> dict[str, Any]:
-        """Return a copy of what `hf_ds_config` holds, and of what `deepspeed_config` was given."""
-        self._take_writes()
-        given = {} if self.hf_ds_config is None else self.hf_ds_config
-        if isinstance(given, HfDeepSpeedConfig):
-            config = copy.deepcopy(given.config)
-        else:
-            config = HfDeepSpeedConfig(given).config
-        for path, value in self._written.items():
-            put_at(config, path, copy.deepcopy(value))
-        return HfDeepSpeedConfig(config).config if self._written else config
+    def _loaded(self) -> Config:
+        if self._config is None:
+            self._read_from = self.hf_ds_config
+            self._config = HfDeepSpeedConfig(
+                {} if self._read_from is None else self._read_from
+            ).config
+        elif self._read_from != self.hf_ds_config:
+            raise ConfigError(
+                Problem(
+                    f"{self.source('hf_ds_config')} after deepspeed_config was read",
+                    "it is read once",
+                    "Give DeepSpeedPlugin(hf_ds_config=…), and read deepspeed_config later.",
+                )
+            )
+        return self._config
 
-    def _take_writes(self) -> None:
-        """Remember what was written into `deepspeed_config`."""
-        found = dict(changes(self._shown, self._shown_first))
-        for path, value in found.items():
-            self._written.pop(path, None)  # the latest come last
-            self._written[path] = value
-        if found:
-            self._shown_first = copy.deepcopy(self._shown)
-        if found and self._settled is not None:
-            self.settle()
+    def check_config(self) -> None:
+        """Raise `ConfigError` if the configuration cannot be read, or is invalid."""
+        validate(self.deepspeed_config, self.place)
 
-    def settle(self) -> None:
-        """Let `zero_stage` tell the stage that holds, where nobody gave it."""
-        if self.zero_stage in (None, self._settled):
-            self.zero_stage = None
-            self.zero_stage = self._settled = self.stage
+    def given(self, field: str) -> object:
+        """Return the value that an argument or an environment variable gave a field, or None.
+
+        Args:
+            field: its name.
+        """
+        value = getattr(self, field)
+        return None if field == "zero_stage" and value == self._reported_stage else value
+
+    def filled_by(self, key: str) -> str | None:
+        """Return the source of a value that a field gave the configuration; None for other values.
+
+        Args:
+            key: dotted key.
+        """
+        fields = (field for field, own in KEYS.items() if own == key and key in self._filled)
+        return next((self.source(field) for field in fields), None)
+
+    def report_stage(self) -> None:
+        """Let `zero_stage` show the stage in force, where nobody gave it."""
+        if self.zero_stage is None:
+            self._report(self.stage)
+
+    def _report(self, stage: int) -> None:
+        if self.zero_stage in (None, self._reported_stage):
+            self.zero_stage = self._reported_stage = stage
 
     @property
     def place(self) -> str:
-        """What to call the configuration in messages: the name of the file, or hf_ds_config."""
+        """Name of the configuration in messages: the path of its file, or hf_ds_config."""
         given = self.hf_ds_config
         return fspath(given) if isinstance(given, (str, PathLike)) else "hf_ds_config"
 
     def source(self, field: str) -> str:
-        """Return what gave a field its value: the field itself, or an environment variable.
+        """Return the source of a field's value: the argument, or an environment variable.
 
         Args:
             field: its name.
@@ -214,27 +238,27 @@ class DeepSpeedPlugin:
         return self._sources.get(field, f"DeepSpeedPlugin({field}={value!r})")
 
     @property
-    def decided(self) -> Mapping[str, tuple[Any, str]]:
-        """What `decide` was told: value and source by dotted key."""
+    def decided(self) -> Mapping[str, tuple[object, str]]:
+        """Values that the run decides, with their sources, by dotted key."""
         return self._decided
 
-    def decide(self, key: str, value: Any, source: str) -> None:
-        """Tell what the run decides beside its loaders, which the configuration may not contradict.
+    def decide(self, key: str, value: object, source: str) -> None:
+        """Set a value that the run decides, which the configuration may not contradict.
 
         Args:
             key: dotted key of DeepSpeed's configuration.
             value: the value there.
-            source: what decides it, as messages call it.
+            source: what decides it, in messages.
         """
         self._decided[key] = value, source
 
     def fill(self, variables: Mapping[str, str]) -> list[Problem]:
-        """Fill fields that are None from environment variables; return what makes no sense.
+        """Fill fields that are None from environment variables; return the invalid ones.
 
         Args:
-            variables: those that are set, by name; "", "none" and "auto" say nothing.
+            variables: those that are set, by name; "", "none" and "auto" leave a field None.
         """
-        rule = "no field of DeepSpeedPlugin is filled by a variable of that name"
+        rule = "unknown variable of DeepSpeedPlugin"
         problems = [
             Problem(f"{name}={text!r} (environment)", rule, nearest(name, VARIABLES))
             for name, text in variables.items()
@@ -247,7 +271,7 @@ class DeepSpeedPlugin:
             try:
                 value = _parsed(field, text)
             except ValueError:
-                rule = f"it fills DeepSpeedPlugin.{field}, which has no such value"
+                rule = f"invalid value of DeepSpeedPlugin.{field}"
                 problems.append(Problem(f"{name}={text!r} (environment)", rule, "Correct it."))
                 continue
             setattr(self, field, value)
@@ -256,10 +280,10 @@ class DeepSpeedPlugin:
 
     @property
     def stage(self) -> int:
-        """The stage of ZeRO that holds."""
-        return int(value_at(self.deepspeed_config, KEYS["zero_stage"]))
+        """The stage of ZeRO in force."""
+        return int(value_at(self.deepspeed_config, STAGE))
 
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+    def get_value(self, ds_key_long: str, default: object = None) -> Any:
         """Return a value of the configuration.
 
         Args:
@@ -270,7 +294,7 @@ class DeepSpeedPlugin:
         return default if found is None else found
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Return whether a value of the configuration is left to the run.
+        """Return whether a value of the configuration is to be resolved from the run.
 
         Args:
             ds_key_long: key with dots.
@@ -278,53 +302,45 @@ class DeepSpeedPlugin:
         return bool(self.get_value(ds_key_long) == AUTO)
 
     def is_zero3_init_enabled(self) -> bool:
-        """Return whether models are sharded while they are built."""
+        """Return whether models are partitioned while they are built."""
         return bool(self.zero3_init_flag) and self.stage == 3
 
     @contextlib.contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Switch sharding while models are built on or off inside the context.
+        """Partition models while they are built, or do not, inside the context.
 
         Args:
             enable: whether it is on.
         """
         before = self.zero3_init_flag
         self.zero3_init_flag = enable
-        _tell(self)
         try:
             yield
         finally:
             self.zero3_init_flag = before
-            _tell(self)
 
 
-def watch(told: Callable[[DeepSpeedPlugin], None]) -> None:
-    """Call a method when a plugin is selected, or switches sharding while models are built.
+def share_selection(plugins: Sequence[DeepSpeedPlugin]) -> None:
+    """Let exactly one of the plugins of a run be active: the one that is selected, else the first.
 
     Args:
-        told: a bound method, called with the plugin for as long as its owner lives.
+        plugins: of one run, at least one.
     """
-    _WATCHERS[:] = [known for known in _WATCHERS if known() is not None]
-    _WATCHERS.append(weakref.WeakMethod(told))
+    selection = Selection(next((one for one in plugins if one.selected), plugins[0]))
+    for plugin in plugins:
+        plugin._selection = selection
 
 
-def _tell(plugin: DeepSpeedPlugin) -> None:
-    for watcher in list(_WATCHERS):
-        told = watcher()
-        if told is not None:
-            told(plugin)
-
-
-def _parsed(field: str, text: str) -> Any:
+def _parsed(field: str, text: str) -> int | float | bool | str:
     if field == "zero_stage":
         return int(text)
     if field == "gradient_clipping":
         return float(text)
     if field in ("zero3_init_flag", "zero3_save_16bit_model"):
-        switch = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-        if text.strip().lower() not in switch:
-            raise ValueError(text)
-        return switch[text.strip().lower()]
+        value = parse_bool(text)
+        if value is None:
+            raise ValueError(f"expected true or false, not {text!r}")
+        return value
     return text
 
 
@@ -333,12 +349,12 @@ def _field_problems(plugin: DeepSpeedPlugin) -> list[Problem]:
     check_minimum(plugin, "gradient_accumulation_steps", 1, problems)
     check_minimum(plugin, "gradient_clipping", 0, problems)
     check_choice(plugin, "msamp_opt_level", ("O1", "O2"), problems)
-    for what in ("optimizer", "param"):
-        check_choice(plugin, f"offload_{what}_device", DEVICES, problems)
-        device = getattr(plugin, f"offload_{what}_device")
-        path = f"offload_{what}_nvme_path"
+    for name in ("optimizer", "param"):
+        check_choice(plugin, f"offload_{name}_device", DEVICES, problems)
+        device = getattr(plugin, f"offload_{name}_device")
+        path = f"offload_{name}_nvme_path"
         if device == "nvme" and getattr(plugin, path) is None and plugin.hf_ds_config is None:
             rule = "nvme needs a folder on a disk of this machine"
-            value = f"DeepSpeedPlugin.offload_{what}_device='nvme'"
+            value = f"DeepSpeedPlugin.offload_{name}_device='nvme'"
             problems.append(Problem(value, rule, f"Give {path}=…"))
     return problems

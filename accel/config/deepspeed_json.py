@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration as a nested dictionary, and what it cannot say.
+"""DeepSpeed's configuration as a nested dictionary: queries by dotted key, and validation.
 
 Source: https://www.deepspeed.ai/docs/config-json/
 """
@@ -6,20 +6,19 @@ Source: https://www.deepspeed.ai/docs/config-json/
 from __future__ import annotations
 
 import copy
-import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from accel.errors import ConfigError, Problem, unknown_choice
+from accel.errors import ConfigError, Problem, closest, unknown_choice
 
-AUTO = "auto"
-GONE: Any = ...  # stands for the value of a key that was taken out; no configuration holds it
+Config: TypeAlias = dict[str, Any]  # a nested dictionary, as JSON holds it
+AUTO = "auto"  # the value is resolved from the run
 DEVICES = ("none", "cpu", "nvme")
-# Keys of the configuration itself, as its documentation lists them; a typing error of one would
-# switch off what it asks for, without a word.
+# Top-level keys, as the documentation lists them. DeepSpeed ignores unknown keys: a mistyped one
+# would have no effect.
 TOP_LEVEL = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     *("optimizer", "scheduler", "fp16", "bf16", "zero_optimization"),
@@ -31,7 +30,7 @@ TOP_LEVEL = (
     *("csv_monitor", "tensorboard", "wandb", "comet", "monitor_config", "elasticity", "checkpoint"),
     *("comms_logger", "data_types", "tensor_parallel", "sequence_parallel_size", "compile"),
 )
-# Keys whose value is a section of its own: what to write there.
+# Keys whose value is a section, with an example of one.
 SECTIONS = {
     "optimizer": '{"type": "AdamW", "params": {"lr": "auto"}}',
     "optimizer.params": '{"lr": "auto"}',
@@ -54,8 +53,8 @@ SECTIONS = {
         '{"enabled": true}',
     ),
 }
-# Names that DeepSpeed still reads beside the present ones: two places would decide one value.
-OLDER = {
+# Deprecated names that DeepSpeed still reads beside the present ones.
+DEPRECATED = {
     "bfloat16": 'bf16 in its place: {"enabled": true}',
     "zero_optimization.cpu_offload": 'offload_optimizer in its place: {"device": "cpu"}',
     "zero_optimization.cpu_offload_param": 'offload_param in its place: {"device": "cpu"}',
@@ -64,8 +63,8 @@ OLDER = {
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on"
     "_model_save in its place",
 }
-# What spreads a model in another way than ZeRO: the largest value that leaves it off.
-OTHER_WAYS = {
+# Parallelism other than ZeRO's data parallel: the largest value that switches it off.
+OTHER_PARALLELISM = {
     "sequence_parallel_size": 1,
     "tensor_parallel.autotp_size": 1,
     "expert_parallel.enabled": False,
@@ -78,31 +77,32 @@ class HfDeepSpeedConfig:
     """DeepSpeed's configuration, with queries by dotted key.
 
     Args:
-        config_file_or_dict: path of a JSON file, or a dict, which is copied. A section that is null
-            says nothing.
+        config_file_or_dict: path of a JSON file, or a dict or another such object, which is copied.
+            A section that is null is removed.
 
     Attributes:
         config: the nested dictionary.
 
     Raises:
-        ConfigError: if the file does not exist or is no JSON, and for keys and values that there
-            are none of.
+        ConfigError: if the file does not exist or is not JSON, and for unknown keys and invalid
+            values.
     """
 
-    def __init__(self, config_file_or_dict: Any) -> None:
+    def __init__(self, config_file_or_dict: object) -> None:
         place = "hf_ds_config"
+        if isinstance(config_file_or_dict, HfDeepSpeedConfig):
+            config_file_or_dict = config_file_or_dict.config
         if isinstance(config_file_or_dict, Mapping):
-            self.config: dict[str, Any] = copy.deepcopy(dict(config_file_or_dict))
+            self.config: Config = copy.deepcopy(dict(config_file_or_dict))
         elif isinstance(config_file_or_dict, (str, PathLike)):
             self.config = _read(Path(config_file_or_dict))
             place = fspath(config_file_or_dict)
         else:
-            rule = "it is the path of a JSON file, or a dict"
+            rule = "expected the path of a JSON file, or a dict"
             raise ConfigError(Problem(f"hf_ds_config={config_file_or_dict!r}", rule, "Give one."))
-        _drop_empty(self.config)
-        ConfigError.raise_if(_config_problems(self.config, place))
+        validate(self.config, place)
 
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+    def get_value(self, ds_key_long: str, default: object = None) -> Any:
         """Return the value of a dotted key, or `default` where it is not set.
 
         Args:
@@ -113,7 +113,7 @@ class HfDeepSpeedConfig:
         return default if found is None else found
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Return whether a dotted key is set to something true.
+        """Return whether a dotted key is set to a true value.
 
         Args:
             ds_key_long: key with dots.
@@ -121,7 +121,7 @@ class HfDeepSpeedConfig:
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Return whether a dotted key is set, to something false.
+        """Return whether a dotted key is set to a false value.
 
         Args:
             ds_key_long: key with dots.
@@ -138,17 +138,17 @@ class HfDeepSpeedConfig:
         return bool(self.get_value("zero_optimization.stage") == 3)
 
     def is_offload(self) -> bool:
-        """Return whether parameters or optimizer state rest on the host or on disk."""
+        """Return whether parameters or optimizer state are offloaded to the host or to disk."""
         devices = [
-            self.get_value(f"zero_optimization.offload_{what}.device")
-            for what in ("optimizer", "param")
+            self.get_value(f"zero_optimization.offload_{name}.device")
+            for name in ("optimizer", "param")
         ]
         return any(device in ("cpu", "nvme") for device in devices)
 
 
-def value_at(config: Mapping[str, Any], key: str) -> Any:
+def value_at(config: Config, key: str) -> Any:
     """Return the value of a dotted key, or None."""
-    found: Any = config
+    found: object = config
     for part in key.split("."):
         if not isinstance(found, Mapping) or part not in found:
             return None
@@ -156,54 +156,48 @@ def value_at(config: Mapping[str, Any], key: str) -> Any:
     return found
 
 
-def set_at(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key; sections that lack are created."""
-    put_at(config, key.split("."), value)
+def set_at(config: Config, key: str, value: object) -> None:
+    """Set a dotted key; missing sections are created."""
+    *sections, last = key.split(".")
+    for name in sections:
+        config = config.setdefault(name, {})
+    config[last] = value
 
 
-def put_at(config: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set what lies at the end of `path`, or take it out for `GONE`; sections are created."""
-    *sections, last = path
-    for part in sections:
-        config = config.setdefault(part, {})
-    if value is GONE:
-        config.pop(last, None)
-    else:
-        config[last] = value
+def validate(config: Config, place: str) -> None:
+    """Remove sections that are None, and check keys and values.
+
+    Args:
+        config: changed in place.
+        place: name of the configuration in messages.
+
+    Raises:
+        ConfigError: naming every unknown key and invalid value.
+    """
+    _drop_empty(config)
+    ConfigError.raise_if(_config_problems(config, place))
 
 
-def changes(
-    now: Mapping[str, Any], before: Mapping[str, Any], path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield paths in a nested dictionary that were written to, each with its value or `GONE`."""
-    for key in {**before, **now}:
-        value, was = now.get(key, GONE), before.get(key, GONE)
-        if isinstance(value, Mapping) and isinstance(was, Mapping):
-            yield from changes(value, was, (*path, key))
-        elif value != was:
-            yield (*path, key), value
-
-
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Config:
     try:
         loaded = json.loads(path.read_text())
     except OSError as error:
-        rule = "it is the path of a JSON file that can be read"
+        rule = "expected the path of a readable JSON file"
         raise ConfigError(
             Problem(f"hf_ds_config={str(path)!r}", rule, f"Reading it failed: {error}.")
         ) from error
     except ValueError as error:
         raise ConfigError(
-            Problem(f"hf_ds_config={str(path)!r}", "it is no JSON", f"Correct it: {error}.")
+            Problem(f"hf_ds_config={str(path)!r}", "the file is not JSON", f"Correct it: {error}.")
         ) from error
     if not isinstance(loaded, dict):
-        rule = "DeepSpeed's configuration is a JSON object"
+        rule = "expected a JSON object"
         raise ConfigError(Problem(f"hf_ds_config={str(path)!r}", rule, "Correct it."))
     return loaded
 
 
-def _drop_empty(config: dict[str, Any]) -> None:
-    """Take out sections that are None, which DeepSpeed reads as if they were there."""
+def _drop_empty(config: Config) -> None:
+    """Remove sections that are None, which DeepSpeed would read as sections."""
     for key in SECTIONS:
         parent, _, last = key.rpartition(".")
         owner = value_at(config, parent) if parent else config
@@ -211,8 +205,8 @@ def _drop_empty(config: dict[str, Any]) -> None:
             del owner[last]
 
 
-def _config_problems(config: Mapping[str, Any], place: str) -> list[Problem]:
-    """Return what DeepSpeed would take without a word, or refuse without naming the place."""
+def _config_problems(config: Config, place: str) -> list[Problem]:
+    """Return values that DeepSpeed would ignore, or refuse without naming their place."""
     problems = [
         *_key_problems(config, place),
         *_value_problems(config, place),
@@ -220,64 +214,65 @@ def _config_problems(config: Mapping[str, Any], place: str) -> list[Problem]:
             f"{place}: zero_optimization.stage", value_at(config, "zero_optimization.stage")
         ),
     ]
-    for what in ("optimizer", "param"):
-        key = f"zero_optimization.offload_{what}.device"
+    for name in ("optimizer", "param"):
+        key = f"zero_optimization.offload_{name}.device"
         device = value_at(config, key)
         if device not in (None, AUTO, *DEVICES):
             problems.append(unknown_choice(f"{place}: {key}", device, DEVICES))
     return problems
 
 
-def _key_problems(config: Mapping[str, Any], place: str) -> Iterator[Problem]:
-    """Yield keys that there are not, or not any more, and sections that are none."""
+def _key_problems(config: Config, place: str) -> Iterator[Problem]:
+    """Yield mistyped and deprecated keys, and sections that are not mappings."""
     for key in (key for key in config if key not in (*TOP_LEVEL, *SECTIONS)):
-        for near in difflib.get_close_matches(key, TOP_LEVEL, n=1, cutoff=0.85):
-            yield Problem(f"{place}: {key}", "unknown key", f"Did you mean {near}?")
+        near = closest(key, TOP_LEVEL, cutoff=0.85)
+        if near is not None:  # DeepSpeed has further keys, which its documentation does not list
+            yield Problem(f"{place}: {key}", "unknown key", f"Did you mean {near!r}?")
     for key, example in SECTIONS.items():
         found = value_at(config, key)
         if found is not None and not isinstance(found, Mapping):
-            yield Problem(f"{place}: {key}={found!r}", "it is a section", f"Write {example}.")
-    for key, newer in OLDER.items():
+            yield Problem(f"{place}: {key}={found!r}", "expected a section", f"Write {example}.")
+    for key, newer in DEPRECATED.items():
         found = value_at(config, key)
         if found is not None:
-            rule = "it is a name of older versions of DeepSpeed"
+            rule = "deprecated key"
             yield Problem(f"{place}: {key}={found!r}", rule, f"Write {newer}.")
 
 
-def _value_problems(config: Mapping[str, Any], place: str) -> Iterator[Problem]:
-    """Yield values of another kind than their keys take, and strategies other than ZeRO."""
+def _value_problems(config: Config, place: str) -> Iterator[Problem]:
+    """Yield values of the wrong type, and parallelism other than ZeRO's."""
     for key in SWITCHES:
         found = value_at(config, key)
         if not isinstance(found, bool) and found not in (None, AUTO):
-            rule = 'it is true, false or "auto"'
+            rule = 'expected true, false or "auto"'
             yield Problem(f"{place}: {key}={found!r}", rule, "Write one of them.")
     for key in SIZES:
         found = value_at(config, key)
-        whole = isinstance(found, int) and not isinstance(found, bool) and found >= 1
-        if found not in (None, AUTO) and not whole:
-            rule = "it is a whole number, at least 1"
+        is_size = isinstance(found, int) and not isinstance(found, bool) and found >= 1
+        if found not in (None, AUTO) and not is_size:
+            rule = "expected an integer, at least 1"
             yield Problem(f"{place}: {key}={found!r}", rule, 'Write one, or "auto".')
     norm = config.get("gradient_clipping")
-    number = isinstance(norm, (int, float)) and not isinstance(norm, bool) and norm >= 0
-    if norm not in (None, AUTO) and not number:
-        rule = "it is the largest norm of the gradients, or 0 for any"
+    is_norm = isinstance(norm, (int, float)) and not isinstance(norm, bool) and norm >= 0
+    if norm not in (None, AUTO) and not is_norm:
+        rule = "expected the maximum norm of the gradients, or 0 to clip none"
         yield Problem(f"{place}: gradient_clipping={norm!r}", rule, 'Write a number, or "auto".')
-    for key, off in OTHER_WAYS.items():
+    for key, off in OTHER_PARALLELISM.items():
         found = value_at(config, key)
         if found not in (None, AUTO) and not (isinstance(found, int) and found <= off):
-            rule = "this version spreads a model under DeepSpeed by ZeRO alone"
+            rule = "this version supports ZeRO only"
             yield Problem(f"{place}: {key}={found!r}", rule, "Leave it out.")
 
 
-def stage_problems(where: str, stage: Any) -> list[Problem]:
-    """Return what is wrong with a stage of ZeRO; None and "auto" leave it open.
+def stage_problems(where: str, stage: object) -> list[Problem]:
+    """Return the problems of a ZeRO stage; None and "auto" are valid.
 
     Args:
-        where: what was set, as messages call it.
-        stage: what it was set to.
+        where: name of the field or key in messages.
+        stage: its value.
     """
     if isinstance(stage, str) and stage.strip() in tuple("0123"):
-        rule, remedy = "it is a number", f"Write {stage.strip()} without quotes."
+        rule, remedy = "expected a number", f"Write {stage.strip()} without quotes."
         return [Problem(f"{where}={stage!r}", rule, remedy)]
     if stage in (None, AUTO) or (stage in range(4) and not isinstance(stage, bool)):
         return []

@@ -60,8 +60,8 @@ from accel.ops import wait_for_everyone as wait_for_everyone
 from accel.rng import set_seed as set_seed
 from accel.rng import synchronize_rng_state as synchronize_rng_state
 from accel.rng import synchronize_rng_states as synchronize_rng_states
-from accel.strategies.deepspeed.dummies import DummyOptim as DummyOptim
-from accel.strategies.deepspeed.dummies import DummyScheduler as DummyScheduler
+from accel.strategies.deepspeed.wrappers import DummyOptim as DummyOptim
+from accel.strategies.deepspeed.wrappers import DummyScheduler as DummyScheduler
 from accel.tree import honor_type as honor_type
 from accel.tree import is_namedtuple as is_namedtuple
 from accel.tree import recursively_apply as recursively_apply

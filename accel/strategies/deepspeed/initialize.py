@@ -1,46 +1,155 @@
-"""Starting an engine, and the casts around its model.
+"""Importing DeepSpeed, joining its process group, compiling its ops, and building engines.
 
 Source: https://deepspeed.readthedocs.io/en/latest/initialize.html
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import fcntl
+import hashlib
+import importlib
+import inspect
+import os
+import shutil
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from accel import env, tree
+from accel.errors import ConfigError, Problem
+from accel.imports import require
 from accel.planning.plan import Plan
-from accel.strategies.deepspeed import package
-from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from accel.strategies.deepspeed.settings import Settings
-from accel.wrapping import MakeContext, wrap_forward
+from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
+from accel.wrapping import MakeContext, register_wrapper, wrap_forward
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+COMPLETE = "complete"  # marks the folder of an op that was compiled to its end
+# The process group that DeepSpeed's cached groups belong to.
+_GROUPS: list[weakref.ref[dist.ProcessGroup]] = []
+# Functions that return another tensor over the memory of their first argument.
+_ALIASES = (torch.Tensor.data.__get__, torch.Tensor.detach)  # type: ignore[attr-defined]
 
 
-def start(
-    deepspeed: ModuleType,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    schedulers: Sequence[Any],
-    settings: Settings,
-    plan: Plan,
-) -> Any:
-    """Return the `DeepSpeedEngine` of a model. Called on every rank.
-
-    Args:
-        deepspeed: the package.
-        model: the user's own.
-        optimizer: the user's own, or its stand-in; None: the model is only evaluated.
-        schedulers: of which a `DummyScheduler` may build the engine's own.
-        settings: complete.
-        plan: of the run, for the place of this process on its node.
+def import_deepspeed(device: torch.device) -> ModuleType:
+    """Return the package `deepspeed`, computing on devices of the type of `device`.
 
     Raises:
-        ConfigError: naming everything that contradicts itself in `settings`.
+        ConfigError: if this process already uses it on another type of device.
+        MissingPackageError: if it is not installed.
     """
-    arguments: dict[str, Any] = {"model": model, "config": settings.finish()}
+    with env.patched(DS_ACCELERATOR=device.type):  # chosen once, at import
+        package = require("deepspeed", "deepspeed_plugin")
+        kind = package.accelerator.get_accelerator().device_name()
+    if kind.partition(":")[0] != device.type:
+        raise ConfigError(
+            Problem(
+                f"device={device} with deepspeed_plugin",
+                f"DeepSpeed computes on {kind} in this process, and that cannot change",
+                "Start a new process.",
+            )
+        )
+    # Every process compiles its shared-memory collectives at first use; one that is killed
+    # meanwhile leaves a lock that all later ones wait for. gloo does as well.
+    package.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    register_wrapper(package.DeepSpeedEngine)
+    # Its engines switch off autocast that is on around them, with a warning; the autocast around
+    # the model inside of them stays on.
+    nested: Any = importlib.import_module(f"{package.__name__}.runtime.torch_autocast")
+    nested._WARNED_NESTED_AUTOCAST = True
+    warnings.filterwarnings(
+        "ignore",
+        message=r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated",
+        category=FutureWarning,
+    )
+    return package
+
+
+def restore_linear(package: ModuleType) -> None:
+    """Restore torch's own `linear`, which ZeRO-3 replaces for good by one of less memory.
+
+    Args:
+        package: deepspeed.
+    """
+    stage_3 = importlib.import_module(f"{package.__name__}.runtime.zero.partition_parameters")
+    if torch.nn.functional.linear is stage_3.zero3_linear_wrap:
+        torch.nn.functional.linear = stage_3.InsertPostInitMethodToModuleSubClasses.linear_bk
+
+
+# -- process group -------------------------------------------------------------------------
+
+
+def join_group(package: ModuleType, local_world_size: int) -> None:
+    """Let DeepSpeed use the process group of the run.
+
+    It keeps groups in globals; those of an earlier run's process group are dropped.
+
+    Args:
+        package: deepspeed.
+        local_world_size: number of processes on this node.
+    """
+    # As its own launcher sets it. On CPUs it would count devices, by starting a program, at every
+    # reduction of ZeRO-3.
+    env.set_values({"LOCAL_SIZE": local_world_size})
+    world: Any = dist.group.WORLD
+    if _GROUPS and _GROUPS[0]() is world and package.comm.comm.cdb is not None:
+        return
+    leave_group(package)
+    package.comm.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
+    _GROUPS[:] = [weakref.ref(world)]
+
+
+def leave_group(package: ModuleType) -> None:
+    """Drop DeepSpeed's references to a process group."""
+    package.utils.groups._release_process_group_references(None)
+    package.comm.comm.cdb = None
+    _GROUPS.clear()
+    # Some of its methods default to the group at the time of import; None is the current one.
+    transport = importlib.import_module(f"{package.__name__}.comm.torch").TorchBackend
+    for method in map(inspect.unwrap, vars(transport).values()):
+        defaults = getattr(method, "__defaults__", None) or ()
+        if any(isinstance(value, dist.ProcessGroup) for value in defaults):
+            method.__defaults__ = tuple(
+                None if isinstance(value, dist.ProcessGroup) else value for value in defaults
+            )
+
+
+# -- engines -------------------------------------------------------------------------------
+
+
+def initialize_engine(
+    package: ModuleType,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    schedulers: Sequence[object],
+    settings: Settings,
+    plan: Plan,
+) -> DeepSpeedEngine:
+    """Return the engine of a model. Called on every rank.
+
+    Args:
+        package: deepspeed.
+        model: the user's own.
+        optimizer: the user's own, or its placeholder; None: the model is only evaluated.
+        schedulers: of which a `DummyScheduler` may build the engine's own.
+        settings: complete.
+        plan: the resolved configuration of the run.
+
+    Raises:
+        ConfigError: naming every contradiction in `settings`.
+    """
+    arguments: dict[str, object] = {"model": model, "config": settings.finish()}
     if isinstance(optimizer, DummyOptim):
         arguments["model_parameters"] = optimizer.params
     elif optimizer is not None:
@@ -48,23 +157,41 @@ def start(
     dummy = next((s for s in schedulers if isinstance(s, DummyScheduler)), None)
     if dummy is not None and dummy.lr_scheduler_callable is not None:
         arguments["lr_scheduler"] = dummy.lr_scheduler_callable
-    package.join_group(deepspeed, plan.local_world_size)
+    join_group(package, plan.local_world_size)
     if settings.on_disk:
-        package.build(deepspeed, "AsyncIOBuilder")
-    # A lone process has no launcher, hence LOCAL_RANK.
-    with env.patched(LOCAL_RANK=plan.local_rank), package.own_formats(deepspeed):
-        started, *_ = deepspeed.initialize(**arguments)
-    return started
+        build_op(package, "AsyncIOBuilder")
+    # LOCAL_RANK: a single process has no launcher.
+    with env.patched(LOCAL_RANK=plan.local_rank), _swap_in_own_dtype(package):
+        engine, *_ = package.initialize(**arguments)
+    return engine
+
+
+@contextlib.contextmanager
+def _swap_in_own_dtype(package: ModuleType) -> Iterator[None]:
+    """Context in which DeepSpeed swaps parameters to disk in the dtype of its configuration.
+
+    Where fp16 is not supported, `zero.Init` takes any `dtype` for bf16 (its conditional expression
+    binds so): fp32 parameters would be swapped through buffers of bf16.
+    """
+    device = package.accelerator.get_accelerator()
+    if device.is_fp16_supported():
+        yield
+        return
+    device.is_fp16_supported = lambda: True  # fp16 itself is refused earlier
+    try:
+        yield
+    finally:
+        del device.is_fp16_supported
 
 
 def cast_forward(module: torch.nn.Module, dtype: torch.dtype, make_context: MakeContext) -> None:
-    """Give `module` floating inputs as `dtype`, and return its outputs in fp32.
+    """Cast floating inputs of `module` to `dtype`, and its outputs to fp32.
 
     Args:
         module: its weights are `dtype`.
         dtype: bf16 or fp16.
-        make_context: gives a fresh context for each forward pass: autocast to `dtype`, which lets
-            losses, norms and softmax inside be computed in fp32.
+        make_context: returns a fresh context for each forward pass: autocast to `dtype`, in which
+            losses, norms and softmax are computed in fp32.
     """
 
     def cast(_: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -77,3 +204,153 @@ def cast_forward(module: torch.nn.Module, dtype: torch.dtype, make_context: Make
 
     module.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
     wrap_forward(module, make_context)
+
+
+# -- partitioned models --------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def partitioned_init(package: ModuleType, settings: Settings, plan: Plan) -> Iterator[None]:
+    """Context in which each layer of a model is partitioned as soon as it is built.
+
+    Args:
+        package: deepspeed.
+        settings: without a model.
+        plan: the resolved configuration of the run.
+
+    Raises:
+        ConfigError: inside, where a model initializes a layer that is partitioned already.
+
+    Source: https://deepspeed.readthedocs.io/en/latest/zero3.html#constructing-massive-models
+    """
+    config = settings.finish()
+    join_group(package, plan.local_world_size)
+    with env.patched(LOCAL_RANK=plan.local_rank):  # a single process has no launcher
+        # The dtype follows from the configuration: see `_swap_in_own_dtype`.
+        context = package.zero.Init(config_dict_or_path=config)
+    with context, ForbidWritesToPartitionedParams():
+        yield
+
+
+@final
+class ForbidWritesToPartitionedParams(TorchFunctionMode):
+    """Forbid writes to partitioned parameters.
+
+    DeepSpeed partitions the parameters of each layer at the end of its ``__init__``. Values that
+    the model writes to them afterwards would be lost, as the tensors are empty.
+
+    Raises:
+        ConfigError: naming the operation and the shape of the parameter.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:
+        """Call `func`, unless it writes to a partitioned parameter."""
+        target = args[0] if args else (kwargs or {}).get("tensor")  # `torch.nn.init` names it
+        name = getattr(func, "__name__", "")
+        shape = _partitioned_shape(target)
+        if shape is not None and _is_in_place(name):
+            raise ConfigError(
+                Problem(
+                    f"{name} on a parameter of shape {shape} under ZeRO-3",
+                    "its layer is partitioned already, so that the values would be lost",
+                    "Initialize inside of `with deepspeed.zero.GatheredParameters(parameter, "
+                    "modifier_rank=0):`, or remove zero3_init_flag.",
+                )
+            )
+        result = func(*args, **(kwargs or {}))
+        if shape is not None and func in _ALIASES:
+            result.accel_full_shape = shape
+        return result
+
+
+def _partitioned_shape(tensor: Any) -> tuple[int, ...] | None:
+    """Return the full shape of a partitioned parameter or an alias of it, else None."""
+    is_parameter = isinstance(tensor, torch.Tensor) and hasattr(tensor, "ds_id")
+    if is_parameter and tensor.numel() < tensor.ds_numel:
+        return tuple(tensor.ds_shape)
+    return getattr(tensor, "accel_full_shape", None)
+
+
+def _is_in_place(name: str) -> bool:
+    """Return whether the torch function of that name changes its first argument."""
+    plain = name.endswith("_") and not name.endswith("__")
+    return (plain and name != "requires_grad_") or name == "__setitem__"
+
+
+# -- compiled ops --------------------------------------------------------------------------
+
+
+def can_build_op(package: ModuleType, builder: str) -> bool:
+    """Return whether this machine can compile an op of DeepSpeed.
+
+    Args:
+        package: deepspeed.
+        builder: name of the op's builder class, such as ``"AsyncIOBuilder"``.
+    """
+    found = package.accelerator.get_accelerator().create_op_builder(builder)
+    return found is not None and bool(found.is_compatible(verbose=False))
+
+
+def build_op(package: ModuleType, builder: str) -> None:
+    """Load an op of DeepSpeed, compiling it (minutes) unless it is compiled already.
+
+    torch's own lock is a file, which a process that is killed while it compiles leaves behind, and
+    which all later ones wait for. So the lock around it is one that the operating system releases,
+    and a folder that is incomplete is deleted.
+
+    Args:
+        package: deepspeed.
+        builder: name of the op's builder class.
+    """
+    folder = op_folder(package, builder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not is_op_built(package, builder):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        for stale in folder.glob("*/lock"):  # of a process that was killed while it loaded
+            stale.unlink()
+        programs = env.read("PATH", os.defpath), str(Path(sys.executable).parent)  # ninja's
+        with env.patched(TORCH_EXTENSIONS_DIR=folder, PATH=os.pathsep.join(map(str, programs))):
+            package.accelerator.get_accelerator().create_op_builder(builder).load(verbose=False)
+        (folder / COMPLETE).touch()
+
+
+def is_op_built(package: ModuleType, builder: str) -> bool:
+    """Return whether an op is compiled on this machine.
+
+    Args:
+        package: deepspeed.
+        builder: name of the op's builder class.
+    """
+    return (op_folder(package, builder) / COMPLETE).exists()
+
+
+def op_folder(package: ModuleType, builder: str) -> Path:
+    """Return the folder of a compiled op for these packages, below torch's own folder.
+
+    Its name has their paths and times, as ninja recompiles objects that were made with other or
+    older files: two environments of the same versions would undo each other's work, and a
+    reinstalled one would recompile an op that is marked complete.
+
+    Args:
+        package: deepspeed.
+        builder: name of the op's builder class.
+    """
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = env.read("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    kind = package.accelerator.get_accelerator().device_name().partition(":")[0]
+    versions = f"deepspeed-{package.__version__}-torch-{torch.__version__}-{kind}"
+    files = [Path(str(module.__file__)) for module in (torch, package)]
+    places = "\n".join(f"{file} {file.stat().st_mtime_ns}" for file in files)
+    digest = hashlib.sha256(places.encode()).hexdigest()[:8]
+    name = f"{sys.implementation.cache_tag}-{versions}-{digest}"
+    return Path(root) / "accel" / name / builder

@@ -1,4 +1,4 @@
-"""The engine's configuration: the plugin's, completed from the run; two owners of one value differ.
+"""The engine's configuration: that of the plugin, resolved from the run and its objects.
 
 Source: https://www.deepspeed.ai/docs/config-json/
 """
@@ -9,15 +9,15 @@ import collections
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from accel.config.deepspeed import KEYS, DeepSpeedPlugin
 from accel.config.deepspeed_claims import Claims, is_equal
-from accel.config.deepspeed_json import AUTO, set_at, value_at
+from accel.config.deepspeed_json import AUTO, Config, set_at, value_at
 from accel.errors import ConfigError
-from accel.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 from accel.wrapping import MakeContext
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ ACCUMULATION = "gradient_accumulation_steps"
 ZERO = "zero_optimization"
 UNTESTED = "zero_allow_untested_optimizer"
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}  # `torch_autocast.dtype` by precision
-# What each schedule of DeepSpeed takes from the run.
+# The parameters that each schedule of DeepSpeed takes from the run.
 SCHEDULES = {
     "WarmupLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"),
     "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"),
@@ -39,24 +39,23 @@ SCHEDULES = {
 
 
 class Settings(Claims):
-    """DeepSpeed's configuration while it is completed.
+    """Resolve DeepSpeed's configuration.
 
     Args:
         plugin: the active plugin.
         plan: the resolved configuration of the run.
 
     Attributes:
-        batch_sizes: what `follow_run` was told.
-        allows_untested: what the configuration says of untested optimizers; None: nothing.
+        batch_sizes: samples per process and micro-batch, of each prepared loader.
+        allows_untested: whether the configuration allows untested optimizers; None: not given.
     """
 
     def __init__(self, plugin: DeepSpeedPlugin, plan: Plan) -> None:
         super().__init__(plugin)
         self.plan, self.dp_size = plan, plan.parallel_dims.dp_size
         self.batch_sizes: list[int] = []
-        told = value_at(self.config, UNTESTED)
-        self.allows_untested: bool | None = None if told == AUTO else told
-        self.default(KEYS["zero_stage"], 2)
+        untested = value_at(self.config, UNTESTED)
+        self.allows_untested: bool | None = None if untested == AUTO else untested
 
     @property
     def stage(self) -> int:
@@ -65,48 +64,48 @@ class Settings(Claims):
 
     @property
     def on_disk(self) -> bool:
-        """Whether parameters or optimizer state rest on disk."""
-        sections = (f"{ZERO}.offload_{what}.device" for what in ("optimizer", "param"))
-        return "nvme" in (value_at(self.config, section) for section in sections)
+        """Whether parameters or optimizer state are offloaded to disk."""
+        keys = (f"{ZERO}.offload_{name}.device" for name in ("optimizer", "param"))
+        return "nvme" in (value_at(self.config, key) for key in keys)
 
-    # -- what the run decides ------------------------------------------------------------------
+    # -- from the run --------------------------------------------------------------------------
 
-    def follow_run(self, batch_sizes: list[int]) -> None:
-        """Fill accumulation, precision, clipping and batch sizes.
+    def resolve_run(self, batch_sizes: list[int]) -> None:
+        """Resolve accumulation, precision, clipping and batch sizes.
 
         Args:
             batch_sizes: samples per process and micro-batch, of each prepared loader.
         """
         self.batch_sizes = batch_sizes
         steps = self.plan.accumulation.num_steps or 1
-        if ACCUMULATION not in self.plugin.decided:  # else compared already
+        if ACCUMULATION not in self.plugin.decided:  # else already compared
             self.claim(ACCUMULATION, steps, f"Accelerator(gradient_accumulation_steps={steps})")
-        self._follow_precision()
+        self._resolve_precision()
         self.default("gradient_clipping", 0.0)
-        self._follow_batches(batch_sizes, steps)
-        self.default(UNTESTED, True)  # `checks.check_kind` knows more of them
+        self._resolve_batch_sizes(batch_sizes, steps)
+        self.default(UNTESTED, True)  # `checks.check_kind` knows more of them than DeepSpeed
         self.default("zero_force_ds_cpu_optimizer", False)
-        gathered = KEYS["zero3_save_16bit_model"]
-        if value_at(self.config, gathered) == AUTO:
-            set_at(self.config, gathered, False)
-        self._follow_offload()
+        gathers = KEYS["zero3_save_16bit_model"]
+        if value_at(self.config, gathers) == AUTO:
+            set_at(self.config, gathers, False)
+        self._resolve_offload()
 
-    def _follow_offload(self) -> None:
-        """Have parameters and optimizer state rest where the model is unless something is said."""
-        for what in ("optimizer", "param"):
-            section = value_at(self.config, f"{ZERO}.offload_{what}") or {}
+    def _resolve_offload(self) -> None:
+        """Offload nothing by default, and require a folder for nvme."""
+        for name in ("optimizer", "param"):
+            section = value_at(self.config, f"{ZERO}.offload_{name}") or {}
             if section.get("device") == AUTO:
                 section["device"] = "none"
             if section.get("device") in ("none", "cpu"):
                 section.pop("nvme_path", None)
             elif section.get("device") == "nvme" and section.get("nvme_path") in (None, AUTO):
                 self.note(
-                    f"{self.plugin.place}: {ZERO}.offload_{what}.device='nvme'",
+                    f"{self.plugin.place}: {ZERO}.offload_{name}.device='nvme'",
                     "nvme needs a folder on a disk of this machine",
-                    f"Give nvme_path there, or offload_{what}_nvme_path=….",
+                    f"Give nvme_path there, or offload_{name}_nvme_path=….",
                 )
 
-    def _follow_precision(self) -> None:
+    def _resolve_precision(self) -> None:
         chosen = self.plan.mixed_precision
         source = f"Accelerator(mixed_precision={chosen!r})"
         autocast = value_at(self.config, "torch_autocast.enabled") is True
@@ -114,8 +113,8 @@ class Settings(Claims):
         if autocast and chosen in AUTOCAST and handler:
             self.note(
                 f"AutocastKwargs({handler}) with {self.plugin.place}: torch_autocast.enabled=true",
-                "one of them decides on autocast",
-                "Leave one of them out.",
+                "autocast is configured in two places",
+                "Remove one of them.",
             )
         if autocast and chosen in AUTOCAST:
             self.claim("torch_autocast.dtype", AUTOCAST[chosen], source)
@@ -127,40 +126,40 @@ class Settings(Claims):
                 self.claim(key, on, source)
 
     def autocast(self, precision: Precision) -> MakeContext:
-        """Return what makes the context of a forward pass over weights in half precision.
+        """Return the factory of contexts for forward passes over weights in half precision.
 
         Args:
-            precision: of the run; its autocast is off where the configuration switches its own off.
+            precision: of the run; its autocast is off where the configuration switches it off.
         """
         off = value_at(self.config, "torch_autocast.enabled") is False
         return contextlib.nullcontext if off else precision.autocast
 
-    def _follow_batches(self, sizes: list[int], steps: int) -> None:
+    def _resolve_batch_sizes(self, sizes: list[int], steps: int) -> None:
         source = "the prepared loaders"
         choose = min if self.plugin.is_train_batch_min else max
         if sizes:
             size = choose(sizes)
             self.claim(MICRO_BATCH, size, f"batch_size={size} of {source}")
-        whole = value_at(self.config, BATCH)
+        global_batch = value_at(self.config, BATCH)
         per_step = steps * self.dp_size
-        if isinstance(whole, int) and not sizes:
-            self.default(MICRO_BATCH, max(1, whole // per_step))
+        if isinstance(global_batch, int) and not sizes:
+            self.default(MICRO_BATCH, max(1, global_batch // per_step))
         self.default(MICRO_BATCH, 1)
         size = value_at(self.config, MICRO_BATCH)
-        told = f"{size} samples × {steps} micro-batches × {self.dp_size} processes"
         if BATCH not in self.plugin.decided:
-            self.claim(BATCH, size * per_step, told)
+            source = f"{size} samples × {steps} micro-batches × {self.dp_size} processes"
+            self.claim(BATCH, size * per_step, source)
 
-    # -- what the objects decide ---------------------------------------------------------------
+    # -- from the objects ----------------------------------------------------------------------
 
-    def follow_optimizer(self, optimizer: torch.optim.Optimizer | None, device_type: str) -> None:
-        """Fill the section ``optimizer``, or see that it is not there twice."""
+    def resolve_optimizer(self, optimizer: torch.optim.Optimizer | None, device_type: str) -> None:
+        """Resolve the section ``optimizer``, which excludes an optimizer of torch."""
         section = self.config.get("optimizer")
         if isinstance(optimizer, DummyOptim):
             if section is None:
                 self.note(
                     f"DummyOptim, and {self.plugin.place} has no optimizer",
-                    "it stands for the one that the configuration describes",
+                    "it is a placeholder for the optimizer of the configuration",
                     "Add the section optimizer, or build an optimizer of torch.",
                 )
                 return
@@ -171,51 +170,48 @@ class Settings(Claims):
                 else:
                     self.claim(key, value, f"DummyOptim({name}={value!r})")
             if device_type == "cpu" and str(section.get("type")).lower() in ("adam", "adamw"):
-                self.default("optimizer.params.torch_adam", True)  # its own kernels want compiling
+                self.default("optimizer.params.torch_adam", True)  # its own kernels need compiling
         elif optimizer is not None and section is not None:
             self.note(
                 f"{self.plugin.place}: optimizer with {type(optimizer).__name__} in prepare",
-                "one of them trains",
-                "Prepare a DummyOptim, or take the section optimizer out.",
+                "the optimizer is given in two places",
+                "Prepare a DummyOptim, or remove the section optimizer.",
             )
         elif section is not None:
             self.config.pop("optimizer")  # a model that is only evaluated
 
-    def follow_scheduler(self, scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
-        """Fill the section ``scheduler``, or see that it is not there twice."""
+    def resolve_scheduler(self, scheduler: object, optimizer: torch.optim.Optimizer | None) -> None:
+        """Resolve the section ``scheduler``, which excludes a scheduler of torch."""
         section = self.config.get("scheduler")
         if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is None:
             if section is None:
                 self.note(
                     f"DummyScheduler, and {self.plugin.place} has no scheduler",
-                    "it stands for the one that the configuration describes",
+                    "it is a placeholder for the scheduler of the configuration",
                     "Add the section scheduler, or give lr_scheduler_callable.",
                 )
                 return
-            self._fill_schedule(section, scheduler, optimizer)
+            self._resolve_schedule(section, scheduler, optimizer)
         elif scheduler is not None and section is not None:
             self.note(
                 f"{self.plugin.place}: scheduler with {type(scheduler).__name__} in prepare",
-                "one of them sets the learning rate",
-                "Prepare a DummyScheduler without lr_scheduler_callable, or take the section out.",
+                "the scheduler is given in two places",
+                "Prepare a DummyScheduler without lr_scheduler_callable, or remove the section.",
             )
         elif section is not None and optimizer is not None:
             self.note(
                 f"{self.plugin.place}: scheduler, and prepare was given none",
-                "a schedule is saved and loaded as a prepared object",
-                "Prepare a DummyScheduler with the optimizer, or take the section out.",
+                "a scheduler is saved and loaded as a prepared object",
+                "Prepare a DummyScheduler with the optimizer, or remove the section.",
             )
         elif section is not None:
             self.config.pop("scheduler")  # a model that is only evaluated
-        self._see_one_rate(scheduler, optimizer)
+        self._check_rate(scheduler, optimizer)
 
-    def _fill_schedule(
-        self,
-        section: dict[str, Any],
-        scheduler: DummyScheduler,
-        optimizer: torch.optim.Optimizer | None,
+    def _resolve_schedule(
+        self, section: Config, scheduler: DummyScheduler, optimizer: torch.optim.Optimizer | None
     ) -> None:
-        """Fill the values that the schedule takes, and compare those that it already has."""
+        """Set the parameters that the schedule lacks, and compare those that it has."""
         for name, value in scheduler.kwargs.items():
             self.claim(f"scheduler.params.{name}", value, f"DummyScheduler({name}={value!r})")
         taken = SCHEDULES.get(str(section.get("type")), ())
@@ -223,28 +219,28 @@ class Settings(Claims):
         if value_at(self.config, f"{params}.warmup_min_lr") == AUTO:
             self.default(f"{params}.warmup_min_lr", 0)
         if "warmup_max_lr" in taken or value_at(self.config, f"{params}.warmup_max_lr") == AUTO:
-            self._follow_rate(f"{params}.warmup_max_lr", optimizer)
+            self._resolve_rate(f"{params}.warmup_max_lr", optimizer)
         for name in ("warmup_num_steps", "total_num_steps"):
             key, given = f"{params}.{name}", getattr(scheduler, name)
             if given and (name in taken or value_at(self.config, key) is not None):
                 steps = self._steps(given)
-                told = f"DummyScheduler({name}={given})"
+                source = f"DummyScheduler({name}={given})"
                 if steps != given:
-                    told += f", {steps} steps of {self.dp_size} processes"
-                self.claim(key, steps, told)
+                    source += f", {steps} steps of {self.dp_size} processes"
+                self.claim(key, steps, source)
         lacks = value_at(self.config, f"{params}.total_num_steps") is None
         if "total_num_steps" in taken and lacks:
             self.note(
                 f"{self.plugin.place}: {section.get('type')} without total_num_steps",
-                "the learning rate falls until the last of them",
+                "the schedule decays the learning rate until the last step",
                 "Give DummyScheduler(…, total_num_steps=…).",
             )
 
-    def _follow_rate(self, key: str, optimizer: torch.optim.Optimizer | None) -> None:
-        """Let a schedule rise to the optimizer's rate, or to one of each of its groups."""
+    def _resolve_rate(self, key: str, optimizer: torch.optim.Optimizer | None) -> None:
+        """Let a schedule warm up to the optimizer's learning rate, or to those of its groups."""
         if optimizer is None:
             return
-        rates: list[Any] = [group["lr"] for group in optimizer.param_groups if group["params"]]
+        rates = [group["lr"] for group in optimizer.param_groups if group["params"]]
         given = True
         if isinstance(optimizer, DummyOptim):
             rate = value_at(self.config, "optimizer.params.lr")
@@ -258,8 +254,8 @@ class Settings(Claims):
         else:
             self.default(key, value)
 
-    def _see_one_rate(self, scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
-        """Note a schedule that was computed from another rate than the configuration's."""
+    def _check_rate(self, scheduler: object, optimizer: torch.optim.Optimizer | None) -> None:
+        """Note a scheduler that was built on another learning rate than the configuration's."""
         if not isinstance(optimizer, DummyOptim) or isinstance(scheduler, DummyScheduler):
             return
         rate = value_at(self.config, "optimizer.params.lr")
@@ -268,18 +264,18 @@ class Settings(Claims):
             self.note(
                 f"{self.plugin.place}: optimizer.params.lr={rate!r} with "
                 f"{type(scheduler).__name__} on DummyOptim(lr={optimizer.lr!r})",
-                "the schedule starts from the rate of the optimizer that it was built on",
+                "a schedule starts from the rate of the optimizer that it was built on",
                 'Write "auto" for optimizer.params.lr, or make them equal.',
             )
 
     def _steps(self, num_steps: int) -> int:
-        """Return the engine's steps for `num_steps` of one process alone."""
+        """Return the engine's steps for `num_steps` of a single process."""
         if self.plan.dataloader.split_batches:
             return num_steps
         return math.ceil(num_steps / self.dp_size)
 
-    def follow_model(self, model: torch.nn.Module) -> None:
-        """Fill the sizes that depend on the model's width; drop buckets larger than the model."""
+    def resolve_model(self, model: torch.nn.Module) -> None:
+        """Resolve the sizes that depend on the model's width; limit buckets to the model's size."""
         width, total = hidden_size(model), num_elements(model)
         zero = self.config[ZERO]
         own = self.plugin.hf_ds_config is None
@@ -296,42 +292,42 @@ class Settings(Claims):
             largest = width * width if self.stage == 3 else 500_000_000
             zero.setdefault("reduce_bucket_size", max(min(largest, total), 1))
             zero.setdefault("allgather_bucket_size", _even(min(largest, total)))
-            self._follow_disk(model)
+            self._resolve_disk(model)
 
-    def _follow_disk(self, model: torch.nn.Module) -> None:
-        """Let parameters that rest on disk do so, and size buffers by the largest of them.
+    def _resolve_disk(self, model: torch.nn.Module) -> None:
+        """Keep no offloaded parameters in memory, and size buffers by the largest parameter.
 
-        DeepSpeed itself would keep 10⁹ elements in memory, and have five buffers of 10⁸.
+        DeepSpeed's defaults are 10⁹ elements in memory, and five buffers of 10⁸.
         """
         section = self.config[ZERO].get("offload_param", {})
         if section.get("device") != "nvme":
             return
         section.setdefault("max_in_cpu", 0)
         sizes = [math.prod(_shape(parameter)) for parameter in model.parameters()]
-        if sizes:  # none where only the context is asked for in which a model is built
+        if sizes:  # none before the model is built, for `zero.Init`
             section.setdefault("buffer_size", math.ceil(max(sizes) / self.dp_size))
             most = max(len(list(m.parameters(recurse=False))) for m in model.modules())
             section.setdefault("buffer_count", max(5, 2 * most))
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> Config:
         """Return the configuration.
 
         Raises:
-            ConfigError: naming every contradiction, and all that is still "auto".
+            ConfigError: naming every contradiction, and all values that are still "auto".
         """
         if not self.problems:
             for key in _autos(self.config):
                 self.note(
                     f'{self.plugin.place}: {key}="auto"',
-                    "nothing in the run tells its value",
-                    f"Give {key} a value, or leave it out.",
+                    "it cannot be resolved from the run",
+                    f"Give {key} a value, or remove it.",
                 )
         ConfigError.raise_if(self.problems)
         return self.config
 
 
 def hidden_size(model: torch.nn.Module) -> int:
-    """Return the model's width: as its own ``config`` says, else that of most of its weights."""
+    """Return the model's width: that of its ``config``, else that of most of its weights."""
     config = getattr(model, "config", None)
     for owner in (config, getattr(config, "text_config", None)):
         for name in ("hidden_size", "n_embd", "d_model", "width"):
@@ -355,7 +351,7 @@ def num_elements(model: torch.nn.Module) -> int:
 
 
 def _even(size: int) -> int:
-    """Return the size of a bucket that starts are aligned in, as stages 1 and 2 demand."""
+    """Return an even bucket size, as stages 1 and 2 require."""
     return max(2, size + size % 2)
 
 
@@ -363,7 +359,7 @@ def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _autos(config: Any, prefix: str = "") -> Iterator[str]:
+def _autos(config: object, prefix: str = "") -> Iterator[str]:
     if isinstance(config, dict):
         for name, value in config.items():
             yield from _autos(value, f"{prefix}.{name}" if prefix else str(name))

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed import DeepSpeedPlugin, share_selection
 from accel.config.deepspeed_claims import Claims
+from accel.config.deepspeed_json import Config, HfDeepSpeedConfig
 from accel.config.deepspeed_plugins import active
 from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem
@@ -45,19 +46,16 @@ def _read(given: Any, variables: Mapping[str, str]) -> Mapping[str, DeepSpeedPlu
         except ConfigError as error:
             found.take(error)
     found.raise_if_any()
-    plugins = list(named.values())
-    for plugin in plugins:
+    for plugin in named.values():
         found.wrong += plugin.fill(variables)
-        plugin.join(plugins)
         if plugin.enable_msamp:
             found.missing("DeepSpeedPlugin(enable_msamp=True)", "Use mixed_precision='bf16'.")
         try:
-            plugin.given_config()
+            plugin.check_config()
         except ConfigError as error:
             found.take(error)
     found.raise_if_any()
-    if not any(plugin.selected for plugin in plugins):
-        plugins[0].select()
+    share_selection(list(named.values()))
     return named
 
 
@@ -69,7 +67,14 @@ def _adopt(plugin: DeepSpeedPlugin, decided: Decided) -> DeepSpeedPlugin:
     return plugin
 
 
-def _told(plugins: Plugins, key: str) -> Any:
+def _frozen_fields(plugin: DeepSpeedPlugin) -> dict[str, Config]:
+    """Return the content of the configuration's file, which may change or move."""
+    if plugin.hf_ds_config is None:
+        return {}
+    return {"hf_ds_config": HfDeepSpeedConfig(plugin.hf_ds_config).config}
+
+
+def _value(plugins: Plugins, key: str) -> Any:
     plugin = active(plugins.get(NAME))
     return None if plugin is None else plugin.get_value(key)
 
@@ -78,12 +83,12 @@ def _precision(plugins: Plugins, given: str | None) -> str | None:
     """Return the precision of DeepSpeed's configuration, where the run requests none."""
     if given is not None:
         return given
-    enabled = (name for name in ("bf16", "fp16") if _told(plugins, f"{name}.enabled") is True)
+    enabled = (name for name in ("bf16", "fp16") if _value(plugins, f"{name}.enabled") is True)
     return next(enabled, None)
 
 
 def _accumulation_steps(plugins: Plugins) -> int | None:
-    steps = _told(plugins, "gradient_accumulation_steps")
+    steps = _value(plugins, "gradient_accumulation_steps")
     return steps if isinstance(steps, int) else None
 
 
@@ -134,9 +139,7 @@ SPEC = StrategySpec(
             prefixes=("ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_CLIPPING"),
             read=_read,
             adopt=_adopt,
-            frozen_fields=lambda plugin: (
-                {} if plugin.hf_ds_config is None else {"hf_ds_config": plugin.given_config()}
-            ),
+            frozen_fields=_frozen_fields,
             shared=True,
         ),
     ),

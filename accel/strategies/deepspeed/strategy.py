@@ -1,4 +1,4 @@
-"""DeepSpeed: its engine holds model, optimizer and precision, and makes the step.
+"""The DeepSpeed strategy: an engine holds model, optimizer and precision, and makes the step.
 
 Source: https://deepspeed.readthedocs.io/en/latest/initialize.html
 """
@@ -8,129 +8,136 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, final
 
 import torch
 
-from accel import env
-from accel.config.deepspeed import DeepSpeedPlugin, watch
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed_json import Config
 from accel.errors import ConfigError, Problem
-from accel.optimizer import AcceleratedOptimizer
 from accel.precision.base import COMPUTE_DTYPES
 from accel.prepared import Objects
-from accel.scheduler import AcceleratedScheduler, wrap_scheduler
+from accel.scheduler import wrap_scheduler
 from accel.strategies.base import Strategy
 from accel.strategies.compile import compile_model
 from accel.strategies.deepcopies import WHOLE_AVERAGE, refuse_copies
-from accel.strategies.deepspeed import (
-    checks,
-    options,
-    package,
-    shards,
-    transformers_flag,
-)
-from accel.strategies.deepspeed.capabilities import (
+from accel.strategies.deepspeed import checks, initialize, transformers_flag
+from accel.strategies.deepspeed.fragments import share_weights, undo_first_step
+from accel.strategies.deepspeed.gradients import (
     DeepSpeedGradients,
     DeepSpeedSync,
-    Trained,
-    UniversalCheckpoint,
-    ZeroState,
+    backward_problems,
 )
-from accel.strategies.deepspeed.dummies import DummyScheduler
-from accel.strategies.deepspeed.initialize import cast_forward, start
-from accel.strategies.deepspeed.partitioned_init import RefusesLostValues
 from accel.strategies.deepspeed.settings import MICRO_BATCH, Settings
-from accel.strategies.deepspeed.transformers_flag import Recognition
-from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, DeepSpeedScheduler
+from accel.strategies.deepspeed.state import ZeroState
+from accel.strategies.deepspeed.universal import UniversalCheckpoint
+from accel.strategies.deepspeed.wrappers import (
+    DeepSpeedOptimizer,
+    DeepSpeedScheduler,
+    DummyScheduler,
+    TrainedEngine,
+)
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
     from accel.comm.base import Communicator
     from accel.planning.plan import Plan
     from accel.precision.base import Precision
 
-# What trains or evaluates each engine of this process, as long as both live.
-_OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[DeepSpeedStrategy]] = (
+# The strategy of each engine of this process, for as long as both live.
+_OWNERS: weakref.WeakKeyDictionary[DeepSpeedEngine, weakref.ref[DeepSpeedStrategy]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 @final
 class DeepSpeedStrategy(Strategy):
-    """ZeRO: optimizer state, gradients and parameters are sharded, as the plugin's stage says."""
+    """ZeRO: optimizer state, gradients and parameters are sharded, by the plugin's stage."""
 
     def __init__(
         self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
     ) -> None:
         super().__init__(plan, comm, device, precision)
-        ConfigError.raise_if(options.ignored(self.plan))
-        for plugin in self.plan.plugin("deepspeed").values():
-            plugin.settle()
-        self._trained = Trained(plan)
-        self.package = package.load(self.device)
+        ConfigError.raise_if(checks.plan_problems(plan))
+        plugins = plan.plugin("deepspeed").values()
+        for plugin in plugins:
+            plugin.report_stage()
+        self.package = initialize.import_deepspeed(device)
+        comm.before_exit(self._leave_group)
+        self._trained = TrainedEngine(plan)
         self.sync: DeepSpeedSync = DeepSpeedSync()
         self.gradients = DeepSpeedGradients(self._trained)
         self.state = ZeroState(self._trained, comm, self.package)
         self.native = UniversalCheckpoint(self._trained, comm)
-        self.comm.before_exit(self._let_go)
         self._lacks_loaders = False  # whether the engine was built before any loader
-        self._recognition: Recognition | None = None
-        self._announce(self.plugin)
-        watch(self._announce)
+        self._active_config: transformers_flag.ActiveConfig | None = transformers_flag.ActiveConfig(
+            self._is_partitioned_by_transformers, self._partitioned_init_config, plan.local_rank
+        )
+        has_stage_3 = any(plugin.stage == 3 for plugin in plugins)
+        transformers_flag.register(self._active_config, has_stage_3)
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
         """The active plugin."""
         return self._trained.plugin
 
-    def _announce(self, changed: DeepSpeedPlugin) -> None:
-        """Let transformers build models in shards if the active plugin has them sharded."""
-        ours = self.plan.plugin("deepspeed").values()
-        if self.comm.closed or not any(changed is plugin for plugin in ours):
-            return
-        self._withdraw()
-        plugin = self.plugin
-        wanted = plugin.stage == 3 and plugin.zero3_init_flag is not False
-        if wanted and transformers_flag.is_possible():
-            package.join_group(self.package, self.plan.local_world_size)
-            config = self._init_settings().config
-            self._recognition = Recognition(config, self.plan.local_rank)
+    # -- building models -------------------------------------------------------------------
 
-    def _withdraw(self) -> None:
-        if self._recognition is not None:
-            self._recognition.withdraw()
-            self._recognition = None
+    def init_context(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which models are built: partitioned, if the plugin says so.
+
+        Raises:
+            ConfigError: inside, where a model initializes a layer that is partitioned already.
+        """
+        if not self.plugin.is_zero3_init_enabled():
+            return contextlib.nullcontext()
+        return initialize.partitioned_init(self.package, self._settings_without_model(), self.plan)
+
+    def _is_partitioned_by_transformers(self) -> bool:
+        plugin = self.plugin
+        return not self.comm.closed and plugin.stage == 3 and plugin.zero3_init_flag is not False
+
+    def _partitioned_init_config(self) -> Config:
+        initialize.join_group(self.package, self.plan.local_world_size)
+        return self._settings_without_model().config
+
+    def _settings_without_model(self) -> Settings:
+        settings = Settings(self.plugin, self.plan)
+        settings.resolve_run([])
+        settings.config.pop("optimizer", None)
+        settings.config.pop("scheduler", None)
+        settings.resolve_model(torch.nn.Module())
+        return settings
 
     # -- preparing -------------------------------------------------------------------------
 
     def prepare(
-        self,
-        objects: Objects,
-        placement: Objects,
-        prepared: Objects,
-        evaluation: bool = False,
+        self, objects: Objects, placement: Objects, prepared: Objects, evaluation: bool = False
     ) -> Objects:
-        """Return `objects`, model and optimizer as an engine of DeepSpeed.
+        """Return `objects`, with model and optimizer in an engine of DeepSpeed.
 
         Raises:
             ConfigError: if DeepSpeed cannot take these objects together.
         """
-        ConfigError.raise_if(_problems(objects))
-        loaders = objects.dataloaders
-        done = Objects(dataloaders=loaders)
+        ConfigError.raise_if(checks.object_problems(objects))
+        done = Objects(dataloaders=objects.dataloaders)
         if not objects.models:
-            self._follow_loaders(loaders)
+            self._resolve_batch_size(objects.dataloaders)
             for optimizer, scheduler in itertools.product(prepared.optimizers, objects.schedulers):
-                optimizer.follow(scheduler)
+                optimizer.attach(scheduler)
             done.schedulers = [
-                wrap_scheduler(s, prepared.optimizers, self.plan) for s in objects.schedulers
+                wrap_scheduler(entry, prepared.optimizers, self.plan)
+                for entry in objects.schedulers
             ]
             return done
         (model,), (place,) = objects.models, placement.models
         optimizer = next(iter(objects.optimizers), None)
-        settings = self._settings(objects, [*prepared.dataloaders, *loaders])
+        settings = self._settings(objects, [*prepared.dataloaders, *objects.dataloaders])
         if optimizer is None and settings.stage < 3:
-            return self._evaluated(model, place, evaluation, settings, done)
+            done.models = [self._evaluated(model, place, evaluation, settings)]
+            return done
         self._check_second(optimizer, prepared)
         checks.check_devices(settings, self.package)
         if optimizer is not None:
@@ -139,48 +146,44 @@ class DeepSpeedStrategy(Strategy):
         checks.check_leaves(settings, model, self.package)
         self._build(model, optimizer, objects.schedulers, settings, done)
         for scheduler in prepared.schedulers:
-            self._follow(scheduler, done.optimizers)
+            for wrapped in done.optimizers:
+                wrapped.attach(scheduler.scheduler)
+            scheduler.follow(done.optimizers)
         return done
 
-    def _settings(self, objects: Objects, loaders: Sequence[Any]) -> Settings:
-        """Return the engine's configuration, completed from the run and its objects."""
+    def _settings(self, objects: Objects, loaders: Sequence[object]) -> Settings:
+        """Return the engine's configuration, resolved from the run and its objects."""
         (model,) = objects.models
         optimizer = next(iter(objects.optimizers), None)
         settings = Settings(self.plugin, self.plan)
-        settings.follow_run(self._batch_sizes(loaders))
-        settings.follow_optimizer(optimizer, self.device.type)
-        engine_side = [s for s in objects.schedulers if isinstance(s, DummyScheduler)]
-        scheduler = next(iter(engine_side or objects.schedulers), None)
-        settings.follow_scheduler(scheduler, optimizer)
-        settings.follow_model(model)
+        settings.resolve_run(self._batch_sizes(loaders))
+        settings.resolve_optimizer(optimizer, self.device.type)
+        placeholders = [s for s in objects.schedulers if isinstance(s, DummyScheduler)]
+        settings.resolve_scheduler(next(iter(placeholders or objects.schedulers), None), optimizer)
+        settings.resolve_model(model)
         return settings
 
-    def _batch_sizes(self, loaders: Sequence[Any]) -> list[int]:
-        """Return the samples per process and micro-batch of each loader that tells them."""
+    def _batch_sizes(self, loaders: Sequence[object]) -> list[int]:
+        """Return the samples per process and micro-batch of each loader with a batch size."""
         sizes = [size for size in map(_batch_size, loaders) if size]
-        share = self.plan.parallel_dims.dp_size if self.plan.dataloader.split_batches else 1
-        return [max(1, size // share) for size in sizes]
+        divisor = self.plan.parallel_dims.dp_size if self.plan.dataloader.split_batches else 1
+        return [max(1, size // divisor) for size in sizes]
 
-    def _follow_loaders(self, loaders: Sequence[Any]) -> None:
-        """Let an engine that was built before any loader take the batch size of the first ones."""
+    def _resolve_batch_size(self, loaders: Sequence[object]) -> None:
+        """Set the batch size of an engine that was built before any loader."""
         optimizer, sizes = self._trained.optimizer(), self._batch_sizes(loaders)
         if optimizer is None or not self._lacks_loaders or not sizes:
             return
         settings = Settings(optimizer.engine.accel_plugin, self.plan)
-        settings.follow_run(sizes)
+        settings.resolve_run(sizes)
         ConfigError.raise_if(settings.problems)
         optimizer.engine.set_train_micro_batch_size(settings.config[MICRO_BATCH])
         self._lacks_loaders = False
 
     def _evaluated(
-        self,
-        model: torch.nn.Module,
-        place: bool,
-        evaluation: bool,
-        settings: Settings,
-        done: Objects,
-    ) -> Objects:
-        """Put a model that is only evaluated on the device as it is."""
+        self, model: torch.nn.Module, place: bool, evaluation: bool, settings: Settings
+    ) -> torch.nn.Module:
+        """Return a model that is only evaluated, without an engine."""
         if not evaluation:
             raise ConfigError(
                 Problem(
@@ -193,9 +196,8 @@ class DeepSpeedStrategy(Strategy):
         model = model.to(self.device) if place else model
         if self.precision.name in COMPUTE_DTYPES:
             dtype = COMPUTE_DTYPES[self.precision.name]
-            cast_forward(model.to(dtype), dtype, settings.autocast(self.precision))
-        done.models = [self._compile(model)]
-        return done
+            initialize.cast_forward(model.to(dtype), dtype, settings.autocast(self.precision))
+        return compile_model(model, self.plan.dynamo, self.spec.hooks_inside)
 
     def _check_second(self, optimizer: torch.optim.Optimizer | None, prepared: Objects) -> None:
         """Refuse a second model for one plugin, and a second one to train."""
@@ -213,143 +215,82 @@ class DeepSpeedStrategy(Strategy):
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        schedulers: Sequence[Any],
+        schedulers: Sequence[object],
         settings: Settings,
         done: Objects,
     ) -> None:
-        """Start the engine, and put what it makes of the objects into `done`."""
+        """Build the engine, and add it and its wrapped optimizer and schedulers to `done`."""
         groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
-        engine = start(self.package, model, optimizer, schedulers, settings, self.plan)
+        engine = initialize.initialize_engine(
+            self.package, model, optimizer, schedulers, settings, self.plan
+        )
         engine.accel_plugin = self.plugin
         _OWNERS[engine] = weakref.ref(self)
         if self.precision.name in COMPUTE_DTYPES and not engine.torch_autocast_enabled():
             dtype = COMPUTE_DTYPES[self.precision.name]
-            cast_forward(engine.module, dtype, settings.autocast(self.precision))
-        self._compile(engine.module)
+            initialize.cast_forward(engine.module, dtype, settings.autocast(self.precision))
+        compile_model(engine.module, self.plan.dynamo, self.spec.hooks_inside)
         if settings.stage == 3:
             refuse_copies(engine.modules(), "ZeRO-3", WHOLE_AVERAGE)
         done.models = [engine]
         if optimizer is None:
             return
-        shards.undo_first_step(engine)
-        shards.share_weights(engine)
+        undo_first_step(engine)
+        share_weights(engine)
         wrapped = DeepSpeedOptimizer(engine, groups, optimizer)
         self._trained.set(wrapped)
-        decided = settings.batch_sizes or MICRO_BATCH in self.plugin.decided
-        self._lacks_loaders = not decided
+        self._lacks_loaders = not settings.batch_sizes and MICRO_BATCH not in self.plugin.decided
         done.optimizers = [wrapped]
         for scheduler in schedulers:
             if isinstance(scheduler, DummyScheduler):
                 done.schedulers.append(DeepSpeedScheduler(engine.lr_scheduler, wrapped))
             else:
-                wrapped.follow(scheduler)
+                wrapped.attach(scheduler)
                 done.schedulers.append(wrap_scheduler(scheduler, [wrapped], self.plan))
-
-    def _compile(self, model: torch.nn.Module) -> torch.nn.Module:
-        return compile_model(model, self.plan.dynamo, self.spec.hooks_inside)
-
-    def _follow(
-        self, scheduler: AcceleratedScheduler, optimizers: Sequence[AcceleratedOptimizer]
-    ) -> None:
-        """Let a prepared scheduler steer the engine's optimizer, which is prepared after it."""
-        for optimizer in optimizers:
-            if isinstance(optimizer, DeepSpeedOptimizer):
-                optimizer.follow(scheduler.scheduler)
-        scheduler.follow(optimizers)
-
-    @contextlib.contextmanager
-    def init_context(self) -> Iterator[None]:
-        """Context in which a model is sharded while it is built, if the plugin says so.
-
-        Raises:
-            ConfigError: inside, where a model initialises a layer that is in parts already.
-        """
-        if not self.plugin.is_zero3_init_enabled():
-            yield
-            return
-        config = self._init_settings().finish()
-        package.join_group(self.package, self.plan.local_world_size)
-        with env.patched(LOCAL_RANK=self.plan.local_rank):  # a lone process has no launcher
-            # The format follows from the configuration. DeepSpeed takes a `dtype` of its own for
-            # bf16 wherever fp16 is not supported, fp32 included.
-            context = self.package.zero.Init(config_dict_or_path=config)
-        with context, RefusesLostValues():
-            yield
-
-    def _init_settings(self) -> Settings:
-        """Return what is known of the configuration before there is a model."""
-        settings = Settings(self.plugin, self.plan)
-        settings.follow_run([])
-        settings.config.pop("optimizer", None)
-        settings.config.pop("scheduler", None)
-        settings.follow_model(torch.nn.Module())
-        return settings
 
     # -- the step --------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Let the engine compute gradients; it divides by the micro-batches of a step.
+    def backward(self, loss: torch.Tensor, **kwargs: bool) -> None:
+        """Let the engine compute gradients, divided by the micro-batches of a step.
 
         Args:
             loss: [] of one micro-batch.
             kwargs: `retain_graph`.
 
         Raises:
-            ConfigError: for another keyword; for what the stage of ZeRO would compute wrongly.
+            ConfigError: for another keyword, and where the stage of ZeRO would compute wrong
+                gradients.
             StateError: if no model is trained yet.
         """
         optimizer = self._trained.require_optimizer("backward")
-        ConfigError.raise_if(checks.backward_problems(optimizer, kwargs))
+        ConfigError.raise_if(backward_problems(optimizer, kwargs))
         state, engine = optimizer.gradient_state, optimizer.engine
-        ends = state.sync_gradients and not self.sync.holds
+        ends = state.sync_gradients and not self.sync.num_no_sync
         engine.set_gradient_accumulation_boundary(ends)
         engine.backward(loss / state.num_steps, scale_wrt_gas=False, **kwargs)
         optimizer.window_ended = ends
 
+    # -- the end ---------------------------------------------------------------------------
+
     def close(self) -> None:
-        """Let go of the engine, and of what DeepSpeed keeps of the process group."""
+        """Destroy the engine, and drop DeepSpeed's references to the process group."""
         optimizer = self._trained.optimizer()
         if optimizer is not None:
             optimizer.engine.destroy()
-        self._trained.forget()
-        self._recognition = None
+        self._trained.set(None)
+        self._active_config = None
         _OWNERS.clear()  # the process group closes, for every Accelerator
-        transformers_flag.withdraw_all()
-        self._let_go()
+        self._leave_group()
         super().close()
 
-    def _let_go(self) -> None:
-        """Drop what DeepSpeed keeps of the process group; engines that are still there hold it."""
-        package.leave_group(self.package)
-        package.restore_linear(self.package)
+    def _leave_group(self) -> None:
+        """Drop DeepSpeed's references to the process group, and its `linear`."""
+        initialize.leave_group(self.package)
+        initialize.restore_linear(self.package)
 
 
-def _problems(objects: Objects) -> list[Problem]:
-    """Return why DeepSpeed cannot take these objects together."""
-    problems = []
-    if len(objects.models) > 1:
-        problems.append(checks.two_models(f"{len(objects.models)} models in one call"))
-    if len(objects.optimizers) > 1:
-        problems.append(
-            Problem(
-                f"prepare: {len(objects.optimizers)} optimizers under DeepSpeed",
-                "an engine steps one",
-                "Put the parameters into groups of one optimizer.",
-            )
-        )
-    if objects.optimizers and not objects.models:
-        problems.append(
-            Problem(
-                "prepare: an optimizer without its model under DeepSpeed",
-                "the engine takes both at once",
-                "Prepare them in one call: prepare(model, optimizer, …).",
-            )
-        )
-    return problems
-
-
-def _batch_size(loader: Any) -> int | None:
-    """Return the samples that a prepared loader gives this process at once, if it tells."""
+def _batch_size(loader: object) -> int | None:
+    """Return the samples of a prepared loader's batch on this process, or None."""
     for owner in (loader, getattr(loader, "batch_sampler", None)):
         size = getattr(owner, "batch_size", None)
         if isinstance(size, int):

@@ -1,57 +1,66 @@
-"""transformers asks one object whether models are built in shards: it is given the run's.
+"""The object that transformers asks whether it partitions models while it builds them.
 
-It keeps that object weakly, and imports nothing of ours.
+transformers keeps one such object in a process, by a weak reference.
 
 Source: https://huggingface.co/docs/transformers/main_classes/deepspeed
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
-from typing import Any, final
+from collections.abc import Callable
+from typing import final
 
 from accel import env
-from accel.config.deepspeed_json import HfDeepSpeedConfig
+from accel.config.deepspeed_json import Config
 from accel.imports import is_available, require
-
-_TOLD: weakref.WeakSet[Recognition] = weakref.WeakSet()  # those of several Accelerators
 
 
 @final
-class Recognition:
-    """Lets transformers build models in shards, from now on until `withdraw`.
+class ActiveConfig:
+    """Answer transformers for the plugin that is active at the time of the question.
 
     Args:
-        config: DeepSpeed's, complete enough for `deepspeed.zero.Init`.
-        local_rank: of this process; `deepspeed.zero.Init` wants it in the environment, which has it
-            only where there was a launcher.
+        is_enabled: a bound method: whether models are partitioned while they are built.
+        make_config: a bound method: DeepSpeed's configuration, complete enough for
+            `deepspeed.zero.Init`, which transformers calls next.
+        local_rank: of this process.
     """
 
-    def __init__(self, config: dict[str, Any], local_rank: int) -> None:
-        self.told = HfDeepSpeedConfig(config)
-        self._module = require("transformers.integrations.deepspeed", "deepspeed_plugin")
-        self._module.set_hf_deepspeed_config(self.told)
-        self._alone = env.read("LOCAL_RANK") is None
-        if self._alone:
-            env.set_values({"LOCAL_RANK": local_rank})
-        _TOLD.add(self)
+    def __init__(
+        self, is_enabled: Callable[[], bool], make_config: Callable[[], Config], local_rank: int
+    ) -> None:
+        # Weak: the strategy owns this object, which ends with it.
+        self._is_enabled = weakref.WeakMethod(is_enabled)
+        self._make_config = weakref.WeakMethod(make_config)
+        self._local_rank = local_rank
 
-    def withdraw(self) -> None:
-        """Let transformers build whole models again, unless it was told of another object since."""
-        if self._alone:
-            env.set_values({"LOCAL_RANK": None})
-            self._alone = False
-        enabled = self._module.is_deepspeed_zero3_enabled()
-        if enabled and self._module.deepspeed_config() is self.told.config:
-            self._module.unset_hf_deepspeed_config()
+    def is_zero3(self) -> bool:
+        """Return whether models are partitioned while they are built."""
+        is_enabled = self._is_enabled()
+        return is_enabled is not None and is_enabled()
+
+    @property
+    def config(self) -> Config | None:
+        """DeepSpeed's configuration; None: there is no strategy any more."""
+        make_config = self._make_config()
+        if make_config is None:
+            return None
+        if env.read("LOCAL_RANK") is None:  # a single process has no launcher
+            env.set_values({"LOCAL_RANK": self._local_rank})
+            weakref.finalize(self, env.set_values, {"LOCAL_RANK": None})
+        return make_config()
 
 
-def withdraw_all() -> None:
-    """Let transformers build whole models again: the process group is left by all."""
-    for told in list(_TOLD):
-        told.withdraw()
+def register(config: ActiveConfig, has_stage_3: bool) -> None:
+    """Let transformers ask `config` from now on.
 
-
-def is_possible() -> bool:
-    """Return whether there is somebody to be told."""
-    return is_available("transformers")
+    Args:
+        config: of the strategy.
+        has_stage_3: whether a plugin of the run has stage 3; else transformers, which takes seconds
+            to import, asks only where it is imported already.
+    """
+    if "transformers" in sys.modules or (has_stage_3 and is_available("transformers")):
+        module = require("transformers.integrations.deepspeed", "deepspeed_plugin")
+        module.set_hf_deepspeed_config(config)

@@ -1,6 +1,6 @@
-"""DeepSpeed's universal checkpoint: weights and moments by parameter, for any number of processes.
+"""DeepSpeed's universal checkpoint: weights and moments by parameter, for any world size.
 
-An exchange with other programs on DeepSpeed. DeepSpeed reads it in a way that runs code.
+For exchange with other programs on DeepSpeed, whose reader unpickles: it can run code.
 
 Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
 """
@@ -13,42 +13,85 @@ import io
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn, final
+
+import torch
 
 from accel.errors import CheckpointError, Problem
 from accel.imports import require
+from accel.strategies.deepspeed.wrappers import TrainedEngine
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+    from accel.comm.base import Communicator
 
 TAG = "universal"
 OWN = "engine"  # the engine's own files, which are converted
-INFO = "universal_checkpoint_info"  # which names of parameters are special; here none are
+INFO = "universal_checkpoint_info"  # names of special parameters; here there are none
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save(engine: Any, folder: Path, main: bool) -> None:
-    """Write a universal checkpoint: ``<folder>/universal`` and ``<folder>/latest_universal``.
+@final
+class UniversalCheckpoint:
+    """Save and load universal checkpoints.
 
     Args:
-        engine: DeepSpeed's.
-        folder: created if it does not exist; on a disk that all processes see.
-        main: whether this process converts what all have written.
-
-    Raises:
-        CheckpointError: if the format has no place for this engine's state.
+        trained: the engine that trains.
+        comm: the process group.
     """
-    _check_engine(engine, "save_native")
-    if not all(name in values for name in MOMENTS for values in _states(engine)):
-        rule = f"the format holds {' and '.join(MOMENTS)} of each parameter"
-        remedy = "Use Adam or AdamW, and make a step before; or call save_state."
-        _refuse(f"save_native of {type(engine.basic_optimizer).__name__}", rule, remedy)
-    own = folder / OWN
-    engine.save_checkpoint(str(own), tag=OWN, client_state={INFO: {}})
-    if main:
-        shutil.rmtree(folder / TAG, ignore_errors=True)
-        _convert(own / OWN, folder / TAG)
-        shutil.rmtree(own)
+
+    def __init__(self, trained: TrainedEngine, comm: Communicator) -> None:
+        self._trained = trained
+        self._comm = comm
+
+    def save(self, model: torch.nn.Module, folder: Path) -> None:
+        """Write ``<folder>/universal`` and ``<folder>/latest_universal``. Called on every rank.
+
+        Args:
+            model: prepared.
+            folder: created if it does not exist; on a disk that all processes share.
+
+        Raises:
+            CheckpointError: if the format cannot hold this engine's state.
+        """
+        engine: DeepSpeedEngine = model
+        _check_engine(engine, "save_native")
+        if not all(name in values for name in MOMENTS for values in _states(engine)):
+            rule = f"the format holds {' and '.join(MOMENTS)} of each parameter"
+            remedy = "Use Adam or AdamW, and make a step before; or call save_state."
+            _refuse(f"save_native of {type(engine.basic_optimizer).__name__}", rule, remedy)
+        own = folder / OWN
+        engine.save_checkpoint(str(own), tag=OWN, client_state={INFO: {}})
+        if self._comm.rank == 0:
+            shutil.rmtree(folder / TAG, ignore_errors=True)
+            _convert(own / OWN, folder / TAG)
+            shutil.rmtree(own)
+
+    def load(self, model: torch.nn.Module, folder: Path) -> None:
+        """Read a checkpoint of `save`, or of DeepSpeed's ``ds_to_universal.py``. It can run code.
+
+        Args:
+            model: prepared, at any world size.
+            folder: holds ``latest_universal``.
+
+        Raises:
+            CheckpointError: if it does not, or if the format cannot hold this engine's state.
+        """
+        engine: DeepSpeedEngine = model
+        _check_engine(engine, "load_native")
+        if not (folder / "latest_universal").is_file():
+            rule = "a universal checkpoint has a file latest_universal"
+            remedy = "Convert it with ds_to_universal.py first."
+            _refuse(f"load_native({str(folder)!r})", rule, remedy)
+        with _universal(engine):
+            engine.load_checkpoint(str(folder))
+        engine.optimizer._hp_optimizer_states_linked = False
+        optimizer = self._trained.require_optimizer("load_native")
+        optimizer.clip_next_step(optimizer.clipping)  # the checkpoint has its own
 
 
-def _states(engine: Any) -> list[Any]:
+def _states(engine: DeepSpeedEngine) -> list[dict[str, object]]:
     stepped = [group["params"][0] for group in engine.basic_optimizer.param_groups]
     return [engine.basic_optimizer.state.get(parameter, {}) for parameter in stepped]
 
@@ -69,27 +112,8 @@ def _convert(source: Path, target: Path) -> None:
         converter.main(options)
 
 
-def load(engine: Any, folder: Path) -> None:
-    """Read what `save`, or DeepSpeed's ``ds_to_universal.py``, has written. It can run code.
-
-    Args:
-        engine: DeepSpeed's, of any number of processes.
-        folder: holds ``latest_universal``.
-
-    Raises:
-        CheckpointError: if it does not, or if this engine's state has no place in the format.
-    """
-    _check_engine(engine, "load_native")
-    if not (folder / "latest_universal").is_file():
-        rule = "a universal checkpoint has a file latest_universal"
-        _refuse(f"load_native({str(folder)!r})", rule, "Convert it with ds_to_universal.py first.")
-    with _universal(engine):
-        engine.load_checkpoint(str(folder))
-    engine.optimizer._hp_optimizer_states_linked = False
-
-
 @contextlib.contextmanager
-def _universal(engine: Any) -> Iterator[None]:
+def _universal(engine: DeepSpeedEngine) -> Iterator[None]:
     engine._config.load_universal_checkpoint = True
     try:
         yield
@@ -97,16 +121,16 @@ def _universal(engine: Any) -> Iterator[None]:
         engine._config.load_universal_checkpoint = False
 
 
-def _check_engine(engine: Any, what: str) -> None:
+def _check_engine(engine: DeepSpeedEngine, call: str) -> None:
     stage = getattr(engine, "zero_optimization_stage", lambda: None)()
     if stage not in (1, 2):
-        # Reading it, DeepSpeed gives all groups the settings of the first one under stage 3.
-        value = f"{what} of a model that " + (
+        # Under stage 3, DeepSpeed's reader gives all groups the settings of the first one.
+        value = f"{call} of a model that " + (
             "DeepSpeed does not train" if stage is None else f"stage {stage} of ZeRO trains"
         )
-        rule = "universal checkpoints are exchanged under stages 1 and 2"
+        rule = "universal checkpoints require stage 1 or 2"
         _refuse(value, rule, "Use one of them, or call save_state and load_state.")
 
 
-def _refuse(value: str, rule: str, remedy: str) -> None:
+def _refuse(value: str, rule: str, remedy: str) -> NoReturn:
     raise CheckpointError(Problem(value, rule, remedy))

@@ -1,21 +1,31 @@
-"""Optimizer and scheduler of an engine, as `prepare` returns them: the engine makes the step."""
+"""Optimizers and schedulers under DeepSpeed: placeholders before `prepare`, wrappers after it.
+
+A placeholder stands for the optimizer or scheduler that DeepSpeed's configuration describes. A
+wrapper is what `prepare` returns; the engine makes its step.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import weakref
-from collections.abc import Callable
-from typing import Any, final
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 
-from accel.errors import ConfigError, Problem
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed_plugins import active
+from accel.errors import ConfigError, Problem, StateError
 from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler
-from accel.strategies.deepspeed.dummies import DummyOptim
-from accel.strategies.deepspeed.manual_changes import ByHand
+from accel.strategies.deepspeed.fragments import ManualChanges
 from accel.strategies.trainable import Trainable
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+    from accel.planning.plan import Plan
 
 # Attributes of torch's schedulers that hold a value for each group of the optimizer.
 BY_GROUP = (
@@ -24,26 +34,138 @@ BY_GROUP = (
 )
 
 
+def _refuse_unprepared(name: str) -> NoReturn:
+    raise StateError(
+        f"{name} is a placeholder for DeepSpeed's configuration, and was not prepared with "
+        "DeepSpeed. Switch it on with deepspeed_plugin=…, or build one of torch."
+    )
+
+
+@final
+class DummyOptim(torch.optim.Optimizer):
+    """Placeholder for the optimizer that the section ``optimizer`` of the configuration describes.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate, where the configuration has none or ``"auto"``; another number there is
+            refused, unless this is the default.
+        weight_decay: weight decay, likewise.
+        kwargs: further values of ``optimizer.params``, which the configuration may not contradict.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.001,
+        weight_decay: float = 0,
+        **kwargs: object,
+    ) -> None:
+        self.lr, self.weight_decay, self.kwargs = lr, weight_decay, kwargs
+        self.params = list(params)
+        # The base class writes its defaults into groups, where the configuration has its own.
+        groups = [dict(g) if isinstance(g, Mapping) else g for g in self.params]
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+
+    @property
+    def values(self) -> dict[str, object]:
+        """All values of ``optimizer.params``, by name."""
+        return {"lr": self.lr, "weight_decay": self.weight_decay, **self.kwargs}
+
+    @property
+    def defaulted(self) -> set[str]:
+        """The names of values that equal their defaults: the configuration overrides them."""
+        defaults = {"lr": 0.001, "weight_decay": 0}
+        return {name for name, value in defaults.items() if self.values[name] == value}
+
+    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
+        """Refuse: only what `prepare` returns can step.
+
+        Args:
+            closure: not used.
+
+        Raises:
+            StateError: always.
+        """
+        _refuse_unprepared("DummyOptim")
+
+
+@final
+class DummyScheduler:
+    """Placeholder for the scheduler that the section ``scheduler`` of the configuration describes.
+
+    Args:
+        optimizer: the optimizer, or its `DummyOptim`.
+        total_num_steps: steps of a single process until the end of the schedule.
+        warmup_num_steps: steps of a single process until the full learning rate.
+        lr_scheduler_callable: builds the scheduler from the optimizer; overrides the configuration.
+        kwargs: further values of ``scheduler.params``, which the configuration may not contradict.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[torch.optim.Optimizer], object] | None = None,
+        **kwargs: object,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs
+
+    def step(self, *args: object, **kwargs: object) -> None:
+        """Refuse: only what `prepare` returns can step.
+
+        Args:
+            args: not used.
+            kwargs: not used.
+
+        Raises:
+            StateError: always.
+        """
+        _refuse_unprepared("DummyScheduler")
+
+    def state_dict(self) -> dict[str, object]:
+        """Return an empty dict: there is no schedule yet."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        """Refuse: only what `prepare` returns has a state.
+
+        Args:
+            state_dict: not used.
+
+        Raises:
+            StateError: always.
+        """
+        _refuse_unprepared("DummyScheduler")
+
+
+# -- wrappers ------------------------------------------------------------------------------
+
+
 @final
 class DeepSpeedOptimizer(AcceleratedOptimizer):
     """The optimizer that an engine steps.
 
     Args:
-        engine: its `DeepSpeedEngine`.
-        groups: the parameters of each group, as they were before the engine took them.
-        given: what `prepare` was given: the optimizer itself, or its stand-in.
+        engine: that steps it.
+        groups: the parameters of each group, before the engine flattened them.
+        given: the optimizer that was given to `prepare`, or its placeholder.
 
     Attributes:
-        engine: its `DeepSpeedEngine`.
-        groups: the same as above, but for empty ones.
-        step_was_skipped: whether the last step was left out because gradients overflowed.
-        trainable: the parameters of the model, as the engine knows them.
-        window_ended: whether the gradients of a whole window wait for the step.
+        engine: that steps it.
+        groups: as above, without empty ones.
+        step_was_skipped: whether the last step was skipped because gradients overflowed.
+        trainable: the trainable parameters of the model at `prepare`.
+        window_ended: whether the gradients of a complete window await the step.
     """
 
     def __init__(
         self,
-        engine: Any,
+        engine: DeepSpeedEngine,
         groups: list[list[torch.nn.Parameter]],
         given: torch.optim.Optimizer,
     ) -> None:
@@ -53,18 +175,18 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
         self.window_ended = False
         self._clipping = float(engine.gradient_clipping())
         inner = getattr(engine.optimizer, "optimizer", engine.basic_optimizer)
-        if inner is not engine.basic_optimizer:  # Adagrad is built anew, in one group of defaults
+        if inner is not engine.basic_optimizer:  # Adagrad is rebuilt, in one group of defaults
             inner.param_groups = engine.basic_optimizer.param_groups
         self._given = weakref.ref(given)
         self.trainable = Trainable(engine.module)
-        self._by_hand = ByHand(engine)
+        self._manual_changes = ManualChanges(engine)
         super().__init__(inner, device_placement=False)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Let the engine update the parameters if a window of micro-batches is complete.
 
         Args:
-            closure: none: the engine computes no loss.
+            closure: None; the engine computes no loss.
 
         Raises:
             ConfigError: for a closure.
@@ -74,15 +196,15 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
                 Problem(
                     "optimizer.step(closure) under DeepSpeed",
                     "its engine makes the step, and calls no closure",
-                    "Use an optimizer that needs none.",
+                    "Use an optimizer that takes no closure.",
                 )
             )
         if not self.gradient_state.sync_gradients:
             return
         self.engine.set_gradient_accumulation_boundary(True)
-        self._by_hand.check()
+        self._manual_changes.check()
         self.engine.step()
-        self._by_hand.note()
+        self._manual_changes.record()
         self.window_ended = False
         self.step_was_skipped = not self.engine.was_step_applied()
         self._set_clipping(self._clipping)
@@ -91,7 +213,7 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
         """Drop the gradients if a window of micro-batches is complete; the engine's step does, too.
 
         Args:
-            set_to_none: not used: the engine decides.
+            set_to_none: ignored.
         """
         if self.gradient_state.sync_gradients:
             self.engine.zero_grad()
@@ -99,7 +221,7 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
                 self.engine.optimizer.zero_grad()
             self.window_ended = False
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """Refuse: the engine steps the parameters that it was built with.
 
         Args:
@@ -116,14 +238,14 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
             )
         )
 
-    def follow(self, scheduler: Any) -> None:
-        """Let a scheduler that was built on what `prepare` was given set the live learning rates.
+    def attach(self, scheduler: Any) -> None:
+        """Let a scheduler of the optimizer given to `prepare` set the live learning rates.
 
         Args:
-            scheduler: any; those of other optimizers stay as they are.
+            scheduler: any; those of other optimizers are ignored.
 
         Raises:
-            ConfigError: if it was computed from another learning rate.
+            ConfigError: if it was built on another learning rate.
         """
         given = self._given()
         built_on = getattr(scheduler, "optimizer", None)
@@ -135,8 +257,8 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
             return
         if isinstance(given, DummyOptim):
             self._take_rates(given, type(scheduler).__name__)
-        # torch's check of the order of calls wants `step` marked, as a new scheduler does it; that
-        # sets the rates to their initial ones, which a warm-up does not begin with.
+        # torch's check of the call order needs `step` marked, which a new scheduler does; that also
+        # sets the rates to their initial ones, with which a warm-up does not begin.
         rates = [group["lr"] for group in self.optimizer.param_groups]
         torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -145,8 +267,8 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
         for part in getattr(scheduler, "_schedulers", ()):
             part.optimizer = self.optimizer
 
-    def _drop_empty_groups(self, scheduler: Any) -> None:
-        """Take out of a scheduler what it holds of groups that the engine dropped."""
+    def _drop_empty_groups(self, scheduler: object) -> None:
+        """Remove a scheduler's values for groups that the engine dropped."""
         for name in BY_GROUP:
             values = getattr(scheduler, name, None)
             if isinstance(values, list) and len(values) == len(self._kept):
@@ -158,16 +280,16 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
             raise ConfigError(
                 Problem(
                     f"{name} on DummyOptim(lr={rates[0]!r}), and the engine's is {rates[1]!r}",
-                    "the schedule starts from the rate of the optimizer that it was built on",
+                    "a schedule starts from the rate of the optimizer that it was built on",
                     'Write "auto" for optimizer.params.lr, or make them equal.',
                 )
             )
-        for live, stand_in in zip(self.optimizer.param_groups, given.param_groups, strict=True):
-            live.update({k: stand_in[k] for k in ("lr", "initial_lr") if k in stand_in})
+        for live, group in zip(self.optimizer.param_groups, given.param_groups, strict=True):
+            live.update({name: group[name] for name in ("lr", "initial_lr") if name in group})
 
     @property
     def clipping(self) -> float:
-        """The largest norm of gradients that the configuration tells; 0: not clipped."""
+        """The maximum norm of gradients in the configuration; 0: not clipped."""
         return self._clipping
 
     def clip_next_step(self, max_norm: float) -> None:
@@ -180,7 +302,7 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
             self.engine.optimizer.clip_grad = max_norm
 
     def gradient_norm(self) -> torch.Tensor:
-        """Return the norm [] of the gradients that the next step takes. Called on every rank.
+        """Return the norm [] of the gradients of the next step. Called on every rank.
 
         Infinite under stages 1 to 3 if a gradient is not finite: the step will be skipped.
         """
@@ -195,7 +317,9 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
             return torch.where(not_finite, math.inf, torch.linalg.vector_norm(groups)) / scale
         if hasattr(optimizer, "scaled_global_norm"):
             return torch.as_tensor(optimizer.scaled_global_norm()) / scale
-        if hasattr(optimizer, "get_grads_for_norm"):  # bf16 summed up in fp32, outside the weights
+        if hasattr(
+            optimizer, "get_grads_for_norm"
+        ):  # bf16 accumulated in fp32, outside the weights
             gradients = optimizer.get_grads_for_norm(for_clipping=True)
         else:
             weights = self.engine.module.parameters()
@@ -205,20 +329,69 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
 
 @final
 class DeepSpeedScheduler(AcceleratedScheduler):
-    """A scheduler that its engine steps, at each of its own steps.
+    """A scheduler that the engine steps with its optimizer.
 
     Args:
         scheduler: the engine's.
-        optimizer: the engine's `DeepSpeedOptimizer`.
+        optimizer: the engine's.
     """
 
     def __init__(self, scheduler: Any, optimizer: DeepSpeedOptimizer) -> None:
         super().__init__(scheduler, optimizer, split_batches=True)
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: object, **kwargs: object) -> None:
         """Do nothing: the engine stepped it with the optimizer.
 
         Args:
             args: not used.
             kwargs: not used.
         """
+
+
+@final
+class TrainedEngine:
+    """The engine that trains, for as long as its optimizer lives, and the active plugin.
+
+    Args:
+        plan: the resolved configuration of the run.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._optimizer: weakref.ref[DeepSpeedOptimizer] | None = None
+
+    @property
+    def plugin(self) -> DeepSpeedPlugin:
+        """The active plugin.
+
+        Raises:
+            StateError: if none is selected.
+        """
+        plugin = active(self._plan.plugin("deepspeed"))
+        if plugin is None:
+            raise StateError("No DeepSpeed plugin is selected. Select one by its name.")
+        return plugin
+
+    def set(self, optimizer: DeepSpeedOptimizer | None) -> None:
+        """Set the optimizer of the engine that trains; None: no engine trains."""
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+
+    def optimizer(self) -> DeepSpeedOptimizer | None:
+        """Return the optimizer of the engine that trains, or None."""
+        return None if self._optimizer is None else self._optimizer()
+
+    def require_optimizer(self, call: str) -> DeepSpeedOptimizer:
+        """Return the optimizer of the engine that trains.
+
+        Args:
+            call: that needs it, in messages.
+
+        Raises:
+            StateError: if no engine trains.
+        """
+        optimizer = self.optimizer()
+        if optimizer is None:
+            raise StateError(
+                f"{call}: DeepSpeed trains no model yet. Prepare a model with its optimizer."
+            )
+        return optimizer

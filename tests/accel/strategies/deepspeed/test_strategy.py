@@ -1,4 +1,4 @@
-"""DeepSpeed's engine trains as a plain loop does; states go out and in by parameter name."""
+"""An engine of DeepSpeed trains as a plain loop does; several models have a plugin each."""
 
 from __future__ import annotations
 
@@ -6,63 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
-from accel.utils import DeepSpeedPlugin
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed_plugins import get_active_deepspeed_plugin
+from accel.errors import ConfigError
+from accel.state import AcceleratorState
+from tests.accel.strategies.deepspeed.helpers import (
+    GLOBAL_BATCH,
+    STEPS,
+    adamw,
+    build,
+    data,
+    error_of,
+    largest,
+    plain,
+    plain_with_schedule,
+    started_with_schedule,
+    train,
+)
 from tests.helpers import run_distributed
-
-STEPS = 10
-GLOBAL_BATCH = 8
-RATE, DECAY = 0.003, 0.1
-
-
-def build() -> torch.nn.Module:
-    """A model whose parameters do not divide by the number of processes."""
-    torch.manual_seed(3)
-    return torch.nn.Sequential(
-        torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3)
-    )
-
-
-def data(batch_size: int, steps: int = STEPS) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(7)
-    inputs = torch.randn(steps * GLOBAL_BATCH, 5, generator=generator)
-    targets = torch.randn(steps * GLOBAL_BATCH, 3, generator=generator)
-    return DataLoader(TensorDataset(inputs, targets), batch_size=batch_size)
-
-
-def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
-    dims = {p: len(getattr(p, "ds_shape", p.shape)) for p in model.parameters()}
-    decayed = [p for p, dim in dims.items() if dim > 1]
-    others = [p for p, dim in dims.items() if dim <= 1]
-    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=RATE, weight_decay=DECAY)
-
-
-def error_of(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.mse_loss(prediction.float(), target.float())
-
-
-def plain(clip: float | None = None, steps: int = STEPS) -> tuple[list[float], dict[str, Any]]:
-    """Losses and weights of a loop of torch alone over the global batches."""
-    model = build()
-    optimizer = adamw(model)
-    losses = []
-    for inputs, targets in data(GLOBAL_BATCH, steps):
-        loss = error_of(model(inputs), targets)
-        loss.backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model.state_dict()
-
-
-def largest(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    assert found.keys() == expected.keys()
-    return max((found[n].float() - expected[n].float()).abs().max().item() for n in expected)
 
 
 def trained(
@@ -99,9 +62,6 @@ def trained(
     assert not accelerator.optimizer_step_was_skipped
     accelerator.end_training()
     return losses, state, model
-
-
-# -- the same losses and weights as a plain loop -------------------------------------------
 
 
 def trains_equally(cases: list[dict[str, Any]]) -> None:
@@ -150,48 +110,84 @@ def test_four_processes_train_as_a_plain_loop() -> None:
     run_distributed(trains_equally, 4, [{"zero_stage": 3, "accumulation": 2}])
 
 
-# -- no second copy ------------------------------------------------------------------------
+# -- several models --------------------------------------------------------------------------
 
 
-def steps_the_weights_themselves(fields: dict[str, Any], precision: str, shared: bool) -> None:
-    accelerator = Accelerator(
-        cpu=True, deepspeed_plugin=DeepSpeedPlugin(**fields), mixed_precision=precision
-    )
+def a_student_and_a_teacher() -> None:
+    plugins = {
+        "student": DeepSpeedPlugin(zero_stage=2),
+        "teacher": DeepSpeedPlugin(zero_stage=3),
+    }
+    accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins)
+    state = AcceleratorState()
+    assert state.deepspeed_plugin is state.get_deepspeed_plugin("student") is plugins["student"]
+    assert state.deepspeed_plugins == plugins
+    assert get_active_deepspeed_plugin(state) is plugins["student"]
     model = build()
-    model[3].bias.requires_grad_(False)
-    model, optimizer, loader = accelerator.prepare(model, adamw(model), data(4))
-    held = {p.ds_tensor.untyped_storage().data_ptr() for p in model.parameters()}
-    flats = model.optimizer.fp32_partitioned_groups_flat
-    assert len(flats) >= 2
-    assert {flat.untyped_storage().data_ptr() in held for flat in flats} == {shared}
-    bytes_of = accelerator.strategy.state.footprint([model], [optimizer])
-    inputs, targets = next(iter(loader))
-    before = accelerator.get_state_dict(model)
-    accelerator.backward(error_of(model(inputs), targets))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state.select_deepspeed_plugin("teacher")
+    torch.manual_seed(0)
+    whole = torch.nn.Linear(5, 3)
+    inputs = torch.ones(2, 5)
+    expected = whole(inputs)
+    teacher = accelerator.prepare(whole)
+    assert accelerator.unwrap_model(teacher) is whole
+    assert all(hasattr(p, "ds_tensor") for p in whole.parameters())
+    with torch.no_grad():
+        assert torch.allclose(teacher(inputs), expected)
+    accelerator.backward(error_of(model(inputs), expected.detach()))
     optimizer.step()
-    assert {flat.untyped_storage().data_ptr() in held for flat in flats} == {shared}
-    moments = sum(2 * flat.nbytes + 4 for flat in flats)
-    assert bytes_of.optimizer_state == moments + (0 if shared else sum(f.nbytes for f in flats))
-    kept = [p for p in model.parameters() if p.ds_persist]  # whole after a pass
-    assert sum(p.nbytes for p in kept) == sum(p.ds_numel * p.element_size() for p in kept)
-    parts = sum(p.ds_tensor.nbytes for p in model.parameters())
-    assert bytes_of.parameters == parts + sum(p.nbytes for p in kept)
-    assert bool(kept) == ("zero_stage" in fields)
-    after = accelerator.get_state_dict(model)
-    assert largest(after, before) > 0
-    accelerator.unwrap_model(model)
-    with accelerator.strategy.package.zero.GatheredParameters(list(model.parameters())):
-        gathered = {name: p.detach().clone() for name, p in model.module.named_parameters()}
-    assert largest(gathered, after) < (1e-9 if precision == "no" else 1e-2)
+    with pytest.raises(ConfigError, match="a second model with one plugin under DeepSpeed"):
+        accelerator.prepare(torch.nn.Linear(5, 3))
+    with pytest.raises(ConfigError, match="'assistant'"):
+        state.select_deepspeed_plugin("assistant")
     accelerator.end_training()
 
 
-def weights_and_copies() -> None:
-    one = {"stage3_param_persistence_threshold": 0, "sub_group_size": 20, "stage": 3}
-    for options in ({"zero_stage": 3}, {"hf_ds_config": {"zero_optimization": one}}):
-        steps_the_weights_themselves(options, "no", shared=True)
-    steps_the_weights_themselves({"zero_stage": 3}, "bf16", shared=False)
+def two_models_that_train() -> None:
+    plugins = {"a": DeepSpeedPlugin(zero_stage=1), "b": DeepSpeedPlugin(zero_stage=3)}
+    first = Accelerator(cpu=True, deepspeed_plugins=plugins)
+    second = Accelerator(cpu=True)
+    batch = next(iter(data(4)))
+    prepared = []
+    for accelerator, name in ((first, "a"), (second, "b")):
+        accelerator.state.select_deepspeed_plugin(name)
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        prepared.append((accelerator, *accelerator.prepare(model, optimizer)))
+    states = []
+    for accelerator, model, optimizer in prepared:
+        accelerator.backward(error_of(model(batch[0]), batch[1]))
+        optimizer.step()
+        states.append(accelerator.get_state_dict(model))
+    assert [model.zero_optimization_stage() for _, model, _ in prepared] == [1, 3]
+    assert largest(*states) < 1e-6
+    first.end_training()
 
 
-def test_stage_3_in_fp32_keeps_no_second_copy_of_the_weights() -> None:
-    run_distributed(weights_and_copies, 2)
+def models() -> None:
+    a_student_and_a_teacher()
+    two_models_that_train()
+
+
+def test_several_models_have_a_plugin_each() -> None:
+    run_distributed(models, 2)
+
+
+# -- compilation -----------------------------------------------------------------------------
+
+
+def compiles() -> None:
+    for stage in (1, 3):
+        plugin = DeepSpeedPlugin(zero_stage=stage)
+        accelerator, model, optimizer, scheduler, loader = started_with_schedule(
+            plugin, dynamo_backend="eager"
+        )
+        assert accelerator.unwrap_model(model)._compiled_call_impl is not None
+        losses = train(accelerator, model, optimizer, scheduler, loader)
+        assert max(abs(a - b) for a, b in zip(losses, plain_with_schedule()[0], strict=True)) < 1e-5
+        accelerator.end_training()
+
+
+def test_compiled_models_train_as_a_plain_loop() -> None:
+    run_distributed(compiles, 2)

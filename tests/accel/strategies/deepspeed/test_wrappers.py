@@ -1,14 +1,8 @@
-"""fp32 adapters on a bf16 base under ZeRO-3: a plain loop's numbers, in another order of sums.
-
-DeepSpeed's ZeRO-3 passes the inputs of every module through an autograd function that returns them
-as they are. Where one tensor is used several times inside of a module (a LoRA layer gives its input
-to the base and to the adapter), the gradients of these uses are then added to each other first, and
-to those of other modules afterwards. In bf16 another order of a sum is another rounding, neither of
-them nearer to the exact value. A plain loop with such functions gives the same bits as ZeRO-3.
-"""
+"""Optimizers and schedulers under DeepSpeed: placeholders, and wrappers that the engine steps."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -16,133 +10,198 @@ import torch
 
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.imports import is_available
-from tests.helpers import run_distributed
-from tests.zoo.models import MODELS, Batch
-
-pytestmark = pytest.mark.skipif(
-    not (is_available("transformers") and is_available("peft")),
-    reason="transformers or peft is not installed",
+from accel.errors import ConfigError, StateError
+from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
+from tests.accel.strategies.deepspeed.helpers import (
+    GLOBAL_BATCH,
+    build,
+    data,
+    error_of,
+    largest,
+    own,
+    train,
 )
-NUM_STEPS, BATCH_SIZE = 5, 8
+from tests.helpers import run_distributed
 
 
-class Same(torch.autograd.Function):
-    """Identity: its node in the graph gathers the gradients of all uses of its output."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
+def test_stand_ins_cannot_step_alone() -> None:
+    dummy = DummyOptim([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(StateError, match="DummyOptim is a placeholder"):
+        dummy.step()
+    with pytest.raises(StateError, match="DummyScheduler is a placeholder"):
+        DummyScheduler(dummy).step()
 
 
-def grouped(model: torch.nn.Module) -> torch.nn.Module:
-    """Let gradients of inputs be summed up module by module, as ZeRO-3 has it."""
-
-    def pass_through(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(
-            Same.apply(i) if isinstance(i, torch.Tensor) and i.requires_grad else i for i in inputs
-        )
-
-    for module in model.modules():
-        module.register_forward_pre_hook(pass_through)
-    return model
+# -- schedules of an optimizer that the engine replaces --------------------------------------
 
 
-def adapted(base: torch.dtype) -> torch.nn.Module:
-    """Return a Llama of dtype `base` with LoRA adapters in fp32."""
-    import peft
-
-    model = MODELS["llama"].build().to(base)
-    torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    made: torch.nn.Module = peft.get_peft_model(model, config)
-    assert {p.dtype for p in made.parameters() if p.requires_grad} == {torch.float32}
-    return made
+def adagrad(model: torch.nn.Module, num_groups: int) -> torch.optim.Adagrad:
+    parameters = list(model.parameters())
+    groups = [parameters] if num_groups == 1 else [parameters[:2], parameters[2:]]
+    return torch.optim.Adagrad([{"params": group, "lr": 0.1} for group in groups], lr=0.5)
 
 
-def trained(
-    base: torch.dtype, stage: int | None, threshold: int | None, is_grouped: bool
-) -> dict[str, torch.Tensor]:
-    """Return the adapters after training.
+def schedule(kind: str, optimizer: torch.optim.Optimizer, each: int) -> Any:
+    """A warm-up, or a quarter of the rate after each step; a step counts `each` times."""
+    schedules = torch.optim.lr_scheduler
+    if kind == "warm":
+        return schedules.LambdaLR(optimizer, lambda step: 0.1 * (1 + step // each))
+    parts = [schedules.StepLR(optimizer, each, 0.25) for _ in range(2)]
+    return schedules.SequentialLR(optimizer, parts, milestones=[3 * each])
 
-    Args:
-        base: of the frozen weights.
-        stage: of ZeRO; None: DDP.
-        threshold: elements up to which a parameter stays gathered under stage 3; None: default.
-        is_grouped: whether the model's gradients are summed up as under ZeRO-3.
-    """
-    options: dict[str, Any] = {}
-    if stage is not None:
-        zero: dict[str, Any] = {"stage": stage}
-        if threshold is not None:
-            zero["stage3_param_persistence_threshold"] = threshold
-        options["deepspeed_plugin"] = DeepSpeedPlugin({"zero_optimization": zero})
-    accelerator = Accelerator(cpu=True, **options)
-    model = grouped(adapted(base)) if is_grouped else adapted(base)
-    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # An `eps` of the size of a gradient: steps then follow its size, not its sign alone.
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(adapters, lr=3e-3, eps=1e-3))
-    rank, size = accelerator.process_index, BATCH_SIZE // accelerator.num_processes
-    for step in range(NUM_STEPS):
-        batch = MODELS["llama"].batch(step, BATCH_SIZE)
-        own = {name: value[rank * size :][:size] for name, value in batch.items()}
-        accelerator.backward(model(**own).loss)
+
+def steers_adagrad(stage: int, kind: str) -> None:
+    """DeepSpeed builds another Adagrad: group and schedule are those of the given one."""
+    reference = build()
+    inner = adagrad(reference, 1)
+    inner_schedule = schedule(kind, inner, 1)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage))
+    model = build()
+    optimizer = adagrad(model, 1)
+    model, optimizer, scheduler = accelerator.prepare(
+        model, optimizer, schedule(kind, optimizer, accelerator.num_processes)
+    )
+    for inputs, targets in data(GLOBAL_BATCH, steps=4):
+        error_of(reference(inputs), targets).backward()
+        inner.step()
+        inner_schedule.step()
+        inner.zero_grad()
+        accelerator.backward(error_of(model(own(accelerator, inputs)), own(accelerator, targets)))
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
-    state = accelerator.get_state_dict(model) or {}
+    found = [group["lr"] for group in optimizer.param_groups]
+    assert found == pytest.approx([group["lr"] for group in inner.param_groups]), (stage, kind)
+    assert largest(accelerator.get_state_dict(model), reference.state_dict()) < 1e-5, stage
     accelerator.end_training()
-    accelerator.free_memory()
-    return {name: value.clone() for name, value in state.items() if "lora" in name}
 
 
-def apart(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Return the norm of the difference relative to that of `wanted`."""
-    assert found.keys() == wanted.keys()
-    difference = torch.stack([(found[n].double() - wanted[n].double()).norm() for n in wanted])
-    whole = torch.stack([value.double().norm() for value in wanted.values()])
-    return (difference.norm() / whole.norm()).item()
+def steers_what_stood_for_it_before() -> None:
+    """A schedule that was built on a DummyOptim, and is prepared after it."""
+    config = {"optimizer": {"type": "SGD", "params": {"lr": "auto"}}}
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config, zero_stage=1))
+    model = build()
+    stand_in = DummyOptim(model.parameters(), lr=0.1)
+    schedules = torch.optim.lr_scheduler
+    parts = [schedules.LambdaLR(stand_in, lambda step: 0.5 ** (step + 1)) for _ in range(2)]
+    scheduler = schedules.SequentialLR(stand_in, parts, milestones=[9])
+    model, optimizer = accelerator.prepare(model, stand_in)
+    scheduler = accelerator.prepare_scheduler(scheduler)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    inputs, targets = next(iter(data(4)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler")
+        accelerator.backward(error_of(model(inputs), targets))
+        optimizer.step()
+        scheduler.step()
+    expected = 0.1 * 0.5 ** (accelerator.num_processes + 1)
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == expected
+    accelerator.end_training()
 
 
-@pytest.mark.parametrize("threshold", [None, 0])
-def test_adapters_train_as_in_a_plain_loop_with_sums_by_module(threshold: int | None) -> None:
-    wanted = run_distributed(trained, 2, torch.bfloat16, None, None, True)[0]
-    found = run_distributed(trained, 2, torch.bfloat16, 3, threshold, False)[0]
-    for name, value in wanted.items():
-        assert found[name].dtype == torch.float32
-        assert torch.equal(found[name], value), name
+def refuses_a_schedule_from_another_rate() -> None:
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.2}}}
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config, zero_stage=1))
+    model = build()
+    stand_in = DummyOptim(model.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(stand_in, lambda step: 0.5**step)
+    accelerator.prepare(model, stand_in)
+    with pytest.raises(ConfigError, match=r"LambdaLR on DummyOptim\(lr=0.001\).*engine's is 0.2"):
+        accelerator.prepare_scheduler(scheduler)
+    accelerator.end_training()
 
 
-def test_with_an_fp32_base_the_order_of_sums_does_not_show() -> None:
-    wanted = run_distributed(trained, 2, torch.float32, None, None, False)[0]
-    assert apart(run_distributed(trained, 2, torch.float32, 3, None, False)[0], wanted) < 1e-6
+def refuses_adagrad_in_groups() -> None:
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=1))
+    model = build()
+    with pytest.raises(ConfigError, match=r"Adagrad with 2 groups under ZeRO 1.*one group"):
+        accelerator.prepare(model, adagrad(model, 2))
+    accelerator.end_training()
 
 
-def test_stage_2_leaves_the_order_of_sums_as_it_is() -> None:
-    wanted = run_distributed(trained, 2, torch.bfloat16, None, None, False)[0]
-    found = run_distributed(trained, 2, torch.bfloat16, 2, None, False)[0]
-    assert apart(found, wanted) == 0.0
+def schedules() -> None:
+    steers_adagrad(2, "sequential")
+    steers_adagrad(3, "warm")
+    refuses_adagrad_in_groups()
+    steers_what_stood_for_it_before()
+    refuses_a_schedule_from_another_rate()
 
 
-def gradients(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    model(**batch).loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+def test_schedules_steer_the_optimizer_that_steps() -> None:
+    run_distributed(schedules, 2)
 
 
-def test_neither_order_is_nearer_to_the_gradients_in_float64() -> None:
-    exact = adapted(torch.bfloat16).double()
-    models = [adapted(torch.bfloat16), grouped(adapted(torch.bfloat16))]
-    errors, between = torch.zeros(2), 0.0
-    num_batches = 8
-    for step in range(num_batches):
-        batch = MODELS["llama"].batch(step, BATCH_SIZE)
-        wanted = gradients(exact, batch)
-        plain, by_module = (gradients(model, batch) for model in models)
-        errors += torch.tensor([apart(plain, wanted), apart(by_module, wanted)]) / num_batches
-        between += apart(by_module, plain) / num_batches
-    assert between < errors.min()  # 4e-3 against 1.5e-2 that bf16 costs either way
-    assert errors[1] == pytest.approx(errors[0].item(), rel=0.1), errors
+# -- optimizers and schedulers of the configuration ------------------------------------------
+
+
+def takes_both_from_the_configuration() -> None:
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {
+                "warmup_min_lr": 0.0,
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "warmup_type": "linear",
+            },
+        },
+        "gradient_clipping": "auto",
+    }
+    plugin = DeepSpeedPlugin(config, zero_stage=1)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    model = build()
+    optimizer = DummyOptim(model.parameters(), lr=0.02, weight_decay=0.0)
+    size = accelerator.num_processes
+    scheduler = DummyScheduler(optimizer, warmup_num_steps=4 * size)
+    model, optimizer, scheduler, loader = accelerator.prepare(
+        model, optimizer, scheduler, data(GLOBAL_BATCH // size)
+    )
+    assert isinstance(optimizer.optimizer, torch.optim.AdamW)
+    rates = []
+    for inputs, targets in loader:
+        train(accelerator, model, optimizer, scheduler, [(inputs, targets)])
+        rates.append(scheduler.get_last_lr()[0])
+    assert rates[:5] == pytest.approx([0.0, 0.005, 0.01, 0.015, 0.02], abs=1e-9)
+    assert model.gradient_clipping() == 0.0
+    accelerator.end_training()
+
+
+def takes_the_optimizer_from_the_configuration_and_a_schedule_of_torch() -> None:
+    config = {"optimizer": {"type": "SGD", "params": {"lr": "auto"}}}
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config, zero_stage=2))
+    model = build()
+    optimizer = DummyOptim(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    batch = next(iter(data(4)))
+    train(accelerator, model, optimizer, scheduler, [batch, batch])
+    assert isinstance(optimizer.optimizer, torch.optim.SGD)
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5 ** (2 * accelerator.num_processes)
+    accelerator.end_training()
+
+
+def takes_a_schedule_that_is_built_from_the_optimizer() -> None:
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=1))
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def halving(inner: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 0.5**step)
+
+    scheduler = DummyScheduler(optimizer, lr_scheduler_callable=halving)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    batch = next(iter(data(4)))
+    train(accelerator, model, optimizer, scheduler, [batch, batch])
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**2
+    accelerator.end_training()
+
+
+def configurations() -> None:
+    takes_both_from_the_configuration()
+    takes_the_optimizer_from_the_configuration_and_a_schedule_of_torch()
+    takes_a_schedule_that_is_built_from_the_optimizer()
+
+
+def test_optimizer_and_schedule_come_from_either_side() -> None:
+    run_distributed(configurations, 2)

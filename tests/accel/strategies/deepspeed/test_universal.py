@@ -12,7 +12,7 @@ from accel import Accelerator
 from accel.checkpoint.optimizer_state import ParameterNames
 from accel.errors import CheckpointError, ConfigError
 from accel.utils import DeepSpeedPlugin, DummyScheduler
-from tests.accel.strategies.deepspeed.test_strategy import (
+from tests.accel.strategies.deepspeed.helpers import (
     GLOBAL_BATCH,
     RATE,
     adamw,

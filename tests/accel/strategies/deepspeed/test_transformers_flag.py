@@ -12,7 +12,7 @@ from accel import Accelerator
 from accel.imports import is_available
 from accel.state import AcceleratorState
 from accel.utils import DeepSpeedPlugin, HfDeepSpeedConfig
-from tests.accel.strategies.deepspeed.test_strategy import largest
+from tests.accel.strategies.deepspeed.helpers import largest
 from tests.helpers import run_distributed
 
 pytestmark = pytest.mark.skipif(

@@ -1,0 +1,215 @@
+"""DeepSpeed's plugin: fields, environment, its one configuration, and the active one of several."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from accel.config.deepspeed import DeepSpeedPlugin, share_selection
+from accel.config.deepspeed_plugins import active, get_active_deepspeed_plugin
+from accel.config.training import GradientAccumulationPlugin
+from accel.env import Environment, patched
+from accel.errors import ConfigError, NotBuiltError
+from accel.planning.arguments import Arguments
+from accel.planning.plan import resolve
+from accel.state import AcceleratorState
+from tests.accel.strategies.deepspeed.helpers import completed, plan_of
+
+
+def test_the_environment_fills_what_the_plugin_leaves_out(tmp_path: Path) -> None:
+    variables = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+        "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "Experts",
+    }
+    with patched(**variables):
+        plan = resolve(Arguments(cpu=True), Environment.read())
+        plugin = active(plan.plugin("deepspeed"))
+        assert plugin is not None
+        assert (plugin.zero_stage, plugin.gradient_clipping) == (3, 0.5)
+        assert (plugin.offload_optimizer_device, plugin.offload_param_device) == ("cpu", None)
+        assert plugin.is_zero3_init_enabled()
+        assert plugin.zero3_save_16bit_model
+        assert plugin.transformer_moe_cls_names == "Experts"
+        assert plan.accumulation.num_steps == 2
+        with pytest.raises(ConfigError, match="ZERO_STAGE=3"):
+            completed(DeepSpeedPlugin({"zero_optimization": {"stage": 1}}))
+    path = tmp_path / "zero.json"
+    path.write_text('{"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 5}')
+    with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(path)):
+        plan = resolve(Arguments(cpu=True), Environment.read())
+        assert active(plan.plugin("deepspeed")) is not None
+        assert active(plan.plugin("deepspeed")).stage == 1
+        assert plan.accumulation.num_steps == 5
+    with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_DEEPSPEED_ZERO_STAGE="many"):
+        with pytest.raises(ConfigError, match="ACCELERATE_DEEPSPEED_ZERO_STAGE='many'"):
+            resolve(Arguments(cpu=True), Environment.read())
+    with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_GRADIENT_CLIPPING="auto"):
+        plan = resolve(Arguments(cpu=True), Environment.read())
+        assert active(plan.plugin("deepspeed")) is not None
+        assert active(plan.plugin("deepspeed")).gradient_clipping is None
+    with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_DEEPSPEED_ZERO_STAGES="3"):
+        with pytest.raises(ConfigError, match="Did you mean 'ACCELERATE_DEEPSPEED_ZERO_STAGE'"):
+            resolve(Arguments(cpu=True), Environment.read())
+
+
+def test_the_configuration_decides_accumulation_and_precision_that_the_run_leaves_open() -> None:
+    config = {"gradient_accumulation_steps": 4, "bf16": {"enabled": True}}
+    plan = plan_of(DeepSpeedPlugin(config))
+    assert (plan.accumulation.num_steps, plan.mixed_precision) == (4, "bf16")
+    with pytest.raises(ConfigError) as error:
+        completed(
+            DeepSpeedPlugin(config),
+            mixed_precision="no",
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2),
+        )
+    assert len(error.value.problems) == 2
+
+
+def test_a_plugin_is_a_node_of_a_schema() -> None:
+    node = OmegaConf.merge(
+        OmegaConf.structured(DeepSpeedPlugin),
+        OmegaConf.create({"zero_stage": 1, "hf_ds_config": {"steps_per_print": 7}}),
+    )
+    plugin = OmegaConf.to_object(node)
+    assert isinstance(plugin, DeepSpeedPlugin)
+    assert plugin.stage == 1
+    assert plugin.deepspeed_config["steps_per_print"] == 7
+    assert plugin.get_value("zero_optimization.stage") == 1
+
+
+def test_values_out_of_range_are_told_together() -> None:
+    with pytest.raises(ConfigError) as error:
+        DeepSpeedPlugin(
+            zero_stage=4,
+            gradient_clipping=-1.0,
+            offload_param_device="disk",
+            offload_optimizer_device="nvme",
+            msamp_opt_level="O7",
+        )
+    assert len(error.value.problems) == 5
+
+
+def test_fp16_on_a_cpu_and_ms_amp_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="'fp16' under DeepSpeed on a CPU"):
+        plan_of(DeepSpeedPlugin(), mixed_precision="fp16")
+    with pytest.raises(NotBuiltError, match="enable_msamp"):
+        plan_of(DeepSpeedPlugin(enable_msamp=True))
+
+
+def test_one_of_several_plugins_is_selected() -> None:
+    first, second = DeepSpeedPlugin(zero_stage=2), DeepSpeedPlugin(zero_stage=3)
+    plan = resolve(
+        Arguments(cpu=True, plugins={"deepspeed_plugins": {"student": first, "teacher": second}}),
+        Environment.read(),
+    )
+    assert active(plan.plugin("deepspeed")) is first
+    assert (first.selected, second.selected) == (True, False)
+    second.select()
+    assert active(plan.plugin("deepspeed")) is second
+    assert (first.selected, second.selected) == (False, True)
+
+
+def test_the_active_plugin_is_asked_for_where_deepspeed_is_off() -> None:
+    with pytest.raises(ConfigError, match="DeepSpeed is off"):
+        get_active_deepspeed_plugin(AcceleratorState(cpu=True))
+
+
+def test_init_at_stage_three_is_switched_inside_a_context() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True)
+    with plugin.zero3_init_context_manager(enable=False):
+        assert not plugin.is_zero3_init_enabled()
+    assert plugin.is_zero3_init_enabled()
+    assert not DeepSpeedPlugin(zero_stage=2, zero3_init_flag=True).is_zero3_init_enabled()
+
+
+def test_changes_of_a_plugins_configuration_hold(tmp_path: Path) -> None:
+    path = tmp_path / "zero.json"
+    path.write_text('{"zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD"}}')
+    plugin = DeepSpeedPlugin(str(path), gradient_clipping=0.5)
+    config = plugin.deepspeed_config
+    zero = config["zero_optimization"]
+    config["train_micro_batch_size_per_gpu"] = 4
+    assert plugin.stage == 1
+    zero["stage"] = 3  # of a section that was taken before
+    zero.setdefault("offload_param", {})["device"] = "cpu"
+    config.pop("optimizer")
+    assert plugin.deepspeed_config is config
+    assert plugin.stage == 3
+    found = completed(plugin, [4])
+    assert found["train_micro_batch_size_per_gpu"] == 4
+    assert found["zero_optimization"]["offload_param"] == {"device": "cpu"}
+    assert "optimizer" not in found
+    with pytest.raises(ConfigError, match="gpu=4 with batch_size=8 of the prepared loaders"):
+        completed(plugin, [8])
+    config["optimizer"] = {"type": "AdamW"}
+    config["optimizer"]["params"] = {"lr": 0.5}
+    assert plugin.deepspeed_config["optimizer"] == {"type": "AdamW", "params": {"lr": 0.5}}
+    assert json.dumps(config) == json.dumps(plugin.deepspeed_config)
+    assert json.loads(path.read_text())["zero_optimization"] == {"stage": 1}
+    config["bf16"] = True
+    with pytest.raises(ConfigError, match="bf16=True: expected a section"):
+        plugin.get_value("bf16.enabled")
+
+
+def test_the_field_reports_the_stage_of_the_configuration() -> None:
+    for config, stage in (({"zero_optimization": {"stage": 3}}, 3), ({}, 2), (None, 2)):
+        plugin = DeepSpeedPlugin(config)
+        plugin.report_stage()
+        assert plugin.zero_stage == stage
+        plugin.deepspeed_config["zero_optimization"]["stage"] = 1
+        assert (plugin.stage, plugin.zero_stage) == (1, 1)
+        assert completed(plugin)["zero_optimization"]["stage"] == 1
+    plugin = DeepSpeedPlugin(zero_stage=0)
+    plugin.report_stage()
+    assert plugin.zero_stage == 0
+    plugin = DeepSpeedPlugin()
+    plugin.report_stage()
+    plugin.zero_stage = 3
+    assert completed(plugin)["zero_optimization"]["stage"] == 3
+
+
+def test_fields_fill_the_configuration_until_it_has_a_value_of_its_own() -> None:
+    plugin = DeepSpeedPlugin({"gradient_clipping": "auto"}, gradient_clipping=0.5)
+    config = plugin.deepspeed_config
+    assert config["gradient_clipping"] == 0.5
+    plugin.gradient_clipping = 0.7
+    plugin.zero_stage = 3
+    assert plugin.deepspeed_config is config
+    assert (config["gradient_clipping"], plugin.stage) == (0.7, 3)
+    plugin.gradient_clipping = None
+    assert plugin.is_auto("gradient_clipping")
+    config["gradient_clipping"] = 0.2
+    plugin.gradient_clipping = 0.4
+    assert plugin.get_value("gradient_clipping") == 0.2
+    with pytest.raises(
+        ConfigError, match=r"clipping=0\.2 with DeepSpeedPlugin\(gradient_clipping=0"
+    ):
+        completed(plugin)
+
+
+def test_a_configuration_is_read_once() -> None:
+    plugin = DeepSpeedPlugin()
+    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 4
+    plugin.hf_ds_config = {"zero_optimization": {"stage": 3}}
+    with pytest.raises(ConfigError, match="after deepspeed_config was read: it is read once"):
+        completed(plugin)
+
+
+def test_plugins_that_share_a_selection_have_one_active() -> None:
+    first, second = DeepSpeedPlugin(), DeepSpeedPlugin()
+    second.select()
+    share_selection([first, second])
+    assert (first.selected, second.selected) == (False, True)
+    share_selection([first, second])  # of a second Accelerator
+    first.select()
+    assert (first.selected, second.selected) == (True, False)

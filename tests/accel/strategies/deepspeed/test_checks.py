@@ -1,0 +1,235 @@
+"""Runs, models and optimizers that an engine of DeepSpeed cannot take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from accel import Accelerator
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.handlers import (
+    GradScalerKwargs,
+)
+from accel.config.training import GradientAccumulationPlugin
+from accel.errors import ConfigError, StateError
+from accel.strategies.deepspeed.checks import plan_problems
+from tests.accel.strategies.deepspeed.helpers import (
+    GLOBAL_BATCH,
+    adamw,
+    build,
+    data,
+    error_of,
+    largest,
+    own,
+    plan_of,
+    started,
+)
+from tests.helpers import run_distributed
+
+
+def test_options_that_an_engine_ignores_are_named_together() -> None:
+    handlers = [GradScalerKwargs(init_scale=2.0)]
+    accumulation = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+    for stage, precision, number in ((1, "fp16", 2), (2, "fp16", 1), (1, "bf16", 1), (3, "no", 0)):
+        plan = plan_of(
+            DeepSpeedPlugin(zero_stage=stage),
+            kwargs_handlers=handlers,
+            gradient_accumulation_plugin=accumulation,
+        )
+        found = [str(one) for one in plan_problems(replace(plan, mixed_precision=precision))]
+        assert len(found) == number
+        if precision == "fp16":
+            assert found[0].startswith("GradScalerKwargs(init_scale=2.0) with deepspeed:")
+    assert plan_problems(plan_of(DeepSpeedPlugin(), kwargs_handlers=[GradScalerKwargs()])) == []
+
+
+def refuses() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=3, gradient_clipping=1.0)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    first, second = build(), build()
+    with pytest.raises(ConfigError, match="2 models in one call under DeepSpeed"):
+        accelerator.prepare(first, second, adamw(first))
+    with pytest.raises(ConfigError, match="an optimizer without its model"):
+        accelerator.prepare(adamw(first))
+    with pytest.raises(ConfigError, match="parameters of the optimizer are in no prepared model"):
+        accelerator.prepare(first, adamw(second))
+    with pytest.raises(StateError, match="trains no model yet"):
+        accelerator.backward(torch.zeros(1, requires_grad=True).sum())
+    model, optimizer = accelerator.prepare(first, adamw(first))
+    with pytest.raises(ConfigError, match="a second model with one plugin"):
+        accelerator.prepare(second, adamw(second))
+    with pytest.raises(ConfigError, match="supports norm clipping only"):
+        accelerator.clip_grad_value_(model.parameters(), 0.1)
+    with pytest.raises(ConfigError) as error:
+        accelerator.clip_grad_norm_(list(model.parameters())[:1], 0.5, norm_type=1)
+    text = str(error.value)
+    assert "DeepSpeedPlugin(gradient_clipping=1.0)" in text
+    assert "norm of order 2" in text
+    assert "5 of them are missing" in text
+    with pytest.raises(ConfigError, match=r"step\(closure\) under DeepSpeed"):
+        optimizer.step(lambda: None)
+    with pytest.raises(ConfigError, match=r"backward\(create_graph=…\)"):
+        accelerator.backward(torch.zeros(1, requires_grad=True).sum(), create_graph=True)
+    with pytest.warns(UserWarning, match="same number of batches"):
+        with accelerator.strategy.sync.join([model]):
+            pass
+    accelerator.end_training()
+
+
+def refuses_devices() -> None:
+    plugin = DeepSpeedPlugin(
+        zero_stage=2, offload_param_device="cpu", transformer_moe_cls_names="Expert"
+    )
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    model = build()
+    with pytest.raises(ConfigError, match="only stage 3 shards a model that is not trained"):
+        accelerator.prepare(model)
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+    with pytest.raises(ConfigError) as error:
+        accelerator.prepare(second := build(), adamw(second))
+    assert "offload_param_device='cpu' with ZeRO 2" in str(error.value)
+    assert "no module of class Expert" in str(error.value)
+    accelerator.end_training()
+    plugin = DeepSpeedPlugin(offload_optimizer_device="nvme", offload_optimizer_nvme_path="/")
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    without_libaio = patch("accel.strategies.deepspeed.checks.can_build_op", return_value=False)
+    with without_libaio, pytest.raises(ConfigError, match="asynchronous I/O cannot be built"):
+        accelerator.prepare(third := build(), adamw(third))
+    accelerator.end_training()
+
+
+def refusals() -> None:
+    refuses()
+    refuses_devices()
+    refuses_a_frozen_group()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_objects_and_devices_that_an_engine_cannot_take(world_size: int) -> None:
+    run_distributed(refusals, world_size)
+
+
+def refuses_a_frozen_group() -> None:
+    for stage, refused in ((1, True), (2, True), (3, False)):
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage))
+        model = build()
+        model[0].requires_grad_(False)
+        groups = [{"params": model[0].parameters()}, {"params": model[3].parameters()}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        if refused:
+            with pytest.raises(
+                ConfigError, match=r"group 0 of the optimizer.*are all frozen.*Give"
+            ):
+                accelerator.prepare(model, optimizer)
+        else:
+            accelerator.prepare(model, optimizer)
+        accelerator.end_training()
+
+
+# -- experts, and models after one another ---------------------------------------------------
+
+
+class Experts(torch.nn.Module):
+    """Two experts, of which a process sees one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList([torch.nn.Linear(5, 3) for _ in range(2)])
+        self.chosen = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.experts[self.chosen](inputs)
+
+
+class Nested(torch.nn.Module):
+    """Experts between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.moe = torch.nn.Linear(5, 5), Experts()
+        self.last = torch.nn.Linear(3, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.moe(torch.tanh(self.first(inputs))))
+
+
+def trains_other_experts_on_each_rank() -> None:
+    """Without the leaf, ranks would wait for parameters that the others do not fetch."""
+    plugin = DeepSpeedPlugin(
+        {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+        transformer_moe_cls_names="Experts",
+    )
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    model, reference = Nested(), Nested()
+    model.moe.chosen = accelerator.process_index
+    inner = torch.optim.SGD(reference.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert model.module.moe._z3_leaf
+    for inputs, targets in data(GLOBAL_BATCH, steps=3):
+        for rank in range(2):
+            reference.moe.chosen = rank
+            (error_of(reference(inputs[rank::2]), targets[rank::2]) / 2).backward()
+        inner.step()
+        inner.zero_grad()
+        accelerator.backward(error_of(model(own(accelerator, inputs)), own(accelerator, targets)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert largest(accelerator.get_state_dict(model), reference.state_dict()) < 1e-6
+    accelerator.end_training()
+
+
+def refuses_the_model_itself_as_a_leaf() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=3, transformer_moe_cls_names="Nested")
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    model = Nested()
+    with pytest.raises(
+        ConfigError,
+        match=r"Nested is the class of the model itself.*Give the classes of its layers",
+    ):
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.end_training()
+
+
+def trains_another_model_after_freeing(stage: int) -> None:
+    """`free_memory` lets go of a model whose names still live."""
+    accelerator, first, first_optimizer = started(zero_stage=stage)
+    inputs, targets = next(iter(data(4)))
+    accelerator.backward(error_of(first(inputs), targets))
+    first_optimizer.step()
+    expected = {name: value.clone() for name, value in accelerator.get_state_dict(first).items()}
+    accelerator.free_memory()
+    model = build()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(error_of(model(inputs), targets))
+    optimizer.step()
+    assert largest(accelerator.get_state_dict(model), expected) < 1e-7
+    third = build()
+    with pytest.raises(ConfigError, match="a second model with one plugin"):
+        accelerator.prepare(third, torch.optim.SGD(third.parameters(), lr=0.1))
+    accelerator.end_training()
+
+
+def refuses_a_second_accelerator_with_the_plugin() -> None:
+    accelerator, model, _ = started(zero_stage=3)
+    second, other = Accelerator(cpu=True), build()
+    with pytest.raises(ConfigError, match="a second model with one plugin"):
+        second.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    assert model is not None
+    accelerator.end_training()
+    accelerator, model, _ = started(zero_stage=3)  # the next run is free to
+    accelerator.end_training()
+
+
+def takes_models() -> None:
+    trains_other_experts_on_each_rank()
+    refuses_the_model_itself_as_a_leaf()
+    trains_another_model_after_freeing(1)
+    refuses_a_second_accelerator_with_the_plugin()
+
+
+def test_models_are_one_for_each_plugin_and_experts_are_leaves() -> None:
+    run_distributed(takes_models, 2)
