@@ -250,30 +250,6 @@ def test_an_import_of_a_room_is_found(snippet: str, reached: set[str]) -> None:
     assert rooms_reached(ast.parse(snippet)) == reached
 
 
-def imported_modules(tree: ast.AST, known: set[str]) -> Iterator[str]:
-    """Yield the modules of a package that a file imports, in any way."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            found = [name for name in inner if name in known]
-            yield from found if len(found) == len(inner) else [node.module, *found]
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-
-
-def test_no_module_of_the_runner_imports_itself_by_way_of_others() -> None:
-    trees = {module: tree for module, _, tree in sources("runner")}
-    graph = {
-        name: set(imported_modules(tree, set(trees))) & {*trees} for name, tree in trees.items()
-    }
-    while graph:
-        leaves = {name for name, targets in graph.items() if not targets & {*graph}}
-        if not leaves:
-            break
-        graph = {name: targets for name, targets in graph.items() if name not in leaves}
-    assert sorted(graph) == []
-
-
 @pytest.mark.parametrize("package", ["accel", "runner", "tests"])
 def test_files_are_one_thing_each(package: str) -> None:
     long = {
