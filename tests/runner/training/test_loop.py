@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
 
 from accel.accelerator import Accelerator
 from accel.checkpoint.directory import checkpoints, read_manifest
-from accel.config.handlers import ProfileKwargs
 from accel.config.training import ProjectConfiguration
 from accel.errors import ConfigError
 from runner.config.schema import Checkpoint
@@ -142,44 +140,7 @@ def test_a_signal_saves_before_an_evaluation_that_is_due(tmp_path: Path) -> None
     assert summary["best"]["step"] in (5, 10)
 
 
-class KillInEvaluation(Fit):
-    def __init__(self, flag: StopFlag) -> None:
-        self.flag = flag
-
-    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
-        self.flag.request("SIGUSR1")
-        return super().evaluate(model, batch)
-
-
-def test_a_signal_in_an_evaluation_leaves_it(tmp_path: Path) -> None:
-    flag = StopFlag()
-    summary = run(tmp_path, recipe_of(), objective=KillInEvaluation(flag), stop_flag=flag)
-    assert (summary["stopped"], summary["step"]) == ("signal", 5)
-    assert records(tmp_path, "validation") == []
-    assert read_manifest(newest(tmp_path)).metadata["step"] == 5
-
-
 # -- evaluations and log points ------------------------------------------------------------
-
-
-def test_evaluations_come_every_some_steps(tmp_path: Path) -> None:
-    run(tmp_path, recipe_of(trainer__max_steps=9, trainer__eval_every=4))
-    assert [record["step"] for record in records(tmp_path, "validation")] == [4, 8, 9]
-
-
-def test_evaluating_changes_no_training(tmp_path: Path) -> None:
-    run(tmp_path / "often", recipe_of(trainer__eval_every=1), dropout=0.3)
-    run(tmp_path / "never", recipe_of(), dropout=0.3, data=Data(Points(NUM_TRAIN)))
-    assert losses(tmp_path / "often") == losses(tmp_path / "never")
-
-
-def test_modes_of_modules_are_put_back(tmp_path: Path) -> None:
-    loop = build(tmp_path, recipe_of(trainer__epochs=1))
-    frozen = loop.step.models["model"][1]
-    frozen.eval()
-    loop.run()
-    assert not frozen.training
-    assert loop.step.models["model"].training
 
 
 def test_a_log_point_gives_the_mean_of_its_steps(tmp_path: Path) -> None:
@@ -390,29 +351,6 @@ def test_a_resumed_run_knows_the_best_state(tmp_path: Path) -> None:
 
 
 # -- what else it writes -------------------------------------------------------------------
-
-
-def test_trackers_get_the_values_under_their_names(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    recipe = recipe_of(trainer__epochs=1, tracker__log_with=["tensorboard"])
-    loop = build(tmp_path, recipe)
-    loop.run()
-    loop.accelerator.end_training()
-    events = [path.parent for path in tmp_path.rglob("events.out.tfevents.*")]
-    accumulator = EventAccumulator(str(min(events, key=lambda path: len(path.parts))))
-    accumulator.Reload()
-    expected = {"train/loss", "validation/loss", "test/loss", "lr", "samples_per_second"}
-    assert expected <= set(accumulator.Tags()["scalars"])
-    assert [event.step for event in accumulator.Scalars("train/loss")] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("folder", [None, "traces"])
-def test_a_profile_lies_in_the_run_directory(tmp_path: Path, folder: str | None) -> None:
-    schedule = {"wait": 1, "warmup": 1, "active": 1, "repeat": 1}
-    profile = ProfileKwargs(schedule_option=schedule, output_trace_dir=folder)
-    run(tmp_path, recipe_of(trainer__epochs=1, profile=profile))
-    assert list((tmp_path / (folder or "profile")).iterdir())
 
 
 def test_the_header_and_the_table_say_what_runs_and_where(tmp_path: Path) -> None:
