@@ -18,7 +18,6 @@ EXCUSED = {
     "accel/comm/base.py": "an abstract class; its implementations are tested",
     "accel/precision/base.py": "an abstract class; its implementations are tested",
     "accel/strategies/base.py": "an abstract class; its implementations are tested",
-    "accel/trackers/base.py": "an abstract class; its implementations are tested",
 }
 
 
