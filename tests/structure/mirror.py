@@ -17,7 +17,6 @@ EXCUSED = {
     "runner/training/run.py": "a protocol; the training loop is tested",
     "accel/comm/base.py": "an abstract class; its implementations are tested",
     "accel/precision/base.py": "an abstract class; its implementations are tested",
-    "accel/strategies/base.py": "an abstract class; its implementations are tested",
 }
 
 

@@ -311,19 +311,6 @@ def test_hooks_save_and_load_in_their_own_way(tmp_path: Path) -> None:
     assert "model.safetensors" in names(tmp_path / "plain")
 
 
-def test_a_hook_that_takes_out_one_of_two_models(tmp_path: Path) -> None:
-    run = build()
-    second = run.accelerator.prepare(nn.Linear(2, 2))
-    run.accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.pop(0))
-    run.accelerator.save_state(tmp_path)
-    assert "model_1.safetensors" in names(tmp_path)
-    run.accelerator.register_load_state_pre_hook(lambda models, folder: models.pop(0))
-    bias = second.bias.detach().clone()
-    nn.init.zeros_(second.bias)
-    run.accelerator.load_state(tmp_path)
-    assert torch.equal(second.bias, bias)
-
-
 # -- refusals ------------------------------------------------------------------------------
 
 

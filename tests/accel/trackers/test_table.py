@@ -12,7 +12,7 @@ from accel.errors import ConfigError, MissingPackageError, NotBuiltError
 from accel.trackers import table
 from accel.trackers.table import filter_trackers, get_available_trackers
 from accel.tracking import TensorBoardTracker
-from tests.accel.trackers.test_base import Memory
+from tests.accel.trackers.test_group import Memory
 
 
 def test_all_stands_for_what_is_installed(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from accel import Accelerator
 from accel.tracking import TensorBoardTracker
-from tests.accel.trackers.test_base import scalars
+from tests.accel.trackers.test_group import scalars
 
 
 def test_tensorboard_gets_scalars_text_images_and_hyper_parameters(tmp_path: Path) -> None:
