@@ -19,7 +19,7 @@ A token names a strategy if it holds one of these, in any case:
   a full stop and ``Init``
 
 The axes of `ParallelDims` (`tp`, `tp_size`, `dp_shard`) are topology, not strategies; ``zero_grad``
-and ``zeros`` are arithmetic.
+and ``zeros`` are arithmetic; names that other libraries fix (`OF_OTHERS`) ask for no strategy.
 
 Each line has one category, the first that fits:
 
@@ -48,11 +48,19 @@ ROOMS = re.compile(
     r"|accel/config/(fsdp|deepspeed|tensor_parallel|megatron)\w*\.py"
     r"|accel/config/parallel\.py"  # `tensor_parallel.py`, as it was once called
 )
+# The same without the files that all strategies share, where none is to be named either.
+OWN_FILES = re.compile(
+    r"accel/strategies/(mesh|deepspeed|megatron)/.*"
+    r"|accel/strategies/(table|default_specs|ddp\w*|single)\.py"
+    r"|accel/config/(fsdp|deepspeed|tensor_parallel|megatron)\w*\.py"
+)
 NAMES = re.compile(
     r"fsdp|fully_?shard|deep_?speed|megatron|(?<![a-z])ddp(?![a-z])|distributed_?data_?parallel"
     r"|tensor[_\- ]?parallel|(?<![a-z])tp_plan|torch_tp|zero(\d|_stage|_optimization|_init|\.init)",
     re.IGNORECASE,
 )
+# A field of torchao's fp8 recipe, and the attribute by which models of transformers bring a plan.
+OF_OTHERS = re.compile(r"enable_fsdp_float8_all_gather|(?<![\w.])_tp_plan")
 AS_WRITTEN = re.compile(r"ZeRO|DDP")
 DEFAULT = re.compile(r"(?<![a-z])ddp(?![a-z])|distributed_?data_?parallel", re.IGNORECASE)
 # Names that the documentation of the API fixes: arguments, classes, members, modules.
@@ -85,6 +93,7 @@ class Naming:
 
 def names_strategy(text: str) -> bool:
     """Return whether the text of a token names a strategy."""
+    text = OF_OTHERS.sub("", text)
     return bool(NAMES.search(text) or AS_WRITTEN.search(text))
 
 
@@ -124,11 +133,11 @@ def kind_of(source: Source, line: str, found: list[str]) -> str:
     return "other"
 
 
-def naming_lines(sources: Iterable[Source]) -> list[Naming]:
-    """Return the lines of `sources` outside of `ROOMS` that name a strategy."""
+def naming_lines(sources: Iterable[Source], rooms: re.Pattern[str] = ROOMS) -> list[Naming]:
+    """Return the lines of `sources` outside of `rooms` that name a strategy."""
     found = []
     for source in sources:
-        if ROOMS.fullmatch(source.place):
+        if rooms.fullmatch(source.place):
             continue
         by_line: dict[int, list[str]] = {}
         for line, text in naming_tokens(source):

@@ -29,7 +29,10 @@ def test_an_error_is_about_arguments_by_name_else_by_value(text: str, names: lis
 
 
 def raised(error: Exception, arguments: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as caught, blame.of_factory("model", "model=cnn", arguments):
+    with (
+        pytest.raises(ConfigError) as caught,
+        blame.factory_errors("model", "model=cnn", arguments),
+    ):
         raise error
     return str(caught.value)
 
@@ -48,7 +51,7 @@ def test_an_error_of_a_factory_names_the_keys(monkeypatch: pytest.MonkeyPatch) -
 def test_errors_of_the_machine_and_of_the_users_code_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     for error, own in ((ImportError("no such module"), False), (ValueError("mine"), True)):
         monkeypatch.setattr(blame.user_frames, "has_own", lambda _, own=own: own)
-        with pytest.raises(type(error)) as caught, blame.of_factory("model", "model=cnn", {}):
+        with pytest.raises(type(error)) as caught, blame.factory_errors("model", "model=cnn", {}):
             raise error
         assert caught.value.__notes__ == ["It was raised while model=cnn was built."]
 

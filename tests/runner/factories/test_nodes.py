@@ -23,13 +23,13 @@ def test_nodes_that_are_null_name_nothing() -> None:
 
 
 def test_a_node_names_a_factory_in_one_of_two_ways() -> None:
-    assert nodes.named("model", {"name": "cnn", "width": 3}, register.model) == (
+    assert nodes.name_and_arguments("model", {"name": "cnn", "width": 3}, register.model) == (
         "cnn",
         None,
         {"width": 3},
     )
     target = {"_target_": "torch.nn.Linear", "in_features": 1}
-    assert nodes.named("model", target, register.model)[1:] == (
+    assert nodes.name_and_arguments("model", target, register.model)[1:] == (
         "torch.nn.Linear",
         {"in_features": 1},
     )
@@ -45,7 +45,7 @@ def test_a_node_names_a_factory_in_one_of_two_ways() -> None:
 )
 def test_a_node_that_names_none_or_two_is_refused(node: Any, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
-        nodes.named("model", node, register.model)
+        nodes.name_and_arguments("model", node, register.model)
 
 
 def test_the_runner_gives_arguments_of_its_own() -> None:

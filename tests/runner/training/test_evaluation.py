@@ -2,49 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import nn
-
-from accel.checkpoint.directory import read_manifest
 from runner.data.datasets import Data
-from runner.training.stopping import StopFlag
 from tests.runner.loops import (
     NUM_TRAIN,
-    Fit,
     Points,
     build,
     losses,
-    newest,
     recipe_of,
-    records,
     run,
 )
-
-
-class KillInEvaluation(Fit):
-    def __init__(self, flag: StopFlag) -> None:
-        self.flag = flag
-
-    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
-        self.flag.request("SIGUSR1")
-        return super().evaluate(model, batch)
-
-
-def test_a_signal_in_an_evaluation_leaves_it(tmp_path: Path) -> None:
-    flag = StopFlag()
-    summary = run(tmp_path, recipe_of(), objective=KillInEvaluation(flag), stop_flag=flag)
-    assert (summary["stopped"], summary["step"]) == ("signal", 5)
-    assert records(tmp_path, "validation") == []
-    assert read_manifest(newest(tmp_path)).metadata["step"] == 5
-
-
-def test_evaluations_come_every_some_steps(tmp_path: Path) -> None:
-    run(tmp_path, recipe_of(trainer__max_steps=9, trainer__eval_every=4))
-    assert [record["step"] for record in records(tmp_path, "validation")] == [4, 8, 9]
 
 
 def test_evaluating_changes_no_training(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ def test_the_first_step_ends_the_slow_start() -> None:
 def test_a_slow_phase_ends_where_it_began_also_after_an_error() -> None:
     progress = Progress()
     progress.step()
-    with progress.slowly("evaluation"):
+    with progress.slow_phase("evaluation"):
         assert (progress.phase, progress.is_slow) == ("evaluation", True)
-        with pytest.raises(ValueError, match="within"), progress.slowly("saving"):
+        with pytest.raises(ValueError, match="within"), progress.slow_phase("saving"):
             raise ValueError("within")
         assert (progress.phase, progress.is_slow) == ("evaluation", True)
     assert (progress.phase, progress.is_slow, progress.count) == ("training", False, 5)
