@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from accel.planning.plan import Plan
     from accel.state import GradientState
 
+T = TypeVar("T")
 logger = get_logger(__name__)
 
 
@@ -55,7 +56,7 @@ class Collectives:
         self._kept_late = False  # rows that are gathered after their loop
         self._kept_ambiguous = False  # rows of loaders that are read side by side
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: T) -> T:
         """Return nested tensors [n, ...] of all processes, joined along dim 0.
 
         Args:
@@ -179,7 +180,7 @@ class Collectives:
             " and ".join(str(last.real) for last in ended),
         )
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """Return the elementwise reduction of nested tensors over processes, times `scale`.
 
         Args:
@@ -190,8 +191,8 @@ class Collectives:
         return ops.reduce(tensor, reduction, scale)
 
     def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
+        self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> T:
         """Return nested tensors, padded to the size of the largest of any process.
 
         Args:
@@ -219,7 +220,7 @@ class Collectives:
         return self.check_trigger()
 
 
-def _only_tensors(data: Any) -> bool:
+def _only_tensors(data: object) -> bool:
     """Return whether nested `data` holds tensors alone."""
     try:
         recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
+R = TypeVar("R")
 # What torch says in a plain RuntimeError where it has no OutOfMemoryError.
 OUT_OF_MEMORY = (
     "out of memory",
@@ -35,7 +36,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
             module.empty_cache()
 
 
-def release_memory(*objects: Any) -> list[Any]:
+def release_memory(*objects: object) -> list[None]:
     """Drop references, collect garbage and give cached memory back.
 
     Args:
@@ -95,7 +96,7 @@ def find_executable_batch_size(
         )
 
     @functools.wraps(function)
-    def search(*args: Any, **kwargs: Any) -> Any:
+    def search(*args: object, **kwargs: object) -> Any:
         _check_call(function, args)
         clear_device_cache(garbage_collection=True)
         batch_size = starting_batch_size
@@ -114,8 +115,11 @@ def find_executable_batch_size(
 
 
 def _attempt(
-    function: Callable[..., Any], batch_size: int, args: Any, kwargs: Any
-) -> tuple[bool, Any]:
+    function: Callable[..., R],
+    batch_size: int,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+) -> tuple[bool, R | None]:
     try:
         return True, function(batch_size, *args, **kwargs)
     except Exception as error:
@@ -124,7 +128,7 @@ def _attempt(
         return False, None
 
 
-def _check_call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _check_call(function: Callable[..., object], args: tuple[object, ...]) -> None:
     """Refuse more positional arguments than there are parameters after the batch size."""
     kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
     named = [kind for kind in kinds if kind is not inspect.Parameter.KEYWORD_ONLY]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -18,7 +18,10 @@ from accel.errors import ConfigError, DistributedOperationException, unknown_cho
 from accel.state import PartialState
 from accel.tree import flatten, honor_type, is_tensor, iterate, like_mapping, recursively_apply
 
-Operation = TypeVar("Operation", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+Device = torch.device | str | int
 REDUCTIONS = ("mean", "sum", "min", "max", "none")
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -26,7 +29,7 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 # -- debug mode ------------------------------------------------------------------------------
 
 
-def _shapes(data: Any) -> Any:
+def _shapes(data: object) -> object:
     """Return shapes and types of the leaves, in the structure of `data`, as plain containers."""
     if is_tensor(data):
         return f"{list(data.shape)} {str(data.dtype).removeprefix('torch.')}"
@@ -37,12 +40,12 @@ def _shapes(data: Any) -> Any:
     return type(data).__name__
 
 
-def _dims(data: Any) -> Any:
+def _dims(data: object) -> object:
     """Return the number of dims of the leaves, in the structure of `data`."""
     return recursively_apply(lambda tensor: f"{tensor.ndim} dims", data)
 
 
-def _check_agreement(comm: Communicator, name: str, call: str, description: Any) -> None:
+def _check_agreement(comm: Communicator, name: str, call: str, description: object) -> None:
     """Raise on every rank unless all of them make the same call with data of one description."""
     everywhere = comm.all_gather_object((call, description))
     if all(other == everywhere[0] for other in everywhere):
@@ -65,14 +68,16 @@ def _check_agreement(comm: Communicator, name: str, call: str, description: Any)
     )
 
 
-def _verified(describe: Callable[[Any], Any]) -> Callable[[Operation], Operation]:
+def _verified(
+    describe: Callable[[Any], object],
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate an operation so that in debug mode ranks first compare call and `describe(data)`."""
 
-    def decorate(operation: Operation) -> Operation:
+    def decorate(operation: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(operation)
 
         @functools.wraps(operation)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             state = PartialState()
             if state.num_processes > 1 and state.debug:
                 bound = signature.bind(*args, **kwargs)
@@ -83,7 +88,7 @@ def _verified(describe: Callable[[Any], Any]) -> Callable[[Operation], Operation
                 _check_agreement(state.comm, operation.__name__, call, describe(data[1]))
             return operation(*args, **kwargs)
 
-        return cast(Operation, checked)
+        return checked
 
     return decorate
 
@@ -92,7 +97,7 @@ def _verified(describe: Callable[[Any], Any]) -> Callable[[Operation], Operation
 
 
 @_verified(_shapes)
-def gather(tensor: Any) -> Any:
+def gather(tensor: T) -> T:
     """Gather nested tensors from all processes.
 
     Args:
@@ -139,7 +144,7 @@ def gather_object(object: Any) -> list[Any]:
 
 
 @_verified(_shapes)
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
+def broadcast(tensor: T, from_process: int = 0) -> T:
     """Give every process the nested tensors of one of them.
 
     Args:
@@ -158,7 +163,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 @_verified(lambda objects: f"{len(objects)} objects")
-def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+def broadcast_object_list(object_list: list[T], from_process: int = 0) -> list[T]:
     """Replace the elements of a list by those of one process, in place.
 
     Args:
@@ -175,7 +180,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 @_verified(_shapes)
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
     """Reduce nested tensors over all processes, element by element.
 
     Args:
@@ -200,9 +205,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
 
 @_verified(_dims)
-def pad_across_processes(
-    tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-) -> Any:
+def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
     """Pad nested tensors to the largest size over all processes, so that they can be gathered.
 
     Args:
@@ -246,11 +249,11 @@ def wait_for_everyone() -> None:
 
 
 def send_to_device(
-    tensor: Any,
-    device: torch.device | str | int,
+    tensor: T,
+    device: Device,
     non_blocking: bool = False,
     skip_keys: str | Iterable[str] | None = None,
-) -> Any:
+) -> T:
     """Move nested tensors to a device.
 
     Args:
@@ -267,7 +270,7 @@ def send_to_device(
     return _move(tensor, device, non_blocking, skipped)
 
 
-def _move(node: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -> Any:
+def _move(node: Any, device: Device, non_blocking: bool, skipped: frozenset[str]) -> Any:
     if isinstance(node, torch.Tensor):
         return node.to(device, non_blocking=non_blocking)
     kind = type(node)
@@ -286,7 +289,7 @@ def _move(node: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -
     return node
 
 
-def _move_itself(node: Any, device: Any, non_blocking: bool) -> Any:
+def _move_itself(node: Any, device: Device, non_blocking: bool) -> Any:
     try:
         return node.to(device, non_blocking=non_blocking)
     except TypeError:  # a `to` that knows no such argument
@@ -294,11 +297,11 @@ def _move_itself(node: Any, device: Any, non_blocking: bool) -> Any:
 
 
 def slice_tensors(
-    data: Any,
+    data: T,
     tensor_slice: slice,
     process_index: int | None = None,
     num_processes: int | None = None,
-) -> Any:
+) -> T:
     """Take a slice of nested tensors.
 
     Args:
@@ -338,7 +341,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     return torch.cat(list(data), dim=dim)
 
 
-def find_batch_size(data: Any) -> int:
+def find_batch_size(data: object) -> int:
     """Return the size of dim 0 of the first tensor in nested data.
 
     Args:
@@ -353,7 +356,7 @@ def find_batch_size(data: Any) -> int:
     raise TypeError(f"There is no tensor in this {type(data).__name__} to tell the batch size.")
 
 
-def _is_low_precision(value: Any) -> bool:
+def _is_low_precision(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION
 
 

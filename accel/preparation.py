@@ -191,7 +191,9 @@ class Preparation:
             for position, (loader, place) in enumerate(zip(loaders, places, strict=True))
         ]
 
-    def _places(self, args: Sequence[Any], given: Sequence[bool | None] | None) -> Sequence[bool]:
+    def _places(
+        self, args: Sequence[object], given: Sequence[bool | None] | None
+    ) -> Sequence[bool]:
         if given is None:
             return [self._plan.device_placement] * len(args)
         if len(given) != len(args):
@@ -204,7 +206,7 @@ class Preparation:
             )
         return [self._plan.device_placement if place is None else place for place in given]
 
-    def _kind(self, item: Any) -> str | None:
+    def _kind(self, item: object) -> str | None:
         """Return what `item` is, a field of `Objects`; None for what is left as it is."""
         if item is None or self._is_prepared(item):
             return None
@@ -229,7 +231,7 @@ class Preparation:
         )
         return None
 
-    def _is_prepared(self, item: Any) -> bool:
+    def _is_prepared(self, item: object) -> bool:
         known = (self.objects.models, self.objects.optimizers, self.objects.dataloaders)
         return isinstance(item, PREPARED) or any(item is entry for kind in known for entry in kind)
 
@@ -306,7 +308,7 @@ class Preparation:
         maps = (getattr(module, "hf_device_map", None) for module in model.modules())
         return any(device_map is not None and len(device_map) > 1 for device_map in maps)
 
-    def free_memory(self, *objects: Any) -> list[None]:
+    def free_memory(self, *objects: object) -> list[None]:
         """Let go of everything that was prepared, set `step` to 0 and collect garbage.
 
         Call it between trainings of different models. Objects registered for checkpointing, hooks
@@ -322,7 +324,7 @@ class Preparation:
         self._accumulation.restart()
         return release_memory(*objects)
 
-    def clear(self, *objects: Any) -> list[None]:
+    def clear(self, *objects: object) -> list[None]:
         """Do what `free_memory` does.
 
         Args:
@@ -334,7 +336,7 @@ class Preparation:
         return self.free_memory(*objects)
 
 
-def _is_scheduler(item: Any) -> bool:
+def _is_scheduler(item: object) -> bool:
     """Return whether `item` is a learning-rate scheduler: torch's, or one that tells of rates.
 
     Averages of weights, gradient scalers and the like have `step` and a state, too; taken for a

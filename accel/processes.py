@@ -15,6 +15,8 @@ from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem, StateError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from accel.comm.base import Communicator
     from accel.planning.plan import Plan
 
@@ -26,7 +28,7 @@ def _nothing(function: Function) -> Function:
     """Return a stand-in for `function` that does nothing."""
 
     @functools.wraps(function)
-    def skipped(*args: Any, **kwargs: Any) -> None:
+    def skipped(*args: object, **kwargs: object) -> None:
         return None
 
     return skipped
@@ -168,7 +170,7 @@ class ProcessControl:
         _require_index("local_process_index", local_process_index)
         return self._only_if(self.local_process_index == local_process_index, function)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:
         """Print once per node.
 
         Args:
@@ -248,7 +250,7 @@ class SharedState(ProcessControl):
         """Make this process's device the current one of its kind."""
         use_device(self.device)
 
-    def destroy_process_group(self, group: Any = None) -> None:
+    def destroy_process_group(self, group: ProcessGroup | None = None) -> None:
         """Leave the process group.
 
         Args:

@@ -6,6 +6,7 @@ import contextlib
 import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def _dp_rank() -> int:
     return AcceleratorState().plan.parallel_dims.dp_rank
 
 
-def _accelerator() -> Any | None:
+def _accelerator() -> ModuleType | None:
     """Return the torch module of this process's accelerator (`torch.cuda`, …), if it has one."""
     built = bool(PartialState._shared_state)
     kind = PartialState().device.type if built else default_device_type()
@@ -84,7 +85,7 @@ def _set_state(rng_type: str, generator: torch.Generator | None, state: torch.Te
         _device_module(rng_type).set_rng_state(value)
 
 
-def _device_module(rng_type: str) -> Any:
+def _device_module(rng_type: str) -> ModuleType:
     """Return the module with the generator of a kind of device (`torch.cuda`, …)."""
     if rng_type not in RNGType.list():
         raise ConfigError(unknown_choice("rng_type", rng_type, RNGType.list()))
@@ -195,7 +196,10 @@ def restore_host(state: Mapping[str, Any]) -> None:
 
 
 def as_plain(
-    python: Any, numpy: Any, torch_state: Any, accelerator: dict[str, Any] | None
+    python: tuple[Any, ...],
+    numpy: Any,
+    torch_state: torch.Tensor,
+    accelerator: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Return generator states in the form that `restore` takes.
 
@@ -221,7 +225,7 @@ def as_plain(
     }
 
 
-def _kind(module: Any) -> str:
+def _kind(module: ModuleType) -> str:
     return str(module.__name__.rpartition(".")[2])
 
 

@@ -408,7 +408,7 @@ class GradientState:
         """
         return self._reader.take(self._being_read(), is_counted)
 
-    def _add_dataloader(self, dataloader: Any) -> list[tuple[Any, int]]:
+    def _add_dataloader(self, dataloader: object) -> list[tuple[Any, int]]:
         """Make `dataloader` the active one.
 
         Returns:
@@ -420,7 +420,7 @@ class GradientState:
         self._follow_dataloader()
         return others
 
-    def _remove_dataloader(self, dataloader: Any) -> None:
+    def _remove_dataloader(self, dataloader: object) -> None:
         """Take out the innermost entry of `dataloader`; the one around it becomes active."""
         loaders = self._loaders
         for position in range(len(loaders) - 1, -1, -1):
@@ -429,7 +429,7 @@ class GradientState:
                 break
         self._follow_dataloader()
 
-    def _forget(self, reference: weakref.ref[Any]) -> None:
+    def _forget(self, reference: weakref.ref[object]) -> None:
         if self.initialized:
             self._loaders[:] = [other for other in self._loaders if other is not reference]
             self._follow_dataloader()

@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 
 from accel.errors import ConfigError, Problem
 
+T = TypeVar("T")
 Test = Callable[[Any], bool]
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
     """Return whether `value` is a tensor."""
     return isinstance(value, torch.Tensor)
 
 
-def is_namedtuple(value: Any) -> bool:
+def is_namedtuple(value: object) -> bool:
     """Return whether a value is an instance of a named tuple.
 
     Args:
@@ -28,19 +29,18 @@ def is_namedtuple(value: Any) -> bool:
     return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_asdict")
 
 
-def honor_type(original: Any, values: Iterable[Any]) -> Any:
+def honor_type(original: object, values: Iterable[object]) -> Any:
     """Return values in a sequence of the type of another.
 
     Args:
         original: a list, tuple, named tuple, ….
         values: as many as a named tuple has fields; any number for the others.
     """
-    if is_namedtuple(original):
-        return type(original)(*values)
-    return type(original)(values)
+    kind: Callable[..., object] = type(original)
+    return kind(*values) if is_namedtuple(original) else kind(values)
 
 
-def like_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+def like_mapping(original: Mapping[Any, object], values: dict[Any, Any]) -> Any:
     """Return `values` in a mapping of the type of `original` (dict, UserDict, BatchEncoding, …)."""
     if type(original) is dict:
         return values
@@ -53,11 +53,11 @@ def like_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
 
 def recursively_apply(
     func: Callable[..., Any],
-    data: Any,
-    *args: Any,
+    data: object,
+    *args: object,
     test_type: Test = is_tensor,
     error_on_other_type: bool = False,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """Apply a function to the leaves of nested data.
 
@@ -76,7 +76,7 @@ def recursively_apply(
         TypeError: for a leaf of another type, where that is an error.
     """
 
-    def walk(node: Any) -> Any:
+    def walk(node: object) -> Any:
         if test_type(node):
             return func(node, *args, **kwargs)
         if isinstance(node, (list, tuple)):
@@ -94,8 +94,8 @@ def recursively_apply(
 
 
 def flatten(
-    data: Any, test_type: Test = is_tensor, error_on_other_type: bool = False
-) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    data: T, test_type: Test = is_tensor, error_on_other_type: bool = False
+) -> tuple[list[Any], Callable[[Sequence[object]], T]]:
     """Take nested data apart.
 
     Args:
@@ -111,14 +111,14 @@ def flatten(
         leaves.append, data, test_type=test_type, error_on_other_type=error_on_other_type
     )
 
-    def rebuild(values: Sequence[Any]) -> Any:
+    def rebuild(values: Sequence[object]) -> T:
         remaining = iter(values)
         return recursively_apply(lambda _: next(remaining), data, test_type=test_type)
 
     return leaves, rebuild
 
 
-def iterate(data: Any, test_type: Test = is_tensor) -> Iterator[Any]:
+def iterate(data: object, test_type: Test = is_tensor) -> Iterator[Any]:
     """Yield the leaves of nested data, in order."""
     if test_type(data):
         yield data
@@ -130,7 +130,7 @@ def iterate(data: Any, test_type: Test = is_tensor) -> Iterator[Any]:
             yield from iterate(item, test_type)
 
 
-def split(data: Any, rank: int, world_size: int, padding: bool = False) -> Any:
+def split(data: T, rank: int, world_size: int, padding: bool = False) -> T:
     """Return the part of `data` that `rank` gets, in order; the first ranks get what is left over.
 
     Args:

@@ -32,7 +32,7 @@ class Reading:
 
     def __init__(self) -> None:
         self.started = self.fetched = self.waiting = 0
-        self.beside: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.beside: weakref.WeakSet[object] = weakref.WeakSet()
         self._burst = self._taken = 0  # batches, then micro-batches, in a row
         # Micro-batches per batch of a loop that takes one by one; 0: of one that fetches ahead.
         self._usual: int | None = None
@@ -75,8 +75,8 @@ class Reader:
         self._driver: Reading | None = None
         self._confirmed = False
         self._late = 0  # batches that wait for a micro-batch though their pass has ended
-        self._ended: weakref.ref[Any] | None = None  # the loader of that pass
-        self._beside: weakref.WeakSet[Any] = weakref.WeakSet()  # what was read beside it
+        self._ended: weakref.ref[object] | None = None  # the loader of that pass
+        self._beside: weakref.WeakSet[object] = weakref.WeakSet()  # what was read beside it
         self._ended_at = 0
         self._undriven = False  # whether the latest micro-batch came of no prepared loader
         self._proven = False  # whether micro-batches of it are known
@@ -143,7 +143,7 @@ class Reader:
         waits = any(one is driver and one.reading.waiting for one in fetched)
         return bool(driver.end_of_dataloader) and not waits
 
-    def _is_ended(self, loader: Any) -> bool:
+    def _is_ended(self, loader: object) -> bool:
         return self._ended is not None and self._ended() is loader
 
     def _follows_the_ended(self, loader: Any) -> bool:
@@ -175,7 +175,7 @@ class Reader:
         if drives:
             self._driver, self._confirmed = None, False
 
-    def _may_drive(self, loader: Any, reading: Sequence[Any]) -> bool:
+    def _may_drive(self, loader: object, reading: Sequence[object]) -> bool:
         """Return whether micro-batches may come of a pass that ended before the first of them.
 
         Not of an evaluation: gradients are disabled, or a training pass is under way or unfinished,

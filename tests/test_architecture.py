@@ -249,30 +249,6 @@ def test_an_import_of_a_room_is_found(snippet: str, reached: set[str]) -> None:
     assert rooms_reached(ast.parse(snippet)) == reached
 
 
-def imported_modules(tree: ast.AST, known: set[str]) -> Iterator[str]:
-    """Yield the modules of a package that a file imports, in any way."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            found = [name for name in inner if name in known]
-            yield from found if len(found) == len(inner) else [node.module, *found]
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-
-
-@pytest.mark.parametrize("package", ["accel", "runner"])
-def test_no_module_imports_itself_by_way_of_others(package: str) -> None:
-    trees = {module.removesuffix(".__init__"): tree for module, _, tree in sources(package)}
-    graph = {name: {*imported_modules(tree, set(trees))} & {*trees} for name, tree in trees.items()}
-    while True:  # those that import none of the others, or are imported by none, are in no cycle
-        targets = set().union(*graph.values())
-        left = {name: graph[name] & {*graph} for name in graph if graph[name] and name in targets}
-        if left == graph:
-            break
-        graph = {name: found & {*left} for name, found in left.items()}
-    assert graph == {}
-
-
 @pytest.mark.parametrize("package", ["accel", "runner", "tests"])
 def test_files_are_one_thing_each(package: str) -> None:
     long = {

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from accel.state import PartialState
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 REQUIRED = ("name", "requires_logging_directory", "tracker")
 
 
-def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
+def on_main_process(function: Method) -> Method:
     """Decorate a method of a tracker so that it runs on the main process alone.
 
     A tracker whose `main_process_only` is False runs it on every process.
@@ -24,12 +25,12 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: object, *args: object, **kwargs: object) -> Any:
         if getattr(self, "main_process_only", True) and not PartialState().is_main_process:
             return None
         return function(self, *args, **kwargs)
 
-    return method
+    return cast(Method, method)
 
 
 class GeneralTracker:
@@ -108,9 +109,9 @@ def _gives(kind: type, name: str) -> bool:
     return getattr(kind, name, None) is not getattr(GeneralTracker, name, None)
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return nested mappings as one, its keys joined by slashes."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
             flat.update(flatten(value, f"{prefix}{key}/"))

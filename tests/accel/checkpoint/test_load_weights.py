@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ from accel import Accelerator, load_checkpoint_in_model
 from accel.checkpoint import serialization
 from accel.checkpoint.export import export_model
 from accel.errors import CheckpointError, ConfigError, NotBuiltError
-from tests.accel.checkpoint.test_serialization import Evil
 
 LAYOUTS = {
     "file": ("model.safetensors", {}),
@@ -112,56 +110,6 @@ def test_a_prepared_model_keeps_its_parameters(tmp_path: Path) -> None:
     load_checkpoint_in_model(nn.DataParallel(Accelerator(cpu=True).prepare(fresh)), tmp_path)
     assert same(fresh, model)
     assert all(map(lambda a, b: a is b, fresh.parameters(), before))
-
-
-def test_folders_that_do_not_tell_what_is_meant(tmp_path: Path) -> None:
-    assert "no such file or folder" in fails(load_checkpoint_in_model, net(), tmp_path / "none")
-    assert "no index of shards" in fails(load_checkpoint_in_model, net(), tmp_path)
-    saved(tmp_path)
-    (tmp_path / "other.safetensors.index.json").write_text("{}")
-    message = fails(load_checkpoint_in_model, net(), tmp_path)
-    assert "model.safetensors, other.safetensors.index.json" in message
-
-
-def test_safetensors_go_before_pickles(tmp_path: Path) -> None:
-    saved(tmp_path, safe=False)
-    model, fresh = saved(tmp_path), net()
-    load_checkpoint_in_model(fresh, tmp_path)
-    assert same(fresh, model)
-
-
-def test_a_damaged_index_is_told(tmp_path: Path) -> None:
-    saved(tmp_path, max_shard_size=60)
-    index = tmp_path / "model.safetensors.index.json"
-    text = index.read_text()
-    index.write_text("[]")
-    assert "it is no index of shards" in fails(load_checkpoint_in_model, net(), tmp_path)
-    index.write_text(json.dumps({"weight_map": {"0.weight": "../model.safetensors"}}))
-    assert "lie elsewhere" in fails(load_checkpoint_in_model, net(), tmp_path)
-    body = json.loads(text)
-    body["weight_map"] |= {"2.more": body["weight_map"]["2.bias"]}
-    index.write_text(json.dumps(body))
-    assert "its shards lack 2.more (in model-0" in fails(load_checkpoint_in_model, net(), tmp_path)
-    index.write_text(text)
-    for path in list(tmp_path.glob("model-0000[23]*")):
-        path.unlink()
-    message = fails(load_checkpoint_in_model, net(), tmp_path)
-    assert "lacks model-00002-of-00004.safetensors, model-00003-of-00004.safetensors" in message
-
-
-def test_files_that_are_broken_or_would_run_code(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    torch.save({"0.weight": Evil()}, tmp_path / "pytorch_model.bin")
-    assert "could run code" in fails(load_checkpoint_in_model, net(), tmp_path)
-    assert "code ran" not in caplog.text
-    torch.save([1], tmp_path / "pytorch_model.bin")
-    assert "it holds a list" in fails(load_checkpoint_in_model, net(), tmp_path)
-    saved(tmp_path)
-    whole = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[:-8])
-    message = fails(load_checkpoint_in_model, net(), tmp_path)
-    assert "no whole safetensors file" in message
 
 
 # -- what fits -----------------------------------------------------------------------------

@@ -70,43 +70,6 @@ def test_numpy_scalars_become_numbers(tmp_path: Path) -> None:
     assert type(found["best"]) is float
 
 
-ARRAYS = [
-    np.arange(6.0).reshape(2, 3),
-    np.asfortranarray(np.arange(6, dtype=np.int16).reshape(2, 3)),
-    np.array(2.5),
-    np.zeros((0, 4), dtype=np.float32),
-    np.array([True, False]),
-    np.array([1, 2], dtype=">i4"),
-    np.array([1 + 2j]),
-    np.array([0.1], dtype=np.longdouble),
-    np.array(["a", "longer"]),
-    np.array([b"x", b"yz"]),
-    np.array(["2026-01-01", "NaT"], dtype="datetime64[s]"),
-    np.array([(1, 2.0)], dtype=[("id", "i4"), ("score", "f8")]),
-]
-
-
-@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: str(array.dtype))
-def test_arrays_come_back_and_are_pickled_nowhere(tmp_path: Path, array: np.ndarray) -> None:
-    given = {"best": array, "all": [(array, {"x": array})], "tensor": torch.ones(2)}
-    found = round_trip(given, tmp_path)
-    for other in (found["best"], found["all"][0][0], found["all"][0][1]["x"]):
-        assert other.dtype == array.dtype
-        np.testing.assert_array_equal(other, array)
-        assert other.flags.writeable
-    assert torch.equal(found["tensor"], torch.ones(2))
-    for path in tmp_path.iterdir():
-        assert b"numpy.core" not in path.read_bytes()
-        assert b"numpy._core" not in path.read_bytes()
-
-
-def test_arrays_that_are_missing_are_named(tmp_path: Path) -> None:
-    serialization.save_plain({"x": np.ones(2)}, tmp_path / "x.bin", "x")
-    (tmp_path / "x.bin.arrays.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"x\.bin\.arrays\.safetensors"):
-        serialization.load_plain(tmp_path / "x.bin")
-
-
 @pytest.mark.parametrize(
     ("value", "place"),
     [

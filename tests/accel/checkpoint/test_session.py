@@ -311,19 +311,6 @@ def test_hooks_save_and_load_in_their_own_way(tmp_path: Path) -> None:
     assert "model.safetensors" in names(tmp_path / "plain")
 
 
-def test_a_hook_that_takes_out_one_of_two_models(tmp_path: Path) -> None:
-    run = build()
-    second = run.accelerator.prepare(nn.Linear(2, 2))
-    run.accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.pop(0))
-    run.accelerator.save_state(tmp_path)
-    assert "model_1.safetensors" in names(tmp_path)
-    run.accelerator.register_load_state_pre_hook(lambda models, folder: models.pop(0))
-    bias = second.bias.detach().clone()
-    nn.init.zeros_(second.bias)
-    run.accelerator.load_state(tmp_path)
-    assert torch.equal(second.bias, bias)
-
-
 # -- refusals ------------------------------------------------------------------------------
 
 
@@ -352,48 +339,6 @@ def test_a_state_with_less_than_the_run_has_is_refused(tmp_path: Path) -> None:
     run.accelerator.register_for_checkpointing(Counter())
     with pytest.raises(CheckpointError, match="holds only 0 of 1 custom"):
         run.accelerator.load_state(tmp_path)
-
-
-def orders(*loaders: Any) -> list[list[int]]:
-    return [[int(n) for batch in loader for n in batch] for loader in loaders]
-
-
-def shuffled(length: int) -> DataLoader[Any]:
-    return DataLoader(torch.arange(length), batch_size=4, shuffle=True)
-
-
-@pytest.mark.parametrize("lengths", [(9, 12, 20), (12, 20, 9), (12, 9, 20), (20,), (20, 12)])
-def test_loaders_are_recognised_among_more_and_fewer(
-    tmp_path: Path, lengths: tuple[int, ...], caplog: pytest.LogCaptureFixture
-) -> None:
-    """The saved run has loaders over 12 and 20 samples, read once; one over 9 is new."""
-    run = build()
-    saved = {length: run.accelerator.prepare(shuffled(length)) for length in (12, 20)}
-    orders(*saved.values())
-    run.accelerator.save_state(tmp_path)
-    expected = dict(zip(saved, orders(*saved.values()), strict=True))
-    other = build(seed=5)
-    fresh = {length: other.accelerator.prepare(shuffled(length)) for length in lengths}
-    with caplog.at_level(logging.WARNING):
-        other.accelerator.load_state(tmp_path)
-    for length, order in zip(fresh, orders(*fresh.values()), strict=True):
-        assert order == expected.get(length, order), length
-    assert ("holds no state of data loader" in caplog.text) == (9 in lengths)
-
-
-def test_numpy_arrays_of_registered_objects_come_back(tmp_path: Path) -> None:
-    run = build()
-    history = {"losses": np.linspace(0.0, 1.0, 5), "rng": np.random.MT19937(3).state}
-    run.accelerator.register_for_checkpointing(Counter(history))
-    run.accelerator.save_state(tmp_path)
-    assert "custom_checkpoint_0.pkl.arrays.safetensors" in directory.verify(tmp_path).files
-    other, counter = build(seed=5), Counter()
-    other.accelerator.register_for_checkpointing(counter)
-    other.accelerator.load_state(tmp_path)
-    np.testing.assert_array_equal(counter.value["losses"], history["losses"])
-    twin = np.random.MT19937()
-    twin.state = counter.value["rng"]
-    assert twin.random_raw(3).tolist() == np.random.MT19937(3).random_raw(3).tolist()
 
 
 def test_what_is_saved_and_not_registered_is_not_loaded(tmp_path: Path) -> None:

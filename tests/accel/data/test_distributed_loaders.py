@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from accel.data.prepare import prepare_data_loader, skip_first_batches
-from accel.errors import StateError
 from accel.ops import gather
 from accel.state import GradientState, PartialState
 from tests.helpers import run_distributed
@@ -38,16 +37,6 @@ class Numbers(IterableDataset):
 
     def __iter__(self):
         return iter(range(self.length))
-
-
-class Sharded(IterableDataset):
-    """Shares its numbers out by worker."""
-
-    shards_by_worker = True
-
-    def __iter__(self):
-        info = torch.utils.data.get_worker_info()
-        return iter(range(info.id, 9, info.num_workers))
 
 
 def shuffled_passes(rng_types: list[str] | None, seedable: bool) -> list[list[int]]:
@@ -190,32 +179,6 @@ def test_nobody_waits_and_every_sample_is_read_whatever_the_plan(count: int) -> 
             assert len(seen) == whole, plan
 
 
-class Failing(IterableDataset):
-    def __iter__(self):
-        yield 1
-        yield 2
-        raise OSError("disk")
-
-
-def failing() -> str:
-    PartialState(cpu=True)
-    loader = prepare_data_loader(DataLoader(Failing()))
-    try:
-        list(loader)
-    except (OSError, StateError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_failure_to_read_reaches_every_rank(count: int) -> None:
-    main, *others = run_distributed(failing, count)
-    assert main == "OSError: disk"
-    for other in others:
-        assert "main process failed to read" in other
-        assert "OSError: disk" in other
-
-
 def broken_off() -> list[list[int]]:
     count = PartialState(cpu=True).num_processes
     loader = prepare_data_loader(DataLoader(Stream(6 * count), batch_size=2))
@@ -235,20 +198,6 @@ def test_broken_off_dispatch_starts_again_and_skips(count: int) -> None:
         starts = [2 * (number * count + rank) for number in range(3)]
         first, second, third = ([start, start + 1] for start in starts)
         assert found == [first, second, first, second, third]
-
-
-def worker_ends() -> list[list[int]]:
-    PartialState(cpu=True)
-    original = DataLoader(Sharded(), batch_size=2, num_workers=2, multiprocessing_context="fork")
-    loader = prepare_data_loader(original)
-    return [batch.tolist() for batch in loader]
-
-
-def test_short_batches_of_workers_make_no_repetitions_in_between() -> None:
-    main, other = run_distributed(worker_ends, 2)
-    assert len(main) == len(other) == 3
-    seen = [i for pair in zip(main, other, strict=True) for batch in pair for i in batch]
-    assert sorted(seen[:9]) == list(range(9))
 
 
 def dispatched_order(seedable: bool) -> list:

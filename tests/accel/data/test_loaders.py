@@ -19,7 +19,6 @@ from torch.utils.data import (
 )
 
 from accel import GradientAccumulationPlugin
-from accel.checkpoint.dataloader_state import load_loader_state, loader_state
 from accel.data.loaders import (
     PreparedLoader,
 )
@@ -404,28 +403,6 @@ def test_rng_types_without_a_generator_leave_it_out() -> None:
     assert shuffled.rng_types == ["generator"]
     assert shuffled.synchronized_generator is shuffled.sampler.generator
     assert len(values(shuffled)) == 8
-
-
-@pytest.mark.parametrize("seedable", [False, True])
-def test_a_saved_state_has_the_order_of_the_pass_under_way(seedable: bool) -> None:
-    def make(seed: int) -> PreparedLoader:
-        loader = DataLoader(
-            range(20), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(seed)
-        )
-        return prepare_data_loader(loader, use_seedable_sampler=seedable)
-
-    loader = make(1)
-    values(loader)
-    seen = []
-    for batch in loader:
-        seen.append(batch.tolist())
-        if len(seen) == 2:
-            state = loader_state(loader)
-    following = values(loader)
-    resumed = make(2)
-    load_loader_state(resumed, state)
-    assert values(skip_first_batches(resumed, 2)) == seen[2:]
-    assert values(resumed) == following
 
 
 def test_the_rest_of_a_pass_draws_no_seed_that_the_whole_pass_did_not() -> None:

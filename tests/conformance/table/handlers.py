@@ -7,6 +7,7 @@ from typing import Any
 from tests.conformance.rows import Entry, P
 
 HANDLERS = "tests/accel/config/test_handlers.py::"
+FP8 = "tests/accel/config/test_fp8.py::"
 HOOKS = "tests/accel/strategies/test_ddp_reducer.py::"
 PROFILING = "tests/accel/test_profiling.py::"
 
@@ -17,10 +18,10 @@ DIFFERING = HANDLERS + "test_only_what_differs_is_handed_on"
 BY_NAME = HANDLERS + "test_hooks_are_named_by_value_or_by_member"
 SCALE = HANDLERS + "test_the_scale_of_losses_grows_and_backs_off_as_the_handler_says"
 GROUP = HANDLERS + "test_the_live_group_is_as_the_handler_says"
-RECIPE = HANDLERS + "test_each_field_of_a_recipe"
-ENGINES = HANDLERS + "test_both_engines_have_the_older_recipe"
-FORMATS = HANDLERS + "test_the_formats_and_histories_of_a_recipe"
-LEVELS = HANDLERS + "test_the_levels_of_a_recipe"
+RECIPE = FP8 + "test_each_field_of_a_recipe"
+ENGINES = FP8 + "test_both_engines_have_the_older_recipe"
+FORMATS = FP8 + "test_the_formats_and_histories_of_a_recipe"
+LEVELS = FP8 + "test_the_levels_of_a_recipe"
 FIRST = PROFILING + "test_an_activity_that_is_there_is_recorded"
 SCHEDULE = PROFILING + "test_a_schedule_says_which_steps_are_recorded"
 EACH_HOOK = HOOKS + "test_each_hook_by_its_name"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
 OPS = "tests/accel/test_ops.py::"
-GATHERING = "tests/accel/test_gathering.py::"
+GATHERING = "tests/accel/test_collectives.py::"
 COLLECTIVES = OPS + "test_collectives[2]"
 LAYOUTS = OPS + "test_tensors_of_any_layout_travel_in_one_collective[2]"
 PADDING = OPS + "test_padding[2]"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, P
 
-API = "tests/accel/checkpoint/test_saving.py::test_"
+LOADING = "tests/accel/checkpoint/test_load.py::test_"
+API = "tests/accel/checkpoint/test_save.py::test_"
 WEIGHTS = "tests/accel/checkpoint/test_load_weights.py::test_"
 PROCESSES = "tests/accel/checkpoint/test_processes.py::test_"
 
@@ -13,12 +14,12 @@ SAVED_BY_FUNCTION = API + "the_function_saves_an_object"
 EXPORTED = API + "a_model_is_exported"
 STATE_DICT = API + "a_state_dict_has_the_users_own_names"
 STATE = API + "a_state_is_saved_where_it_is_said"
-LOADED = API + "a_state_is_loaded_from_where_it_is_said"
-READING = API + "how_files_are_read"
+LOADED = LOADING + "a_state_is_loaded_from_where_it_is_said"
+READING = LOADING + "how_files_are_read"
 UNKNOWN = API + "arguments_of_no_backend_are_refused"
-REGISTERED = API + "registered_objects_come_back_and_others_do_not"
+REGISTERED = LOADING + "registered_objects_come_back_and_others_do_not"
 SAVE_HOOK = API + "a_hook_before_saving_takes_weights_over"
-LOAD_HOOK = API + "a_hook_before_loading_takes_models_over"
+LOAD_HOOK = LOADING + "a_hook_before_loading_takes_models_over"
 FIELDS = API + "the_fields_of_a_project"
 NEXT = API + "the_number_of_the_next_one"
 NODES = PROCESSES + "each_node_has_a_state_of_its_own"
@@ -68,7 +69,7 @@ ENTRIES = [
         parameters={
             "input_dir": P(None, LOADED),
             "load_kwargs": P(None, READING),
-            "strict": P(True, API + "weights_may_fit_in_part", keyword=True),
+            "strict": P(True, LOADING + "weights_may_fit_in_part", keyword=True),
             "map_location": P(None, READING, keyword=True),
             "load_model_func_kwargs": P({}, UNKNOWN, keyword=True),
         },

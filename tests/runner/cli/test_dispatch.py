@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -15,10 +14,7 @@ from typing import Any
 import pytest
 
 from runner import cli
-from runner.cli import help
-from runner.cli.arguments import take_imports
-from runner.config import paths
-from runner.config.schema import Recipe, Trainer
+from runner.config.schema import Recipe
 from runner.launch import start
 from runner.run_dir.job import Job
 from tests.helpers import python
@@ -26,12 +22,7 @@ from tests.helpers import python
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start in an empty folder; leave the module search path and the log (`--info`) alone."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(logging.getLogger(), "handlers", list(logging.getLogger().handlers))
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 @dataclass
@@ -75,26 +66,6 @@ def shown(*arguments: str, capsys: pytest.CaptureFixture[str]) -> Any:
 # -- help and the like ---------------------------------------------------------------------
 
 
-def test_help_names_groups_keys_codes_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
-    out = capsys.readouterr().out
-    assert "precision     bf16 | fp16 | fp8 | no*" in out
-    for expected in ("trainer.max_steps", "--multirun", "runner eval RUN_DIR", "75   stopped by"):
-        assert expected in out
-    assert max(len(line) for line in out.splitlines()) <= help.WIDTH
-
-
-def test_help_names_the_projects_own_files(tmp_path: Path) -> None:
-    (tmp_path / "conf" / "model").mkdir(parents=True)
-    (tmp_path / "conf" / "model" / "tiny.yaml").write_text("name: tiny\n")
-    assert "byte_gpt | cnn* | tiny" in help.text()
-
-
-def test_every_main_key_has_a_meaning() -> None:
-    for _, kind, names in help.MAIN_KEYS:
-        assert set(names) <= set(help._meanings(kind))
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("runner")
@@ -113,11 +84,6 @@ def test_a_part_of_the_recipe_is_shown(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == "3\n"
 
 
-def test_flags_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["seed=3", "--package", "seed", "--cfg", "job"]) == 0
-    assert capsys.readouterr().out == "3\n"
-
-
 def test_hydras_own_views_still_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--cfg", "hydra"]) == 0
     assert "output_subdir: null" in capsys.readouterr().out
@@ -132,34 +98,6 @@ def test_completion(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
         monkeypatch.setenv("COMP_LINE", line)
         assert cli.main(["-sc", "query=bash"]) == 0
         assert capsys.readouterr().out.strip() == expected
-
-
-@pytest.mark.parametrize(
-    ("arguments", "imports", "rest"),
-    [
-        (["a=1", "--import", "x", "-m"], ["x"], ["a=1", "-m"]),
-        (["--import=x,y", "eval", "RUN", "--split", "test"], ["x", "y"], ["eval", "RUN"]),
-        (["a=1"], [], ["a=1"]),
-    ],
-)
-def test_imports_are_taken_out(arguments: list[str], imports: list[str], rest: list[str]) -> None:
-    found, left = take_imports(arguments)
-    assert found == imports
-    assert left[: len(rest)] == rest
-
-
-def test_commands_get_their_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner.cli import evaluate_predict
-
-    calls: list[Any] = []
-
-    def record(name: str, arguments: list[str]) -> int:
-        calls.append((name, arguments))
-        return 1
-
-    monkeypatch.setattr(evaluate_predict, "main", record)
-    assert cli.main(["predict", "RUN", "--split", "test"]) == 1
-    assert calls == [("predict", ["RUN", "--split", "test"])]
 
 
 # -- jobs ----------------------------------------------------------------------------------
@@ -381,12 +319,6 @@ def test_a_project_of_the_users_own(
         sys.modules.pop("own_project_a", None)
 
 
-def test_the_working_directory_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", ["", str(tmp_path), "/usr/lib/x"])
-    paths.move_project_last()
-    assert sys.path == ["/usr/lib/x", str(tmp_path)]
-
-
 PROBE = """
 import json, sys
 from runner.cli import main
@@ -429,8 +361,3 @@ def test_folders_of_the_users_capture_nothing(tmp_path: Path) -> None:
         timeout=300,
     )
     assert (answer.returncode, answer.stdout) == (0, "digits\n"), answer.stderr
-
-
-def test_a_frozen_recipe_is_read_again(tmp_path: Path) -> None:
-    Job(tmp_path, cwd=str(tmp_path)).save(Recipe(trainer=Trainer(max_steps=5)))
-    assert Job.load(tmp_path)[1] == Recipe(trainer=Trainer(max_steps=5))

@@ -1,13 +1,36 @@
-"""The help and the README list the exit codes of `runner.exit_codes`."""
+"""The text of --help."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from runner import exit_codes
+import pytest
+
+from runner import cli, exit_codes
 from runner.cli import help
 
 README = Path(__file__).resolve().parents[3] / "README.md"
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+
+def test_help_names_groups_keys_codes_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "precision     bf16 | fp16 | fp8 | no*" in out
+    for expected in ("trainer.max_steps", "--multirun", "runner eval RUN_DIR", "75   stopped by"):
+        assert expected in out
+    assert max(len(line) for line in out.splitlines()) <= help.WIDTH
+
+
+def test_help_names_the_projects_own_files(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "tiny.yaml").write_text("name: tiny\n")
+    assert "byte_gpt | cnn* | tiny" in help.text()
+
+
+def test_every_main_key_has_a_meaning() -> None:
+    for _, kind, names in help.MAIN_KEYS:
+        assert set(names) <= set(help._meanings(kind))
 
 
 def test_every_exit_code_has_a_meaning() -> None:

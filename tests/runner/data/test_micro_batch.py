@@ -49,3 +49,4 @@ def test_the_last_window_of_an_epoch_is_marked(known: bool) -> None:
 
     found = [(w.num_samples, last) for w, last in with_last(windows(), 2, 5 if known else None)]
     assert found == [(2, False), (3, False), (4, True)]
+    assert list(with_last(iter(()), 0, None)) == []

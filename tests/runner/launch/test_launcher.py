@@ -170,13 +170,6 @@ def test_control_c_ends_everything_soon(job: str, tmp_path: Path, parents: list[
     assert none_left(tmp_path)
 
 
-def test_nobody_survives_a_killed_parent(tmp_path: Path, parents: list[Parent]) -> None:
-    parents.append(Parent(tmp_path, "stay_blocked"))
-    code, _, _ = parents[0].signal(signal.SIGKILL)
-    assert code == -signal.SIGKILL
-    assert none_left(tmp_path)
-
-
 def read_all(run_dir: Path) -> list[outcomes.Outcome]:
     files = (run_dir / "logs").glob("*.json")
     found = [outcomes.Outcome(**json.loads(file.read_text())) for file in files]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from runner.launch import parent_watch
+from tests.runner.launch.test_launcher import Parent, none_left
 
 
 @pytest.mark.parametrize("has_pidfd", [True, False])
@@ -37,3 +40,9 @@ def test_the_end_of_a_process_is_noticed(has_pidfd: bool, monkeypatch: pytest.Mo
 
 def test_a_process_that_has_ended_is_not_waited_for() -> None:
     parent_watch.wait_for_end(os.getpid(), lambda: False)
+
+
+def test_nobody_survives_a_killed_parent(tmp_path: Path) -> None:
+    code, _, _ = Parent(tmp_path, "stay_blocked").signal(signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert none_left(tmp_path)

@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.errors import ConfigError
-from accel.rng import set_seed
-from runner.build import meta_init, parts
-from runner.build.accelerator import running
 from runner.compose import composition, hydra_setup
-from runner.config.batch_plan import plan_batches
 from runner.config.schema import Recipe
 from runner.launch import worker
 from runner.run_dir import directory
@@ -45,15 +39,19 @@ ENGINES = {
 }
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with two small files, one for each part of the data."""
-    folder = tmp_path_factory.mktemp("text")
+def write_text(folder: Path) -> Path:
+    """Return a new folder with two small files, one for each split."""
+    folder.mkdir()
     for number in range(2):
         generator = torch.Generator().manual_seed(number)
         words = torch.randint(97, 107, (1600,), generator=generator)
         (folder / f"text_{number}.py").write_bytes(bytes(words.tolist()))
     return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.getbasetemp() / "sharded_text")
 
 
 def composed(*overrides: str) -> Recipe:
@@ -104,32 +102,6 @@ def test_values_for_a_layer_that_is_in_parts_are_not_lost_without_a_word(
 ) -> None:
     with pytest.raises(WorkerError, match=r"normal_ on a parameter of shape .* under ZeRO-3"):
         trained(tmp_path, text, "parts")
-
-
-def drawn(folder: str, *overrides: str) -> tuple[bool, float]:
-    """Build as a worker does; return whether there are no weights, and what is drawn next."""
-    recipe = composed(*overrides)
-    plan = plan_batches(recipe.trainer, 2, None)
-    with running(recipe, Path(folder), plan) as accelerator:
-        set_seed(accelerator.process_index)
-        step = parts.build_step(recipe, accelerator.strategy.init_context())
-        (model,) = step.models.values()
-        return all(p.is_meta for p in model.parameters()), torch.rand(()).item()
-
-
-def test_weights_are_drawn_on_the_first_process_alone(text: Path, tmp_path: Path) -> None:
-    overrides = (*TINY, f"data.path={text}", *ENGINES["drawn once"][1])
-    first, second = run_distributed(drawn, 2, str(tmp_path), *overrides)
-    assert (first[0], second[0]) == (False, True)
-    assert first[1] == second[1]
-    runs = [trained(tmp_path, text, name) for name in ("two", "drawn once")]
-    assert loops.losses(runs[0]) == loops.losses(runs[1])
-
-
-def test_a_step_that_builds_its_own_models_draws_on_every_process() -> None:
-    plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
-    with pytest.raises(ConfigError, match="cpu_ram_efficient_loading=True with model=null"):
-        meta_init.check(loops.recipe_of(model=None, fsdp=plugin))
 
 
 def test_fp16_in_shards_skips_together(text: Path, tmp_path: Path) -> None:

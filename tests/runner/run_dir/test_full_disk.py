@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from accel.checkpoint import directory as checkpoints
-from runner.run_dir import outcomes
-from runner.run_dir.outcomes import Outcome
 from tests.helpers import on_small_disk, python, small_disks_work
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,17 +44,3 @@ def test_a_run_without_room_says_so(tmp_path: Path, size: str, more: list[str], 
         assert "the checkpoint takes about 4" in ended.stderr
         assert "checkpoint.project.total_limit" in ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-def test_how_a_process_ended_is_told_without_room_in_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    elsewhere = tmp_path / "tmp"
-    elsewhere.mkdir()
-    monkeypatch.setattr(outcomes.tempfile, "gettempdir", lambda: str(elsewhere))
-    logs = outcomes.log_folder(tmp_path)
-    monkeypatch.setattr(checkpoints.secrets, "token_hex", lambda size: "token")
-    (logs / ".launch_x_rank_0.json.partial-token").symlink_to("/dev/full")
-    Outcome(0, 1.0, 1, "no room").write(tmp_path, "launch_x")
-    assert [found.message for found in outcomes.read_outcomes(tmp_path, "launch_x")] == ["no room"]
-    assert list(elsewhere.iterdir()) == []

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
 
 from accel.accelerator import Accelerator
 from accel.checkpoint.directory import checkpoints, read_manifest
-from accel.config.handlers import ProfileKwargs
 from accel.config.training import ProjectConfiguration
 from accel.errors import ConfigError
 from runner.config.schema import Checkpoint
@@ -36,7 +34,6 @@ from tests.runner.loops import (
     build,
     losses,
     newest,
-    plateau,
     recipe_of,
     records,
     run,
@@ -99,13 +96,6 @@ def test_stop_after_ends_an_invocation_and_not_the_schedule(tmp_path: Path) -> N
     assert [record["lr"] for record in records(tmp_path / "cut")] == rates[:3]
 
 
-def test_a_logged_rate_is_that_of_the_step(tmp_path: Path) -> None:
-    run(tmp_path, recipe_of(trainer__epochs=2, trainer__log_every=3))
-    rates = [record["lr"] for record in records(tmp_path)]
-    per_step = [0.02 * (1 - 0.9 * step / 10) for step in range(10)]
-    assert rates == pytest.approx([per_step[step - 1] for step in (3, 6, 9, 10)])
-
-
 def test_a_callback_may_end_a_run(tmp_path: Path) -> None:
     summary = run(tmp_path, recipe_of(), callbacks={"spy": Spy(stop_at=4)})
     assert (summary["stopped"], summary["reason"], summary["step"]) == ("callback", "enough", 4)
@@ -142,73 +132,7 @@ def test_a_signal_saves_before_an_evaluation_that_is_due(tmp_path: Path) -> None
     assert summary["best"]["step"] in (5, 10)
 
 
-class KillInEvaluation(Fit):
-    def __init__(self, flag: StopFlag) -> None:
-        self.flag = flag
-
-    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
-        self.flag.request("SIGUSR1")
-        return super().evaluate(model, batch)
-
-
-def test_a_signal_in_an_evaluation_leaves_it(tmp_path: Path) -> None:
-    flag = StopFlag()
-    summary = run(tmp_path, recipe_of(), objective=KillInEvaluation(flag), stop_flag=flag)
-    assert (summary["stopped"], summary["step"]) == ("signal", 5)
-    assert records(tmp_path, "validation") == []
-    assert read_manifest(newest(tmp_path)).metadata["step"] == 5
-
-
 # -- evaluations and log points ------------------------------------------------------------
-
-
-def test_evaluations_come_every_some_steps(tmp_path: Path) -> None:
-    run(tmp_path, recipe_of(trainer__max_steps=9, trainer__eval_every=4))
-    assert [record["step"] for record in records(tmp_path, "validation")] == [4, 8, 9]
-
-
-def test_evaluating_changes_no_training(tmp_path: Path) -> None:
-    run(tmp_path / "often", recipe_of(trainer__eval_every=1), dropout=0.3)
-    run(tmp_path / "never", recipe_of(), dropout=0.3, data=Data(Points(NUM_TRAIN)))
-    assert losses(tmp_path / "often") == losses(tmp_path / "never")
-
-
-def test_modes_of_modules_are_put_back(tmp_path: Path) -> None:
-    loop = build(tmp_path, recipe_of(trainer__epochs=1))
-    frozen = loop.step.models["model"][1]
-    frozen.eval()
-    loop.run()
-    assert not frozen.training
-    assert loop.step.models["model"].training
-
-
-def test_a_log_point_gives_the_mean_of_its_steps(tmp_path: Path) -> None:
-    run(tmp_path / "each", recipe_of(trainer__max_steps=7))
-    run(tmp_path / "third", recipe_of(trainer__max_steps=7, trainer__log_every=3))
-    each = losses(tmp_path / "each")
-    third = records(tmp_path / "third")
-    assert [record["step"] for record in third] == [3, 6, 7]
-    means = [sum(each[:3]) / 3, sum(each[3:6]) / 3, each[6]]
-    assert [record["loss"] for record in third] == pytest.approx(means, rel=1e-6)
-    assert third[-1]["lr"] == records(tmp_path / "each")[-1]["lr"]
-
-
-def test_the_device_is_read_at_log_points_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = recipe_of(
-        trainer__epochs=2,
-        trainer__log_every=5,
-        trainer__clip_grad_norm=1.0,
-        checkpoint__at_end=False,
-        checkpoint__every_epochs=None,
-    )
-    loop = build(tmp_path, recipe, data=Data(Points(NUM_TRAIN)))
-    drained: list[int] = []
-    drain = loop.meter.drain
-    monkeypatch.setattr(loop.meter, "drain", lambda: (drained.append(loop.state.step), drain()))
-    loop.run()
-    assert drained == [5, 10]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
@@ -225,31 +149,9 @@ def test_or_is_counted(tmp_path: Path) -> None:
     assert math.isfinite(record["loss"])
 
 
-class Unmeasurable(Fit):
-    def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        return {"loss": math.nan}
-
-
-def test_a_monitored_metric_that_is_no_number_is_told_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = recipe_of(trainer__max_steps=4, trainer__eval_every=2)
-    run(tmp_path, recipe, objective=Unmeasurable(), display=Display(enabled=True))
-    told = " ".join(capsys.readouterr().out.split())
-    assert told.count("loss is not a number (validation, step 2)") == 1
-    assert told.count("is not a number") == 1
-
-
 def test_an_unknown_monitor_is_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"monitor='los'.*Did you mean 'loss'"):
         run(tmp_path, recipe_of(checkpoint__monitor="los"))
-
-
-def test_a_plateau_schedule_follows_the_monitored_metric(tmp_path: Path) -> None:
-    recipe = recipe_of(trainer__epochs=3, checkpoint__monitor="count", checkpoint__mode="min")
-    run(tmp_path, recipe, make_scheduler=plateau)  # the count never changes
-    rates = {record["epoch"]: record["lr"] for record in records(tmp_path)}
-    assert rates == {1: 0.02, 2: 0.02, 3: 0.01}
 
 
 def test_the_schedule_waits_where_a_step_was_skipped(
@@ -270,19 +172,6 @@ def test_the_schedule_waits_where_a_step_was_skipped(
     rates = [record["lr"] for record in records(tmp_path)]
     assert rates[0] == rates[1] == 0.02
     assert rates[1] > rates[2] == rates[3]
-
-
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_skipped_steps_of_fp16_are_counted(clip: float | None, tmp_path: Path) -> None:
-    recipe = recipe_of(trainer__max_steps=2, precision__mode="fp16", trainer__log_every=2)
-    recipe.trainer.clip_grad_norm = clip  # the norm of such a step is no reason to stop
-    assert recipe.trainer.stop_on_nan
-    recipe.precision.scaler.init_scale = 2.0**40
-    run(tmp_path, recipe, data=Data(Points(NUM_TRAIN)))
-    (record,) = records(tmp_path)
-    assert record["skipped_steps"] == 2.0
-    assert "grad_norm" not in record
-    assert record["lr"] == 0.02
 
 
 # -- checkpoints ---------------------------------------------------------------------------
@@ -366,18 +255,6 @@ def test_a_best_state_that_is_measured_after_a_resume_is_that_of_the_checkpoint(
     assert steps_saved(tmp_path) == [5, 10, 15]
 
 
-def test_callbacks_that_hear_of_an_evaluation_may_take_long(tmp_path: Path) -> None:
-    phases = []
-
-    class Look(Callback):
-        def on_evaluate(self, loop: Loop, split: str, metrics: Mapping[str, float]) -> None:
-            progress = loop.stop_flag.progress
-            phases.append((progress.phase, progress.is_slow))
-
-    run(tmp_path, recipe_of(trainer__max_steps=6), callbacks={"look": Look()})
-    assert phases[0] == ("on_evaluate", True)  # of a validation in mid-run
-
-
 def test_a_resumed_run_knows_the_best_state(tmp_path: Path) -> None:
     recipe = recipe_of(trainer__epochs=3, trainer__stop_after=10)
     run(tmp_path, recipe, objective=Worsening())
@@ -390,29 +267,6 @@ def test_a_resumed_run_knows_the_best_state(tmp_path: Path) -> None:
 
 
 # -- what else it writes -------------------------------------------------------------------
-
-
-def test_trackers_get_the_values_under_their_names(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    recipe = recipe_of(trainer__epochs=1, tracker__log_with=["tensorboard"])
-    loop = build(tmp_path, recipe)
-    loop.run()
-    loop.accelerator.end_training()
-    events = [path.parent for path in tmp_path.rglob("events.out.tfevents.*")]
-    accumulator = EventAccumulator(str(min(events, key=lambda path: len(path.parts))))
-    accumulator.Reload()
-    expected = {"train/loss", "validation/loss", "test/loss", "lr", "samples_per_second"}
-    assert expected <= set(accumulator.Tags()["scalars"])
-    assert [event.step for event in accumulator.Scalars("train/loss")] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("folder", [None, "traces"])
-def test_a_profile_lies_in_the_run_directory(tmp_path: Path, folder: str | None) -> None:
-    schedule = {"wait": 1, "warmup": 1, "active": 1, "repeat": 1}
-    profile = ProfileKwargs(schedule_option=schedule, output_trace_dir=folder)
-    run(tmp_path, recipe_of(trainer__epochs=1, profile=profile))
-    assert list((tmp_path / (folder or "profile")).iterdir())
 
 
 def test_the_header_and_the_table_say_what_runs_and_where(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from tests.runner.loops import (
     NUM_VALIDATION,
     Points,
     Spy,
-    Stream,
     build,
     losses,
     newest,
@@ -145,16 +144,6 @@ def test_a_global_batch_that_does_not_fit_the_position_is_refused(tmp_path: Path
 
 
 # -- streams, accumulation, processes ------------------------------------------------------
-
-
-def test_a_stream_of_unknown_length_is_trained_on_epoch_by_epoch(tmp_path: Path) -> None:
-    recipe = recipe_of(trainer__epochs=2)
-    data = Data(Stream(20), Points(NUM_VALIDATION))
-    summary = run(tmp_path, recipe, data=data, make_scheduler=None)
-    assert (summary["stopped"], summary["epoch"], summary["samples"]) == ("epochs", 2, 40)
-    assert [record["step"] for record in records(tmp_path, "validation")] == [3, 6]
-    with pytest.raises(ConfigError, match="schedule needs the number of steps"):
-        run(tmp_path / "planned", recipe, data=data)
 
 
 def test_accumulation_trains_the_same_model(tmp_path: Path) -> None:

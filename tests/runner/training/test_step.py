@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from accel.accelerator import Accelerator
-from accel.errors import ConfigError
 from runner.config.schema import Trainer
-from runner.data.micro_batch import MicroBatch, Window, with_last
+from runner.data.micro_batch import MicroBatch, Window
 from runner.training.objective import Objective
 from runner.training.step import SupervisedStep
 from tests.helpers import run_distributed
@@ -29,11 +28,6 @@ class Regression(Objective):
 
     def weights(self, batch: Any) -> torch.Tensor | None:
         return batch["w"].sum(dim=1) if "w" in batch else None
-
-
-class MeanRegression(Regression):
-    def losses(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        return super().losses(model, batch).mean()
 
 
 def samples(weighted: bool = False) -> dict[str, torch.Tensor]:
@@ -171,14 +165,6 @@ def test_the_schedule_belongs_to_the_prepared_optimizer() -> None:
     assert step.make_schedulers(10) == {}
 
 
-def test_a_loss_that_is_not_per_sample_is_refused() -> None:
-    accelerator = Accelerator(cpu=True)
-    step = make_step(accelerator, MeanRegression())
-    window = Window([MicroBatch(samples())], NUM_SAMPLES)
-    with pytest.raises(ConfigError, match=r"MeanRegression.losses returned shape \[\]"):
-        step.train(accelerator, window, Trainer())
-
-
 def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
     calls: list[int] = []
 
@@ -203,10 +189,3 @@ def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.undo()
     assert [len(calls) for calls in reads] == [0, 0, 0, 0]
     assert values["loss"].requires_grad is False
-
-
-def test_the_last_window_of_an_epoch_is_known_before_it_is_over() -> None:
-    windows: Any = iter("abc")
-    assert list(with_last(windows, 0, None)) == [("a", False), ("b", False), ("c", True)]
-    assert list(with_last(iter("bc"), 1, 3)) == [("b", False), ("c", True)]  # type: ignore[arg-type]
-    assert list(with_last(iter(""), 0, None)) == []  # type: ignore[arg-type]

@@ -64,17 +64,3 @@ def test_an_anomaly_names_the_operation_and_the_line(recwarn: pytest.WarningsRec
 def test_another_error_stays_what_it_is() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"), torch_errors.translated({}, lambda: 0):
         torch.ones(2, 3) @ torch.ones(2, 3)
-
-
-def test_a_quoted_traceback_keeps_the_users_frames() -> None:
-    lines = [
-        "Caught KeyError in DataLoader worker process 0.",
-        "Original Traceback (most recent call last):",
-        f'  File "{torch.__file__}", line 1, in fetch',
-        "    data = fetcher.fetch(index)",
-        "           ^^^^^^^^^^^^^^^^^^^^",
-        f'  File "{__file__}", line 2, in __getitem__',
-        "    raise KeyError(index)",
-        "KeyError: 3",
-    ]
-    assert user_frames.without_inner(lines) == [*lines[:2], *lines[5:]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,7 @@ from tests.helpers import python
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start in an empty folder, and leave the module search path alone."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def refused(*arguments: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -183,24 +178,6 @@ def test_a_wrap_policy_of_an_untrusted_package_is_not_imported(
     for key in ("auto_wrap_policy", "param_init_fn"):
         asked = ("distributed=multi_cpu", "fsdp=full_shard", f"fsdp.{key}=evil.policy")
         assert f"fsdp.{key}=evil.policy: the package 'evil'" in refused(*asked, capsys=capsys)[0]
-
-
-def test_the_environment_does_not_decide_what_a_recipe_does(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    variables = {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DYNAMO_BACKEND": "inductor",
-        "ACCELERATE_MIXED_PRECISION": "fp16",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",  # of an engine that is off: it changes nothing
-        "FSDP_OFFLOAD_PARAMS": "true",
-    }
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    lines = refused("distributed=multi_cpu", "fsdp=full_shard", capsys=capsys)
-    del variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"]
-    assert [line.partition("=")[0].partition(" ")[0] for line in lines] == list(variables)
-    assert "Unset it, and choose deepspeed=…." in lines[0]
 
 
 def test_matrices_split_over_one_process_name_the_way_to_more(

@@ -14,9 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel.comm.base import Communicator
 from accel.comm.connect import connect
-from accel.comm.local import LocalCommunicator
 from accel.comm.torch import TorchCommunicator
 from accel.config.handlers import InitProcessGroupKwargs
 from accel.env import Environment
@@ -162,47 +160,6 @@ def test_a_process_may_build_groups_one_after_the_other() -> None:
         assert "end_training" in seen[3]
 
 
-def adopt_a_group() -> tuple[list[int], bool]:
-    dist.init_process_group("gloo")
-    comm = connect(plan())
-    ranks = comm.all_gather_object(comm.rank)
-    comm.close()
-    stays = dist.is_initialized()
-    dist.destroy_process_group()
-    return ranks, stays
-
-
-def test_a_group_of_the_users_own_is_taken_over_and_left_in_place() -> None:
-    assert run_distributed(adopt_a_group, 2) == [([0, 1], True)] * 2
-
-
-def disagree_with_a_group() -> str:
-    dist.init_process_group("gloo")
-    wrong = dataclasses.replace(plan(), world_size=3)
-    with pytest.raises(StateError) as caught:
-        connect(wrong)
-    return str(caught.value)
-
-
-def test_a_group_of_another_size_is_refused() -> None:
-    messages = run_distributed(disagree_with_a_group, 2)
-    assert messages[1].startswith("The process group has rank 1 of 2, the environment says 1 of 3")
-
-
-def options_of_the_group(path: str) -> tuple[float, float, list[int]]:
-    comm = connect(plan(timeout=77, init_method=f"file://{path}", backend="gloo"))
-    options = dist.group.WORLD._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
-    ranks = comm.all_gather_object(comm.rank)
-    comm.close()
-    assert isinstance(comm, TorchCommunicator)
-    return options._timeout.total_seconds(), comm._timeout.total_seconds(), ranks
-
-
-def test_the_handler_reaches_the_group(tmp_path: Path) -> None:
-    answers = run_distributed(options_of_the_group, 2, str(tmp_path / "meeting"))
-    assert answers == [(77.0, 77.0, [0, 1])] * 2
-
-
 def late_rank() -> str:
     comm = connect(dataclasses.replace(plan(), debug=True))
     assert isinstance(comm, TorchCommunicator)
@@ -218,22 +175,6 @@ def late_rank() -> str:
 def test_in_debug_mode_a_timeout_names_the_missing_rank() -> None:
     message = run_distributed(late_rank, 2)[0]
     assert "Ranks 1 failed to pass monitoredBarrier" in message
-
-
-def test_one_process_finds_what_it_posted() -> None:
-    comm: Communicator = LocalCommunicator()
-    assert comm.posted("greeting") is None
-    comm.post("greeting", "hello")
-    assert comm.posted("greeting") == ["hello"]
-
-
-def test_one_process_gets_copies() -> None:
-    comm: Communicator = LocalCommunicator()
-    own = torch.ones(2, requires_grad=True)
-    for result in (comm.all_gather(own), comm.broadcast(own), comm.all_reduce(own)):
-        assert result.data_ptr() != own.data_ptr()
-        assert not result.requires_grad
-    assert comm.all_reduce(torch.tensor([1, 2]), op="mean").tolist() == [1.0, 2.0]
 
 
 SCRIPT = """

@@ -1,0 +1,116 @@
+"""Recipes of fp8 training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from accel.errors import ConfigError
+from accel.utils import (
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    KwargsHandler,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
+
+DELAYED = {
+    "use_autocast_during_eval": (False, True),
+    "margin": (0, 3),
+    "interval": (1, 2),
+    "fp8_format": ("HYBRID", "E4M3"),
+    "amax_history_len": (1024, 16),
+    "amax_compute_algo": ("most_recent", "max"),
+    "override_linear_precision": ((False, False, False), (False, True, False)),
+}
+
+
+OPT_LEVEL = {"opt_level": ("O2", "O1")}
+
+
+FIELDS: dict[type[KwargsHandler], dict[str, tuple[Any, Any]]] = {
+    FP8RecipeKwargs: {"backend": (None, "TE"), **DELAYED, **OPT_LEVEL},
+    TERecipeKwargs: {**DELAYED, "use_mxfp8_block_scaling": (False, True)},
+    MSAMPRecipeKwargs: OPT_LEVEL,
+    AORecipeKwargs: {
+        "config": (None, object()),
+        "module_filter_func": (None, callable),
+        "pad_inner_dim": (None, True),
+        "enable_fsdp_float8_all_gather": (None, False),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_each_field_of_a_recipe(kind: Any) -> None:
+    for name, (default, other) in FIELDS[kind].items():
+        assert getattr(kind(), name) == default
+        assert getattr(kind(**{name: other}), name) == other
+        assert kind(**{name: other}).to_kwargs() == {name: other}
+        assert kind(**{name: default}).to_kwargs() == {}
+
+
+def test_the_older_recipe_by_position() -> None:
+    recipe = FP8RecipeKwargs(
+        "msamp", True, "O1", 1, 2, "E4M3", 3, "max", [True, False, True]
+    )  # YAML gives lists
+    assert recipe.backend == "MSAMP"
+    assert (recipe.use_autocast_during_eval, recipe.opt_level) == (True, "O1")
+    assert (recipe.margin, recipe.interval, recipe.fp8_format) == (1, 2, "E4M3")
+    assert (recipe.amax_history_len, recipe.amax_compute_algo) == (3, "max")
+    assert recipe.override_linear_precision == (True, False, True)
+
+
+@pytest.mark.parametrize("backend", ["TE", "MSAMP", "te", "msamp"])
+def test_both_engines_have_the_older_recipe(backend: str) -> None:
+    assert FP8RecipeKwargs(backend=backend).backend == backend.upper()
+
+
+@pytest.mark.parametrize("kind", [FP8RecipeKwargs, TERecipeKwargs])
+def test_the_formats_and_histories_of_a_recipe(kind: Any) -> None:
+    for name in ("HYBRID", "E4M3", "E5M2"):
+        assert kind(fp8_format=name).fp8_format == name
+    for name in ("max", "most_recent"):
+        assert kind(amax_compute_algo=name).amax_compute_algo == name
+
+
+@pytest.mark.parametrize("kind", [FP8RecipeKwargs, MSAMPRecipeKwargs])
+def test_the_levels_of_a_recipe(kind: Any) -> None:
+    for name in ("O1", "O2"):
+        assert kind(opt_level=name).opt_level == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (FP8RecipeKwargs, {"backend": "TEE"}, "Did you mean 'TE'?"),
+        (FP8RecipeKwargs, {"opt_level": "O3"}, "it is one of O1, O2"),
+        (MSAMPRecipeKwargs, {"opt_level": "O3"}, "it is one of O1, O2"),
+        (TERecipeKwargs, {"fp8_format": "E4M4"}, "Did you mean 'E4M3'?"),
+        (TERecipeKwargs, {"amax_compute_algo": "mean"}, "it is one of max, most_recent"),
+        (TERecipeKwargs, {"interval": 0}, "at least 1"),
+        (TERecipeKwargs, {"amax_history_len": 0}, "at least 1"),
+        (TERecipeKwargs, {"override_linear_precision": (True, False)}, "three switches"),
+        (TERecipeKwargs, {"override_linear_precision": (1, 2, 3)}, "three switches"),
+        (AORecipeKwargs, {"module_filter_func": "torch.no_such"}, "dotted name"),
+        (
+            AORecipeKwargs,
+            {"config": object(), "pad_inner_dim": True},
+            "given in two places",
+        ),
+    ],
+)
+def test_what_a_recipe_does_not_know_is_refused(
+    kind: Any, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kind(**arguments)
+    assert message in str(caught.value)
+
+
+def test_a_filter_may_be_named() -> None:
+    assert (
+        AORecipeKwargs(module_filter_func="torch.is_tensor").module_filter_func is torch.is_tensor
+    )

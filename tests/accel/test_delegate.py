@@ -1,0 +1,41 @@
+"""Methods of a facade that are those of an object it owns."""
+
+from __future__ import annotations
+
+import inspect
+
+from accel._delegate import delegate
+
+
+class Engine:
+    """Is owned."""
+
+    def start(self, speed: int, *, loud: bool = False) -> str:
+        """Start it."""
+        return f"{speed} {loud}"
+
+
+class Fast(Engine):
+    """Overrides the method."""
+
+    def start(self, speed: int, *, loud: bool = False) -> str:
+        return "fast " + super().start(speed, loud=loud)
+
+
+class Car:
+    """Is the facade."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    start = delegate("engine", Engine.start)
+
+
+def test_the_call_is_that_of_the_owned_object() -> None:
+    assert Car(Engine()).start(3, loud=True) == "3 True"
+    assert Car(Fast()).start(3) == "fast 3 False"
+
+
+def test_name_signature_and_docstring_are_those_of_the_method() -> None:
+    assert (Car.start.__name__, Car.start.__doc__) == ("start", "Start it.")
+    assert inspect.signature(Car.start) == inspect.signature(Engine.start)

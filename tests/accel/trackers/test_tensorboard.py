@@ -1,0 +1,41 @@
+"""Scalars, text and images in TensorBoard."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from accel import Accelerator
+from accel.tracking import TensorBoardTracker
+from tests.accel.trackers.test_group import scalars
+
+
+def test_tensorboard_gets_scalars_text_images_and_hyper_parameters(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    config = {"optimizer": {"lr": 0.1}, "name": "digits", "layers": [1, 2]}
+    accelerator.init_trackers("run", config=config, init_kwargs={"tensorboard": {"flush_secs": 1}})
+    accelerator.log({"loss": torch.tensor(0.5), "note": "fine"}, step=1)
+    accelerator.log({"loss": 0.25, "parts": {"a": 1.0}}, step=2)
+    accelerator.log_images({"digits": torch.zeros(2, 1, 4, 4)}, step=2)
+    assert accelerator.get_tracker("tensorboard", unwrap=True).log_dir == str(tmp_path / "run")
+    accelerator.end_training()
+    assert accelerator.trackers == []
+    assert scalars(tmp_path / "run")["loss"] == [(1, 0.5), (2, 0.25)]
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    assert "digits" in events.Tags()["images"]
+    assert "note/text_summary" in events.Tags()["tensors"]
+    assert json.loads((tmp_path / "run" / "hparams.yml").read_text()) == config
+
+
+def test_a_value_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker("run", tmp_path)
+    with pytest.raises(TypeError, match="weights="):
+        tracker.log({"weights": torch.zeros(3)}, step=0)
+    with pytest.raises(TypeError, match="loss="):
+        tracker.log({"loss": None}, step=0)
+    tracker.finish()

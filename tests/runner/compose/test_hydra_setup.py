@@ -1,0 +1,73 @@
+"""Overrides as a person writes them, and as Hydra wants them."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel.errors import ConfigError
+from runner.compose import hydra_setup
+
+pytestmark = pytest.mark.usefixtures("hydra_session")
+
+
+def test_new_overrides_replace_older_ones_of_their_node() -> None:
+    own = ["seed=1", "model.width=3", "model=cnn", "trainer.epochs=2"]
+    assert hydra_setup.merge(own, ["seed=2"]) == [*own[1:], "seed=2"]
+    assert hydra_setup.merge(own, ["model=gpt"]) == ["seed=1", "trainer.epochs=2", "model=gpt"]
+    taken_out = hydra_setup.merge(own, ["~model.width"])
+    assert taken_out == [*own, "~model.width"]
+
+
+@pytest.mark.parametrize(
+    ("override", "opened"),
+    [
+        ("seed=1", "seed=1"),
+        ("model.width=3", "++model.width=3"),
+        ("+model.width=3", "++model.width=3"),
+        ("scheduler=null", "~scheduler"),
+        ("callbacks=null", "callbacks=[]"),
+        ("~model.width", "~model.width"),
+    ],
+)
+def test_open_mappings_take_keys_with_and_without_a_plus(override: str, opened: str) -> None:
+    assert hydra_setup.opened([override]) == [opened]
+
+
+def test_what_was_opened_is_shown_as_it_was_written() -> None:
+    written = ["model.width=3", "scheduler=null", "callbacks=null", "seed=1"]
+    assert hydra_setup.closed(hydra_setup.opened(written)) == written
+
+
+def test_a_sweep_is_the_product_of_its_values() -> None:
+    assert hydra_setup.expand(["seed=1,2", "name=x", "precision=no,bf16"]) == [
+        ["seed=1", "name=x", "precision=no"],
+        ["seed=1", "name=x", "precision=bf16"],
+        ["seed=2", "name=x", "precision=no"],
+        ["seed=2", "name=x", "precision=bf16"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("optimizer.lr=interval(0,1)", "goes through lists of values"),
+        ("scheduler=cosine,null", "goes through the files of a group"),
+    ],
+)
+def test_sweeps_without_a_list_of_values_are_refused(override: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        hydra_setup.expand([override])
+
+
+def test_each_value_of_a_sweep_is_in_a_probe() -> None:
+    assert hydra_setup.probes(["seed=1,2,3", "optimizer.lr=interval(0.5,1)"]) == [
+        ["seed=1", "optimizer.lr=0.5"],
+        ["seed=2", "optimizer.lr=0.5"],
+        ["seed=3", "optimizer.lr=0.5"],
+    ]
+
+
+def test_the_runners_own_part_of_hydra_is_closed() -> None:
+    assert hydra_setup.hydra_problems(["hydra/launcher=joblib", "seed=1"]) == []
+    (problem,) = hydra_setup.hydra_problems(["hydra.run.dir=/tmp"])
+    assert problem.value == "hydra.run.dir=/tmp"

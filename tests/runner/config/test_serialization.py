@@ -1,0 +1,93 @@
+"""Recipes as plain values and as YAML, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.enums import DDPCommunicationHookType
+from accel.errors import ConfigError
+from runner.config import serialization
+from runner.config.schema import Recipe
+from runner.run_dir.job import Job
+from tests.runner.config.test_schema import problems
+
+
+def test_a_bare_no_in_yaml_is_no_precision() -> None:
+    assert serialization.from_plain({"precision": {"mode": False}}).precision.mode == "no"
+
+
+def test_what_deepspeeds_file_says_is_frozen(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 1}, "gradient_clipping": "auto"}')
+    Job(tmp_path).save(Recipe(deepspeed=DeepSpeedPlugin(hf_ds_config=str(file))))
+    file.unlink()
+    _, frozen = Job.load(tmp_path)
+    assert frozen.deepspeed is not None
+    assert frozen.deepspeed.stage == 1
+    assert frozen.deepspeed.is_auto("gradient_clipping")
+
+
+def test_a_distrusted_callable_is_not_imported() -> None:
+    (only,) = problems({"profile": {"on_trace_ready": "antigravity.geohash"}})
+    assert "profile.on_trace_ready=antigravity.geohash" in only
+
+
+def test_plain_and_back_is_the_same_recipe() -> None:
+    changed = serialization.from_plain(
+        {
+            "distributed": {
+                "ddp": {"comm_hook": "fp16", "comm_state_option": {"a": [1, 2.5]}},
+                "init": {"timeout": 600},
+            },
+            "model": {"name": "cnn", "nested": {"x": None, "y": ["no", True, 1e-5]}},
+            "profile": {"schedule_option": {"wait": 1, "active": 1}},
+            "trainer": {"max_time": "00:10:00"},
+        }
+    )
+    plain = serialization.to_plain(changed)
+    assert plain["distributed"]["ddp"]["comm_hook"] == "fp16"
+    assert plain["distributed"]["init"]["timeout"] == 600.0
+    assert serialization.from_plain(plain) == changed
+    assert changed.distributed.ddp.comm_hook is DDPCommunicationHookType.FP16
+
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**31), 2**31),
+    st.floats(allow_nan=False),
+    st.sampled_from(["no", "on", "1e-5", "0x10", "null", "~", "1:30", "", " a: b", "é", "- x"]),
+)
+
+
+ARGUMENTS = st.dictionaries(
+    st.sampled_from(["width", "lr", "on", "betas"]),
+    st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3), max_leaves=5),
+)
+
+
+@settings(max_examples=40)
+@given(ARGUMENTS)
+def test_yaml_and_back_is_the_same_recipe(arguments: dict[str, Any]) -> None:
+    import tempfile
+
+    changed = serialization.from_plain(
+        {"model": {"name": "cnn", **arguments}, "precision": {"mode": "no"}}
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.yaml")
+        path.write_text(serialization.yaml_text(serialization.to_plain(changed)))
+        assert serialization.from_plain(serialization.read_yaml(path)) == changed
+
+
+def test_a_frozen_recipe_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("trainer: {epochs: many}\n")
+    with pytest.raises(ConfigError, match="not the recipe of a run"):
+        serialization.read_yaml(path)

@@ -1,0 +1,38 @@
+"""What tests of several rooms of the runner share."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.compose import hydra_setup
+from runner.factories.registry import register
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Forget what a test registers."""
+    before = {k: dict(getattr(register, k)._factories) for k in ("model", "step", "callback")}
+    yield
+    for kind, factories in before.items():
+        getattr(register, kind)._factories.clear()
+        getattr(register, kind)._factories.update(factories)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start in an empty folder; leave the module search path and the log (`--info`) alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(logging.getLogger(), "handlers", list(logging.getLogger().handlers))
+
+
+@pytest.fixture(scope="module")
+def hydra_session() -> Iterator[None]:
+    """Compose with one search path."""
+    with hydra_setup.session():
+        yield

@@ -1,0 +1,155 @@
+"""Which rank hangs, judged from the reports of all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from runner.launch.hangs import Report, judge
+from runner.launch.stacks import Place, Stack
+
+LIMIT = 10.0
+
+
+SITE = "/venv/site-packages"
+
+
+BACKWARD = (
+    Place("/home/me/train.py", 3, "main"),
+    Place(f"{SITE}/torch/autograd/graph.py", 979, "_engine_run_backward"),
+)
+
+
+SLEEP = (Place("/home/me/data.py", 12, "__getitem__"),)
+
+
+LINEAR = (
+    Place("/home/me/data.py", 12, "forward"),
+    Place(f"{SITE}/torch/nn/modules/linear.py", 9, "forward"),
+)
+
+
+GATHER = (
+    Place("/home/me/model.py", 7, "build"),
+    Place(f"{SITE}/torch/distributed/distributed_c10d.py", 1, "broadcast"),
+)
+
+
+COMPILE = (Place(f"{SITE}/torch/_dynamo/convert_frame.py", 1, "_compile"), *LINEAR)
+
+
+def report(rank: int, places: tuple[Place, ...], **changes: object) -> Report:
+    stack = Stack(places, "the stack")
+    made = Report(rank, 5, "training", False, LIMIT, None, stack)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_the_rank_that_does_not_wait_is_named_with_its_place(culprit: int) -> None:
+    reports = {rank: report(rank, SLEEP if rank == culprit else BACKWARD) for rank in (0, 1)}
+    verdict = judge(reports, {}, LIMIT)
+    assert verdict is not None
+    assert (verdict.rank, verdict.ends) == (culprit, True)
+    assert "in training, at /home/me/data.py:12 in __getitem__" in verdict.message
+    assert f"rank {1 - culprit} is at /home/me/train.py:3" in verdict.message
+
+
+def test_of_two_that_wait_the_one_with_fewer_collectives_is_named() -> None:
+    reports = {
+        0: report(0, BACKWARD, collectives=8),
+        1: report(1, BACKWARD, collectives=7),
+        2: report(2, LINEAR, collectives=9),
+    }
+    verdict = judge(reports, {}, LIMIT)
+    assert verdict is not None
+    assert verdict.rank == 2
+    reports[2] = report(2, LINEAR, collectives=6)
+    reports[1] = report(1, LINEAR, collectives=5)
+    verdict = judge(reports, {}, LIMIT)
+    assert verdict is not None
+    assert verdict.rank == 1
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    verdict = judge({0: report(0, SLEEP)}, {1: "it does not answer"}, LIMIT)
+    assert verdict is not None
+    assert (verdict.rank, verdict.ends, verdict.stack) == (1, True, "")
+    assert verdict.message.startswith("it does not answer")
+
+
+def test_a_run_that_makes_progress_is_left_alone() -> None:
+    assert judge({0: report(0, SLEEP, seconds=1.0), 1: report(1, BACKWARD)}, {}, LIMIT) is None
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [report(1, SLEEP, is_slow=True, phase="start-up"), report(1, COMPILE)],
+    ids=["start-up", "compilation"],
+)
+def test_a_slow_phase_is_named_and_never_ended(slow: Report) -> None:
+    reports = {0: report(0, GATHER), 1: slow}
+    verdict = judge(reports, {}, LIMIT, reports)
+    assert verdict is not None
+    assert (verdict.rank, verdict.ends) == (1, False)
+
+
+def test_a_deadlock_is_ended_in_any_phase_once_it_is_seen_twice() -> None:
+    elsewhere = (Place("/home/me/other.py", 8, "prepare"), GATHER[1])
+    reports = {
+        0: report(0, GATHER, is_slow=True, phase="start-up"),
+        1: report(1, elsewhere, is_slow=True, phase="start-up"),
+    }
+    first = judge(reports, {}, LIMIT)
+    assert first is not None
+    assert not first.ends
+    moved = {**reports, 1: report(1, GATHER, is_slow=True, phase="start-up")}
+    again = judge(reports, {}, LIMIT, moved)
+    assert again is not None
+    assert not again.ends
+    last = judge(reports, {}, LIMIT, reports)
+    assert last is not None
+    assert last.ends
+    assert "every rank waits for another" in last.message
+
+
+@pytest.mark.parametrize(
+    ("ended", "world_size", "named", "what"),
+    [
+        ({1}, 2, 1, "it ended training"),
+        ({0}, 2, 0, "it ended training"),
+        ({2}, 4, 2, "it ended training"),
+        ({0, 1, 3}, 4, 2, "it did not end training with the others"),
+    ],
+)
+def test_a_rank_that_ends_training_alone_is_named(
+    ended: set[int], world_size: int, named: int, what: str
+) -> None:
+    reports = {
+        rank: report(
+            rank,
+            GATHER if rank in ended else BACKWARD,
+            ending="after step 2 (enough)" if rank in ended else "",
+            is_slow=rank in ended,
+        )
+        for rank in range(world_size)
+    }
+    verdict = judge(reports, {}, LIMIT, reports)
+    assert verdict is not None
+    assert (verdict.rank, verdict.ends, verdict.stack) == (named, True, "")
+    rule = "after step 2 (enough); call loop.stop on every rank at the same step: no progress for"
+    assert verdict.message.startswith(f"{what} {rule}")
+
+
+def test_where_all_have_ended_the_one_that_does_not_wait_is_named() -> None:
+    ending = "after step 2 (enough)"
+    reports = {0: report(0, GATHER, ending=ending), 1: report(1, SLEEP, ending=ending)}
+    verdict = judge(reports, {}, LIMIT)
+    assert verdict is not None
+    assert (verdict.rank, verdict.stack) == (1, "the stack")
+    assert "ended training" not in verdict.message
+
+
+def test_reports_travel_as_plain_containers() -> None:
+    made = report(1, GATHER, collectives=3)
+    assert Report.from_plain(made.plain()) == made

@@ -1,0 +1,48 @@
+"""The objects of a run are prepared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accel.errors import ConfigError
+from runner.data.datasets import Data
+from runner.training.callback import Callback
+from runner.training.setup import prepare
+from tests.runner.loops import (
+    NUM_VALIDATION,
+    Points,
+    Spy,
+    Stream,
+    build,
+    recipe_of,
+    records,
+    run,
+)
+
+
+def test_a_stream_of_unknown_length_is_trained_on_epoch_by_epoch(tmp_path: Path) -> None:
+    recipe = recipe_of(trainer__epochs=2)
+    data = Data(Stream(20), Points(NUM_VALIDATION))
+    summary = run(tmp_path, recipe, data=data, make_scheduler=None)
+    assert (summary["stopped"], summary["epoch"], summary["samples"]) == ("epochs", 2, 40)
+    assert [record["step"] for record in records(tmp_path, "validation")] == [3, 6]
+    with pytest.raises(ConfigError, match="schedule needs the number of steps"):
+        run(tmp_path / "planned", recipe, data=data)
+
+
+def test_models_are_trained_in_training_mode(tmp_path: Path) -> None:
+    loop = build(tmp_path, recipe_of(trainer__max_steps=1))
+    model = loop.step.models["model"].eval()
+    loop.run()
+    assert loop.step.models["model"].training
+    assert model.training
+
+
+def test_callbacks_with_a_state_are_saved(tmp_path: Path) -> None:
+    loop = build(tmp_path, recipe_of(), callbacks={"spy": Spy(), "plain": Callback()})
+    saved = prepare(loop, loop.callbacks, loop.meter).saved.state_dict()
+    assert "callbacks.spy" in saved
+    assert "callbacks.plain" not in saved
+    assert {"train", "meter"} <= saved.keys()
