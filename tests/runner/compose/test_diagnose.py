@@ -134,10 +134,10 @@ def test_deepspeeds_file_is_read_before_workers_start(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     asked = ("deepspeed=config_file", "deepspeed.hf_ds_config=ds.json")
-    assert "hf_ds_config='ds.json': it is the path" in refused(*asked, capsys=capsys)[0]
+    assert "hf_ds_config='ds.json': expected the path" in refused(*asked, capsys=capsys)[0]
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "ds.json").write_text("{")
-    assert "hf_ds_config='ds.json': it is no JSON" in refused(*asked, capsys=capsys)[0]
+    assert "hf_ds_config='ds.json': the file is not JSON" in refused(*asked, capsys=capsys)[0]
 
 
 def test_the_option_config_file_wants_a_file(capsys: pytest.CaptureFixture[str]) -> None:
