@@ -39,6 +39,16 @@ CALLS = (
         "Make it dense in the model.",
     ),
 )
+# The same as patterns, the more specific first.
+PATTERNS = (
+    (r"Accelerator\(mixed_precision='(\w+)'\)", r"precision=\1"),
+    (r"\bmixed_precision='(\w+)'", r"precision=\1"),
+    (
+        r"\bStart a multiple of (\d+) processes",
+        r"Set distributed=multi_gpu or multi_cpu, and distributed.num_processes to a "
+        r"multiple of \1",
+    ),
+)
 
 
 @contextmanager
@@ -73,10 +83,9 @@ def translated(text: str) -> str:
         text = re.sub(rf"\b{name}\.(?=[a-z])", f"{key}.", text)
         for arguments in re.findall(rf"\b{name}\(([^()]+)\)", text):
             text = text.replace(f"{name}({arguments})", _keys(key, arguments))
-    text = re.sub(r"Accelerator\(mixed_precision='(\w+)'\)", r"precision=\1", text)
-    text = re.sub(r"\bmixed_precision='(\w+)'", r"precision=\1", text)
-    several = r"\bStart a multiple of (\d+) processes"
-    return re.sub(several, r"Set distributed.num_processes to a multiple of \1", text)
+    for pattern, instead in PATTERNS:
+        text = re.sub(pattern, instead, text)
+    return text
 
 
 def _owners() -> list[tuple[str, str]]:

@@ -33,7 +33,9 @@ from tests.helpers import run_distributed
 class Plan:
     """What `make_accelerator` needs of the batch arithmetic."""
 
+    micro_batch: int = 2
     accumulation: int = 3
+    global_batch: int = 6
 
 
 def recipe() -> Recipe:
@@ -112,7 +114,7 @@ def fail(folder: Path, tape: Tape) -> Accelerator:
     accelerator = None
     with contextlib.suppress(ValueError):
         with running(recipe(), folder, Plan()) as accelerator:  # type: ignore[arg-type]
-            accelerator.trackers = [tape]  # type: ignore[list-item]
+            accelerator.tracker_group.trackers = [tape]  # type: ignore[list-item]
             raise ValueError
     assert accelerator is not None
     return accelerator
