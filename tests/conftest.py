@@ -20,6 +20,8 @@ IGNORED_VARIABLES = {
 }
 # Threads that libraries keep on purpose, once per process.
 IGNORED_THREADS = ("pydevd", "QueueFeederThread", "tqdm", "ThreadPoolExecutor", "asyncio")
+# Processes that multiprocessing keeps, and ends with the session.
+IGNORED_PROCESSES = ("resource_tracker", "multiprocessing.forkserver")
 
 # A busy machine stalls any example. All else stays as whoever started the tests has set it.
 settings.register_profile("untimed", settings.default, deadline=None)
@@ -51,7 +53,7 @@ def children() -> dict[int, str]:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue
-            if command and "resource_tracker" not in command:
+            if command and not any(name in command for name in IGNORED_PROCESSES):
                 found[int(pid)] = command
     return found
 
