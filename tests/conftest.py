@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+# Before torch is imported: tests run side by side, and idle threads of OpenMP's wait busily.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
@@ -38,6 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in wanting:
             item.add_marker(pytest.mark.skip(reason="torch finds no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector what all tests have imported: it would look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def children() -> dict[int, str]:
