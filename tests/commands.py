@@ -18,6 +18,7 @@ import tempfile
 import threading
 import types
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, process, resource_tracker
 from pathlib import Path
 
 from tests.helpers import SECONDS, start_fork_server
@@ -41,15 +42,15 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         out, err = (str(Path(folder) / name) for name in ("out", "err"))
         task = (list(arguments), str(cwd), dict(environment), out, err)
-        process = multiprocessing.get_context("forkserver").Process(target=_become, args=task)
-        process.start()
-        process.join(timeout)
-        code = process.exitcode
+        fork = multiprocessing.get_context("forkserver").Process(target=_become, args=task)
+        fork.start()
+        fork.join(timeout)
+        code = fork.exitcode
         if code is None:
-            os.killpg(process.pid or 0, signal.SIGKILL)
-            process.join()
+            os.killpg(fork.pid or 0, signal.SIGKILL)
+            fork.join()
         texts = [Path(path).read_text() for path in (out, err)]
-        process.close()
+        fork.close()
     if code is None:
         raise subprocess.TimeoutExpired(list(arguments), timeout, *texts)
     return subprocess.CompletedProcess(list(arguments), code, *texts)
@@ -65,6 +66,7 @@ def _become(
     for number, path in enumerate((os.devnull, out, err)):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    _forget_parent()
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.chdir(cwd)
@@ -82,6 +84,15 @@ def _become(
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(code)
+
+
+def _forget_parent() -> None:
+    """Let multiprocessing take this for a main process, which has no servers yet."""
+    for server in (resource_tracker._resource_tracker, forkserver._forkserver):
+        server.__init__()  # type: ignore[misc]
+    multiprocessing.set_start_method(None, force=True)
+    process.current_process().name = "MainProcess"
+    process._parent_process = None  # type: ignore[attr-defined]
 
 
 def _exit_code(arguments: Sequence[str], environment: Mapping[str, str]) -> int:

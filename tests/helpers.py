@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import multiprocessing
 import multiprocessing.forkserver
@@ -16,6 +17,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from typing import Any
 GRACE_SECONDS = 5.0
 START_METHOD = "forkserver"  # the mutation gate forks, so that workers are mutants, too
 ROOT = Path(__file__).resolve().parents[1]
+_STARTING = threading.Lock()
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # of the fork server: no test has changed it
 MAX_SECONDS = float("inf")
 # Until something counts as hanging: a busy machine takes twenty times what an idle one takes.
@@ -94,6 +97,12 @@ def reset_accel() -> None:
 
 def start_fork_server() -> None:
     """Start the process that workers are forked from, unless it runs."""
+    with _STARTING:
+        _fork_server()
+
+
+@functools.cache
+def _fork_server() -> None:
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(ENVIRONMENT)

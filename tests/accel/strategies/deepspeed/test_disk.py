@@ -7,7 +7,6 @@ that torch has for such things: a slow test does it, and others take what is the
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,8 @@ from accel import Accelerator
 from accel.env import patched, read
 from accel.strategies.deepspeed import package
 from accel.utils import DeepSpeedPlugin
-from tests.helpers import python, run_distributed
+from tests import commands
+from tests.helpers import ROOT, run_distributed
 
 STEPS = 3
 WIDTH = 1024  # DeepSpeed leaves what is smaller than 1 MiB per process in memory
@@ -34,7 +34,7 @@ def asks(question: str) -> bool:
         "import torch\nfrom accel.strategies.deepspeed import package\n"
         f"known = package.load(torch.device('cpu'))\nraise SystemExit(not ({question}))"
     )
-    return subprocess.run(python("-c", code), capture_output=True).returncode == 0
+    return commands.run("-c", code, cwd=ROOT, environment=os.environ).returncode == 0
 
 
 @pytest.fixture(scope="module")
