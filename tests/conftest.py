@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+# Before torch is imported: tests run side by side, and idle threads of OpenMP's wait busily.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
@@ -20,6 +24,8 @@ IGNORED_VARIABLES = {
 }
 # Threads that libraries keep on purpose, once per process.
 IGNORED_THREADS = ("pydevd", "QueueFeederThread", "tqdm", "ThreadPoolExecutor", "asyncio")
+# Processes that multiprocessing keeps, and ends with the session.
+IGNORED_PROCESSES = ("resource_tracker", "multiprocessing.forkserver")
 
 # A busy machine stalls any example. All else stays as whoever started the tests has set it.
 settings.register_profile("untimed", settings.default, deadline=None)
@@ -38,6 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="torch finds no CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    """Spare the collector what all tests have imported: it would look at it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def children() -> dict[int, str]:
     """Return the command lines of this process's children, by process id (Linux; else empty)."""
     found: dict[int, str] = {}
@@ -51,7 +63,7 @@ def children() -> dict[int, str]:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue
-            if command and "resource_tracker" not in command:
+            if command and not any(name in command for name in IGNORED_PROCESSES):
                 found[int(pid)] = command
     return found
 

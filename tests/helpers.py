@@ -1,19 +1,23 @@
 """Run a function on several processes, in a warm pool of workers per world size.
 
-A fresh start of two workers costs seconds; a warm call costs milliseconds. Start-up itself is
-tested with fresh launches in `tests/runner/launch/test_launcher.py`.
+Workers are forked from one server that has imported torch: a fork costs milliseconds, a fresh
+start seconds. Start-up itself is tested with fresh launches in
+`tests/runner/launch/test_launcher.py`.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -22,7 +26,10 @@ from pathlib import Path
 from typing import Any
 
 GRACE_SECONDS = 5.0
-START_METHOD = "spawn"  # the mutation gate forks, so that workers are mutants, too
+START_METHOD = "forkserver"  # the mutation gate forks, so that workers are mutants, too
+ROOT = Path(__file__).resolve().parents[1]
+_STARTING = threading.Lock()
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # of the fork server: no test has changed it
 MAX_SECONDS = float("inf")
 # Until something counts as hanging: a busy machine takes twenty times what an idle one takes.
 START_SECONDS = 240.0
@@ -88,12 +95,32 @@ def reset_accel() -> None:
     PartialState._reset_state()
 
 
+def start_fork_server() -> None:
+    """Start the process that workers are forked from, unless it runs."""
+    with _STARTING:
+        _fork_server()
+
+
+@functools.cache
+def _fork_server() -> None:
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT)
+    try:
+        with contextlib.chdir(ROOT):  # its first folder of modules
+            multiprocessing.set_forkserver_preload(["tests.preloaded"])
+            multiprocessing.forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def _serve(pipe: Connection, rank: int) -> None:
     import torch
-    import torch.distributed
-    import torch.optim  # the first optimizer imports much more: pay for it once
 
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    from tests import preloaded  # done before, if this was forked
+
+    assert preloaded
     torch.set_num_threads(1)
     pipe.send("ready")
     while True:
@@ -129,8 +156,8 @@ class _Pool:
         self.world_size = world_size
         self.pipes: list[Connection] = []
         self.processes = []
-        before = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")}
-        os.environ["OMP_NUM_THREADS"] = "1"
+        if START_METHOD == "forkserver":
+            start_fork_server()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank), name=f"pool-{rank}")
@@ -138,8 +165,6 @@ class _Pool:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
         self.collect(START_SECONDS)
 
     def collect(self, timeout: float) -> list[Any]:

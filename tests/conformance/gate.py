@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -64,6 +65,8 @@ def preload() -> None:
         getattr(accel.utils, name)
     assert Accelerator.__name__
     helpers.START_METHOD = "fork"
+    gc.collect()
+    gc.freeze()  # the collector writes to what it looks at, which would be copied
 
 
 def run_test(test: str, prepare: Callable[[], None], limit: float) -> int:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers import python
+from tests import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -32,31 +32,18 @@ class Run:
     processes: int | None = None
 
     def command(self) -> list[str]:
-        """Return the command line."""
+        """Return the interpreter's arguments."""
         script = [str(EXAMPLES / f"{self.script}.py"), "--cpu", *self.arguments]
         if self.processes is None:
-            return python(*script)
+            return script
         torchrun = ("--standalone", "--nproc-per-node", str(self.processes))
-        return python("-m", "torch.distributed.run", *torchrun, *script)
+        return ["-m", "torch.distributed.run", *torchrun, *script]
 
     def __call__(self) -> subprocess.CompletedProcess[str]:
         """Run it to its end, or fail after `SECONDS`; nothing of it stays."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(
-            self.command(),
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            out, err = process.communicate(timeout=SECONDS)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, 9)  # its workers, too
-                process.communicate()
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        here = Path.cwd()
+        return commands.run(*self.command(), cwd=here, environment=environment, timeout=SECONDS)
 
 
 def outputs(*runs: Run) -> list[list[str]]:

@@ -6,6 +6,7 @@ has no threads; each fork runs `runner.cli.main` as the command does.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import shutil
@@ -49,6 +50,8 @@ def prepare() -> None:
     """Import what commands import, and nothing that starts a thread."""
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the collector writes to what it looks at, which would be copied
 
 
 def answers(mistakes: Iterable[Mistake], num_jobs: int) -> Iterator[tuple[Mistake, Answer]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import SECONDS, python
+from tests import commands
+from tests.helpers import SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNTS = [
@@ -22,12 +22,10 @@ COUNTS = [
 @pytest.mark.skipif(sys.platform != "linux", reason="answers are collected from forks")
 @pytest.mark.parametrize(("count", "seed"), COUNTS)
 def test_mistakes_are_answered(count: int, seed: tuple[str, ...]) -> None:
-    answer = subprocess.run(
-        python("-m", "tests.mistakes", "--count", str(count), *seed),
-        capture_output=True,
-        text=True,
+    answer = commands.run(
+        *("-m", "tests.mistakes", "--count", str(count), *seed),
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        environment={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=SECONDS * (1 if count < 100 else 5),
     )
     assert answer.returncode == 0, f"{answer.stdout}\n{answer.stderr}"

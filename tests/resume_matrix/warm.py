@@ -5,6 +5,7 @@ The process that forks has one thread and has computed nothing, so a fork is as 
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -66,6 +67,8 @@ def import_everything() -> None:
     from runner.training import loop
 
     warm = (dispatch, parts, cli, session, composition, launcher, loop, start, worker, runner)
+    gc.collect()
+    gc.freeze()  # the collector writes to what it looks at, which would be copied
     assert all((*warm, safetensors.torch, sklearn.datasets, torch._dynamo, torch.utils.data))
 
 

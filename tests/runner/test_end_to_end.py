@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import python
+from tests import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("trainer.log_every=1", "trainer.global_batch_size=64", "tracker.log_with=[]")
 
 
-def run(*overrides: str, cwd: Path, code: int = 0, timeout: float = 300) -> Path:
+def run(*overrides: str, cwd: Path, code: int = 0) -> Path:
     """Run `python -m runner` in `cwd`; return the directory of the run (`cwd` if refused)."""
-    answer = subprocess.run(
-        python("-m", "runner", *overrides),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"},
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    answer = commands.run("-m", "runner", *overrides, cwd=cwd, environment=environment)
     assert answer.returncode == code, answer.stdout + answer.stderr
     runs = sorted(cwd.glob("runs/*/*/config.yaml"), key=lambda path: path.stat().st_mtime)
     return runs[-1].parent if runs else cwd
@@ -137,13 +130,6 @@ def test_eval_and_predict_use_the_run(straight: Path, tmp_path: Path) -> None:
         ("eval", str(straight)),
         ("predict", str(straight), "--split", "test", "--output", str(output)),
     ):
-        answer = subprocess.run(
-            python("-m", "runner", *command),
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=environment,
-        )
+        answer = commands.run("-m", "runner", *command, cwd=tmp_path, environment=environment)
         assert answer.returncode == 0, answer.stdout + answer.stderr
     assert len(output.read_text().splitlines()) == 360

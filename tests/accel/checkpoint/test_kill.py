@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import python
+from tests import commands
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def killed_everywhere(tmp_path: Path, into: str) -> list[dict[str, Any]]:
-    command = python("-m", "tests.accel.checkpoint.killed_saver", str(tmp_path / "run"), into)
-    answer = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    command = ("-m", "tests.accel.checkpoint.killed_saver", str(tmp_path / "run"), into)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    answer = commands.run(*command, cwd=ROOT, environment=environment)
     assert answer.returncode == 0, answer.stderr
     return [json.loads(line) for line in answer.stdout.splitlines()]
 

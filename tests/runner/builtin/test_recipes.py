@@ -5,26 +5,26 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import python
+from tests import commands
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
 def run(cwd: Path, *overrides: str) -> tuple[str, Path]:
     """Run `python -m runner` in `cwd`; return what it printed and the run's directory."""
-    answer = subprocess.run(
-        python("-m", "runner", "distributed.num_threads=1", *overrides),
+    answer = commands.run(
+        *("-m", "runner", "distributed.num_threads=1", *overrides),
         cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        environment=environment(),
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     (folder,) = (cwd / "runs").glob("*/*/")
@@ -52,14 +52,8 @@ print("loaded", recipe.name, *([type(model).__name__] if not isinstance(model, d
 def used(run_dir: Path, cwd: Path) -> tuple[str, list[dict[str, Any]]]:
     """Evaluate, predict with and load a run; return what was printed, and the predictions."""
     output = cwd / "predictions.jsonl"
-    answer = subprocess.run(
-        python("-c", USED, str(run_dir), str(output)),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
+    arguments = ("-c", USED, str(run_dir), str(output))
+    answer = commands.run(*arguments, cwd=cwd, environment=environment())
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer.stdout, [json.loads(line) for line in output.read_text().splitlines()]
 

@@ -8,14 +8,14 @@ holds the weights of the same run without `stop_after`.
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers import python
+from tests import commands
 
 OLDER = Path(__file__).parent / "older"
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,13 +24,8 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
     name = Path(json.loads((OLDER / "job.json").read_text())["run_dir"]).name
     run_dir = shutil.copytree(OLDER, tmp_path / name)
-    answer = subprocess.run(
-        python("-m", "runner", f"resume={run_dir}", "trainer.stop_after=null"),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=ROOT,
-    )
+    command = ("-m", "runner", f"resume={run_dir}", "trainer.stop_after=null")
+    answer = commands.run(*command, cwd=ROOT, environment=os.environ)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["stopped"], summary["step"]) == ("max_steps", 6)
