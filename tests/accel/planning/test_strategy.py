@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from accel.config.deepspeed import DeepSpeedPlugin
@@ -108,29 +106,6 @@ def test_what_fsdp_cannot_do_is_told_at_once() -> None:
     assert "dp_replicate_size=3 with 4 processes for data" in text
     assert "DistributedDataParallelKwargs(find_unused_parameters=True) with fsdp" in text
     assert len(caught.value.problems) == 3
-
-
-@pytest.mark.parametrize(
-    ("fields", "tp_size", "wrong"),
-    [
-        ({"reshard_after_forward": 2}, 1, False),
-        ({"reshard_after_forward": 2}, 2, True),
-        ({"reshard_after_forward": 4}, 1, True),
-        ({"reshard_after_forward": 3}, 1, True),
-        ({"reshard_after_forward": 2, "dp_replicate_size": 2}, 1, True),
-        ({"dp_replicate_size": "nodes"}, 1, False),
-        ({"dp_replicate_size": "all"}, 2, False),
-        ({"dp_replicate_size": 4}, 2, True),
-    ],
-)
-def test_shards_divide_the_processes(fields: dict[str, Any], tp_size: int, wrong: bool) -> None:
-    plugins = {
-        "fsdp_plugin": FullyShardedDataParallelPlugin(**fields),
-        "torch_tp_plugin": None if tp_size == 1 else TorchTensorParallelPlugin(tp_size),
-    }
-    found = Findings()
-    choose(Arguments.of(plugins), FOUR, found).dims(FOUR, found)
-    assert bool(found.wrong) is wrong
 
 
 def test_defaults_of_handlers_are_no_conflict() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from accel.errors import ConfigError
 from accel.imports import load_attribute
-from accel.planning.spec import PluginSpec, StrategySpec
+from accel.planning.spec import PluginSpec
 from accel.strategies import default_specs, table
 from accel.strategies.base import Strategy
 from tests.helpers import python
@@ -69,11 +69,3 @@ def test_names_that_are_taken_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     text = listing(monkeypatch, f"{__name__}:TAKEN")
     for name in ("strategy 'ddp'", "plugin 'fsdp'", "argument of Accelerator 'fsdp_plugin'"):
         assert f"{name}: 2 strategies name it so" in text
-
-
-def test_a_strategy_is_named_by_its_first_plugin_that_is_on() -> None:
-    first, second = PluginSpec("one", int, label="first"), PluginSpec("two", int)
-    spec = StrategySpec("both", "", plugins=(first, second))
-    assert spec.label({"one": 1, "two": 2}) == "first"
-    assert spec.label({"two": 2}) == "two"
-    assert spec.label({}) == "both"

@@ -1,0 +1,74 @@
+"""What a plugin of DeepSpeed implies for a run, and what a run decides in its configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.training import TorchDynamoPlugin
+from accel.env import Environment
+from accel.errors import ConfigError
+from accel.planning.spec import Request
+from accel.strategies.deepspeed.spec import SPEC
+
+(PLUGIN,) = SPEC.plugins
+ONE = Environment()
+
+
+def plugins(**fields: Any) -> dict[str, Any]:
+    return {"deepspeed": PLUGIN.resolved(DeepSpeedPlugin(**fields), ONE)}
+
+
+def request(given: dict[str, Any], mixed_precision: str = "no", backend: str = "no") -> Request:
+    return Request(given, ONE, "cpu", mixed_precision, TorchDynamoPlugin(backend=backend))
+
+
+def test_its_configuration_implies_precision_and_accumulation() -> None:
+    config = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}
+    given = plugins(hf_ds_config=config)
+    assert SPEC.precision(given, None) == "bf16"
+    assert SPEC.precision(given, "no") == "no"
+    assert SPEC.accumulation_steps(given) == 4
+    assert SPEC.precision(plugins(), None) is None
+    assert SPEC.accumulation_steps(plugins()) is None
+
+
+def test_it_does_not_compute_in_fp16_on_a_cpu() -> None:
+    (problem,) = SPEC.problems(request(plugins(), "fp16"))
+    assert "fp16' under DeepSpeed on a CPU" in problem.value
+    assert SPEC.problems(request(plugins(), "bf16")) == []
+
+
+def test_a_run_and_its_configuration_may_not_disagree() -> None:
+    assert PLUGIN.adopt is not None
+    config = {"train_batch_size": 3, "optimizer": {"type": "Adam"}}
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    assert SPEC.problems(request({"deepspeed": {"default": plugin}})) == []
+    adopted = PLUGIN.adopt(plugin, {"global_batch_size": (4, "4 by the run")})
+    named = PLUGIN.resolved(adopted, ONE)
+    first, second = SPEC.problems(request({"deepspeed": named}))
+    assert "train_batch_size=3 with 4 by the run" in first.value
+    assert "optimizer with optimizer=" in second.value
+
+
+def test_a_file_is_recorded_by_its_content() -> None:
+    assert PLUGIN.frozen_fields is not None
+    config = {"train_batch_size": 3}
+    found = PLUGIN.frozen_fields(DeepSpeedPlugin(hf_ds_config=config))
+    assert found["hf_ds_config"]["train_batch_size"] == 3
+    assert PLUGIN.frozen_fields(DeepSpeedPlugin()) == {}
+
+
+def test_stage_3_is_compiled_slowly_on_a_cpu() -> None:
+    assert len(SPEC.notes(request(plugins(zero_stage=3), backend="eager"))) == 1
+    assert SPEC.notes(request(plugins(zero_stage=3))) == []
+    assert SPEC.notes(request(plugins(zero_stage=2), backend="eager")) == []
+
+
+def test_plugins_of_other_classes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="there is one plugin at least"):
+        PLUGIN.resolved({}, ONE)
+    with pytest.raises(ConfigError, match=r"deepspeed_plugins\['b'\]=3"):
+        PLUGIN.resolved({"a": DeepSpeedPlugin(), "b": 3}, ONE)
