@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from accel.comm.flat import by_dtype
 from accel.memory_estimate import local
 from accel.precision.amp import StepScaler, parameters_of
-from accel.strategies.mesh.buckets import grouped
 from accel.strategies.mesh.torch_internals import (
     Models,
     gradient_values,
@@ -66,7 +66,7 @@ class ShardedStepScaler(StepScaler):
         view: Any = SimpleNamespace(param_groups=[{"params": plain}])
         flags = super()._unscale_grads_(view, inv_scale, found_inf, allow_fp16)
         shards = [p.grad.to_local().detach() for p in parameters if isinstance(p.grad, DTensor)]
-        groups = grouped(shards, lambda shard: (shard.device, shard.dtype))
+        groups = ([shards[index] for index in indices] for indices in by_dtype(shards))
         found = [*flags.values(), *(unscale(group, inv_scale) for group in groups)]
         # Also without gradients: the other ranks wait for this one's flag.
         here = torch.stack([found_inf, *(flag.to(found_inf.device) for flag in found)]).max()

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accel.comm.flat import by_dtype, exchange_flat
 from accel.errors import ConfigError, Problem
 from accel.memory_estimate import local
 from accel.parallel import gradient_axes
 from accel.strategies.base import Gradients
-from accel.strategies.mesh.buckets import apply_in_buckets, grouped
 from accel.strategies.mesh.grad_scaler import ShardedStepScaler
 from accel.strategies.mesh.parameter_remap import ParameterRemap
 from accel.strategies.mesh.torch_internals import Models, any_unsharded, unsharded_and_sharded
@@ -210,7 +210,8 @@ def average_gradients(parameters: Sequence[torch.Tensor], mesh: DeviceMesh) -> N
             dist.all_reduce(bucket, group=group)
         return bucket
 
-    for same in grouped(parameters, lambda parameter: (parameter.device, parameter.dtype)):
+    for indices in by_dtype(parameters):
+        same = [parameters[index] for index in indices]
         missing = [index for index, parameter in enumerate(same) if parameter.grad is None]
         for index in missing:
             same[index].grad = torch.zeros_like(same[index])
@@ -219,9 +220,11 @@ def average_gradients(parameters: Sequence[torch.Tensor], mesh: DeviceMesh) -> N
         has = own[0].new_ones(len(same))
         for index in missing:
             has[index] = 0
-        apply_in_buckets([*own, has], average)
+        *averaged, found = exchange_flat([*own, has], average)
+        for gradient, result in zip(own, averaged, strict=True):
+            gradient.copy_(result[0])
         for index in missing:  # only here does the host wait for the device
-            if not has[index]:
+            if not found[0, index]:
                 same[index].grad = None
 
 

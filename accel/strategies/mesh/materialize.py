@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
+from accel.comm.flat import exchange_flat
 from accel.errors import ConfigError, Problem
-from accel.strategies.mesh.buckets import apply_in_buckets
 from accel.strategies.mesh.torch_internals import buffer_table, parameter_table
 
 if TYPE_CHECKING:
@@ -82,7 +82,16 @@ class InitialWeights:
                 self._initialize(owner, self._init)
         tensors = [tensor for tensor in self._allocated(module) if not isinstance(tensor, DTensor)]
         if self._sync and self._comm.world_size > 1:
-            apply_in_buckets(tensors, self._comm.broadcast)
+            self._receive(tensors)
+
+    @torch.no_grad()
+    def _receive(self, tensors: list[torch.Tensor]) -> None:
+        """Write the values of rank 0 into `tensors`."""
+        # On one device of this rank: there is one broadcast for each device and dtype.
+        sent = [tensor.detach().to(tensors[0].device) for tensor in tensors]
+        received = exchange_flat(sent, self._comm.broadcast)
+        for tensor, values in zip(tensors, received, strict=True):
+            tensor.copy_(values[0])
 
     def _initialize(self, owner: torch.nn.Module, init: Init) -> None:
         """Let `init` fill the tensors that `owner` itself registers; tied ones stay tied."""

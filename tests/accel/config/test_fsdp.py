@@ -158,7 +158,7 @@ def test_a_switch_is_what_its_word_says(given: Any, expected: bool | None) -> No
 def test_offloading_is_what_was_asked_for() -> None:
     for given, offloads in (("no", False), (OffloadPolicy(), False), (CPUOffloadPolicy(), True)):
         accelerator = build(fsdp={"cpu_offload": given})
-        policy = accelerator.strategy._offload
+        policy = accelerator.strategy._settings.offload
         assert isinstance(policy, CPUOffloadPolicy) is offloads
         accelerator.end_training()
         reset_accel()
