@@ -76,9 +76,7 @@ class Reader:
         self._confirmed = False
         self._late = 0  # batches that wait for a micro-batch though their pass has ended
         self._ended: weakref.ref[object] | None = None  # the loader of that pass
-        self._beside: weakref.WeakSet[object] = (
-            weakref.WeakSet()
-        )  # loaders that were read beside it
+        self._beside: weakref.WeakSet[object] = weakref.WeakSet()  # loaders read beside it
         self._ended_at = 0
         self._undriven = False  # whether the latest micro-batch came of no prepared loader
         self._proven = False  # whether micro-batches of it are known
