@@ -227,7 +227,10 @@ class PreparedLoader(OrderedLoader):
             order.replay = None
         if shown.end_of_dataloader:  # the caller keeps the last batch, and left
             if shown is self:
-                state.broken_off = self.remainder, self._last_size  # for gather_for_metrics
+                state.abandoned_remainder = (
+                    self.remainder,
+                    self._last_size,
+                )  # for gather_for_metrics
             current.is_complete = True  # nothing remained to be read, as where loaders are zipped
             self._finish(current)
         ordered.at_end = current.at_end
