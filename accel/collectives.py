@@ -106,7 +106,7 @@ class Collectives:
         if self._comm.world_size == 1:  # a short batch is not completed
             return []
         if not state.in_dataloader:
-            real, size = state.broken_off
+            real, size = state.abandoned_remainder
             return [_LastBatch(real, size, in_hand=False)] if 0 < real < size else []
         active: Any = state.active_dataloader
         read = [active, *active._read_in_turns()]

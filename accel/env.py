@@ -1,7 +1,7 @@
 """The environment variables of the process: the only module that reads or writes them.
 
 Free of torch. `Environment.read()` takes one snapshot of what a launcher and a person may set;
-`plan.resolve` works on that snapshot alone.
+`plan.resolve` works only on that snapshot.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def integer(name: str, default: int | None = None) -> int | None:
     """Return the variable `name` as a number, or `default` where it is unset or empty.
 
     Raises:
-        ConfigError: if it is no whole number.
+        ConfigError: if it is no integer.
     """
     value = os.environ.get(name, "").strip()
     if not value:
@@ -81,7 +81,7 @@ def integer(name: str, default: int | None = None) -> int | None:
         raise ConfigError(
             Problem(
                 f"{name}={value!r} (environment)",
-                "it is a whole number",
+                "expected an integer",
                 f"Correct or unset {name}.",
             )
         ) from None
@@ -112,7 +112,7 @@ def copy() -> dict[str, str]:
     return dict(os.environ)
 
 
-# What launchers other than torchrun tell their processes of their number; srun may come with PMI.
+# Variables in which other launchers than torchrun give the world size; srun may come with PMI.
 SIZES = (
     "SLURM_STEP_NUM_TASKS",
     "OMPI_COMM_WORLD_SIZE",
@@ -123,9 +123,9 @@ SIZES = (
 
 
 def launched() -> tuple[str, int] | None:
-    """Return what tells that a launcher has started several processes, and how many at least.
+    """Return the variable that shows several launched processes, and their number at least.
 
-    None where it has not, or where WORLD_SIZE tells their number. SLURM_NTASKS counts the tasks of
+    None where there is none, or where WORLD_SIZE is set. SLURM_NTASKS counts the tasks of
     a job, of which a script without srun is none.
 
     Source: https://slurm.schedmd.com/srun.html (SLURM_STEP_NUM_TASKS);
@@ -140,14 +140,14 @@ def launched() -> tuple[str, int] | None:
 
 @dataclass(frozen=True)
 class Environment:
-    """What the environment says about a run.
+    """The environment variables of a run.
 
     Args:
         rank: index of this process among all; None where no launcher set it.
         local_rank: index on its node; None where no launcher set it.
         world_size: number of processes.
-        local_world_size: number of processes on this node; None: not told.
-        master_addr: host where processes meet.
+        local_world_size: number of processes on this node; None: not given.
+        master_addr: host of the rendezvous.
         master_port: TCP port there.
         restart_count: attempts of the elastic agent before this one.
         run_id: the elastic agent's name of the job.
@@ -162,7 +162,7 @@ class Environment:
         dynamo_mode: default of `TorchDynamoPlugin(mode=…)`; likewise the next three.
         dynamo_fullgraph: whether a graph break is an error.
         dynamo_dynamic: whether shapes are symbolic.
-        dynamo_regional: whether repeated blocks are compiled instead of the whole model.
+        dynamo_regional: whether repeated blocks are compiled instead of the full model.
         variables: all variables, of which strategies read those of their plugins.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
@@ -191,7 +191,7 @@ class Environment:
 
     @property
     def has_rendezvous(self) -> bool:
-        """Whether a launcher tells this process its rank and where the processes meet."""
+        """Whether a launcher gave this process its rank and the address of the rendezvous."""
         return None not in (self.rank, self.master_addr, self.master_port)
 
     def flag(self, name: str) -> bool:

@@ -6,7 +6,7 @@
     ├── StateError               (RuntimeError)  a call at the wrong time: state reset, never built
     ├── MissingPackageError      (ImportError)   an optional package is not installed
     ├── CheckpointError          (RuntimeError)  a checkpoint is missing, incomplete or altered
-    │   └── DiskFullError                        there is no room for what is to be written
+    │   └── DiskFullError                        the disk has no room for a file
     └── DistributedOperationException (RuntimeError) ranks disagree on what they exchange
 
 Each message gives the value, the rule that it breaks and the remedy.
@@ -55,7 +55,7 @@ class AccelError(Exception):
 
 
 class ConfigError(AccelError, ValueError):
-    """What was asked for contradicts itself, the machine or the schema.
+    """The request contradicts itself, the machine or the schema.
 
     Args:
         problems: everything found wrong, reported together.
@@ -130,7 +130,7 @@ class MissingPackageError(AccelError, ImportError):
 
     Args:
         package: the name to install from the package index.
-        needed_for: what asked for it, e.g. ``"log_with='wandb'"``.
+        needed_for: the request that needs it, e.g. ``"log_with='wandb'"``.
         extra: the extra of this distribution that brings it, if there is one.
     """
 
@@ -155,7 +155,7 @@ class CheckpointError(AccelError, RuntimeError):
 
 
 class DiskFullError(CheckpointError):
-    """There is no room on the disk, or in the quota, for what is to be written."""
+    """The disk, or the quota, has no room for a file."""
 
 
 class DistributedOperationException(AccelError, RuntimeError):
@@ -201,4 +201,4 @@ def text_of(error: BaseException) -> str:
     try:
         return str(error).strip()
     except Exception as failure:
-        return f"(its message cannot be told: __str__ raised {type(failure).__name__})"
+        return f"(its message cannot be read: __str__ raised {type(failure).__name__})"

@@ -114,7 +114,7 @@ def is_xpu_available() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return whether torch_xla is installed, and computes on the kind of device asked for.
+    """Return whether torch_xla is installed, and computes on the requested kind of device.
 
     Args:
         check_is_tpu: whether it has to find a TPU, too.

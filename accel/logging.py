@@ -11,7 +11,7 @@ from accel.state import PartialState
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
-    """A logger that by default logs on the main process alone.
+    """A logger that by default logs only on the main process.
 
     Each logging method takes two more arguments: `main_process_only` (default True), and `in_order`
     (default False), with which the processes log one after the other, by rank, and which every rank
@@ -71,7 +71,7 @@ def _is_main_process() -> bool:
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Return the logger `name`, which by default logs on the main process alone.
+    """Return the logger `name`, which by default logs only on the main process.
 
     Args:
         name: usually ``__name__``.

@@ -27,7 +27,7 @@ def normalize_loss(
 
     Args:
         total: [] summed loss of one micro-batch of this process.
-        global_weight: summed weight of the whole step, over all processes and micro-batches.
+        global_weight: summed weight of the full step, over all processes and micro-batches.
         grad_size: over how many ranks gradients are averaged:
             `accelerator.parallel_dims.grad_size`.
         num_steps: what `backward` divides by: `Accelerator.gradient_accumulation_steps`.

@@ -40,7 +40,7 @@ def release_memory(*objects: object) -> list[None]:
     """Drop references, collect garbage and give cached memory back.
 
     Args:
-        objects: what the caller wants to be rid of.
+        objects: the objects to release.
 
     Returns:
         As many None, to be assigned to the caller's names: ``a, b = release_memory(a, b)``.
@@ -55,7 +55,7 @@ def should_reduce_batch_size(exception: Exception) -> bool:
     """Return whether an exception says that memory ran out.
 
     Args:
-        exception: what was raised.
+        exception: the exception that was raised.
     """
     if isinstance(exception, torch.OutOfMemoryError):
         return True
@@ -73,7 +73,7 @@ def find_executable_batch_size(
     Args:
         function: takes the batch size first; the caller leaves that argument out. None returns the
             decorator.
-        starting_batch_size: what is tried first, samples.
+        starting_batch_size: the first batch size, samples.
         reduce_batch_size_fn: called for the next batch size; None: nine tenths of the last.
 
     Returns:

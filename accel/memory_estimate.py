@@ -16,7 +16,7 @@ class Footprint:
 
     Attributes:
         parameters: of the models, frozen ones included.
-        gradients: of what is trained.
+        gradients: of trainable parameters.
         optimizer_state: what optimizers keep between steps, copies of weights in another format
             included; None: not known before the first step.
     """
@@ -43,8 +43,8 @@ def state_bytes(
 ) -> int | None:
     """Return the bytes of an optimizer's state on this process; before the first step, to come.
 
-    A step of the same optimizer on tensors without storage tells. None for optimizers that are not
-    torch's own.
+    Measured by a step of the same optimizer on tensors without storage. None for other optimizers
+    than torch's own.
 
     Args:
         optimizer: unwrapped.

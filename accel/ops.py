@@ -189,7 +189,7 @@ def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
         scale: factor of the result.
 
     Returns:
-        The same structure of new tensors. A mean of whole numbers is floating.
+        The same structure of new tensors. A mean of integers is floating.
 
     Raises:
         ConfigError: for another `reduction`.
@@ -353,7 +353,9 @@ def find_batch_size(data: object) -> int:
     for tensor in iterate(data):
         if tensor.ndim:
             return int(tensor.shape[0])
-    raise TypeError(f"There is no tensor in this {type(data).__name__} to tell the batch size.")
+    raise TypeError(
+        f"There is no tensor in this {type(data).__name__} to take the batch size from."
+    )
 
 
 def _is_low_precision(value: object) -> bool:

@@ -22,10 +22,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         device_placement: whether state that the optimizer brings along is moved to the device of
             its parameters.
         scaler: the gradient scaler of fp16 training, or None.
-        admit: returns what is stepped for parameters that are added; None: those themselves.
+        admit: returns the parameters to step for added ones; None: those themselves.
 
     Attributes:
-        step_was_skipped: whether the last step was left out because gradients overflowed (fp16).
+        step_was_skipped: whether the last step was skipped because gradients overflowed (fp16).
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Update the parameters if gradients are complete.
 
         Args:
-            closure: computes the loss anew; not under fp16.
+            closure: computes the loss again; not under fp16.
 
         Returns:
-            What the wrapped optimizer returns; None where nothing was done.
+            The result of the wrapped optimizer; None where the step was skipped.
 
         Raises:
             ConfigError: for a closure under fp16.

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Objects:
-    """What was handed to `prepare`, by kind; strategies replace entries by their wrapped form.
+    """The objects given to `prepare`, by kind; strategies replace entries by their wrapped form.
 
     Attributes:
         models: modules.
@@ -33,6 +33,6 @@ class Objects:
         self.custom += other.custom
 
     def clear_prepared(self) -> None:
-        """Forget what was prepared; objects registered for checkpointing stay."""
+        """Forget the prepared objects; those registered for checkpointing stay."""
         for kind in (self.models, self.optimizers, self.schedulers, self.dataloaders):
             kind.clear()

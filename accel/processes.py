@@ -113,7 +113,7 @@ class ProcessControl:
         return function if here or not self.use_distributed else _nothing(function)
 
     def on_main_process(self, function: Function | None = None) -> Function:
-        """Decorate a function so that it runs on the main process alone; others get None.
+        """Decorate a function so that it runs only on the main process; others get None.
 
         Args:
             function: what to decorate; None returns the decorator (``@state.on_main_process()``).
@@ -123,7 +123,7 @@ class ProcessControl:
         return self._only_if(self.is_main_process, function)
 
     def on_local_main_process(self, function: Function | None = None) -> Function:
-        """Decorate a function so that it runs on each node's main process alone.
+        """Decorate a function so that it runs only on each node's main process.
 
         Args:
             function: what to decorate; None returns the decorator.
@@ -133,7 +133,7 @@ class ProcessControl:
         return self._only_if(self.is_local_main_process, function)
 
     def on_last_process(self, function: Function | None = None) -> Function:
-        """Decorate a function so that it runs on the last process alone.
+        """Decorate a function so that it runs only on the last process.
 
         Args:
             function: what to decorate; None returns the decorator.
@@ -145,7 +145,7 @@ class ProcessControl:
     def on_process(
         self, function: Function | None = None, process_index: int | None = None
     ) -> Function:
-        """Decorate a function so that it runs on one process alone (on the only one, if so).
+        """Decorate a function so that it runs on only one process (on the only one, if so).
 
         Args:
             function: what to decorate; None returns the decorator.
@@ -159,7 +159,7 @@ class ProcessControl:
     def on_local_process(
         self, function: Function | None = None, local_process_index: int | None = None
     ) -> Function:
-        """Decorate a function so that it runs on one process of each node alone.
+        """Decorate a function so that it runs on only one process of each node.
 
         Args:
             function: what to decorate; None returns the decorator.
@@ -182,13 +182,13 @@ class ProcessControl:
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: T, apply_padding: bool = False) -> Iterator[T]:
-        """Give each process its part of `inputs`, in order; the first ones get what is left over.
+        """Give each process its part of `inputs`, in order; the first ones get the remainder.
 
         Args:
             inputs: a list, tuple, tensor, array, `datasets.Dataset`, or a dict of such, all of one
                 length.
             apply_padding: whether shorter parts are completed with the last element, so that all
-                have one length (to gather results; drop what was added afterwards).
+                have one length (to gather results; drop the padding afterwards).
 
         Yields:
             The part, of the same type.

@@ -31,7 +31,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         device_specific: whether each process adds its index, so that all draw differently. Under
             tensor parallelism (call it after the `Accelerator` is built) it is the data-parallel
             rank: processes that compute the same samples draw the same.
-        deterministic: whether torch uses deterministic algorithms alone, and raises where it has
+        deterministic: whether torch uses only deterministic algorithms, and raises where it has
             none.
 
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
@@ -256,7 +256,7 @@ def _restore_accelerator(state: Mapping[str, Any] | None) -> None:
     elif here != there:
         warnings.warn(
             f"The random state was saved on {there or 'cpu'} and this run computes on "
-            f"{here or 'cpu'}: draws on the device go on from its present state.",
+            f"{here or 'cpu'}: draws on the device continue from its present state.",
             stacklevel=3,
         )
 

@@ -65,7 +65,7 @@ class AcceleratedScheduler:
     def follow(self, optimizers: Sequence[AcceleratedOptimizer]) -> None:
         """Follow optimizers that were prepared after this scheduler.
 
-        A scheduler that has an optimizer follows that one alone; another one follows all.
+        A scheduler that has an optimizer follows only that one; another one follows all.
 
         Args:
             optimizers: newly prepared.
@@ -111,7 +111,7 @@ class AcceleratedScheduler:
         return self.scheduler.get_last_lr()
 
     def get_lr(self) -> list[float]:
-        """Return what the wrapped scheduler computes for its current step."""
+        """Return the rates of the wrapped scheduler for its current step."""
         return self.scheduler.get_lr()
 
     def state_dict(self) -> dict[str, Any]:

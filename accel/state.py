@@ -282,10 +282,10 @@ class GradientState:
             -1: not known, or not at the last batch.
         active_dataloader: the loader that is being iterated over, or None.
         dataloader_references: all loaders that are being iterated over, the outermost first.
-        broken_off: (`remainder`, samples with repetitions) of the last batch, where a pass was left
-            with it in hand, as in ``batch = next(iter(loader))``; (0, 0) from the next pass on.
+        abandoned_remainder: (`remainder`, samples with repetitions) of the last batch, if a pass
+            was abandoned on it, as in ``batch = next(iter(loader))``; (0, 0) from the next pass on.
         passed: (samples that the latest pass gave over all processes, how many of them were
-            repetitions), after a whole pass that had some; (0, 0) from the next pass on.
+            repetitions), after a complete pass that had some; (0, 0) from the next pass on.
         plugin_kwargs: the settings that differ from the defaults.
         distributed_type: how the processes work together.
     """
@@ -299,7 +299,7 @@ class GradientState:
     sync_each_batch: bool
     end_of_dataloader: bool
     remainder: int
-    broken_off: tuple[int, int]
+    abandoned_remainder: tuple[int, int]
     passed: tuple[int, int]
     _loaders: list[weakref.ref[Any]]
     _reader: Reader
@@ -310,7 +310,7 @@ class GradientState:
         self.__dict__ = self._shared_state
         if not self.initialized:
             self.sync_gradients = True
-            self.broken_off = self.passed = 0, 0
+            self.abandoned_remainder = self.passed = 0, 0
             self._loaders = []
             self._reader = Reader()
             self._follow_dataloader()
@@ -377,7 +377,7 @@ class GradientState:
     def _start_over(self) -> None:
         """Close the window of accumulation that an earlier training left open."""
         self.sync_gradients = True
-        self.broken_off = self.passed = 0, 0
+        self.abandoned_remainder = self.passed = 0, 0
         self._reader = Reader()
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
@@ -415,7 +415,7 @@ class GradientState:
             The others that are read, with the batches that they have given.
         """
         others = [(one, one.batches_given) for one in self._being_read() if one is not dataloader]
-        self.broken_off = self.passed = 0, 0
+        self.abandoned_remainder = self.passed = 0, 0
         self._loaders.append(weakref.ref(dataloader, self._forget))
         self._follow_dataloader()
         return others

@@ -65,7 +65,7 @@ def recursively_apply(
         func: called as ``func(leaf, *args, **kwargs)``.
         data: lists, tuples and mappings of leaves.
         args: handed on to `func`.
-        test_type: tells which leaves `func` is applied to.
+        test_type: decides which leaves `func` is applied to.
         error_on_other_type: whether other leaves are an error; else they stay as they are.
         kwargs: handed on to `func`.
 
@@ -100,7 +100,7 @@ def flatten(
 
     Args:
         data: lists, tuples and mappings of leaves.
-        test_type: tells which leaves count.
+        test_type: decides which leaves count.
         error_on_other_type: whether other leaves are an error; else they stay in their place.
 
     Returns:
@@ -131,7 +131,7 @@ def iterate(data: object, test_type: Test = is_tensor) -> Iterator[Any]:
 
 
 def split(data: T, rank: int, world_size: int, padding: bool = False) -> T:
-    """Return the part of `data` that `rank` gets, in order; the first ranks get what is left over.
+    """Return the part of `data` that `rank` gets, in order; the first ranks get the remainder.
 
     Args:
         data: a list, tuple, tensor, array, `datasets.Dataset`, or a mapping of such, all of one
@@ -179,10 +179,10 @@ def _common_length(inputs: Any) -> int:
 
 def _indices(length: int, rank: int, world_size: int, padding: bool) -> Sequence[int]:
     """Return the indices that `rank` gets, as a range unless there is padding."""
-    share, extra = divmod(length, world_size)
-    start = rank * share + min(rank, extra)
-    indices = range(start, start + share + (1 if rank < extra else 0))
-    lacking = share + (1 if extra else 0) - len(indices)
+    size, extra = divmod(length, world_size)
+    start = rank * size + min(rank, extra)
+    indices = range(start, start + size + (1 if rank < extra else 0))
+    lacking = size + (1 if extra else 0) - len(indices)
     if not padding or lacking == 0 or length == 0:
         return indices
     return [*indices, *([(indices[-1] if indices else length - 1)] * lacking)]

@@ -1,8 +1,8 @@
 """Which micro-batch is the last of the loader that a training loop is driven by.
 
 Loops fetch batches in many ways: several ahead of their micro-batches, from loaders side by side
-(``zip``), from loaders within loops over others. What is counted here, while gradients are
-accumulated, tells where the pass of the loop's own loader ends, and that it ends once.
+(``zip``), from loaders within loops over others. The counts kept here, while gradients are
+accumulated, show where the pass of the loop's own loader ends, and that it ends once.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Reader:
         self._confirmed = False
         self._late = 0  # batches that wait for a micro-batch though their pass has ended
         self._ended: weakref.ref[object] | None = None  # the loader of that pass
-        self._beside: weakref.WeakSet[object] = weakref.WeakSet()  # what was read beside it
+        self._beside: weakref.WeakSet[object] = weakref.WeakSet()  # loaders read beside it
         self._ended_at = 0
         self._undriven = False  # whether the latest micro-batch came of no prepared loader
         self._proven = False  # whether micro-batches of it are known
@@ -154,7 +154,7 @@ class Reader:
         """Note that a pass ends, though micro-batches of it may follow.
 
         Args:
-            loader: what is read.
+            loader: the loader that is read.
             reading: the loaders whose passes are under way, this one among them.
             is_open: whether a window of micro-batches is.
         """

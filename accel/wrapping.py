@@ -1,4 +1,4 @@
-"""What lies around a user's module: wrappers of a backend, and a forward pass under autocast."""
+"""Wrappers around a user's module: those of a backend, and a forward pass under autocast."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def wrap_forward(
     Args:
         model: any module.
         make_context: gives a fresh context for each call.
-        outputs_in_fp32: whether outputs are converted, or stay what was computed.
+        outputs_in_fp32: whether outputs are converted, or keep the computed dtype.
     """
     if not isinstance(model.__dict__.get("forward"), WrappedForward):
         model.forward = WrappedForward(model.forward, make_context, outputs_in_fp32)

@@ -69,7 +69,7 @@ def _count(present: Mapping[str, Any], kind: str) -> int:
 
 
 def complete(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict with the names of tied weights that were stored once alone."""
+    """Return a state dict with the names of tied weights that were stored only once."""
     stored = dict(state)
     for group in ties(model):
         kept = next((name for name in group if name in state), None)

@@ -13,7 +13,7 @@ Description = dict[str, Any]
 
 
 def describe(loader: Any) -> Description:
-    """Return what tells a loader from the others of a run, whatever the number of processes."""
+    """Return a description that identifies a loader of a run, for any number of processes."""
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, IterableDatasetShard):
         dataset = dataset.dataset
@@ -37,7 +37,7 @@ def match(loaders: Sequence[Any], saved: Sequence[Description] | int) -> list[in
 
     Args:
         loaders: prepared, in order.
-        saved: descriptions of the saved ones; of older checkpoints their number alone.
+        saved: descriptions of the saved ones; of older checkpoints only their number.
     """
     if isinstance(saved, int):
         return [index if index < saved else None for index in range(len(loaders))]

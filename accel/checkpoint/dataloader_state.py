@@ -61,7 +61,7 @@ def load_positions(
     """Take over what `positions` returned on this rank.
 
     Ranks may have been at different batches of a pass. One that had read its last gets an empty
-    pass where others go on with theirs, so that all begin the next one together.
+    pass where others resume theirs, so that all begin the next one together.
 
     Args:
         comm: how this process talks to the others.
@@ -126,9 +126,9 @@ def _furthest_behind(index: int, ranks: Sequence[Any]) -> int | None:
 
 
 def _different_epochs(index: int, found: dict[int, tuple[Any, str]]) -> Problem:
-    told = ", ".join(f"rank {rank}: {epoch} ({at})" for rank, (epoch, at) in found.items())
+    listed = ", ".join(f"rank {rank}: {epoch} ({at})" for rank, (epoch, at) in found.items())
     return Problem(
-        f"stateful data loader {index}, saved in different epochs ({told})",
+        f"stateful data loader {index}, saved in different epochs ({listed})",
         "a pass begins on all ranks together, so that a rank may be at most at the end of the pass "
         "that others are in",
         "Save on all ranks in the same epoch.",

@@ -91,7 +91,7 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 @dataclass(frozen=True)
 class Entry:
-    """What the manifest says of one file.
+    """The entry of one file in the manifest.
 
     Attributes:
         size: bytes.
@@ -104,7 +104,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The contents of a checkpoint.
 
     Attributes:
         files: by path relative to the checkpoint, with forward slashes.
@@ -118,13 +118,13 @@ class Manifest:
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel size; that of the world, if nothing tells. (Formerly "data_shares".)"""
+        """Data-parallel size; the world size, if not recorded. (Formerly "data_shares".)"""
         before = self.engine.get("data_shares", self.engine["world_size"])
         return int(self.engine.get("dp_size", before))
 
     @property
     def dp_leaders(self) -> list[int]:
-        """The lowest rank of each data-parallel rank; neighbours by rank, if nothing tells."""
+        """The lowest rank of each data-parallel rank; consecutive ranks, if not recorded."""
         copies = self.engine["world_size"] // self.dp_size
         return list(self.engine.get("dp_leaders", range(0, self.dp_size * copies, copies)))
 
@@ -153,7 +153,7 @@ def broken(path: str | os.PathLike[str], rule: str, remedy: str) -> CheckpointEr
     return CheckpointError(Problem(f"checkpoint {os.fspath(path)!r}", rule, remedy))
 
 
-_USE_ANOTHER = "Use another checkpoint: an older one may be whole."
+_USE_ANOTHER = "Use another checkpoint: an older one may be complete."
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
@@ -243,7 +243,7 @@ def newest_complete(
 ) -> Path | None:
     """Return the complete ``checkpoint_<n>`` of the highest n; None if there is none.
 
-    Broken ones are named in a warning and passed over.
+    Broken ones are named in a warning and skipped.
 
     Args:
         folder: where they lie, such as ``<project_dir>/checkpoints``.
@@ -253,7 +253,7 @@ def newest_complete(
         try:
             verify(path)
         except CheckpointError as error:
-            logger.warning("Passing over a broken checkpoint. %s", error)
+            logger.warning("Skipping a broken checkpoint. %s", error)
         else:
             return path
     return None
@@ -397,8 +397,8 @@ def prune(
     """Delete the oldest ``checkpoint_<n>`` so that the newest `keep` stay, and return what went.
 
     Call it after a commit only: what interrupted writes left behind goes too. Before anything is
-    deleted, one checkpoint that stays is read back and verified; if none of them is whole, the
-    newest whole one stays too.
+    deleted, one checkpoint that stays is read back and verified; if none of them is complete,
+    the newest complete one stays too.
 
     Args:
         folder: where they lie.
@@ -409,10 +409,10 @@ def prune(
     spared = {Path(path).resolve() for path in protected}
     kept, old = present[-keep:], [p for p in present[:-keep] if p.resolve() not in spared]
     if old and not any(map(is_complete, reversed(kept))):
-        whole = next(filter(is_complete, reversed(old)), None)
-        old = [path for path in old if path != whole]
+        newest = next(filter(is_complete, reversed(old)), None)
+        old = [path for path in old if path != newest]
     for path in old:
-        # The rename takes the whole directory out of sight at once; removing its files does not.
+        # The rename hides the full directory at once; removing its files does not.
         os.rename(path, path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}"))
     for leftover in Path(folder).glob(".checkpoint_*.partial-*"):
         shutil.rmtree(leftover)

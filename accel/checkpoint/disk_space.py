@@ -1,4 +1,4 @@
-"""A full disk is told as such: which folder, what is free there, what is needed."""
+"""Errors of a full disk name the folder, the free space there and the space needed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def told(
         remedy: what to do.
 
     Raises:
-        DiskFullError: naming the folder, what is free and what is needed.
+        DiskFullError: naming the folder, the free space and the space needed.
     """
     try:
         yield

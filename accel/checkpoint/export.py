@@ -1,4 +1,4 @@
-"""Single files and whole models for use elsewhere: no manifest, each file replaced whole."""
+"""Single files and full models for use elsewhere: no manifest, each file replaced atomically."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def save(
 
     Args:
         obj: what `torch.save` takes; with `safe_serialization`, tensors by name.
-        f: path (replaced whole, never in part; "~" is the home folder) or open file.
+        f: path (replaced atomically; "~" is the home folder) or open file.
         save_on_each_node: whether one process of each node saves, for disks that are not shared;
-            else the main process alone.
+            else only the main process.
         safe_serialization: whether to write safetensors, else what `torch.save` writes.
 
     Raises:
@@ -93,7 +93,7 @@ def parse_size(size: int | str) -> int:
 
 
 def shard(state: Mapping[str, torch.Tensor], max_bytes: int) -> list[dict[str, torch.Tensor]]:
-    """Return `state` in parts of at most `max_bytes`; a larger tensor has a part of its own."""
+    """Return `state` in shards of at most `max_bytes`; a larger tensor has a shard of its own."""
     parts: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in state.items():
@@ -113,7 +113,8 @@ def export_model(
 ) -> None:
     """Write a model for use elsewhere: one file, or shards and the index that names them.
 
-    Each file is replaced whole, the index last. Files of an earlier export in `folder` are removed.
+    Each file is replaced atomically, the index last. Files of an earlier export in `folder` are
+    removed.
 
     Args:
         state: the model's state dict.
@@ -132,9 +133,9 @@ def export_model(
     name, index = _names(safe)
     names = _shard_names(name, len(parts))
     for target, part in zip(names, parts, strict=True):
-        # Names of one tensor lie in one file, whose metadata tells of them.
-        whole = part | {alias: part[own] for alias, own in aliases.items() if own in part}
-        save_to_path(whole | extra if target == names[0] else whole, root / target, safe)
+        # Names of one tensor lie in one file, whose metadata lists them.
+        named = part | {alias: part[own] for alias, own in aliases.items() if own in part}
+        save_to_path(named | extra if target == names[0] else named, root / target, safe)
     _remove_stale(root, name, {*names})
     if len(names) == 1:
         (root / index).unlink(missing_ok=True)

@@ -43,8 +43,8 @@ def load_checkpoint_in_model(
 
     Names and shapes are compared before anything is loaded, so that a checkpoint that does not fit
     leaves the model as it was. Parameters on the meta device are given memory; others keep their
-    identity (an optimizer goes on with them), and what is tied in the model stays tied. Pickles are
-    read without running code.
+    identity (optimizers keep referring to them), and tied weights stay tied. Pickles are read
+    without running code.
 
     Args:
         model: prepared or not.
@@ -56,21 +56,21 @@ def load_checkpoint_in_model(
         offload_folder: where weights mapped to "disk" go; not built yet.
         dtype: what floating weights become, e.g. "bfloat16"; None: as the model has them.
         offload_state_dict: whether files that `torch.save` wrote are mapped into memory instead of
-            being read whole (safetensors always are).
+            being read at once (safetensors always are).
         offload_buffers: whether buffers are offloaded with the weights; not built yet.
         keep_in_fp32_modules: submodules, by full name or one part of it, that stay in fp32 whatever
             `dtype` says; None: none.
         offload_8bit_bnb: whether 8-bit modules are offloaded; not built yet.
         strict: whether missing and unexpected names are an error, else one warning.
-        full_state_dict: whether weights are whole tensors; sharded ones are not built yet.
-        broadcast_from_rank0: whether rank 0 alone reads the files and sends the weights to the
+        full_state_dict: whether weights are full tensors; sharded ones are not built yet.
+        broadcast_from_rank0: whether only rank 0 reads the files and sends the weights to the
             others. Every rank must call then.
 
     Raises:
         CheckpointError: naming every wrong shape (and with `strict` every missing and unexpected
-            name), or what is wrong with the files.
+            name), or the problems of the files.
         ConfigError: for devices and names that do not exist.
-        NotBuiltError: for what is not built yet.
+        NotBuiltError: for an option that is not built yet.
 
     Example:
         >>> accelerator.save_model(model, "export", max_shard_size="1GB")
@@ -116,7 +116,7 @@ def _source(
         try:
             found = weight_files.find(checkpoint, mmap)
         except CheckpointError as error:
-            found = error  # raised on every rank when the shapes are asked for
+            found = error  # raised on every rank when the shapes are requested
     return weight_files.Broadcast(found, state.comm, state.device)
 
 
@@ -220,7 +220,7 @@ class _Plan:
             self.model.load_state_dict(rest, strict=False)
 
     def tie(self) -> None:
-        """Let what was tied on the meta device be one tensor again."""
+        """Restore the weights that were tied on the meta device to one tensor."""
         for group in self.ties:
             places = [_place_of(self.model, name) for name in group]
             loaded = next((held[key] for held, key in places if not held[key].is_meta), None)
@@ -293,7 +293,7 @@ def _compare(checkpoint: str, plan: _Plan, shapes: Shapes, strict: bool) -> None
         for name, shape in shapes.items()
         if shape is not None and _has_shape(state.get(name)) and state[name].shape != shape
     ]
-    told = [
+    differences = [
         f"{what}: {listed(found)}"
         for what, found in (
             ("wrong shapes", wrong),
@@ -302,14 +302,14 @@ def _compare(checkpoint: str, plan: _Plan, shapes: Shapes, strict: bool) -> None
         )
         if found
     ]
-    if wrong or (strict and told):
+    if wrong or (strict and differences):
         remedy = "Build the model as it was when it was saved"
         also = ", or pass strict=False." if not wrong else "."
         value = f"checkpoint {checkpoint!r}"
-        rule = f"its weights do not fit {type(plan.model).__name__}; {'; '.join(told)}"
+        rule = f"its weights do not fit {type(plan.model).__name__}; {'; '.join(differences)}"
         raise CheckpointError(Problem(value, rule, remedy + also))
-    if told:
-        logger.warning("load_checkpoint_in_model(%r): %s.", checkpoint, "; ".join(told))
+    if differences:
+        logger.warning("load_checkpoint_in_model(%r): %s.", checkpoint, "; ".join(differences))
 
 
 def _has_shape(present: Any) -> bool:

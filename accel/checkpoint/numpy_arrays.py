@@ -15,7 +15,7 @@ from accel.errors import CheckpointError, Problem
 SUFFIX = ".arrays.safetensors"
 # What stands in the container for an array: its name in the file, its dtype and its shape.
 _MARK = "numpy.ndarray"
-# Kinds of dtypes that safetensors holds itself: booleans, whole numbers, floats up to 64 bits.
+# Kinds of dtypes that safetensors holds itself: booleans, integers, floats up to 64 bits.
 _NATIVE = "biuf"
 _NATIVE_BYTES = 8
 
@@ -97,7 +97,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        rule = f"it is no whole safetensors file ({error})"
+        rule = f"it is no complete safetensors file ({error})"
         remedy = "Use another checkpoint."
         raise CheckpointError(Problem(f"file {str(path)!r}", rule, remedy)) from error
 

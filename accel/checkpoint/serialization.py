@@ -162,7 +162,7 @@ def split_shared(
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors to store, and for each other name the stored one that it is the same as.
 
-    Tensors that only overlap are copied, so that each is stored whole.
+    Tensors that only overlap are copied, so that each is stored in full.
     """
     kept: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -234,11 +234,11 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def unreadable_tensors(path: Path, error: Exception) -> CheckpointError:
     """Return the error for a safetensors file that cannot be read."""
-    rule = f"it is no whole safetensors file ({_first_line(error)})"
+    rule = f"it is no complete safetensors file ({_first_line(error)})"
     return CheckpointError(Problem(f"file {str(path)!r}", rule, "Use another checkpoint."))
 
 
-# -- whole models --------------------------------------------------------------------------
+# -- full models ---------------------------------------------------------------------------
 
 
 def write_model(state: Mapping[str, Any], folder: Path, index: int = 0, safe: bool = True) -> None:

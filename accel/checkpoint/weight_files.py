@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from accel.comm.base import Communicator
 
 # Of each format: what a folder may hold; safetensors first, as it cannot run code.
-_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDEX = ".index.json"
 # Shape by name; None for a value that is no tensor (`Module.get_extra_state`).
 Shapes = dict[str, tuple[int, ...] | None]
@@ -34,7 +34,7 @@ class Source:
         path: what the caller named.
         paths: the files, in the order in which they are read.
         weight_map: file name by weight, as the index has it; None without an index.
-        mmap: whether legacy files are mapped into memory, not read whole.
+        mmap: whether legacy files are mapped into memory, not read at once.
     """
 
     path: Path
@@ -71,7 +71,7 @@ class Broadcast:
     """A source that only rank 0 reads; the others receive each weight.
 
     Args:
-        source: what rank 0 reads, or the error that it met; None on other ranks.
+        source: what rank 0 reads, or its error; None on other ranks.
         comm: how the ranks talk.
         device: where tensors are exchanged.
     """
@@ -165,22 +165,22 @@ def find(checkpoint: str | PathLike[str], mmap: bool = False) -> Source:
 
 
 def _in_folder(folder: Path, mmap: bool) -> Source:
-    for whole in _WHOLE:
-        indexes = {path for path in folder.glob(f"*{_INDEX}") if _of_format(path, whole)}
-        found = sorted(indexes | {p for p in (folder / whole,) if p.is_file()})
+    for name in _SINGLE:
+        indexes = {path for path in folder.glob(f"*{_INDEX}") if _of_format(path, name)}
+        found = sorted(indexes | {p for p in (folder / name,) if p.is_file()})
         if len(found) > 1:
             names = ", ".join(path.name for path in found)
             raise _refused(folder, f"it holds {names}", "Name the one that is meant.")
         if found:
             return find(found[0], mmap)
-    rule = f"it holds no {' or '.join(_WHOLE)}, and no index of shards (*{_INDEX})"
+    rule = f"it holds no {' or '.join(_SINGLE)}, and no index of shards (*{_INDEX})"
     raise _refused(folder, rule, "Name the file of weights itself.")
 
 
-def _of_format(index: Path, whole: str) -> bool:
-    """Return whether an index belongs to the format of `whole`; others count as legacy."""
+def _of_format(index: Path, name: str) -> bool:
+    """Return whether an index belongs to the format of `name`; others count as legacy."""
     is_safe = index.name.endswith(f".safetensors{_INDEX}")
-    return is_safe == whole.endswith(".safetensors")
+    return is_safe == name.endswith(".safetensors")
 
 
 def _indexed(index: Path, mmap: bool) -> Source:

@@ -16,7 +16,7 @@ def together(comm: Communicator, what: str) -> Iterator[None]:
     """Run a phase; if it failed on any rank, raise on all of them.
 
     Raises:
-        CheckpointError: naming the ranks and what each of them met.
+        CheckpointError: naming the ranks and the error of each.
     """
     own: Exception | None = None
     try:
@@ -32,9 +32,9 @@ def together(comm: Communicator, what: str) -> Iterator[None]:
         if isinstance(own, CheckpointError):
             raise own
         raise CheckpointError(f"{what} failed: {message}") from own
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    listed = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
     kind = DiskFullError if any(full for _, full in answers) else CheckpointError
-    raise kind(f"{what} failed on {len(failed)} of {comm.world_size} ranks. {told}") from own
+    raise kind(f"{what} failed on {len(failed)} of {comm.world_size} ranks. {listed}") from own
 
 
 def _kind(error: Exception) -> str:

@@ -12,7 +12,7 @@ ReduceOp = Literal["sum", "mean", "min", "max"]
 
 
 class Communicator(ABC):
-    """What the engine asks of the processes of a run.
+    """The transport between the processes of a run.
 
     Tensors that go in stay as they are; results are new tensors on the same device. A collective
     returns when its result may be used on the current stream. Every rank must make the same calls
@@ -81,4 +81,4 @@ class Communicator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Drain what is under way and leave the group; calling it twice is fine."""
+        """Complete pending work and leave the group; calling it twice is fine."""

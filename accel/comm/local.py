@@ -14,7 +14,7 @@ def scaled(total: torch.Tensor, op: ReduceOp, world_size: int, scale: float) -> 
 
     Args:
         total: sum, minimum or maximum over ranks.
-        op: with "mean", `total` is divided by `world_size`; whole numbers become floating.
+        op: with "mean", `total` is divided by `world_size`; integers become floating.
         world_size: number of ranks.
         scale: factor; 1.0 leaves the type as it is.
     """
@@ -71,5 +71,5 @@ class LocalCommunicator(Communicator):
         return [self._posted[key]] if key in self._posted else None
 
     def close(self) -> None:
-        """Note the end of the run; there is no group, so collectives go on working."""
+        """Note the end of the run; there is no group, so collectives continue to work."""
         self.closed = True

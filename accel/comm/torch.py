@@ -90,8 +90,8 @@ def _build_group(plan: Plan) -> None:
         options["timeout"] = plan.init.timeout
     if plan.backend == "nccl":  # binds the group to the device, and connects at once
         options["device_id"] = plan.device
-    alone = plan.world_size == 1 and plan.environment.master_addr is None
-    if alone and plan.init.init_method is None:
+    is_single = plan.world_size == 1 and plan.environment.master_addr is None
+    if is_single and plan.init.init_method is None:
         options["store"] = HashStore()
     elif plan.init.init_method in (None, "env://"):
         options["store"] = _next_store(plan)
@@ -121,7 +121,7 @@ def _leave_at_exit() -> None:
 def _leave_group() -> None:
     """Destroy the group, if it was built here and is still there.
 
-    No barrier: the others may be gone. After a failure nccl is left alone, whose farewell could
+    No barrier: the others may be gone. After a failure an nccl group is not destroyed: that could
     wait for ranks that still compute.
     """
     failure = getattr(sys, "last_value", None)
@@ -226,8 +226,8 @@ class TorchCommunicator(Communicator):
     ) -> torch.Tensor:
         """Return the elementwise reduction over ranks, times `scale` (booleans are counted)."""
         self._require_open()
-        whole = tensor.long() if tensor.dtype == torch.bool else tensor
-        result = self._on_wire(whole).clone()
+        counted = tensor.long() if tensor.dtype == torch.bool else tensor
+        result = self._on_wire(counted).clone()
         dist.all_reduce(result, op=OPS[op])
         return scaled(result, op, self.world_size, scale).to(tensor.device)
 
@@ -248,7 +248,7 @@ class TorchCommunicator(Communicator):
         return received
 
     def post(self, key: str, value: str) -> None:
-        """Write `value` to the store by which the processes met."""
+        """Write `value` to the rendezvous store."""
         self._store().set(_posted_key(key, self.rank), value)
 
     def posted(self, key: str) -> list[str] | None:

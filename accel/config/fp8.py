@@ -42,7 +42,7 @@ def _check_delayed_scaling(owner: Any, problems: Problems) -> None:
     if len(switches) != 3 or not all(isinstance(switch, bool) for switch in switches):
         problems.add(
             f"{type(owner).__name__}.override_linear_precision={switches!r}",
-            "it is three switches: fprop, dgrad, wgrad",
+            "it is three booleans: fprop, dgrad, wgrad",
             "Give (False, False, True), say.",
         )
 
@@ -54,7 +54,7 @@ class TERecipeKwargs(KwargsHandler):
     Args:
         use_autocast_during_eval: whether evaluation computes in fp8, too. None: False.
         margin: margin of the scaling factor, powers of two. None: 0.
-        interval: how often the scaling factor is computed anew, steps. None: 1.
+        interval: how often the scaling factor is recomputed, steps. None: 1.
         fp8_format: HYBRID (E4M3 forward, E5M2 backward), E4M3 or E5M2. None: HYBRID.
         amax_history_len: length of the history for the scaling factor, steps. None: 1024.
         amax_compute_algo: which maximum of the history is taken, max or most_recent. None:
@@ -87,7 +87,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
     """The recipe of fp8 training with MS-AMP.
 
     Args:
-        opt_level: what is kept in 8 bits: O1 (weight gradients and their exchange) or O2 (states of
+        opt_level: tensors in 8 bits: O1 (weight gradients and their all-reduce) or O2 (states of
             the optimizer, too). None: O2.
 
     Source: https://azure.github.io/MS-AMP/docs/user-tutorial/optimization-level
@@ -132,7 +132,7 @@ class AORecipeKwargs(KwargsHandler):
                 Problem(
                     f"AORecipeKwargs.{name}={getattr(self, name)!r} with config",
                     "given in two places with different values",
-                    f"Give {name} in the Float8LinearConfig alone.",
+                    f"Give {name} only in the Float8LinearConfig.",
                 )
                 for name in given
                 if self.config is not None
@@ -150,7 +150,7 @@ class FP8RecipeKwargs(KwargsHandler):
         use_autocast_during_eval: whether evaluation computes in fp8, too. None: False.
         opt_level: MS-AMP's optimization level, O1 or O2. None: O2.
         margin: margin of the scaling factor, powers of two. None: 0.
-        interval: how often the scaling factor is computed anew, steps. None: 1.
+        interval: how often the scaling factor is recomputed, steps. None: 1.
         fp8_format: HYBRID (E4M3 forward, E5M2 backward), E4M3 or E5M2. None: HYBRID.
         amax_history_len: length of the history for the scaling factor, steps. None: 1024.
         amax_compute_algo: which maximum of the history is taken, max or most_recent. None:

@@ -27,7 +27,7 @@ STRATEGIES: dict[str, tuple[bool, int | str]] = {
 STATE_TYPES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
-# Fields that one wrapping policy alone takes.
+# Fields that only one wrapping policy takes.
 WANTED_BY = {
     "transformer_cls_names_to_wrap": "transformer_based_wrap",
     "min_num_params": "size_based_wrap",
@@ -88,18 +88,18 @@ class FullyShardedDataParallelPlugin:
             kept over groups of so many processes; None: yes, but for the outermost module.
         backward_prefetch: older: BACKWARD_PRE, which FSDP2 always does.
         mixed_precision_policy: torch's `MixedPrecisionPolicy`, a dict of its fields (dtypes by
-            name), or a precision; it settles the run's where that is "no". Without a param_dtype,
-            what it leaves open is as `mixed_precision` says; so is everything under None.
-        auto_wrap_policy: what is a unit of gathering: transformer_based_wrap, size_based_wrap,
-            no_wrap, a callable ``(module, recurse, nonwrapped_numel) -> bool``, or its dotted name.
-            None: as `transformer_cls_names_to_wrap` or `min_num_params` say, else the model's own
-            ``_no_split_modules``, else the whole model is one.
+            name), or a precision; it decides the run's where that is "no". Without a param_dtype,
+            its other fields follow `mixed_precision`; so do all under None.
+        auto_wrap_policy: modules that are all-gathered as a unit: transformer_based_wrap,
+            size_based_wrap, no_wrap, a callable ``(module, recurse, nonwrapped_numel) -> bool``, or
+            its dotted name. None: as `transformer_cls_names_to_wrap` or `min_num_params` say, else
+            the model's own ``_no_split_modules``, else the full model is one.
         cpu_offload: whether parameters, gradients and optimizer state rest in the host's memory; or
             torch's `OffloadPolicy`, or `CPUOffload` (a dict of its field, too).
-        ignored_modules: modules that are whole on every process, or names and regular expressions
+        ignored_modules: modules that are replicated, not sharded, or names and regular expressions
             of names. `Accelerator.backward` averages the gradients of those that are trained.
         state_dict_type: FULL_STATE_DICT.
-        state_dict_config: older; whole states always lie in the host's memory.
+        state_dict_config: older; full state dicts are always on the host.
         optim_state_dict_config: older; the same of optimizers.
         limit_all_gathers: older: True, which FSDP2 always does.
         use_orig_params: older: FSDP2 always keeps each parameter.
@@ -162,7 +162,7 @@ class FullyShardedDataParallelPlugin:
     def __post_init__(self) -> None:
         problems = Problems()
         _parse_switches(self, problems)
-        told = _translate(self, problems)
+        replaced = _translate(self, problems)
         _check_wrapping(self, problems)
         _check_values(self, problems)
         problems.raise_if()
@@ -170,9 +170,9 @@ class FullyShardedDataParallelPlugin:
             raise NotBuiltError(_not_yet("activation_checkpointing_offload=True"))
         if self.state_dict_type == "SHARDED_STATE_DICT":
             raise NotBuiltError(_not_yet("state_dict_type='SHARDED_STATE_DICT'"))
-        if told:
+        if replaced:
             warnings.warn(
-                "FullyShardedDataParallelPlugin: " + "; ".join(told) + ".",
+                "FullyShardedDataParallelPlugin: " + "; ".join(replaced) + ".",
                 FutureWarning,
                 stacklevel=3,
             )
@@ -257,27 +257,27 @@ def _not_a_boolean(name: str, given: Any) -> Problem:
 
 
 def _translate(plugin: FullyShardedDataParallelPlugin, problems: Problems) -> list[str]:
-    """Replace the older wrapper's arguments; return what was replaced by what."""
-    told: list[str] = []
+    """Replace the older wrapper's arguments; return the replacements in words."""
+    replaced: list[str] = []
     if plugin.fsdp_version == 1:
-        told.append("fsdp_version=1 is FSDP2 here")
+        replaced.append("fsdp_version=1 is FSDP2 here")
     elif plugin.fsdp_version not in (None, 2):
         _add(problems, plugin, "fsdp_version", "there are FSDP 1 and 2", "Leave it out.")
     plugin.fsdp_version = 2
-    _translate_strategy(plugin, problems, told)
-    _translate_prefetch(plugin, problems, told)
+    _translate_strategy(plugin, problems, replaced)
+    _translate_prefetch(plugin, problems, replaced)
     if plugin.use_orig_params is not None:
-        told.append("use_orig_params has no meaning any more: each parameter is kept")
+        replaced.append("use_orig_params has no meaning any more: each parameter is kept")
         plugin.use_orig_params = None
     if plugin.limit_all_gathers is False:
-        rule = "FSDP2 always bounds what is gathered ahead"
+        rule = "FSDP2 always bounds the all-gathers in flight"
         _add(problems, plugin, "limit_all_gathers", rule, "Leave it out.")
-    _translate_states(plugin, problems, told)
-    return told
+    _translate_states(plugin, problems, replaced)
+    return replaced
 
 
 def _translate_strategy(
-    plugin: FullyShardedDataParallelPlugin, problems: Problems, told: list[str]
+    plugin: FullyShardedDataParallelPlugin, problems: Problems, replaced: list[str]
 ) -> None:
     for name in ("sharding_strategy", "reshard_after_forward"):
         given = getattr(plugin, name)
@@ -292,17 +292,17 @@ def _translate_strategy(
         other = plugin.reshard_after_forward
         if name == "sharding_strategy" and other not in (None, given, reshard):
             rule = f"reshard_after_forward={other!r} says otherwise"
-            _add(problems, plugin, name, rule, "Give reshard_after_forward alone.")
+            _add(problems, plugin, name, rule, "Give only reshard_after_forward.")
             continue
         if plugin.dp_replicate_size not in (None, replicas):
             rule = f"dp_replicate_size={plugin.dp_replicate_size!r} says otherwise"
-            _add(problems, plugin, name, rule, "Give dp_replicate_size alone.")
+            _add(problems, plugin, name, rule, "Give only dp_replicate_size.")
             continue
         plugin.sharding_strategy = None
         plugin.reshard_after_forward = reshard
         plugin.dp_replicate_size = replicas
         spelling = "" if replicas == 1 else f", dp_replicate_size={replicas!r}"
-        told.append(f"{name}={strategy!r} is now reshard_after_forward={reshard}{spelling}")
+        replaced.append(f"{name}={strategy!r} is now reshard_after_forward={reshard}{spelling}")
 
 
 def _strategy_name(given: Any) -> str:
@@ -313,14 +313,14 @@ def _strategy_name(given: Any) -> str:
 
 
 def _translate_prefetch(
-    plugin: FullyShardedDataParallelPlugin, problems: Problems, told: list[str]
+    plugin: FullyShardedDataParallelPlugin, problems: Problems, replaced: list[str]
 ) -> None:
     given = plugin.backward_prefetch
     if given is None:
         return
     name = str(getattr(given, "name", given)).strip().upper()
     if name == "BACKWARD_PRE":
-        told.append("backward_prefetch='BACKWARD_PRE' needs no argument any more")
+        replaced.append("backward_prefetch='BACKWARD_PRE' needs no argument any more")
         plugin.backward_prefetch = None
     elif name in PREFETCHES:
         rule = "FSDP2 always gathers the next unit before a backward pass"
@@ -331,24 +331,24 @@ def _translate_prefetch(
 
 
 def _translate_states(
-    plugin: FullyShardedDataParallelPlugin, problems: Problems, told: list[str]
+    plugin: FullyShardedDataParallelPlugin, problems: Problems, replaced: list[str]
 ) -> None:
     given = plugin.state_dict_type
     if given is not None:
         plugin.state_dict_type = str(getattr(given, "name", given)).strip().upper()
         check_choice(plugin, "state_dict_type", STATE_TYPES, problems)
     if plugin.state_dict_type == "LOCAL_STATE_DICT":
-        rule = "flattened shards exist in the older wrapper alone"
+        rule = "flattened shards exist only in the older wrapper"
         _add(problems, plugin, "state_dict_type", rule, "Give FULL_STATE_DICT.")
     for name in ("state_dict_config", "optim_state_dict_config"):
         config = getattr(plugin, name)
         if config is None:
             continue
         if type(config).__name__.startswith("Full"):
-            told.append(f"{name} needs no argument any more: whole states lie on the host")
+            replaced.append(f"{name} needs no argument any more: full state dicts are on the host")
             setattr(plugin, name, None)
         else:
-            rule = "states are saved whole"
+            rule = "full state dicts are saved"
             _add(problems, plugin, name, rule, "Leave it out.")
 
 
@@ -377,7 +377,7 @@ def _check_wrapping(plugin: FullyShardedDataParallelPlugin, problems: Problems) 
             remedy = f"Give auto_wrap_policy='{wanted}', or leave {field} out."
             _add(problems, plugin, field, rule, remedy)
     if name == "size_based_wrap" and plugin.min_num_params is None:
-        rule = "min_num_params tells what is large"
+        rule = "min_num_params is the size of a unit"
         _add(problems, plugin, "auto_wrap_policy", rule, "Give min_num_params.")
 
 
@@ -387,8 +387,8 @@ def _check_values(plugin: FullyShardedDataParallelPlugin, problems: Problems) ->
         rule = "as a number, it is the size of a group of processes, at least 2"
         remedy = "Give True, False or such a number."
         _add(problems, plugin, "reshard_after_forward", rule, remedy)
-    whole = isinstance(replicas, int) and not isinstance(replicas, bool) and replicas >= 1
-    if replicas is not None and replicas not in REPLICAS and not whole:
+    is_number = isinstance(replicas, int) and not isinstance(replicas, bool) and replicas >= 1
+    if replicas is not None and replicas not in REPLICAS and not is_number:
         rule = "it is a number, at least 1, or one of nodes, all"
         _add(problems, plugin, "dp_replicate_size", rule, "Leave it out for 1.")
     if plugin.cpu_ram_efficient_loading and plugin.sync_module_states is False:
@@ -415,8 +415,8 @@ def _check_precision(plugin: FullyShardedDataParallelPlugin, problems: Problems)
             plugin.mixed_precision_policy = entries
     elif dataclasses.is_dataclass(policy):
         entries = vars(policy)
-        told = [name for name, value in entries.items() if value != getattr(type(policy), name)]
-        for name in [name for name in told if name not in TRANSLATED]:
+        replaced = [name for name, value in entries.items() if value != getattr(type(policy), name)]
+        for name in [name for name in replaced if name not in TRANSLATED]:
             problems.append(_no_choice(f"{where}.{name}={entries[name]!r}"))
     elif policy is not None:
         rule = "it is a MixedPrecisionPolicy, a dict of its fields, or a precision"

@@ -116,7 +116,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     Args:
         backend: name of the backend. The default, nccl, stands for the device's own backend
             (gloo on CPU).
-        init_method: URL that tells how processes meet; None reads the environment.
+        init_method: URL of the rendezvous; None reads the environment.
         timeout: how long a collective may wait: a `timedelta`, or seconds. None: torch's default.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group
@@ -148,7 +148,7 @@ class ProfileKwargs(KwargsHandler):
     """How the profiler records.
 
     Args:
-        activities: what is recorded: cpu, xpu, mtia, cuda; None records all there is.
+        activities: recorded devices: cpu, xpu, mtia, cuda; None records all there is.
         schedule_option: steps to wait, warmup, active, repeat, skip_first, as in `torch.profiler`;
             None records everything.
         on_trace_ready: called with the profiler when a trace is complete: a callable or the dotted
@@ -208,7 +208,7 @@ class ProfileKwargs(KwargsHandler):
     def build(self, on_trace_ready: Callable[[Any], None] | None = None) -> torch.profiler.profile:
         """Build a profiler with this configuration.
 
-        Activities of a device that this machine has not are left out, with a warning.
+        Activities of a device that this machine has not are skipped, with a warning.
 
         Args:
             on_trace_ready: takes the place of the field of that name where that is None.
@@ -221,7 +221,7 @@ class ProfileKwargs(KwargsHandler):
         """
         import torch
 
-        # A schedule of torch waits, warms up and so on for 0 steps unless it is told otherwise.
+        # A schedule of torch waits, warms up and so on for 0 steps unless given otherwise.
         steps = {"wait": 0, "warmup": 0, "active": 0, **(self.schedule_option or {})}
         schedule = torch.profiler.schedule(**steps) if self.schedule_option else None
         return torch.profiler.profile(
@@ -256,7 +256,7 @@ class ProfileKwargs(KwargsHandler):
         if absent:
             warnings.warn(
                 f"ProfileKwargs: this machine has no {' and no '.join(absent)} that torch "
-                f"{torch.__version__} can record; {', '.join(sorted(present))} alone is recorded.",
+                f"{torch.__version__} can record; only {', '.join(sorted(present))} is recorded.",
                 stacklevel=3,
             )
         return [present[name] for name in self.activities if name in present]

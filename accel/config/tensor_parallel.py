@@ -12,7 +12,7 @@ from typing import Any
 from accel.config.checks import check_minimum
 from accel.errors import Problem, Problems, nearest
 
-# Whole parameters among split activations: each process computes a part of their gradient.
+# Replicated parameters among sharded activations: each rank computes a part of their gradient.
 SUMMED = "replicated_with_grad_allreduce"
 # Names of styles in a plan, and the names that the plans of transformers' models have for some.
 # Source: https://huggingface.co/docs/transformers/main/en/tensor_parallelism
@@ -26,17 +26,18 @@ ALIASES = {
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """How matrices are split over the processes of a group.
+    """How weights are sharded over the ranks of a tensor-parallel group.
 
     Args:
-        tp_size: processes that share one replica of the model; neighbours by rank.
+        tp_size: tensor-parallel size; consecutive ranks hold one replica of the model.
         torch_device_mesh: a `DeviceMesh` with an axis "tp" (and "dp" for data) instead of one that
             is built; its size of "tp" is `tp_size`.
         tp_plan: module name or pattern (``"layers.*.up"``) → colwise, rowwise, colwise_rep (output
-            gathered), rowwise_rep (input whole, as of embeddings), replicated_with_grad_allreduce
-            (whole, among split activations, as a gain of each head; it may name one parameter), the
-            names that plans of transformers have for these, or torch's `ParallelStyle` (as for
-            layouts along the sequence); None: the model's own ``tp_plan`` or ``_tp_plan``.
+            gathered), rowwise_rep (input replicated, as of embeddings),
+            replicated_with_grad_allreduce (replicated, among sharded activations, as a gain of each
+            head; it may name one parameter), the names that plans of transformers have for these,
+            or torch's `ParallelStyle` (as for layouts along the sequence); None: the
+            model's own ``tp_plan`` or ``_tp_plan``.
 
     Raises:
         ConfigError: naming every value that is wrong.
@@ -72,7 +73,7 @@ class TorchTensorParallelPlugin:
 
 
 def plan_problems(where: str, plan: Any) -> list[Problem]:
-    """Return what is wrong with the form of a plan.
+    """Return the problems of the form of a plan.
 
     Args:
         where: what the plan is called, for messages.

@@ -25,7 +25,7 @@ class DataLoaderConfiguration:
         even_batches: whether the last batches are completed from the beginning so that each process
             has as many.
         use_seedable_sampler: whether the order of random samplers is a function of seed, the
-            loader's place among those prepared, and epoch alone. A pass that is left early does not
+            loader's place among those prepared, and epoch. A pass that is left early does not
             count the epoch on: call ``loader.set_epoch(epoch)``.
         data_seed: that seed; None takes the initial seed of the sampler's generator, or of torch's.
         non_blocking: whether copies to the device overlap with computation (wants pinned memory).
@@ -113,7 +113,7 @@ class TorchDynamoPlugin(KwargsHandler):
         dynamic: whether shapes are symbolic; None lets torch decide.
         options: options of the backend, by name; not together with `mode`.
         disable: whether `torch.compile` does nothing (for tests).
-        use_regional_compilation: whether repeated blocks are compiled instead of the whole model,
+        use_regional_compilation: whether repeated blocks are compiled instead of the full model,
             which takes less time; None: where the engine works between the layers (FSDP).
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html

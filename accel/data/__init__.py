@@ -1,1 +1,1 @@
-"""Loaders, samplers and data sets that are shared out over processes."""
+"""Loaders, samplers and data sets that are sharded over processes."""

@@ -18,11 +18,11 @@ from accel.window_ends import Reading
 
 
 class PreparedLoader(OrderedLoader):
-    """What the prepared loaders have in common.
+    """The base of the prepared loaders.
 
     Attributes:
         device: where batches are put; None leaves them where they are.
-        skip_batches: how many batches each pass leaves out at its start, after fetching them.
+        skip_batches: number of batches that each pass fetches and skips at its start.
         end_of_dataloader: whether the batch in hand is the last of the pass.
         remainder: on the last batch, how many of its samples over all processes are real, 0 if all;
             -1 if that is not known.
@@ -101,11 +101,11 @@ class PreparedLoader(OrderedLoader):
         return batches
 
     def _position(self) -> dict[str, Any]:
-        """Return the position that the pass now beginning goes on from; {}: its start."""
+        """Return the position from which the pass now beginning continues; {}: its start."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Neither live workers nor process groups travel; what a rank reads was decided before.
+        # Live workers and process groups are not pickled; the shard of a rank is known before.
         nothing = {"_iterator": None, "torch_device_mesh": None, "reading": None}
         return {**self.__dict__, **nothing, "_passes": []}
 
@@ -178,9 +178,9 @@ class PreparedLoader(OrderedLoader):
         GradientState()._follow_dataloader()
 
     def _complete(self, current: Pass) -> None:
-        """End a whole pass: go on to the next epoch, unless the caller has chosen one meanwhile."""
+        """End a complete pass: advance the epoch, unless the caller has chosen one meanwhile."""
         order = self._order
-        current.whole = True
+        current.is_complete = True
         shown, _ = self._showing(current)
         if shown is self:
             GradientState()._note_end(self)
@@ -188,7 +188,7 @@ class PreparedLoader(OrderedLoader):
         shown.end_of_dataloader = False
         GradientState()._follow_dataloader()
         if self._resumes and order.ended and not current.given and order.started is not None:
-            # The checkpoint was saved at the end of the pass that this one goes on with.
+            # The checkpoint was saved at the end of the pass that this one resumes.
             order.restore(order.started, self.generators())
             if order.started.agreed is not None:  # for all ranks, indices were drawn
                 rng.restore_host(order.started.agreed)
@@ -196,7 +196,7 @@ class PreparedLoader(OrderedLoader):
         self._finish(current)
 
     def _note_repetitions(self, num_batches: int) -> None:
-        """Keep, for metrics that are gathered after a whole pass, how many samples it repeated."""
+        """Keep, for metrics gathered after a complete pass, how many samples it repeated."""
         real, size = self.in_hand
         if real < size:
             total = (num_batches - 1) * self.total_batch_size + size
@@ -218,7 +218,7 @@ class PreparedLoader(OrderedLoader):
         return begun_after(current, self._passes) or self, begun_after(current, order.live) or order
 
     def _leave(self, current: Pass) -> None:
-        """End a pass, whole or broken off."""
+        """End a pass, complete or abandoned."""
         order, state = self._order, GradientState()
         shown, ordered = self._showing(current)
         self._passes.remove(current)
@@ -227,11 +227,14 @@ class PreparedLoader(OrderedLoader):
             order.replay = None
         if shown.end_of_dataloader:  # the caller keeps the last batch, and left
             if shown is self:
-                state.broken_off = self.remainder, self._last_size  # for gather_for_metrics
-            current.whole = True  # nothing was left to read, as where loaders are zipped
+                state.abandoned_remainder = (
+                    self.remainder,
+                    self._last_size,
+                )  # for gather_for_metrics
+            current.is_complete = True  # nothing remained to be read, as where loaders are zipped
             self._finish(current)
         ordered.at_end = current.at_end
-        if current.whole or order.under_way:
+        if current.is_complete or order.under_way:
             ordered.started = current.started
         elif not self._resumes:
             order.left += 1

@@ -1,4 +1,4 @@
-"""Where a batch has one entry per sample: what is cut and joined, and what stays whole."""
+"""Where a batch has one entry per sample: those entries are cut and joined, the rest is not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from accel.errors import ConfigError, Problem
 from accel.tree import honor_type, is_namedtuple, like_mapping
 
-# Keys and indices that lead to a part of nested data; () is the whole.
+# Keys and indices that lead to a part of nested data; () is all of it.
 Path = tuple[Any, ...]
 
 
@@ -20,7 +20,7 @@ class SampleLayout:
     """Knows which parts of a loader's batches have one entry per sample.
 
     A tensor [B, ...] or a list of B entries is per sample if it has the length B of its batch in
-    every batch of a pass. Everything else stays whole, and must be the same in batches that are
+    every batch of a pass. Everything else is not cut, and must be the same in batches that are
     joined.
 
     Args:
@@ -42,7 +42,7 @@ class SampleLayout:
         """Take in the next batch of the pass and return its number of samples.
 
         Raises:
-            ConfigError: if that cannot be told.
+            ConfigError: if that is not known.
         """
         if self.paths:
             size = self._known_size(batch)
@@ -223,7 +223,7 @@ def _replaced(batch: Any, leaves: Mapping[Path, Any], path: Path = ()) -> Any:
 
 
 def cut_samples(batch: Any, paths: Sequence[Path], samples: slice) -> Any:
-    """Return nested data with the chosen samples of the parts at `paths`; the rest stays whole.
+    """Return nested data with the chosen samples of the parts at `paths`; the rest is not cut.
 
     Args:
         batch: nested lists, tuples and mappings.
@@ -251,13 +251,13 @@ def batch_length(batch: Any, batch_size: int | None = None) -> int:
         batch_size: samples of a full batch; None: not known.
 
     Raises:
-        ConfigError: if that cannot be told.
+        ConfigError: if that is not known.
     """
     return SampleLayout(batch_size).read(batch)
 
 
 def num_samples(batch: Any, batch_size: int | None = None) -> int:
-    """Return what `batch_length` does, 0 if the number cannot be told."""
+    """Return what `batch_length` does, 0 if the number is not known."""
     try:
         return batch_length(batch, batch_size)
     except ConfigError:

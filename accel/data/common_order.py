@@ -1,4 +1,4 @@
-"""One order of samples for all ranks: streams of permutations, agreement, shards made whole."""
+"""One order of samples for all ranks: streams of permutations, agreement, unsharded samplers."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
         self.num_samples = num_samples
         self._compared = False
         own = length_of(batch_sampler)
-        self._lengths = own, own if self._alone else comm.broadcast_objects([own])[0]
+        self._lengths = own, own if self._is_single else comm.broadcast_objects([own])[0]
 
     @property
-    def _alone(self) -> bool:
+    def _is_single(self) -> bool:
         return self.comm is None or self.comm.world_size == 1
 
     @property
@@ -77,7 +77,7 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
-        """Whether the sampler inside leaves out a short last batch."""
+        """Whether the sampler inside drops a short last batch."""
         return bool(getattr(self.batch_sampler, "drop_last", False))
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
         return len(self.batch_sampler)  # another epoch's, which is not agreed on yet
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process group does not travel; what was prepared keeps to this process then.
+        # A process group is not pickled; the copy draws for this process only.
         return {**self.__dict__, "comm": None}
 
     def __iter__(self) -> Iterator[Any]:
@@ -103,7 +103,7 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
                     entries = iter(self.batch_sampler)
                     entries = self.order.followed(self.batch_sampler, entries, limit)
                 drawn = list(itertools.islice(entries, limit))
-            except Exception as error:  # told to the others below, so that nobody waits
+            except Exception as error:  # sent to the other ranks below, so that none waits
                 failure = error
             # The sampler may end elsewhere on other ranks: rank 0 says where the pass does.
             agreed, is_last = self._agreed(drawn, length, len(drawn) < limit, failure)
@@ -123,17 +123,17 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
         self, drawn: list[Any], length: int | None, is_last: bool, failure: Exception | None
     ) -> tuple[list[Any], bool]:
         """Return rank 0's entries, and whether they are the last."""
-        if self.comm is None or self._alone:
+        if self.comm is None or self._is_single:
             if failure is not None:
                 raise failure
             return drawn, is_last
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
         compare = not self._compared and self._comparable()
-        found = self.comm.broadcast_objects([(drawn, told, is_last, length, compare)])[0]
+        found = self.comm.broadcast_objects([(drawn, reason, is_last, length, compare)])[0]
         ranks = [found[:2]]
         if found[4]:
             self._compared = True
-            ranks = self.comm.all_gather_object((drawn, told))
+            ranks = self.comm.all_gather_object((drawn, reason))
         if failure is not None:
             raise failure
         failed = {rank: text for rank, (_, text) in enumerate(ranks) if text is not None}
@@ -174,7 +174,7 @@ def shard_problems(sampler: Any, drawn: Sequence[list[Any]], num_samples: Any) -
             f"a {_name(sampler)} that gives each rank other samples",
             "the indices are sharded by `prepare`, so that those of every rank but the first would "
             "never be read",
-            "Give the loader the indices of the whole data set: leave the sampler out, as in "
+            "Give the loader the indices of the full data set: omit the sampler, as in "
             "DataLoader(data, shuffle=True).",
         )
     ]
@@ -237,7 +237,7 @@ def unshardable_problems(sampler: DistributedSampler[Any], counts: Sequence[int]
         sampler: the caller's.
         counts: numbers of replicas that fit the run.
     """
-    remedy = "Leave the sampler out, as in DataLoader(data, shuffle=True): `prepare` shards."
+    remedy = "Omit the sampler, as in DataLoader(data, shuffle=True): `prepare` shards."
     if type(sampler).__iter__ not in _distributed_iterations():
         return [
             Problem(
@@ -251,7 +251,7 @@ def unshardable_problems(sampler: DistributedSampler[Any], counts: Sequence[int]
             Problem(
                 f"a {type(sampler).__name__} with num_replicas={sampler.num_replicas} on "
                 f"{counts[0]} data-parallel ranks",
-                "`prepare` would shard again what it leaves to each rank",
+                "`prepare` would shard the indices of each rank again",
                 remedy,
             )
         ]
@@ -295,7 +295,7 @@ def check_alike(comm: Communicator, loader: Any, sampler: Any) -> None:
         sampler: the one inside, which draws nothing.
 
     Raises:
-        ConfigError: if ranks read different data, of which each would get its share alone.
+        ConfigError: if ranks read different data, of which each would get its own shard only.
     """
     if comm.world_size > 1:
         facts = comm.all_gather_object(_drawn_from(loader, sampler))
@@ -307,12 +307,12 @@ def _differing(sampler: Any, facts: Sequence[dict[str, Any]]) -> list[Problem]:
     for name in facts[0]:
         values = [fact.get(name) for fact in facts]
         if any(value != values[0] for value in values):
-            told = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             return [
                 Problem(
-                    f"a {type(sampler).__name__} that differs between ranks ({name}: {told})",
+                    f"a {type(sampler).__name__} that differs between ranks ({name}: {listed})",
                     "`prepare` shards one order over all ranks, which is the same on each",
-                    "Give every rank the whole data set and the same sampler; do not shard it "
+                    "Give every rank the full data set and the same sampler; do not shard it "
                     "before.",
                 )
             ]
@@ -320,7 +320,7 @@ def _differing(sampler: Any, facts: Sequence[dict[str, Any]]) -> list[Problem]:
 
 
 def _drawn_from(loader: Any, sampler: Any) -> dict[str, Any]:
-    """Return facts of what a sampler draws from, which all ranks must share."""
+    """Return facts of the data that a sampler draws from, equal on all ranks."""
     dataset = loader.dataset
     return {
         "sampler": type(sampler).__name__,
@@ -349,7 +349,7 @@ class Ordering:
     Args:
         state: of this process.
         count: data-parallel size.
-        dispatched: whether the main process alone reads.
+        dispatched: whether only the main process reads.
         seedable: whether random samplers are replaced by `SeedableRandomSampler`.
         data_seed: the seed of the run's data; None: that of the sampler's generator, or of torch.
         loader_index: how many loaders were prepared before.

@@ -111,7 +111,7 @@ def difference(tables: Sequence[list[int]]) -> str | None:
 
 
 def _moved(rows: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Tell whether a sample that differs from the other rank's comes there at another position."""
+    """Return whether a sample that differs from the other rank's comes there at another place."""
     known = set(others)
     return any(mine != other and mine in known for mine, other in zip(rows, others, strict=True))
 
@@ -147,7 +147,7 @@ def is_floating(value: Any) -> bool:
 
 
 def _bytes_of(value: Any) -> bytes:
-    """Return bytes that are the same for equal values in all processes; else of the type alone."""
+    """Return bytes that are the same for equal values in all processes; else of the type only."""
     if isinstance(value, torch.Tensor):
         try:
             flat = value.detach().reshape(-1)[:_BYTES].cpu()

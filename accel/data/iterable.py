@@ -16,24 +16,24 @@ from accel.errors import ConfigError
 class IterableDatasetShard(IterableDataset[Any]):
     """The samples of one process out of those of an iterable data set.
 
-    Every process reads the whole stream and keeps its own samples, a whole number of batches. The
-    last round is completed with samples from the beginning, or left out with `drop_last`; without
+    Every process reads the full stream and keeps its own samples, full batches of them. The last
+    round is completed with samples from the beginning, or dropped with `drop_last`; without
     `even_batches` each process gets what there is for it, some a short batch or none.
 
     Args:
         dataset: the stream, the same on every process.
         batch_size: samples per batch of one process; with `split_batches`, of all together.
-        drop_last: whether a last round that is too small is left out.
-        num_processes: how many processes share the stream.
+        drop_last: whether a last round that is too small is dropped.
+        num_processes: number of shards of the stream.
         process_index: which of them this one is.
         split_batches: whether `batch_size` counts the samples of all processes.
         even_batches: whether the last round is completed.
 
     Attributes:
-        remainder: after a whole pass in this process, how many samples of the last round over all
-            processes are real; 0 where all are. -1 before.
-        first_round: takes note of the first samples, until ranks have compared them; None: nothing
-            does.
+        remainder: after a complete pass in this process, how many samples of the last round over
+            all processes are real; 0 where all are. -1 before.
+        first_round: records the first samples, until ranks have compared them; None: they are not
+            recorded.
 
     Raises:
         ConfigError: if the batch size cannot be split.
@@ -69,7 +69,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     def remainder_read_by(self, num_workers: int) -> int:
         """Return `remainder` after a pass that `num_workers` worker processes read; -1: not known.
 
-        What a worker process counts stays there; a length tells the same, if there is one worker.
+        The count of a worker process stays there; a length gives it, if there is one worker.
 
         Args:
             num_workers: as of the loader; 0: this process read.
@@ -83,13 +83,13 @@ class IterableDatasetShard(IterableDataset[Any]):
         return -1
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.dataset), self.round_size)
+        full, rest = divmod(len(self.dataset), self.round_size)
         size = self.round_size // self.num_processes
         if self.drop_last or not rest:
-            return whole * size
+            return full * size
         if self.even_batches:
-            return (whole + 1) * size
-        return whole * size + len(range(*self._mine().indices(rest)))
+            return (full + 1) * size
+        return full * size + len(range(*self._mine().indices(rest)))
 
     def _mine(self) -> slice:
         """Return which samples of a round are this process's."""

@@ -1,4 +1,4 @@
-"""The prepared loaders: torch loaders that know their place among the processes."""
+"""The prepared loaders: torch loaders that read the shard of this process."""
 
 from __future__ import annotations
 
@@ -80,15 +80,15 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         rng_types: generators that ranks synchronise at the start of each pass: "torch", "cuda",
             "xla", "generator".
         synchronized_generator: the one called "generator".
-        skip_batches: how many batches are fetched and left out at the start of each pass.
+        skip_batches: number of batches that each pass fetches and skips at its start.
         use_stateful_dataloader: whether it is a `torchdata.stateful_dataloader.StatefulDataLoader`.
-        _drop_last: whether a short last round was left out: then all samples of the last are real.
+        _drop_last: whether a short last round is dropped: then all samples of the last are real.
         _non_blocking: whether copies to the device overlap with computation.
         torch_device_mesh: kept as an attribute; the sampler decides what this process reads.
         kwargs: of `torch.utils.data.DataLoader`.
 
     Raises:
-        MissingPackageError: if a stateful loader is asked for and torchdata is not installed.
+        MissingPackageError: if a stateful loader is requested and torchdata is not installed.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
 
     @property
     def _completes(self) -> bool:
-        """Whether a short last round may be completed; one that is not is real as a whole."""
+        """Whether a short last round may be completed; all samples of any other are real."""
         if isinstance(self.dataset, IterableDataset):
             return isinstance(self.dataset, IterableDatasetShard)
         shards = (BatchSamplerShard, SamplerShard)
@@ -190,7 +190,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
 
     @property
     def total_dataset_length(self) -> int:
-        """The samples of the data set; a stream is counted before it is shared out."""
+        """The samples of the data set; those of a stream before it is sharded."""
         if isinstance(self.dataset, IterableDatasetShard):
             return len(self.dataset.dataset)
         return super().total_dataset_length
@@ -203,13 +203,13 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         dataset: the data set; only the main process reads it.
         split_batches: whether each batch is cut into a slice per process; else as many batches as
             there are processes are read and joined.
-        skip_batches: how many rounds are read and left out at the start of each pass.
+        skip_batches: number of rounds that each pass reads and skips at its start.
         use_stateful_dataloader: whether it is a `torchdata.stateful_dataloader.StatefulDataLoader`.
-        _drop_last: whether a last round that is too small is left out; else it is completed with
+        _drop_last: whether a last round that is too small is dropped; else it is completed with
             samples from the beginning, so that each process gets as many.
         _non_blocking: whether copies to the device overlap with computation.
         slice_fn: cuts a batch, as ``slice_fn(batch, slice, process_index=…, num_processes=…)``;
-            None: tensors and lists with one entry per sample are cut, the rest stays whole.
+            None: tensors and lists with one entry per sample are cut, the rest is not.
         torch_device_mesh: ranks along its axes "tp", "cp", "sp" and "pp" get the same slice.
         device: where slices are put; None leaves them on the CPU.
         rng_types: generators that ranks synchronise at the start of each pass.
@@ -220,7 +220,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         kwargs: of `torch.utils.data.DataLoader`.
 
     Raises:
-        MissingPackageError: if a stateful loader is asked for and torchdata is not installed.
+        MissingPackageError: if a stateful loader is requested and torchdata is not installed.
     """
 
     def __init__(
@@ -313,8 +313,8 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
 
     def _slice(self, size: int) -> slice:
         """Return which of `size` samples this process gets."""
-        share = -(-size // self.num_processes)
-        return slice(self.process_index * share, (self.process_index + 1) * share)
+        length = -(-size // self.num_processes)
+        return slice(self.process_index * length, (self.process_index + 1) * length)
 
     def _pass(self) -> Iterator[Any]:
         state, windows = PartialState(), GradientState()
@@ -385,22 +385,22 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
 
 
 def _name_of(function: Any) -> str:
-    """Return the name of a collator as a message tells it."""
+    """Return the name of a collator for messages."""
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     return f"collate_fn ({name})"
 
 
 class SkipDataLoader(_MaybeStateful):
-    """A loader that leaves out its first batches, for data that can only be read in order.
+    """A loader that skips its first batches, for data that can only be read in order.
 
     Args:
         dataset: the data set.
-        skip_batches: how many batches are fetched and left out at the start of each pass.
+        skip_batches: number of batches that each pass fetches and skips at its start.
         use_stateful_dataloader: whether it is a `torchdata.stateful_dataloader.StatefulDataLoader`.
         kwargs: of `torch.utils.data.DataLoader`.
 
     Raises:
-        MissingPackageError: if a stateful loader is asked for and torchdata is not installed.
+        MissingPackageError: if a stateful loader is requested and torchdata is not installed.
     """
 
     def __init__(

@@ -69,9 +69,9 @@ class Order:
         read_elsewhere: whether the next pass is empty: this rank had read its batches when a
             checkpoint was saved in which other ranks had not.
         states: positions behind the batch in hand and the one fetched ahead (of stateful loaders).
-        position: a loaded position that the next pass goes on from, or None.
-        loaded_into: what the loader leaves out that it was loaded into: entries of the sampler,
-            and batches that it fetches.
+        position: a loaded position from which the next pass continues, or None.
+        loaded_into: what the loader skips that it was loaded into: entries of the sampler, and
+            batches that it fetches.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Order:
         return len(self.live)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "live": []}  # passes do not travel
+        return {**self.__dict__, "live": []}  # passes are not pickled
 
     # -- states ----------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class Order:
         return [generator.get_state() for generator in generators]
 
     def present(self, generators: Sequence[torch.Generator]) -> Start:
-        """Return the states of `generators` alone."""
+        """Return the states of only `generators`."""
         return Start(self._states(generators), stream=self.stream is not None)
 
     def restore(self, start: Start, generators: Sequence[torch.Generator]) -> None:
@@ -172,7 +172,7 @@ class Order:
             self.restore(start, generators)
             try:
                 yield
-                if self.replay is not None:  # no worker has asked for indices yet
+                if self.replay is not None:  # no worker has requested indices yet
                     self._after_opening = self.capture(generators)
             finally:
                 self.restore(now, generators)
@@ -297,8 +297,7 @@ def _other_entries(sampler: Any) -> Problem:
     name = type(sampler if inner is None else inner).__name__
     return Problem(
         f"a {name} that does not draw again what it had drawn when the checkpoint was saved",
-        "the rest of the pass goes on in another order, so that samples are repeated and others "
-        "are left out",
+        "the rest of the pass has another order, so that samples are repeated and others skipped",
         f"Let {name} draw from its attribute `generator` (a torch.Generator) or from Python's, "
         "NumPy's or torch's global generator, or give it state_dict() and load_state_dict().",
     )
@@ -340,23 +339,23 @@ def check_samplers(found: int, saved: int) -> None:
         raise CheckpointError(Problem(value, rule, remedy))
 
 
-# -- what is known of samplers -------------------------------------------------------------------
+# -- kinds of samplers --------------------------------------------------------------------------
 
 
 def draws_randomly(sampler: Any) -> bool:
-    """Tell whether `sampler` is one of torch's that draw from their `generator`."""
+    """Return whether `sampler` is one of torch's that draw from their `generator`."""
     iterate = getattr(type(sampler), "__iter__", None)
     return any(iterate is kind.__iter__ for kind in _RANDOM)
 
 
 def is_permuting(sampler: Any) -> bool:
-    """Tell whether `sampler` is torch's (or torchdata's) that permutes a data set."""
+    """Return whether `sampler` is torch's (or torchdata's) that permutes a data set."""
     iterate = getattr(type(sampler), "__iter__", None)
     return iterate is RandomSampler.__iter__ or iterate in _torchdata_permuting()
 
 
 def is_known(sampler: Any) -> bool:
-    """Tell whether the order of `sampler` depends on its arguments and its generator alone.
+    """Return whether the order of `sampler` depends only on its arguments and its generator.
 
     It does if it, and each sampler inside, is one of torch's or ours, or says so by an attribute
     `same_on_every_rank`.
@@ -373,7 +372,7 @@ def is_known(sampler: Any) -> bool:
 
 
 def draws_nothing(sampler: Any) -> bool:
-    """Tell whether `sampler` is a plain list of indices."""
+    """Return whether `sampler` is a plain list of indices."""
     return isinstance(sampler, (Sequence, torch.Tensor, np.ndarray))
 
 

@@ -78,19 +78,19 @@ class OrderedLoader(DataLoader[Any]):
         return DrawnSampler(sampler, self._order, self.generator)
 
     def _get_iterator(self) -> Any:
-        # torch draws the workers' seed. The pass that is gone on with did so when it began, so that
-        # a second draw would make the rest of a resumed epoch differ from one that was not cut.
+        # torch draws the workers' seed. A pass that is resumed did so when it began: a second draw
+        # would make the rest of a resumed epoch differ from that of an uninterrupted one.
         order = self._order
         seeded = isinstance(self.dataset, IterableDataset) or order.draws in ("none", "agreed")
-        goes_on = self._resumes and order.replay is None and seeded
-        with preserved() if goes_on else contextlib.nullcontext(), workers.starting(self):
+        resumes = self._resumes and order.replay is None and seeded
+        with preserved() if resumes else contextlib.nullcontext(), workers.starting(self):
             return workers.supervised(super()._get_iterator())
 
     def _batches(self, skipped: int = 0) -> Iterator[Any]:
         """Return torch's iterator of a pass; the data set learns the epoch before it is read.
 
         Args:
-            skipped: how many batches of this process the caller leaves out.
+            skipped: number of batches of this process that the caller skips.
         """
         epoch = self._epoch_of_dataset()
         order, generators = self._order, self.generators()
@@ -103,7 +103,7 @@ class OrderedLoader(DataLoader[Any]):
     def _read_again(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
         """Yield a stream's batches, the first `count` of which an earlier pass had read.
 
-        They are read with the generators as that pass found them: all but the last are left out.
+        They are read with the generators as that pass found them: all but the last are dropped.
         """
         with self._order.drawing(self.generators()):
             yield from itertools.islice(batches, count - 1)
@@ -219,14 +219,14 @@ class OrderedLoader(DataLoader[Any]):
                     f"another pass in the order of epoch {self.epoch}, after "
                     f"{self._order.left} that were left early",
                     "the order of a seedable sampler is a function of seed and epoch, and only a "
-                    "whole pass counts the epoch on: the same first samples are read again",
+                    "complete pass advances the epoch: the same first samples are read again",
                     "Call loader.set_epoch(epoch) before each pass, or skip_first_batches(loader, "
-                    "n) to go on where a pass was left.",
+                    "n) to continue where a pass was left.",
                 )
             )
 
     def order_state(self) -> dict[str, Any]:
-        """Return what decides the order of the samples.
+        """Return the state that decides the order of the samples.
 
         With the last batch of a pass in hand it is that of the next pass.
 
@@ -285,7 +285,7 @@ class OrderedLoader(DataLoader[Any]):
         order.left = 0
         if state["epoch"] is not None:
             self.set_epoch(state["epoch"])
-        if saved is None:  # of an earlier version, which kept the start of a pass alone
+        if saved is None:  # of an earlier version, which kept only the start of a pass
             stream = order.stream is not None
             order.restore(Start(state["generators"], stream=stream), self.generators())
             return
@@ -318,7 +318,7 @@ class OrderedLoader(DataLoader[Any]):
                         f"a data loader over {found} samples",
                         f"the saved one, which was prepared in its place, had {saved}",
                         "Prepare the loaders in the order of the run that saved, over the same "
-                        "data; else samples are repeated or left out.",
+                        "data; else samples are repeated or skipped.",
                     )
                 ),
                 stacklevel=3,

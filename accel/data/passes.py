@@ -14,7 +14,7 @@ from accel.window_ends import Reading
 
 @dataclass
 class Start:
-    """What decides the order of a pass, as it was when the pass began.
+    """The states that decide the order of a pass, as they were when it began.
 
     Attributes:
         generators: states of the generators that the loader and its samplers hold.
@@ -37,7 +37,7 @@ class Start:
     stream: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # Generators do not travel; how far they were drawn from does.
+        # Generators are not pickled; how far they were drawn from is.
         return {**self.__dict__, "draws": None, "drawn": self.so_far()}
 
     def so_far(self) -> Drawn | None:
@@ -51,7 +51,7 @@ class Start:
 
 @dataclass(eq=False)
 class Pass:
-    """A pass under way, and what it restores of a pass around it when it ends.
+    """A pass under way, and the values of the pass around it, restored when it ends.
 
     Attributes:
         epoch: its number.
@@ -61,7 +61,7 @@ class Pass:
         started: of the pass around it, None where there is none.
         at_end: of the pass around it.
         given: how many batches it gave.
-        whole: whether it gave all its batches.
+        is_complete: whether it gave all its batches.
         others: the loaders that were read when it began, with the batches that they had given.
     """
 
@@ -72,7 +72,7 @@ class Pass:
     started: Start | None
     at_end: int | None
     given: int = 0
-    whole: bool = False
+    is_complete: bool = False
     others: list[tuple[Any, int]] = field(default_factory=list)
 
 

@@ -1,4 +1,4 @@
-"""Turning a loader into one that reads this process's share."""
+"""Preparing a loader: one that reads the shard of this process."""
 
 from __future__ import annotations
 
@@ -67,18 +67,18 @@ def prepare_data_loader(
     that all is well (the loader of a stream with shards of its own is left unprepared).
 
     Args:
-        dataloader: the loader to share out; one that is prepared already is returned as it is.
+        dataloader: the loader to shard; one that is prepared already is returned as it is.
         device: where batches are put; None: where the process state says.
-        num_processes: how many processes share the data; None: as the process state says.
+        num_processes: number of shards of the data; None: as the process state says.
         process_index: which of them this one is; None: as the process state says.
         split_batches: whether each batch is cut into a piece per process; its size must divide by
-            their number. Else each process gets whole batches in turn, and all of them together see
+            their number. Else each process gets full batches in turn, and all of them together see
             `num_processes` times the loader's batch size.
         put_on_device: whether batches (nested lists, tuples and mappings of tensors) are put there.
         rng_types: generators that ranks synchronise at the start of each pass: "torch", "cuda",
             "xla", and "generator", that of the sampler or of the iterable data set.
         dispatch_batches: whether only the main process reads and gives the others their slices;
-            None: where several processes share an iterable data set.
+            None: where several processes read an iterable data set.
         even_batches: whether the last batches are completed from the beginning of the data, so that
             each process has as many. Batch samplers whose batches vary in size want False.
         slice_fn_for_dispatch: cuts a dispatched batch, as ``f(batch, slice, process_index=…,
@@ -89,7 +89,7 @@ def prepare_data_loader(
             from it.
         non_blocking: whether copies to the device overlap with computation (wants pinned memory).
         use_stateful_dataloader: whether the loader is torchdata's `StatefulDataLoader`.
-        torch_device_mesh: ranks along its axes "tp", "cp", "sp" and "pp" share their data.
+        torch_device_mesh: ranks along its axes "tp", "cp", "sp" and "pp" read the same data.
         loader_index: how many loaders were prepared before, which draw permutations of their own;
             None: counted, or 0 where `data_seed`, `num_processes` or `process_index` is given.
 
@@ -100,7 +100,7 @@ def prepare_data_loader(
         ConfigError: if batches cannot be split, cannot be made even, or would be read repeatedly by
             several workers; if the sampler shards already, or differs between ranks; if a data set
             of Hugging Face is split by node.
-        MissingPackageError: if a stateful loader is asked for and torchdata is not installed.
+        MissingPackageError: if a stateful loader is requested and torchdata is not installed.
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader
@@ -115,8 +115,9 @@ def prepare_data_loader(
     dispatched = streamed and count > 1 if dispatch_batches is None else dispatch_batches
     _check(dataloader, count, split_batches)
 
-    alone = bool(dispatched)  # the main process reads
-    ordering = Ordering(state, count, alone, use_seedable_sampler, data_seed, loader_index)
+    ordering = Ordering(
+        state, count, bool(dispatched), use_seedable_sampler, data_seed, loader_index
+    )
     sampler, order = ordering.of(dataloader)
     arguments = loader_arguments(dataloader)
     dataset: Any = dataloader.dataset
@@ -198,11 +199,11 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     """Return a loader like `dataloader` without its first `num_batches` batches.
 
     Of a map-style data set nothing is fetched for them; a stream is read and passed over. Epochs
-    are counted together with `dataloader`, which goes on where the new loader ends.
+    are counted together with `dataloader`, which continues where the new loader ends.
 
     Args:
         dataloader: any torch loader, prepared or not.
-        num_batches: how many batches of this process are left out.
+        num_batches: number of batches of this process that are skipped.
 
     Raises:
         ConfigError: if `num_batches` is negative.

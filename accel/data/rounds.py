@@ -22,7 +22,7 @@ class RoundReader:
         full_size: samples of a full round.
         num_processes: the samples of the last round are completed to a multiple of it.
         even_batches: whether they are.
-        drop_last: whether a round of too few batches is left out.
+        drop_last: whether a round of too few batches is dropped.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RoundReader:
 
         Args:
             batches: of the pass.
-            skip: how many rounds are left out.
+            skip: number of rounds that are skipped.
         """
         layout = self.layout
         for number, batch in enumerate(self._joined(batches)):
@@ -77,9 +77,9 @@ class RoundReader:
                 if not self.drop_last or len(group) == self.per_round:
                     yield batch
                 continue
-            whole = size - size % full
-            self._rest = [layout.cut(batch, slice(whole, size))] if whole < size else []
-            for start in range(0, whole, full):
+            end = size - size % full
+            self._rest = [layout.cut(batch, slice(end, size))] if end < size else []
+            for start in range(0, end, full):
                 yield layout.cut(batch, slice(start, start + full))
         if self._rest and not self.drop_last:
             rest, self._rest = self._rest[0], []
@@ -88,7 +88,7 @@ class RoundReader:
     # -- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a pass that goes on behind the round in hand must know of those before."""
+        """Return the state with which a resumed pass continues after the round in hand."""
         head = self._head
         if head is not None and not all(_is_plain(leaf) for leaf in head.values()):
             head = None  # a checkpoint holds no objects of other classes
@@ -110,8 +110,8 @@ class RoundReader:
                 str(
                     Problem(
                         "a position in a pass whose first samples are not saved",
-                        "a checkpoint holds tensors, numbers and text alone; a short last round is "
-                        "completed with samples from where reading goes on",
+                        "a checkpoint holds tensors, numbers and text only; a short last round is "
+                        "completed with samples from where reading continues",
                         "Let collate_fn return tensors, or set even_batches=False.",
                     )
                 ),

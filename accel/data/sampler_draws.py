@@ -18,7 +18,7 @@ class Drawn:
     """How far a sampler has drawn the entries of a pass.
 
     Attributes:
-        asked: how often it was asked for an entry, prefetched ones and its end included.
+        asked: number of requests for an entry, prefetched ones and its end included.
         size: samples of all ranks in an entry.
         left: for each generator, the entry before which the pass went on with a stream of its own;
             None: it draws from the generator itself.

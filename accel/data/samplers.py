@@ -31,7 +31,7 @@ def mix_seeds(*values: int) -> int:
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random sampler whose order is a function of (seed, epoch) alone.
+    """A random sampler whose order is a function of only (seed, epoch).
 
     Iterating twice gives the same order until `set_epoch` is called; prepared loaders call it at
     the end of each pass.
@@ -87,7 +87,7 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class AroundBatchSampler:
-    """What samplers that draw from a batch sampler have in common."""
+    """The base of samplers that draw from a batch sampler."""
 
     batch_sampler: Any
 
@@ -106,7 +106,7 @@ class SkipBatchSampler(AroundBatchSampler, Sampler[Any]):
 
     Args:
         batch_sampler: a batch sampler (or any sampler).
-        skip_batches: how many entries are left out.
+        skip_batches: number of entries that are skipped.
     """
 
     def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
@@ -120,7 +120,7 @@ class SkipBatchSampler(AroundBatchSampler, Sampler[Any]):
 
     @property
     def drop_last(self) -> bool:
-        """Whether the sampler inside leaves out a short last batch."""
+        """Whether the sampler inside drops a short last batch."""
         return bool(getattr(self.batch_sampler, "drop_last", False))
 
     @property
@@ -157,15 +157,15 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
 
     Args:
         batch_sampler: yields lists of indices.
-        num_processes: how many processes share them.
+        num_processes: number of shards.
         process_index: which of them this one is.
-        split_batches: whether each batch is cut into a piece per process, or whole batches are
-            dealt out in turn.
+        split_batches: whether each batch is cut into a piece per process, or full batches are
+            assigned in turn.
         even_batches: whether the last batches are completed; wants a sampler with a `batch_size`.
             Where it is False, some processes may get a smaller last batch, or one batch less.
 
     Attributes:
-        remainder: after a whole pass, how many samples of the last round over all processes are
+        remainder: after a complete pass, how many samples of the last round over all processes are
             real; 0 where all are. -1 before the first.
 
     Raises:
@@ -292,8 +292,8 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
 
     def _iterate_dealt(self) -> Iterator[list[int]]:
         for group in self._rounds():
-            whole = len(group) == self.num_processes
-            if self.process_index < len(group) and (whole or not self.drop_last):
+            is_full = len(group) == self.num_processes
+            if self.process_index < len(group) and (is_full or not self.drop_last):
                 yield group[self.process_index]
         self.remainder = 0
 
@@ -317,7 +317,7 @@ class CompletedBatchSampler(AroundBatchSampler, BatchSampler):
     """The batches of another sampler, completed to a multiple of the number of processes.
 
     For batches that one process reads for all: what completes the last round is then known by its
-    indices, so that a pass that skips batches ends with the same samples as a whole one.
+    indices, so that a pass that skips batches ends with the same samples as a complete one.
 
     Args:
         batch_sampler: yields lists of at most `batch_size` indices.
@@ -325,7 +325,7 @@ class CompletedBatchSampler(AroundBatchSampler, BatchSampler):
 
     Attributes:
         even_batches: whether it completes them at all.
-        added: after a whole pass, how many indices were added at its end.
+        added: after a complete pass, how many indices were added at its end.
     """
 
     def __init__(self, batch_sampler: Any, num_processes: int) -> None:
@@ -371,7 +371,7 @@ class SamplerShard(Sampler[Any]):
 
     Args:
         sampler: yields indices.
-        num_processes: how many processes share them.
+        num_processes: number of shards.
         process_index: which of them this one is.
         even_batches: whether the last round is completed from the beginning.
     """

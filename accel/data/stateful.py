@@ -16,7 +16,7 @@ from accel.state import PartialState
 
 
 class Tracked(PreparedLoader, StatefulDataLoader):
-    """Gives the state after the batch in hand, though one more is already fetched.
+    """Gives the state after the batch in hand, though one more is prefetched.
 
     Its state is torchdata's ("position"; {} at the start of a pass) with what a position means
     nothing without: the order of the samples ("order", as of `PreparedLoader.order_state`), how
@@ -77,7 +77,7 @@ class Tracked(PreparedLoader, StatefulDataLoader):
         """Let the next pass continue from where `state_dict` was taken."""
         found = dict(state_dict)
         order = found.pop("order", None)
-        if order is None:  # torchdata's alone, of an earlier version
+        if order is None:  # torchdata's only, of an earlier version
             found = {"position": state_dict}
         else:
             self.load_order_state(order)

@@ -36,11 +36,11 @@ _PREPARED: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDiction
 
 
 def declared_alike(dataset: Any) -> bool:
-    """Tell whether a data set says, by `same_on_every_rank`, that nothing is to be checked."""
+    """Return whether a data set declares by `same_on_every_rank` that it needs no check."""
     return bool(getattr(dataset, "same_on_every_rank", False))
 
 
-# -- what the main process reads for all ---------------------------------------------------------
+# -- streams that the main process reads ---------------------------------------------------------
 
 
 def check_dispatched(comm: Communicator, dataset: Any) -> None:
@@ -60,18 +60,18 @@ def check_dispatched(comm: Communicator, dataset: Any) -> None:
     check_split(dataset)
     alike = declared_alike(dataset)
     found = comm.all_gather_object({} if alike else _lists(dataset))
-    name = _lists_apart(found)
+    name = _differing_list(found)
     what = f"whose `{name}` differs between ranks" if name else None
     if what is None and not alike and shards_by_rank(dataset):
-        what = "whose code asks for the rank and the number of processes"
+        what = "whose code uses the rank and the number of processes"
     if what is not None and not alike:
         warnings.warn(
             str(
                 Problem(
                     f"the iterable data set {type(dataset).__name__}, {what}",
-                    "the main process reads it for all ranks, so what it leaves to the others is "
-                    "never read",
-                    "Let it yield the whole stream, or leave the loader of a stream that shards by "
+                    "the main process reads it for all ranks, so that the samples of the others "
+                    "are never read",
+                    "Let it yield the full stream, or leave the loader of a stream that shards "
                     "itself out of `prepare`. Set `same_on_every_rank = True` on the data set if "
                     "the main process reads all of it.",
                 )
@@ -101,7 +101,7 @@ def check_split(dataset: Any) -> None:
 
 
 def shards_by_rank(dataset: Any) -> bool:
-    """Tell whether an iterable data set seems to share its samples out by rank.
+    """Return whether an iterable data set seems to shard its samples by rank.
 
     It does if functions of it name both a rank and a number of processes, unless an attribute of
     that name says that there is one process.
@@ -199,7 +199,7 @@ def _lists(dataset: Any) -> dict[str, str]:
 
 def _entries(value: Any) -> list[Any]:
     if isinstance(value, (np.ndarray, torch.Tensor)):
-        if value.ndim != 1 or len(value) > _ENTRIES or is_floating(value):  # drawn, not shared out
+        if value.ndim != 1 or len(value) > _ENTRIES or is_floating(value):  # drawn, not sharded
             return []
         value = value.tolist()
     if not isinstance(value, (list, tuple, range)) or len(value) > _ENTRIES:
@@ -208,7 +208,7 @@ def _entries(value: Any) -> list[Any]:
     return list(value) if all(isinstance(entry, plain) for entry in value) else []
 
 
-def _lists_apart(found: Sequence[dict[str, str]]) -> str | None:
+def _differing_list(found: Sequence[dict[str, str]]) -> str | None:
     """Return the name of a list that ranks hold with other entries than the main process."""
     for name, own in found[0].items():
         if any(facts.get(name, own) != own for facts in found[1:]):
@@ -216,7 +216,7 @@ def _lists_apart(found: Sequence[dict[str, str]]) -> str | None:
     return None
 
 
-# -- what worker processes read ------------------------------------------------------------------
+# -- streams that loader workers read ------------------------------------------------------------
 
 
 def worker_problems(dataset: Any, num_workers: int, worker_init_fn: Any = None) -> list[Problem]:
@@ -280,7 +280,7 @@ def _sources(value: Any, depth: int) -> Iterator[Any]:
             yield part
 
 
-# -- what every rank reads -----------------------------------------------------------------------
+# -- streams that every rank reads ---------------------------------------------------------------
 
 
 def first_round(comm: Communicator, loader: Any) -> FirstRound | None:
@@ -302,8 +302,8 @@ def first_round(comm: Communicator, loader: Any) -> FirstRound | None:
     if declared_alike(loader.dataset):
         return None
     if shards_by_rank(loader.dataset):
-        what = "its code asks for the rank and the number of processes"
-        warnings.warn(str(_streams_apart(loader.dataset, what)), stacklevel=4)
+        what = "its code uses the rank and the number of processes"
+        warnings.warn(str(_differing_streams(loader.dataset, what)), stacklevel=4)
         return None
     found = FirstRound(key=f"stream/{number}")
     if loader.num_workers > 0:
@@ -333,17 +333,17 @@ def _compare(shard: IterableDatasetShard, comm: Communicator) -> None:
     if found is not None:
         shard.first_round = None
     if found:
-        warnings.warn(str(_streams_apart(shard.dataset, found)), stacklevel=5)
+        warnings.warn(str(_differing_streams(shard.dataset, found)), stacklevel=5)
 
 
-def _streams_apart(dataset: Any, told: str) -> Problem:
+def _differing_streams(dataset: Any, how: str) -> Problem:
     return Problem(
-        f"the iterable data set {type(dataset).__name__}: {told}",
+        f"the iterable data set {type(dataset).__name__}: {how}",
         "`prepare` gives each rank other samples of one stream; of streams that are sharded by "
         "rank already, or shuffled in another order on each rank, it drops samples that no rank "
         "reads",
-        "Let every rank yield the whole stream in one order (seed its shuffle alike), or set "
+        "Let every rank yield the full stream in one order (seed its shuffle alike), or set "
         "dispatch_batches=True, so that the main process reads for all; leave the loader of a "
-        "stream that shards by itself out of `prepare`. Where ranks may differ (augmentations, "
+        "stream that shards itself out of `prepare`. Where ranks may differ (augmentations, "
         "random samples without end), set `same_on_every_rank = True` on the data set.",
     )

@@ -20,7 +20,7 @@ SliceFunction = Callable[..., Any]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a process must know of a tensor to receive it."""
+    """Shape and dtype of a tensor, by which a process receives it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -62,7 +62,7 @@ def with_next(items: Iterator[T]) -> Iterator[tuple[T, T | None]]:
 def send_round(comm: Communicator, rounds: Iterator[Round], device: torch.device) -> Round | None:
     """Read the next round on the main process and give it to the others.
 
-    A failure to read is told to them, so that nobody waits.
+    A failure to read is sent to them, so that none waits.
     """
     try:
         found = next(rounds, None)

@@ -27,7 +27,7 @@ class StepScaler(torch.amp.GradScaler):
     carries it out; so does reading the scale or the state.
 
     Gradients that are held meanwhile (of a window of accumulation, of another optimizer, of a step
-    without `zero_grad`) follow the scale: they are multiplied by what it changes by. Scales are
+    without `zero_grad`) follow the scale: they are multiplied by its change. Scales are
     powers of two unless the factors say otherwise, so that nothing is rounded.
 
     Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html
@@ -90,7 +90,7 @@ class StepScaler(torch.amp.GradScaler):
     ) -> None:
         """Let none of `optimizers` step where the norm by which all are clipped is not finite.
 
-        Their gradients were multiplied by it, also those of optimizers that met no overflow.
+        Their gradients were multiplied by it, also those of optimizers without an overflow.
 
         Args:
             norm: [] of the gradients of all of them.
@@ -163,7 +163,7 @@ class StepScaler(torch.amp.GradScaler):
 
     @contextlib.contextmanager
     def _held_gradients_follow(self) -> Iterator[None]:
-        """Multiply scaled gradients by what the scale changes by in the context."""
+        """Multiply scaled gradients by the change of the scale in the context."""
         held = [] if self._scale is None else self._scaled_gradients()
         if not held:
             yield
@@ -313,7 +313,7 @@ class AmpPrecision(Precision):
         )
 
     def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
-        """Make `model.forward` compute under autocast and return fp32, or what it computed."""
+        """Make `model.forward` compute under autocast and return fp32, or the computed dtype."""
         wrap_forward(model, self.autocast, outputs_in_fp32)
 
     def unwrap_forward(self, model: torch.nn.Module) -> None:

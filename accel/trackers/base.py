@@ -13,7 +13,7 @@ REQUIRED = ("name", "requires_logging_directory", "tracker")
 
 
 def on_main_process(function: Method) -> Method:
-    """Decorate a method of a tracker so that it runs on the main process alone.
+    """Decorate a method of a tracker so that it runs only on the main process.
 
     A tracker whose `main_process_only` is False runs it on every process.
 
@@ -40,8 +40,8 @@ class GeneralTracker:
     `store_init_configuration` and `log`.
 
     Attributes:
-        name: what the tracker is asked for by.
-        requires_logging_directory: whether it writes into a folder that it must be told.
+        name: the name by which the tracker is chosen.
+        requires_logging_directory: whether it writes into a folder that must be given.
         main_process_only: whether only the main process logs.
 
     Raises:
@@ -92,7 +92,7 @@ class GeneralTracker:
         raise NotImplementedError(f"{type(self).__name__} does not log images.")
 
     def finish(self) -> None:
-        """Write what is pending and close the run."""
+        """Flush and close the run."""
 
 
 def require_attributes(kind: type) -> None:

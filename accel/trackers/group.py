@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TrackerGroup:
-    """Trackers of a run. A tracker that logs on the main process alone exists there alone.
+    """Trackers of a run. A tracker that logs only on the main process exists only there.
 
     Args:
         log_with: the chosen trackers: classes, or instances of the caller's own.

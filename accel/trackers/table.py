@@ -14,7 +14,7 @@ from accel.trackers.base import GeneralTracker, require_attributes
 
 # A name, a class of a user's own, or an object of one.
 Wanted = str | LoggerType | GeneralTracker | type[GeneralTracker]
-# What is chosen: a class that is still to be made, or an object that is there.
+# A chosen tracker: a class that is yet to be built, or an object.
 Choice = GeneralTracker | type[GeneralTracker]
 
 
@@ -53,7 +53,7 @@ def get_available_trackers() -> list[LoggerType]:
 def filter_trackers(
     log_with: Wanted | Iterable[Wanted] | None, logging_dir: str | None = None
 ) -> list[Choice]:
-    """Return the trackers that were asked for.
+    """Return the requested trackers.
 
     Args:
         log_with: names ("all": every one that is installed), classes or objects; one or several.

@@ -47,7 +47,7 @@ def test_integer() -> None:
         assert env.integer(NAME) == 7
     with env.patched(**{NAME: ""}):
         assert env.integer(NAME, 3) == 3
-    with env.patched(**{NAME: "7.5"}), pytest.raises(ConfigError, match="whole number"):
+    with env.patched(**{NAME: "7.5"}), pytest.raises(ConfigError, match="expected an integer"):
         env.integer(NAME)
 
 

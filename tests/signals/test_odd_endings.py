@@ -42,7 +42,7 @@ class Ending:
 
 TWO = (
     Ending("objective.ending=exit_0", "EndedByOwnCodeError: os._exit(0)"),
-    Ending("objective.ending=wordless", "Wordless: (its message cannot be told"),
+    Ending("objective.ending=wordless", "Wordless: (its message cannot be read"),
     Ending("data.ending=stop_iteration", "the data set Samples raised StopIteration: no more"),
     Ending(f"{HANG} objective.ending=hang", "it hangs: no progress for"),
     Ending("objective.ending=abort", "its process was ended by SIGABRT"),

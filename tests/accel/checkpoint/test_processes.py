@@ -262,4 +262,4 @@ def test_rank_0_reads_weights_for_all(tmp_path: Path, world_size: int) -> None:
     for same, messages in run_distributed(broadcast, world_size, str(tmp_path)):
         assert same
         assert "no such file or folder" in messages[0]
-        assert "no whole safetensors file" in messages[1]
+        assert "no complete safetensors file" in messages[1]

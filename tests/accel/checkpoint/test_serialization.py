@@ -173,7 +173,7 @@ def test_a_cut_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     serialization.write_tensors({"x": torch.ones(100)}, path)
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match="no whole safetensors file"):
+    with pytest.raises(CheckpointError, match="no complete safetensors file"):
         serialization.read_tensors(path)
 
 

@@ -60,4 +60,4 @@ def test_files_that_are_broken_or_would_run_code(
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-8])
     message = fails(load_checkpoint_in_model, net(), tmp_path)
-    assert "no whole safetensors file" in message
+    assert "no complete safetensors file" in message

@@ -92,8 +92,8 @@ def test_the_levels_of_a_recipe(kind: Any) -> None:
         (TERecipeKwargs, {"amax_compute_algo": "mean"}, "it is one of max, most_recent"),
         (TERecipeKwargs, {"interval": 0}, "at least 1"),
         (TERecipeKwargs, {"amax_history_len": 0}, "at least 1"),
-        (TERecipeKwargs, {"override_linear_precision": (True, False)}, "three switches"),
-        (TERecipeKwargs, {"override_linear_precision": (1, 2, 3)}, "three switches"),
+        (TERecipeKwargs, {"override_linear_precision": (True, False)}, "three booleans"),
+        (TERecipeKwargs, {"override_linear_precision": (1, 2, 3)}, "three booleans"),
         (AORecipeKwargs, {"module_filter_func": "torch.no_such"}, "dotted name"),
         (
             AORecipeKwargs,

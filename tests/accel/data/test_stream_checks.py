@@ -1,4 +1,4 @@
-"""Streams that ranks do not see alike are told of, all others are read in silence."""
+"""Streams that ranks do not see alike are warned of, all others are read in silence."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def alike() -> dict[str, IterableDataset]:
     }
 
 
-def told_of(make, dispatch: bool, batch_size: int | None = 4, workers: int = 0) -> dict:
+def warnings_of(make, dispatch: bool, batch_size: int | None = 4, workers: int = 0) -> dict:
     PartialState(cpu=True)
     found = {}
     for name, data in make().items():
@@ -179,13 +179,13 @@ def told_of(make, dispatch: bool, batch_size: int | None = 4, workers: int = 0) 
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, None])
-def test_streams_that_differ_between_ranks_are_told_of_once(batch_size) -> None:
-    for found in run_distributed(told_of, 2, differing, False, batch_size):
+def test_streams_that_differ_between_ranks_are_warned_of_once(batch_size) -> None:
+    for found in run_distributed(warnings_of, 2, differing, False, batch_size):
         # With two samples in a round, or one in hand of it, the first may be alike by chance.
         for name, told in found.items():
             assert len(told) == 1, (name, told)
             if name in ("by rank", "by environment", "by attribute", "files by rank"):
-                assert "its code asks for the rank and the number of processes" in told[0]
+                assert "its code uses the rank and the number of processes" in told[0]
             else:
                 assert "differ between ranks" in told[0] or "samples on the ranks" in told[0], name
             assert "sharded by rank already, or shuffled in another order" in told[0]
@@ -193,7 +193,7 @@ def test_streams_that_differ_between_ranks_are_told_of_once(batch_size) -> None:
 
 
 def test_streams_that_worker_processes_read_are_compared() -> None:
-    for found in run_distributed(told_of, 2, by_workers, False, 4, 1):
+    for found in run_distributed(warnings_of, 2, by_workers, False, 4, 1):
         assert [len(told) for told in found.values()] == [1, 0]
 
 
@@ -220,17 +220,17 @@ def by_workers() -> dict[str, IterableDataset]:
 
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_streams_that_ranks_see_alike_are_read_in_silence(dispatch: bool) -> None:
-    for found in run_distributed(told_of, 2, alike, dispatch):
+    for found in run_distributed(warnings_of, 2, alike, dispatch):
         assert found == {name: [] for name in found}
 
 
-def test_streams_that_shard_by_rank_are_told_of_where_the_main_process_reads() -> None:
-    for found in run_distributed(told_of, 2, differing, True):
+def test_streams_that_shard_by_rank_are_warned_of_where_the_main_process_reads() -> None:
+    for found in run_distributed(warnings_of, 2, differing, True):
         silent = [name for name, told in found.items() if not told]
         assert silent == ["shuffled apart", "empty"]  # it reads all of these
         for name in set(found) - set(silent):
             assert len(found[name]) == 1
-            assert "what it leaves to the others is never read" in found[name][0]
+            assert "the samples of the others are never read" in found[name][0]
 
 
 class Split(Numbers):
