@@ -209,7 +209,12 @@ if end == "destroyed":
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's /proc")
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    ("engine", "end"), [("ddp", "raised"), ("fsdp", "raised"), ("ddp", "destroyed")]
+    ("engine", "end"),
+    [
+        pytest.param("ddp", "raised", marks=pytest.mark.slow),
+        ("fsdp", "raised"),
+        ("ddp", "destroyed"),
+    ],
 )
 def test_no_thread_of_gloo_outlives_python(engine: str, end: str) -> None:
     codes, outputs = run_pair("-c", FORGETFUL, engine, end)
