@@ -57,7 +57,10 @@ def state_bytes(
     twin = _twin(optimizer, stepped)
     if isinstance(twin, torch.optim.LBFGS):  # it calls for losses
         return None
-    twin.step()
+    try:
+        twin.step()
+    except RuntimeError:  # it reads values (Adafactor), which tensors without storage lack
+        return None
     return _tensor_bytes(twin)
 
 

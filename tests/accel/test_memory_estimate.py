@@ -45,6 +45,7 @@ def test_some_optimizers_have_no_estimate() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2))]
     assert state_bytes(Own(parameters, lr=0.1)) is None
     assert state_bytes(torch.optim.LBFGS(parameters)) is None
+    assert state_bytes(torch.optim.Adafactor(parameters)) is None
 
 
 def test_an_estimate_may_be_over_other_tensors() -> None:
