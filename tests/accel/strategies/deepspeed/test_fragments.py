@@ -7,7 +7,6 @@ that torch has for such ops: a slow test does it, and others use it.
 from __future__ import annotations
 
 import os
-import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.strategies.deepspeed import initialize
+from tests import commands
 from tests.accel.strategies.deepspeed.helpers import (
     GLOBAL_BATCH,
     adamw,
@@ -28,7 +28,7 @@ from tests.accel.strategies.deepspeed.helpers import (
     own,
     started,
 )
-from tests.helpers import python, run_distributed
+from tests.helpers import ROOT, run_distributed
 
 
 def steps_the_weights_themselves(fields: dict[str, Any], precision: str, shared: bool) -> None:
@@ -175,7 +175,7 @@ def asks(question: str) -> bool:
         "known = initialize.import_deepspeed(torch.device('cpu'))\n"
         f"raise SystemExit(not ({question}))"
     )
-    return subprocess.run(python("-c", code), capture_output=True).returncode == 0
+    return commands.run("-c", code, cwd=ROOT, environment=os.environ).returncode == 0
 
 
 @pytest.fixture(scope="module")
