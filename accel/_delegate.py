@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -19,11 +20,10 @@ def delegate(
         owner: name of the attribute.
         method: of the owner's class.
     """
-    name = method.__name__
+    owned = operator.attrgetter(owner)
 
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        found: R = getattr(getattr(self, owner), name)(*args, **kwargs)
-        return found
+        return method(owned(self), *args, **kwargs)
 
     return call

@@ -7,32 +7,45 @@ import os
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from accel._lazy import attribute
+from accel._lazy import attribute, names, public_names
 
-PLACES = {"dumps": "json", "place": "os:getcwd", "missing": "json:not_there"}
+STUB = """
+from json import dumps as dumps
+from json import not_there as not_there
+from os import getcwd as getcwd
+"""
 
 
 @pytest.fixture
-def package() -> Iterator[types.ModuleType]:
+def package(tmp_path: Path) -> Iterator[types.ModuleType]:
     module = types.ModuleType("a_lazy_package")
+    module.__file__ = str(tmp_path / "__init__.py")
+    (tmp_path / "__init__.pyi").write_text(STUB)
     sys.modules[module.__name__] = module
     yield module
+    public_names.cache_clear()
     del sys.modules[module.__name__]
 
 
 def test_a_name_is_looked_up_once_and_kept(package: types.ModuleType) -> None:
-    assert attribute(package.__name__, PLACES, "dumps") is json.dumps
-    assert attribute(package.__name__, PLACES, "place") is os.getcwd
+    assert attribute(package.__name__, "dumps") is json.dumps
+    assert attribute(package.__name__, "getcwd") is os.getcwd
     assert vars(package)["dumps"] is json.dumps
-    assert "missing" not in vars(package)
+    assert "not_there" not in vars(package)
 
 
-@pytest.mark.parametrize("name", ["unknown", "missing"])
+def test_the_stub_lists_the_public_names(package: types.ModuleType) -> None:
+    assert attribute(package.__name__, "__all__") == ["dumps", "not_there", "getcwd"]
+    assert {"dumps", "getcwd", "__file__"} <= set(names(package.__name__))
+
+
+@pytest.mark.parametrize("name", ["unknown", "not_there"])
 def test_a_name_that_is_not_there_is_an_attribute_error(
     name: str, package: types.ModuleType
 ) -> None:
-    with pytest.raises(AttributeError, match=r"no attribute '(unknown|not_there)'"):
-        attribute(package.__name__, PLACES, name)
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+        attribute(package.__name__, name)

@@ -61,6 +61,35 @@ class LiveModels:
         self._references.clear()
 
 
+class MeshModels(LiveModels):
+    """Models distributed over a mesh, which is destroyed at `close` or when the process ends.
+
+    Optimizers hold this object: it outlives a strategy that nobody references any more.
+
+    Attributes:
+        mesh: the mesh.
+        is_destroyed: whether its process groups are gone.
+    """
+
+    def __init__(self, mesh: DeviceMesh, comm: Communicator) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.is_destroyed = False
+        self._comm = comm
+        comm.before_exit(self.destroy)
+
+    def destroy(self) -> None:
+        """Destroy the mesh and its process groups, without any collective."""
+        if not self.is_destroyed:
+            self.is_destroyed = True
+            destroy_mesh(self.mesh, list(self), self.in_group())
+            self.clear()
+
+    def in_group(self) -> bool:
+        """Return whether the process group that the mesh was made from is there."""
+        return dist.is_initialized() and not self._comm.closed
+
+
 @final
 class MeshStrategy(Strategy):
     """Parameters are DTensors on one mesh, sharded and replicated along its axes.
@@ -77,9 +106,8 @@ class MeshStrategy(Strategy):
         super().__init__(plan, comm, device, precision)
         name, dims = plan.strategy, plan.parallel_dims
         self._mesh = build_mesh(dims, plan.device_type)
-        self._is_closed = False
         self._settings = read_settings(plan, self._mesh, comm, device, precision)
-        self._models, self._evaluated = LiveModels(), LiveModels()
+        self._models, self._evaluated = MeshModels(self._mesh, comm), LiveModels()
         self._remap = ParameterRemap()
         # Parameters that FSDP2 ignores, by model.
         self._ignored: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Parameter]]
@@ -89,7 +117,6 @@ class MeshStrategy(Strategy):
             name, plan, comm, device, self._models, self._remap
         )
         self.state = MeshState(dims, self._settings.is_sharded)
-        comm.before_exit(self._destroy)
         given = self._settings.tensor_parallel.torch_device_mesh
         if given is not None:
             check_given(given, self._mesh)
@@ -97,7 +124,7 @@ class MeshStrategy(Strategy):
     @property
     def device_mesh(self) -> DeviceMesh | None:
         """The mesh of the run; None after `close`."""
-        return None if self._is_closed else self._mesh
+        return None if self._models.is_destroyed else self._mesh
 
     # -- preparing -------------------------------------------------------------------------
 
@@ -218,17 +245,8 @@ class MeshStrategy(Strategy):
 
     def close(self) -> None:
         """Destroy the mesh and its process groups, once no rank has a collective under way."""
-        if not self._is_closed and self._in_group():
+        if not self._models.is_destroyed and self._models.in_group():
             synchronize(self.device)
             self.comm.barrier()
         super().close()
-        self._destroy()
-
-    def _destroy(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            destroy_mesh(self._mesh, list(self._models), self._in_group())
-            self._models.clear()
-
-    def _in_group(self) -> bool:
-        return dist.is_initialized() and not self.comm.closed
+        self._models.destroy()

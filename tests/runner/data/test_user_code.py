@@ -46,5 +46,5 @@ def test_a_function_that_joins_samples_is_called_with_them() -> None:
     ],
 )
 def test_samples_that_do_not_agree_are_refused(samples: list[Any]) -> None:
-    with pytest.raises(DataError, match="samples cannot be joined into a batch"):
+    with pytest.raises(DataError, match="samples cannot be collated"):
         collate(samples)
