@@ -146,8 +146,7 @@ class TrainBatches:
     def _window(self, micro_batches: list[MicroBatch], num_samples: int) -> Window:
         if not self.recipe.trainer.device_placement:
             return Window(micro_batches, num_samples)
-        device, non_blocking = self.accelerator.device, self.recipe.dataloader.non_blocking
-        return Window(OnDevice(micro_batches, device, non_blocking), num_samples)
+        return Window(OnDevice(micro_batches, self.accelerator.device), num_samples)
 
     # -- streams -------------------------------------------------------------------------------
 

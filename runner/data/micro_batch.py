@@ -36,16 +36,13 @@ class OnDevice(Sequence[MicroBatch]):
 
     Args:
         on_host: the micro-batches.
-        device: where they are computed.
-        non_blocking: whether copies overlap with computation.
+        device: where they are computed; copies to an accelerator are not waited for.
     """
 
-    def __init__(
-        self, on_host: Sequence[MicroBatch], device: torch.device, non_blocking: bool = False
-    ) -> None:
+    def __init__(self, on_host: Sequence[MicroBatch], device: torch.device) -> None:
         self.on_host = on_host
         self._device = device
-        self._non_blocking = non_blocking
+        self._non_blocking = device.type != "cpu"
 
     @overload
     def __getitem__(self, index: int) -> MicroBatch: ...
@@ -53,7 +50,7 @@ class OnDevice(Sequence[MicroBatch]):
     def __getitem__(self, index: slice) -> OnDevice: ...
     def __getitem__(self, index: int | slice) -> MicroBatch | OnDevice:
         if isinstance(index, slice):
-            return OnDevice(self.on_host[index], self._device, self._non_blocking)
+            return OnDevice(self.on_host[index], self._device)
         return self.on_host[index].to(self._device, self._non_blocking)
 
     def __len__(self) -> int:

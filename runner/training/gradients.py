@@ -40,8 +40,8 @@ def optimizer_step(
         optimizer: prepared; its parameters are the model's.
         losses: from `model` and a batch to the loss of each sample, summed over what it consists
             of: [B].
-        weights: from a batch to the weight of each sample, for instance its number of tokens: [B];
-            or to None: each sample weighs 1, as without `weights`.
+        weights: from a batch on the host to the weight of each sample, for instance its number of
+            tokens: [B]; or to None: each sample weighs 1, as without `weights`.
 
     Returns:
         0-d tensors on the device: `loss`, and `grad_norm` (before clipping) where gradients are

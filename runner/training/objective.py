@@ -31,7 +31,8 @@ class Objective:
         """Return how many items each sample's loss sums over: [B]. None: one each.
 
         The gradient of a step is that of the summed loss over the summed weight, over all processes
-        and micro-batches.
+        and micro-batches. So training asks for the weights of a window before its micro-batches
+        move to the device: the batch may lie on the host.
         """
         return None
 
