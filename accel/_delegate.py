@@ -20,10 +20,11 @@ def delegate(
         owner: name of the attribute.
         method: of the owner's class.
     """
-    owned = operator.attrgetter(owner)
+    bound = operator.attrgetter(f"{owner}.{method.__name__}")
 
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(owned(self), *args, **kwargs)
+        answer: R = bound(self)(*args, **kwargs)
+        return answer
 
     return call
