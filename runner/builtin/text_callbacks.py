@@ -77,10 +77,13 @@ class TextSample(Callback):
         self.seed = seed
 
     def on_end(self, loop: Run) -> None:
-        """Write the text with the best weights, on the main process only."""
-        if not loop.complete or not loop.accelerator.is_main_process:
+        """Write the text with the best weights.
+
+        Every rank computes it, with the same draws: a sharded model is gathered from all of them.
+        """
+        if not loop.complete:
             return
-        model = loop.accelerator.unwrap_model(next(iter(loop.step.models.values())))
+        model = next(iter(loop.step.models.values()))
         generator = torch.Generator().manual_seed(self.seed)
         data = loop.data.train
         context = {"context": data.context} if isinstance(data, ByteWindows) else {}

@@ -70,8 +70,14 @@ def optimizer_step(
     values = clip_gradients(accelerator, model, trainer)
     optimizer.step()
     optimizer.zero_grad()
-    total = totals[0] if len(totals) == 1 else torch.stack(totals).sum()
-    return {"loss": total / weight / dims.num_copies, **values}
+    return {"loss": _sum(totals, accelerator) / weight / dims.num_copies, **values}
+
+
+def _sum(totals: list[torch.Tensor], accelerator: Accelerator) -> torch.Tensor:
+    """Return the sum of 0-d tensors; 0 for none, as on a pipeline stage that computes no loss."""
+    if not totals:
+        return torch.zeros((), device=accelerator.device)
+    return totals[0] if len(totals) == 1 else torch.stack(totals).sum()
 
 
 def _weight_of(
@@ -90,8 +96,8 @@ def _weight_of(
         return weight
     # A window in which every item is masked has a loss of 0 / 0; it is to change nothing.
     weight = torch.where(weight == 0, 1, weight)
-    copies = accelerator.parallel_dims.num_copies
-    return weight / copies if copies > 1 else weight  # summed over ranks with the same tokens
+    copies = accelerator.parallel_dims.model_size
+    return weight / copies if copies > 1 else weight  # summed over ranks with the same samples
 
 
 def keep_valid(values: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:

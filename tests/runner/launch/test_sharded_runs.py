@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,21 @@ def test_a_sharded_run_has_the_losses_of_one_process_and_goes_on_under_another_e
     assert loops.losses(run_dir) == pytest.approx(expected[: STEPS // 2], rel=1e-4)
     trained(tmp_path, text, second, run_dir=run_dir)
     assert loops.losses(run_dir) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["two", "split"])
+def test_a_sharded_model_writes_a_sample(name: str, text: Path, tmp_path: Path) -> None:
+    sample = (
+        "callbacks=text",
+        "callbacks.text_sample.num_bytes=5",
+        "callbacks.text_baselines=null",
+    )
+    summaries = [
+        json.loads((trained(tmp_path, text, kind, *sample) / "summary.json").read_text())
+        for kind in ("one", name)
+    ]
+    assert summaries[0]["sample"] == summaries[1]["sample"]
+    assert len(summaries[0]["sample"]) == 5
 
 
 def test_values_for_a_layer_that_is_in_parts_are_not_lost_without_a_word(
