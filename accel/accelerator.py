@@ -152,7 +152,6 @@ class Accelerator(ProcessControl):
         self.checkpoints = CheckpointSession(
             RunObjects(plan, self.comm, self.strategy, objects, self.accumulation)
         )
-        self.device_placement = plan.device_placement
 
     # -- preparing -----------------------------------------------------------------------------
 
@@ -237,6 +236,10 @@ class Accelerator(ProcessControl):
         """The trackers that `init_trackers` opened."""
         return self.tracker_group.trackers
 
+    @trackers.setter
+    def trackers(self, trackers: list[GeneralTracker]) -> None:
+        self.tracker_group.trackers = trackers
+
     # -- where the run stands ------------------------------------------------------------------
 
     @property
@@ -248,6 +251,19 @@ class Accelerator(ProcessControl):
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler of fp16, or None."""
         return self.accumulation.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self.accumulation.scaler = scaler
+
+    @property
+    def device_placement(self) -> bool:
+        """Whether objects that are prepared from now on, and batches, are moved to the device."""
+        return self.preparation.device_placement
+
+    @device_placement.setter
+    def device_placement(self, device_placement: bool) -> None:
+        self.preparation.device_placement = device_placement
 
     @property
     def gradient_accumulation_steps(self) -> int:

@@ -87,6 +87,14 @@ def use_device(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
+def copies_in_order(device: torch.device) -> bool:
+    """Return whether copies to `device` need not be waited for.
+
+    They are queued before the kernels that read them, and the host's memory is kept until then.
+    """
+    return device.type not in ("cpu", "mps")
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until all work queued on `device` is done."""
     if device.type != "cpu":

@@ -44,14 +44,15 @@ class Preparation:
         self, plan: Plan, strategy: Strategy, accumulation: Accumulation, objects: Objects
     ) -> None:
         self._plan = plan
+        self.device_placement = plan.device_placement
         self._strategy = strategy
         self._accumulation = accumulation
         self._num_loaders = 0  # each draws permutations of its own
         self.objects = objects
 
-    def reserve_loader(self) -> None:
-        """Leave the permutations of the next loader to one that is prepared elsewhere."""
-        self._num_loaders += 1
+    def reserve_loaders(self, count: int) -> None:
+        """Leave the permutations of the next loaders to those that are prepared elsewhere."""
+        self._num_loaders += count
 
     # -- preparing -----------------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class Preparation:
     def _prepare_one(self, kind: str, item: Any, place: bool | None, **options: Any) -> Any:
         if self._is_prepared(item):
             return item
-        placed = self._plan.device_placement if place is None else place
+        placed = self.device_placement if place is None else place
         new, placement = Objects(**{kind: [item]}), Objects(**{kind: [placed]})
         return getattr(self._prepare(new, placement, **options), kind)[0]
 
@@ -195,7 +196,7 @@ class Preparation:
         self, args: Sequence[object], given: Sequence[bool | None] | None
     ) -> Sequence[bool]:
         if given is None:
-            return [self._plan.device_placement] * len(args)
+            return [self.device_placement] * len(args)
         if len(given) != len(args):
             raise ConfigError(
                 Problem(
@@ -204,7 +205,7 @@ class Preparation:
                     "Give as many, or leave it out.",
                 )
             )
-        return [self._plan.device_placement if place is None else place for place in given]
+        return [self.device_placement if place is None else place for place in given]
 
     def _kind(self, item: object) -> str | None:
         """Return what `item` is, a field of `Objects`; None for what is left as it is."""

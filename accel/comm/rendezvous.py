@@ -23,11 +23,12 @@ def connect_store(
 
     Source: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.TCPStore
     """
+    alone = world_size == 1  # whatever rank a launcher around it has told
     return TCPStore(
         environment.master_addr or "localhost",
         environment.master_port or 0,
         world_size=world_size,
-        is_master=(environment.rank or 0) == 0 and not environment.agent_store,
+        is_master=(alone or (environment.rank or 0) == 0) and not environment.agent_store,
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,

@@ -6,6 +6,7 @@ Source: https://www.deepspeed.ai/docs/config-json/
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -177,10 +178,10 @@ class DeepSpeedPlugin:
 
     def _loaded(self) -> Config:
         if self._config is None:
-            self._read_from = self.hf_ds_config
-            self._config = HfDeepSpeedConfig(
-                {} if self._read_from is None else self._read_from
-            ).config
+            given = self.hf_ds_config
+            # A dictionary may be changed afterwards, which would have no effect.
+            self._read_from = copy.deepcopy(given) if isinstance(given, dict) else given
+            self._config = HfDeepSpeedConfig({} if given is None else given).config
         elif self._read_from != self.hf_ds_config:
             raise ConfigError(
                 Problem(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 import torch
 
 from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, state_by_name
+from accel.device import copies_in_order
 from accel.memory_estimate import Footprint, num_bytes, state_bytes
 from accel.ops import send_to_device
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
@@ -300,9 +301,7 @@ class Strategy(ABC):
     def _place(self, batch: Batch) -> Batch:
         if not self.plan.device_placement:
             return batch
-        # A copy to an accelerator is queued before the kernels that read it: nobody waits for it.
-        ahead = self.device.type != "cpu"
-        placed: Batch = send_to_device(batch, self.device, non_blocking=ahead)
+        placed: Batch = send_to_device(batch, self.device, copies_in_order(self.device))
         return placed
 
     # Bound once: at every step.

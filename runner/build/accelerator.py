@@ -54,7 +54,7 @@ def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Ac
         project_config=_project(recipe, run_dir),
     )
     # Loader 0 is the run's own: one that an objective prepares draws other permutations.
-    accelerator.preparation.reserve_loader()
+    accelerator.preparation.reserve_loaders(2)
     return accelerator
 
 

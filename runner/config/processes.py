@@ -116,6 +116,8 @@ def environment(distributed: Distributed) -> Environment:
         ConfigError: if the recipe contradicts itself, the machine or the launcher.
     """
     number, place = count(distributed), adopted()
+    if number == 1:
+        return Environment()
     return Environment(
         rank=0,
         local_rank=0,

@@ -81,8 +81,14 @@ class TrainBatches:
         loader = make_loader(
             self._dataset, config, accelerator.device.type, data.collate_fn, **arguments
         )
-        # Micro-batches move to the device one at a time.
-        self.loader = prepare_for(accelerator.plan, loader, loader_index=0, put_on_device=False)
+        # Micro-batches move to the device one at a time, unless they came over the process group.
+        sent = self.streamed if config.dispatch_batches is None else config.dispatch_batches
+        self.loader = prepare_for(
+            accelerator.plan,
+            loader,
+            loader_index=1,
+            put_on_device=sent and recipe.trainer.device_placement,
+        )
 
     def _make_sampler(self, dataset: Any, batch_size: int) -> WindowSampler:
         plan = self.plan

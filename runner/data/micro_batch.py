@@ -8,10 +8,11 @@ from typing import Any, overload
 
 import torch
 
+from accel.device import copies_in_order
 from accel.ops import send_to_device
 
 
-@dataclass
+@dataclass(frozen=True)
 class MicroBatch:
     """The samples of one rank in one forward pass.
 
@@ -42,7 +43,7 @@ class OnDevice(Sequence[MicroBatch]):
     def __init__(self, on_host: Sequence[MicroBatch], device: torch.device) -> None:
         self.on_host = on_host
         self._device = device
-        self._non_blocking = device.type != "cpu"
+        self._non_blocking = copies_in_order(device)
 
     @overload
     def __getitem__(self, index: int) -> MicroBatch: ...

@@ -90,7 +90,7 @@ def _weight_of(
         if of_samples is None:
             return window.num_samples
         total = keep_valid(of_samples, micro_batch.valid).sum()
-        sums.append(total.to(accelerator.device, non_blocking=True))
+        sums.append(total.to(accelerator.device))
     weight = global_weight(sums, accelerator.comm)
     if not isinstance(weight, torch.Tensor):
         return weight
@@ -102,7 +102,7 @@ def _weight_of(
 
 def keep_valid(values: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
     """Return `values` [B] with zeros where `valid` [B] is False, be they finite or not."""
-    return values if valid is None else torch.where(valid, values, 0)
+    return values if valid is None else torch.where(valid.to(values.device), values, 0)
 
 
 def clip_gradients(

@@ -325,3 +325,11 @@ def test_free_memory_closes_a_window_that_was_left_open() -> None:
     accelerator.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
     assert not torch.equal(model.weight, before)
+
+
+def test_where_objects_go_can_be_assigned() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.device_placement
+    accelerator.device_placement = False
+    loader = accelerator.prepare(DataLoader(range(4)))
+    assert loader.device is None

@@ -49,9 +49,10 @@ class MeshState(StateIO):
         state = self.unwrap(model).state_dict(keep_vars=True)
         gathered: dict[int, torch.Tensor] = {}
         for value in state.values():  # a tied weight is gathered once
-            if id(value) not in gathered:
+            if isinstance(value, torch.Tensor) and id(value) not in gathered:
                 gathered[id(value)] = full_tensor(value)
-        return {name: gathered[id(value)] for name, value in state.items()}
+        # What is no tensor is the extra state of a module.
+        return {name: gathered.get(id(value), value) for name, value in state.items()}
 
     def load_model_state(
         self, model: torch.nn.Module, state: dict[str, torch.Tensor], strict: bool = True

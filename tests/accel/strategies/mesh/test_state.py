@@ -153,3 +153,23 @@ def keep_positions(path: str) -> None:
 
 def test_a_position_is_of_the_same_share_of_the_data(tmp_path: Path) -> None:
     run_distributed(keep_positions, 2, str(tmp_path / "state"))
+
+
+class Extra(torch.nn.Linear):
+    """Has a state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def test_the_extra_state_of_a_module_is_saved() -> None:
+    accelerator = build(fsdp={})
+    model = accelerator.prepare(Extra(2, 2))
+    state = accelerator.strategy.state.model_state(model)
+    assert state["_extra_state"] == {"seen": 3}
+    accelerator.strategy.state.load_model_state(model, state)
+    assert model.seen == 3
+    accelerator.end_training()
