@@ -8,7 +8,6 @@ import random
 import types
 import typing
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from runner.config import keys, paths
@@ -65,9 +64,7 @@ def groups() -> dict[str, list[str]]:
 
 def defaults() -> dict[str, str]:
     """Return the file that is chosen in each group where nothing is said."""
-    from runner.cli import help
-
-    return help._defaults(Path(paths.conf_folder(), paths.PRIMARY))
+    return paths.default_files()
 
 
 def misspelt(word: str, rng: random.Random) -> str:
