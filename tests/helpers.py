@@ -122,6 +122,7 @@ def _serve(pipe: Connection, rank: int) -> None:
 
     assert preloaded
     torch.set_num_threads(1)
+    multiprocessing.set_start_method(None, force=True)  # not the server's: as in a fresh process
     pipe.send("ready")
     while True:
         try:
