@@ -17,7 +17,7 @@ import torch
 from accel import rng
 from accel.checkpoint import accelerate_format, directory
 from accel.checkpoint.dataloader_matching import match
-from accel.checkpoint.dataloader_state import load_loader_state, load_positions
+from accel.checkpoint.dataloader_state import load_positions
 from accel.checkpoint.directory import Manifest, numbered
 from accel.checkpoint.run_objects import AnyPath, Hook, RunObjects, hooked, require_path
 from accel.checkpoint.serialization import load_plain, read_model
@@ -164,7 +164,7 @@ def _restore_objects(run: RunObjects, saved: Saved, loaders: list[tuple[Any, int
         scheduler.load_state_dict(saved.plain(numbered("scheduler", ".bin", index)))
     if not saved.foreign:
         for loader, index in loaders:
-            load_loader_state(loader, saved.plain(numbered("sampler", ".bin", index)))
+            loader.load_order_state(saved.plain(numbered("sampler", ".bin", index)))
     if run.accumulation.scaler is not None:
         _restore_scaler(run.accumulation.scaler, saved)
     for index, custom in enumerate(objects.custom):

@@ -17,7 +17,7 @@ import torch
 from accel import rng
 from accel.checkpoint import directory, disk_space
 from accel.checkpoint.dataloader_matching import describe
-from accel.checkpoint.dataloader_state import loader_state, positions
+from accel.checkpoint.dataloader_state import positions
 from accel.checkpoint.directory import numbered
 from accel.checkpoint.run_objects import AnyPath, Hook, RunObjects, hooked, require_path
 from accel.checkpoint.serialization import save_plain, write_model
@@ -113,7 +113,7 @@ def _write_and_commit(run: RunObjects, final: Path, options: SaveOptions) -> Non
                 directory.seal(staged, _facts(run), options.metadata or {})
                 directory.publish(staged, final)
     except BaseException:
-        # A sealed directory may be half moved into its place: `files.repair` finishes that.
+        # A sealed directory may be half moved into its place: `directory.repair` finishes that.
         if is_writer and not (staged / directory.MANIFEST).exists():
             directory.discard(staged)
         raise
@@ -223,7 +223,7 @@ def _shared_states(run: RunObjects) -> Iterator[tuple[str, Any, str]]:
     for index, scheduler in enumerate(objects.schedulers):
         yield numbered("scheduler", ".bin", index), scheduler.state_dict(), f"scheduler {index}"
     for index, loader in enumerate(objects.dataloaders):
-        yield numbered("sampler", ".bin", index), loader_state(loader), f"data loader {index}"
+        yield numbered("sampler", ".bin", index), loader.order_state(), f"data loader {index}"
     if run.accumulation.scaler is not None:
         yield directory.SCALER, run.accumulation.scaler.state_dict(), "gradient scaler"
     for index, custom in enumerate(objects.custom):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +31,9 @@ from accel.data.order import (
     is_permuting,
     length_of,
     order_seed,
+    torchdata_iterations,
 )
-from accel.data.samplers import AroundBatchSampler, SeedableRandomSampler
+from accel.data.samplers import SameBatchSize, SeedableRandomSampler, drawing_sampler
 from accel.errors import ConfigError, Problem, StateError
 from accel.state import PartialState
 
@@ -41,7 +41,7 @@ _CHUNK = 1 << 12  # entries that are agreed at a time, where a sampler has no le
 _COMPARED = 1 << 22  # indices of all ranks together, up to which shards are looked for
 
 
-class AgreedSampler(AroundBatchSampler, BatchSampler):
+class AgreedSampler(SameBatchSize, BatchSampler):  # type: ignore[misc, override]
     """The entries of a sampler as rank 0 draws them, on every rank.
 
     For samplers that may draw differently on each rank. They are drawn at the start of a pass and
@@ -70,16 +70,6 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
     def _is_single(self) -> bool:
         return self.comm is None or self.comm.world_size == 1
 
-    @property
-    def batch_size(self) -> int | None:  # type: ignore[override]
-        """The batch size of the sampler inside."""
-        return getattr(self.batch_sampler, "batch_size", None)
-
-    @property
-    def drop_last(self) -> bool:  # type: ignore[override]
-        """Whether the sampler inside drops a short last batch."""
-        return bool(getattr(self.batch_sampler, "drop_last", False))
-
     def __len__(self) -> int:
         own, agreed = self._lengths
         if agreed is not None and length_of(self.batch_sampler) == own:
@@ -93,10 +83,10 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
     def __iter__(self) -> Iterator[Any]:
         length = length_of(self.batch_sampler)
         limit = _CHUNK if length is None else length + 1
-        entries: Iterator[Any] | None = None
+        entries: Iterator[object] | None = None
         while True:
             failure: Exception | None = None
-            drawn: list[Any] = []
+            drawn: list[object] = []
             try:
                 if entries is None:
                     self._choose_start()
@@ -120,7 +110,7 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
             self.order.started.agreed = rng.capture_host()
 
     def _agreed(
-        self, drawn: list[Any], length: int | None, is_last: bool, failure: Exception | None
+        self, drawn: list[object], length: int | None, is_last: bool, failure: Exception | None
     ) -> tuple[list[Any], bool]:
         """Return rank 0's entries, and whether they are the last."""
         if self.comm is None or self._is_single:
@@ -142,7 +132,7 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
             raise StateError(f"Rank {rank} failed to draw sample indices for all: {text}")
         if found[4]:
             ConfigError.raise_if(
-                shard_problems(self.batch_sampler, [d for d, _ in ranks], self.num_samples)
+                shard_problems(self.batch_sampler, [d for d, _ in ranks], self.num_samples or 0)
             )
         self._lengths = length, found[3]
         return list(found[0]), found[2]
@@ -154,7 +144,9 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
         return length * (self.batch_size or 1) * self.comm.world_size <= _COMPARED
 
 
-def shard_problems(sampler: Any, drawn: Sequence[list[Any]], num_samples: Any) -> list[Problem]:
+def shard_problems(
+    sampler: object, drawn: Sequence[Sequence[object]], num_samples: int
+) -> list[Problem]:
     """Return what is wrong where the ranks' indices are shards of the data set already.
 
     Args:
@@ -162,7 +154,10 @@ def shard_problems(sampler: Any, drawn: Sequence[list[Any]], num_samples: Any) -
         drawn: by rank, indices or batches of them.
         num_samples: samples of the data set.
     """
-    ranks = [set(_flat(entries)) for entries in drawn]
+    ranks = [
+        {i for entry in entries for i in (entry if isinstance(entry, (list, tuple)) else [entry])}
+        for entries in drawn
+    ]
     world_size, total = len(ranks), sum(len(found) for found in ranks)
     if num_samples <= 2 * world_size or any(len(found) >= num_samples for found in ranks):
         return []
@@ -171,26 +166,13 @@ def shard_problems(sampler: Any, drawn: Sequence[list[Any]], num_samples: Any) -
         return []
     return [
         Problem(
-            f"a {_name(sampler)} that gives each rank other samples",
+            f"a {type(drawing_sampler(sampler)).__name__} that gives each rank other samples",
             "the indices are sharded by `prepare`, so that those of every rank but the first would "
             "never be read",
             "Give the loader the indices of the full data set: omit the sampler, as in "
             "DataLoader(data, shuffle=True).",
         )
     ]
-
-
-def _name(sampler: Any) -> str:
-    inner = getattr(sampler, "sampler", None)
-    return type(sampler if inner is None else inner).__name__
-
-
-def _flat(entries: list[Any]) -> Iterator[Any]:
-    for entry in entries:
-        if isinstance(entry, (list, tuple)):
-            yield from entry
-        else:
-            yield entry
 
 
 class UnshardedSampler(Sampler[int]):
@@ -202,7 +184,7 @@ class UnshardedSampler(Sampler[int]):
 
     same_on_every_rank = True
 
-    def __init__(self, sampler: DistributedSampler[Any]) -> None:
+    def __init__(self, sampler: DistributedSampler[object]) -> None:
         self.sampler = sampler
 
     @property
@@ -230,7 +212,9 @@ class UnshardedSampler(Sampler[int]):
         return iter(torch.randperm(length, generator=generator).tolist()[: len(self)])
 
 
-def unshardable_problems(sampler: DistributedSampler[Any], counts: Sequence[int]) -> list[Problem]:
+def unshardable_problems(
+    sampler: DistributedSampler[object], counts: Sequence[int]
+) -> list[Problem]:
     """Return what is wrong with taking the order of all ranks from a `DistributedSampler`.
 
     Args:
@@ -238,7 +222,8 @@ def unshardable_problems(sampler: DistributedSampler[Any], counts: Sequence[int]
         counts: numbers of replicas that fit the run.
     """
     remedy = "Omit the sampler, as in DataLoader(data, shuffle=True): `prepare` shards."
-    if type(sampler).__iter__ not in _distributed_iterations():
+    known = torchdata_iterations("StatefulDistributedSampler") | {DistributedSampler.__iter__}
+    if type(sampler).__iter__ not in known:
         return [
             Problem(
                 f"a {type(sampler).__name__} in a loader that is prepared",
@@ -258,16 +243,10 @@ def unshardable_problems(sampler: DistributedSampler[Any], counts: Sequence[int]
     return []
 
 
-def _distributed_iterations() -> set[Any]:
-    module = sys.modules.get("torchdata.stateful_dataloader.sampler")
-    known = {DistributedSampler.__iter__}
-    return known if module is None else known | {module.StatefulDistributedSampler.__iter__}
-
-
 # -- seeds ---------------------------------------------------------------------------------------
 
 
-def agreed_seed(comm: Communicator, seed: int, loader: Any, sampler: Any) -> int:
+def agreed_seed(comm: Communicator, seed: int, loader: DataLoader[object], sampler: Sized) -> int:
     """Return rank 0's seed, in one collective.
 
     Args:
@@ -286,7 +265,7 @@ def agreed_seed(comm: Communicator, seed: int, loader: Any, sampler: Any) -> int
     return int(found[0][0])
 
 
-def check_alike(comm: Communicator, loader: Any, sampler: Any) -> None:
+def check_alike(comm: Communicator, loader: DataLoader[object], sampler: Sized) -> None:
     """Refuse a loader whose data set or sampler is sharded by rank already, in one collective.
 
     Args:
@@ -302,7 +281,7 @@ def check_alike(comm: Communicator, loader: Any, sampler: Any) -> None:
         ConfigError.raise_if(_differing(sampler, facts))
 
 
-def _differing(sampler: Any, facts: Sequence[dict[str, Any]]) -> list[Problem]:
+def _differing(sampler: object, facts: Sequence[dict[str, object]]) -> list[Problem]:
     """Return the first of the ranks' `facts` that differs."""
     for name in facts[0]:
         values = [fact.get(name) for fact in facts]
@@ -319,7 +298,7 @@ def _differing(sampler: Any, facts: Sequence[dict[str, Any]]) -> list[Problem]:
     return []
 
 
-def _drawn_from(loader: Any, sampler: Any) -> dict[str, Any]:
+def _drawn_from(loader: DataLoader[object], sampler: Sized) -> dict[str, object]:
     """Return facts of the data that a sampler draws from, equal on all ranks."""
     dataset = loader.dataset
     return {
@@ -332,7 +311,7 @@ def _drawn_from(loader: Any, sampler: Any) -> dict[str, Any]:
     }
 
 
-def _digest(values: Any) -> str | None:
+def _digest(values: Iterable[object] | None) -> str | None:
     if values is None:
         return None
     plain = values.tolist() if isinstance(values, torch.Tensor) else list(values)
@@ -367,7 +346,7 @@ class Ordering:
         """Whether more than one process needs the order."""
         return self.count > 1 or self.state.num_processes > 1
 
-    def of(self, loader: DataLoader[Any]) -> tuple[Any, Order]:
+    def of(self, loader: DataLoader[object]) -> tuple[Any, Order]:
         """Return the index sampler of `loader`, the same on every process, and its order.
 
         The caller's own objects are left as they are.
@@ -378,11 +357,13 @@ class Ordering:
         outer = index_sampler(loader)
         if isinstance(loader.dataset, IterableDataset):
             return outer, Order(draws="all")
-        inner = getattr(outer, "sampler", None)
-        drawing = outer if inner is None else inner
+        drawing = drawing_sampler(outer)
         replaced, stream = self._drawing(loader, drawing)
-        if replaced is not drawing:
-            outer = replaced if inner is None else _around(outer, replaced)
+        if outer is drawing:
+            outer = replaced
+        elif replaced is not drawing:
+            outer = copy.copy(outer)
+            outer.sampler = replaced
         random = draws_randomly(replaced) and replaced.generator is None
         order = Order(stream, replaced if random else None)
         if is_known(outer):
@@ -391,11 +372,13 @@ class Ordering:
             size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
             order.draws = "agreed"
             outer = AgreedSampler(outer, order, self.state.comm, size)
-        elif not draws_nothing(outer if inner is None else inner):
+        elif not draws_nothing(drawing):
             order.draws = "all"
         return outer, order
 
-    def _drawing(self, loader: Any, drawing: Any) -> tuple[Any, torch.Generator | None]:
+    def _drawing(
+        self, loader: DataLoader[object], drawing: Any
+    ) -> tuple[Any, torch.Generator | None]:
         """Return the sampler to draw with, and the stream that it draws from (None: as it is)."""
         comm = self.state.comm
         if isinstance(drawing, DistributedSampler):
@@ -422,13 +405,6 @@ class Ordering:
                 return drawing, torch.Generator().manual_seed(seed)
         return drawing, None
 
-    def _seed(self, loader: Any, drawing: Any) -> int:
+    def _seed(self, loader: DataLoader[object], drawing: Any) -> int:
         seed = order_seed(drawing.generator, self.data_seed, self.loader_index)
         return agreed_seed(self.state.comm, seed, loader, drawing)
-
-
-def _around(batch_sampler: Any, sampler: Any) -> Any:
-    """Return a batch sampler like the caller's that draws from `sampler`."""
-    found = copy.copy(batch_sampler)
-    found.sampler = sampler
-    return found

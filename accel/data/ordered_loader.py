@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel.data import epochs, workers
 from accel.data.iterable import IterableDatasetShard
@@ -31,6 +31,7 @@ from accel.data.samplers import (
     samplers,
     set_sampler_epoch,
 )
+from accel.enums import RNGType
 from accel.errors import Problem
 from accel.rng import preserved, synchronize_rng_states
 
@@ -49,9 +50,9 @@ class OrderedLoader(DataLoader[Any]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset[object],
         *,
-        rng_types: Iterable[Any] | None,
+        rng_types: Iterable[str | RNGType] | None,
         synchronized_generator: torch.Generator | None,
         **kwargs: Any,
     ) -> None:
@@ -86,7 +87,7 @@ class OrderedLoader(DataLoader[Any]):
         with preserved() if resumes else contextlib.nullcontext(), workers.starting(self):
             return workers.supervised(super()._get_iterator())
 
-    def _batches(self, skipped: int = 0) -> Iterator[Any]:
+    def _batches(self, skipped: int = 0) -> Iterator[object]:
         """Return torch's iterator of a pass; the data set learns the epoch before it is read.
 
         Args:
@@ -95,12 +96,12 @@ class OrderedLoader(DataLoader[Any]):
         epoch = self._epoch_of_dataset()
         order, generators = self._order, self.generators()
         with order.opening(generators), order.seeding(self, len(generators)):
-            batches: Iterator[Any] = super().__iter__()
+            batches: Iterator[object] = super().__iter__()
         if isinstance(self.dataset, IterableDataset) and order.replay is not None:
             batches = self._read_again(batches, (skipped + 1) * self._entries_per_batch)
         return batches if epoch is None else epochs.kept(self._source, order, batches, epoch)
 
-    def _read_again(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
+    def _read_again(self, batches: Iterator[object], count: int) -> Iterator[object]:
         """Yield a stream's batches, the first `count` of which an earlier pass had read.
 
         They are read with the generators as that pass found them: all but the last are dropped.
@@ -138,7 +139,7 @@ class OrderedLoader(DataLoader[Any]):
     @property
     def _source(self) -> Any:
         """The caller's data set, without the shard around it."""
-        dataset: Any = self.dataset
+        dataset = self.dataset
         return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
 
     def _epoch_of_dataset(self) -> int | None:
@@ -312,28 +313,20 @@ class OrderedLoader(DataLoader[Any]):
     def _check_samples(self, saved: int | None) -> None:
         found = self._num_samples()
         if None not in (saved, found) and saved != found:
-            warnings.warn(
-                str(
-                    Problem(
-                        f"a data loader over {found} samples",
-                        f"the saved one, which was prepared in its place, had {saved}",
-                        "Prepare the loaders in the order of the run that saved, over the same "
-                        "data; else samples are repeated or skipped.",
-                    )
-                ),
-                stacklevel=3,
+            problem = Problem(
+                f"a data loader over {found} samples",
+                f"the saved one, which was prepared in its place, had {saved}",
+                "Prepare the loaders in the order of the run that saved, over the same data; else "
+                "samples are repeated or skipped.",
             )
+            warnings.warn(str(problem), stacklevel=3)
 
     def _num_samples(self) -> int | None:
         return None if isinstance(self.dataset, IterableDataset) else len(self.dataset)  # type: ignore[arg-type]
 
     def _stateful_samplers(self) -> list[Any]:
-        names = ("state_dict", "load_state_dict")
-        return [
-            sampler
-            for sampler in samplers(index_sampler(self))
-            if all(hasattr(sampler, name) for name in names)
-        ]
+        found = (s for s in samplers(index_sampler(self)) if hasattr(s, "load_state_dict"))
+        return [sampler for sampler in found if hasattr(sampler, "state_dict")]
 
     def _sampler_states(self) -> list[Any]:
         return [sampler.state_dict() for sampler in self._stateful_samplers()]
