@@ -143,7 +143,7 @@ class Manifest:
         return json.dumps({**plain, "digest": _digest_of(plain)}, indent=2) + "\n"
 
 
-def _digest_of(body: Mapping[str, Any]) -> str:
+def _digest_of(body: Mapping[str, object]) -> str:
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -297,7 +297,7 @@ def _escape(name: str) -> str:
     return re.sub(r"([*?\[])", r"[\1]", name)
 
 
-def seal(staged: Path, engine: Mapping[str, Any], metadata: Mapping[str, Any]) -> Manifest:
+def seal(staged: Path, engine: Mapping[str, object], metadata: Mapping[str, object]) -> Manifest:
     """Flush every file in `staged` to the disk and write the manifest that lists them.
 
     Raises:
@@ -305,7 +305,8 @@ def seal(staged: Path, engine: Mapping[str, Any], metadata: Mapping[str, Any]) -
     """
     for file in _files(staged):
         flush_file(file)
-    manifest = Manifest(entries(staged), {**engine, "created": _now()}, dict(metadata))
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    manifest = Manifest(entries(staged), {**engine, "created": created}, dict(metadata))
     try:
         text = manifest.to_json()
     except (TypeError, ValueError) as error:
@@ -478,7 +479,3 @@ def _files(folder: Path) -> Iterator[Path]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

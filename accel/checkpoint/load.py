@@ -28,21 +28,6 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class LoadOptions:
-    """How a state is read.
-
-    Args:
-        strict: whether every weight of models and checkpoint must match.
-        trust_unverified: whether a directory without a manifest is read, too.
-        hooks: called as ``hook(models, folder)`` before anything is loaded.
-    """
-
-    strict: bool = True
-    trust_unverified: bool = False
-    hooks: Iterable[Hook] = ()
-
-
-@dataclass(frozen=True)
 class Saved:
     """A checkpoint to load.
 
@@ -61,8 +46,22 @@ class Saved:
         return load_plain(self.path / name, pickled_arrays=self.foreign)
 
 
-def load(run: RunObjects, input_dir: AnyPath | None, options: LoadOptions) -> Path:
+def load(
+    run: RunObjects,
+    input_dir: AnyPath | None,
+    *,
+    strict: bool,
+    trust_unverified: bool,
+    hooks: Iterable[Hook],
+) -> Path:
     """Restore the state of `run` and return the directory that it came from.
+
+    Args:
+        run: the objects that are restored.
+        input_dir: the checkpoint; None: the newest complete one.
+        strict: whether every weight of models and checkpoint must match.
+        trust_unverified: whether a directory without a manifest is read, too.
+        hooks: called as ``hook(models, folder)`` before anything is loaded.
 
     Raises:
         CheckpointError: on every rank, if it failed on any. Objects may then be partly restored.
@@ -72,14 +71,14 @@ def load(run: RunObjects, input_dir: AnyPath | None, options: LoadOptions) -> Pa
     with together(comm, f"verifying {path}"):
         if run.plan.local_rank == 0:
             directory.repair(path)
-            _verify(path, options.trust_unverified)
+            _verify(path, trust_unverified)
     with together(comm, f"loading {path}"):
         saved = _saved(path)
         _check_counts(run, saved)
         models = list(run.objects.models)
-        for hook in options.hooks:
+        for hook in hooks:
             hook(models, fspath(path))
-        _restore_models(run, saved, models, options.strict)
+        _restore_models(run, saved, models, strict)
         loaders = _matched(run, saved)
         _restore_objects(run, saved, loaders)
         _restore_positions(run, saved, loaders)

@@ -40,7 +40,7 @@ class SaveOptions:
     """
 
     safe: bool = True
-    metadata: Mapping[str, Any] | None = None
+    metadata: Mapping[str, object] | None = None
     protected: Iterable[AnyPath] = ()
     hooks: Iterable[Hook] = ()
 
@@ -195,7 +195,7 @@ def _write_states(
     options: SaveOptions,
     weights: list[Any],
     remaining: list[Any],
-    states: list[tuple[str, Any, str]],
+    states: list[tuple[str, object, str]],
 ) -> None:
     objects = run.objects
     for hook in options.hooks:
@@ -213,7 +213,7 @@ def _write_states(
             save_plain(position, path, f"data loader {index}")
 
 
-def _shared_states(run: RunObjects) -> Iterator[tuple[str, Any, str]]:
+def _shared_states(run: RunObjects) -> Iterator[tuple[str, object, str]]:
     """Yield (file name, state, what it is) of everything but weights and random states."""
     objects = run.objects
     names = run.parameter_names()

@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from accel.checkpoint import export
-from accel.checkpoint.load import LoadOptions, load
+from accel.checkpoint.load import load
 from accel.checkpoint.run_objects import RunObjects
 from accel.checkpoint.save import SaveOptions, save
 from accel.comm.all_or_none import together
@@ -44,9 +44,9 @@ class CheckpointSession:
         output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
         *,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         protected: Iterable[str | os.PathLike[str]] = (),
-        **save_model_func_kwargs: Any,
+        **save_model_func_kwargs: object,
     ) -> str:
         """Save models, optimizers, schedulers, samplers, scaler, random states, registered objects.
 
@@ -85,12 +85,12 @@ class CheckpointSession:
         self,
         /,
         input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: Mapping[str, Any] | None = None,
+        load_kwargs: Mapping[str, object] | None = None,
         *,
         strict: bool = True,
         map_location: str | None = None,
         trust_unverified: bool = False,
-        **load_model_func_kwargs: Any,
+        **load_model_func_kwargs: object,
     ) -> str:
         """Restore what `save_state` saved, after verifying every file.
 
@@ -125,10 +125,12 @@ class CheckpointSession:
         _refuse(load_model_func_kwargs, "load_state", known)
         _check_reading({"map_location": map_location, **(load_kwargs or {})})
         hooks = tuple(self._load_hooks.values())
-        options = LoadOptions(strict, trust_unverified, hooks)
-        return os.fspath(load(self._run, input_dir, options))
+        loaded = load(
+            self._run, input_dir, strict=strict, trust_unverified=trust_unverified, hooks=hooks
+        )
+        return os.fspath(loaded)
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
+    def register_for_checkpointing(self, *objects: object) -> None:
         """Save and load `objects` with the state, in the order they are registered.
 
         Args:
@@ -181,7 +183,7 @@ class CheckpointSession:
     # -- exports -------------------------------------------------------------------------------
 
     def save(
-        self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False
+        self, obj: object, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False
     ) -> None:
         """Save an object once per run, or once per node with `save_on_each_node`.
 
@@ -304,7 +306,7 @@ class CheckpointSession:
         return strategy.native
 
 
-def _refuse(arguments: Mapping[str, Any], method: str, known: tuple[str, ...]) -> None:
+def _refuse(arguments: Mapping[str, object], method: str, known: tuple[str, ...]) -> None:
     problems = [
         Problem(f"{method}({name}=…)", "no such argument", nearest(name, known))
         for name in arguments
@@ -312,7 +314,7 @@ def _refuse(arguments: Mapping[str, Any], method: str, known: tuple[str, ...]) -
     ConfigError.raise_if(problems)
 
 
-def _check_reading(arguments: Mapping[str, Any]) -> None:
+def _check_reading(arguments: Mapping[str, object]) -> None:
     """Refuse arguments of `torch.load` that this engine cannot follow."""
     problems = []
     for name, value in arguments.items():

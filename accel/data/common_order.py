@@ -261,41 +261,18 @@ def agreed_seed(comm: Communicator, seed: int, loader: DataLoader[object], sampl
     if comm.world_size == 1:
         return seed
     found = comm.all_gather_object((seed, _drawn_from(loader, sampler)))
-    ConfigError.raise_if(_differing(sampler, [facts for _, facts in found]))
+    facts = [of_rank for _, of_rank in found]
+    name = next((n for n in facts[0] if any(fact[n] != facts[0][n] for fact in facts)), None)
+    if name is not None:
+        listed = ", ".join(f"rank {rank}: {fact[name]}" for rank, fact in enumerate(facts))
+        raise ConfigError(
+            Problem(
+                f"a {type(sampler).__name__} that differs between ranks ({name}: {listed})",
+                "`prepare` shards one order over all ranks, which is the same on each",
+                "Give every rank the full data set and the same sampler; do not shard it before.",
+            )
+        )
     return int(found[0][0])
-
-
-def check_alike(comm: Communicator, loader: DataLoader[object], sampler: Sized) -> None:
-    """Refuse a loader whose data set or sampler is sharded by rank already, in one collective.
-
-    Args:
-        comm: how this process talks to the others.
-        loader: the loader that is prepared.
-        sampler: the one inside, which draws nothing.
-
-    Raises:
-        ConfigError: if ranks read different data, of which each would get its own shard only.
-    """
-    if comm.world_size > 1:
-        facts = comm.all_gather_object(_drawn_from(loader, sampler))
-        ConfigError.raise_if(_differing(sampler, facts))
-
-
-def _differing(sampler: object, facts: Sequence[dict[str, object]]) -> list[Problem]:
-    """Return the first of the ranks' `facts` that differs."""
-    for name in facts[0]:
-        values = [fact.get(name) for fact in facts]
-        if any(value != values[0] for value in values):
-            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            return [
-                Problem(
-                    f"a {type(sampler).__name__} that differs between ranks ({name}: {listed})",
-                    "`prepare` shards one order over all ranks, which is the same on each",
-                    "Give every rank the full data set and the same sampler; do not shard it "
-                    "before.",
-                )
-            ]
-    return []
 
 
 def _drawn_from(loader: DataLoader[object], sampler: Sized) -> dict[str, object]:
@@ -392,7 +369,7 @@ class Ordering:
             return drawing, None
         if not draws_randomly(drawing) and not is_permuting(drawing):
             if isinstance(drawing, (SequentialSampler, range)):
-                check_alike(comm, loader, drawing)
+                agreed_seed(comm, 0, loader, drawing)  # which draws nothing, but reads alike
             return drawing, None
         if self.seedable and is_permuting(drawing):
             seed = self._seed(loader, drawing)
