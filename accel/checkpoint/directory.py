@@ -15,6 +15,7 @@ lists size and digest of every file and is written last.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import logging
@@ -159,9 +160,6 @@ _USE_ANOTHER = "Use another checkpoint: an older one may be complete."
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Return the manifest of a checkpoint; the files that it lists are not looked at.
 
-    Args:
-        path: the checkpoint's directory.
-
     Raises:
         CheckpointError: if there is none, or it is altered or of a newer format.
     """
@@ -198,9 +196,6 @@ def is_inside(name: str) -> bool:
 def verify(path: str | os.PathLike[str]) -> Manifest:
     """Return the manifest after comparing every file's size and digest with it.
 
-    Args:
-        path: the checkpoint's directory.
-
     Raises:
         CheckpointError: naming every file that is missing or differs.
     """
@@ -226,11 +221,7 @@ def _differences(places: list[Path], manifest: Manifest) -> list[str]:
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
-    """Return whether a directory is a checkpoint whose files all are as they were written.
-
-    Args:
-        path: the directory.
-    """
+    """Return whether a directory is a checkpoint whose files all are as they were written."""
     try:
         verify(path)
     except CheckpointError:
@@ -266,7 +257,9 @@ def tidy(final: str | os.PathLike[str]) -> None:
     """Finish or remove what earlier attempts to write `final` left behind."""
     target = Path(final)
     repair(target)
-    for leftover in _leftovers(target):
+    beside = target.parent.glob(f".{glob.escape(target.name)}.partial-*")
+    inside = target.glob(".partial-*") if target.is_dir() else iter(())
+    for leftover in [*beside, *inside]:
         shutil.rmtree(leftover)
 
 
@@ -285,16 +278,6 @@ def stage(final: str | os.PathLike[str]) -> Path:
     staged = inside if target.is_dir() else beside
     staged.mkdir(parents=True)
     return staged
-
-
-def _leftovers(final: Path) -> list[Path]:
-    beside = final.parent.glob(f".{_escape(final.name)}.partial-*")
-    inside = final.glob(".partial-*") if final.is_dir() else iter(())
-    return [*beside, *inside]
-
-
-def _escape(name: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", name)
 
 
 def seal(staged: Path, engine: Mapping[str, object], metadata: Mapping[str, object]) -> Manifest:
@@ -339,7 +322,9 @@ def publish(staged: Path, final: str | os.PathLike[str]) -> None:
 
 def _merge(staged: Path, final: Path) -> None:
     new = read_manifest(staged)
-    old = _listed(final)
+    old: set[str] = set()
+    with contextlib.suppress(CheckpointError):  # then nothing there is known to be ours
+        old = set(read_manifest(final).files)
     (final / MANIFEST).unlink(missing_ok=True)
     flush_directory(final)
     for name in new.files:
@@ -354,13 +339,6 @@ def _merge(staged: Path, final: Path) -> None:
     for name in old - set(new.files):
         (final / name).unlink(missing_ok=True)
     shutil.rmtree(staged)
-
-
-def _listed(path: Path) -> set[str]:
-    try:
-        return set(read_manifest(path).files)
-    except CheckpointError:
-        return set()  # nothing there is known to be ours
 
 
 def repair(final: str | os.PathLike[str]) -> bool:
@@ -428,9 +406,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Context that gives a path to write to, which takes the name `path` when all is written.
 
     A reader sees the old or the new content, never a part. What fails leaves nothing behind.
-
-    Args:
-        path: the file that is replaced, or created.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")

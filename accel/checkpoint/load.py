@@ -56,12 +56,8 @@ def load(
 ) -> Path:
     """Restore the state of `run` and return the directory that it came from.
 
-    Args:
-        run: the objects that are restored.
-        input_dir: the checkpoint; None: the newest complete one.
-        strict: whether every weight of models and checkpoint must match.
-        trust_unverified: whether a directory without a manifest is read, too.
-        hooks: called as ``hook(models, folder)`` before anything is loaded.
+    The arguments are those of `CheckpointSession.load_state`; `hooks` are called as
+    ``hook(models, folder)`` before anything is loaded.
 
     Raises:
         CheckpointError: on every rank, if it failed on any. Objects may then be partly restored.

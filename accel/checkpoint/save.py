@@ -175,8 +175,20 @@ def _write(run: RunObjects, folder: Path, options: SaveOptions) -> None:
     states = list(_shared_states(run))
     remaining = list(weights)
     everything = [weights, [state for _, state, _ in states]]
+    rank = run.comm.rank
     with _room_for(folder, lambda: disk_space.size_of(everything)):
-        _write_states(run, folder, options, weights, remaining, states)
+        for hook in options.hooks:
+            hook(list(objects.models), remaining, fspath(folder))
+        if run.writes:
+            for index, state in hooked(remaining, weights, "save_state"):
+                write_model(state, folder, index, options.safe)
+            for name, plain, what in states:
+                save_plain(plain, folder / name, what)
+        save_plain(rng.capture(), folder / directory.random_states_name(rank), "random states")
+        for index, position in enumerate(positions(objects.dataloaders)):
+            if position is not None:
+                path = folder / directory.positions_name(rank, index)
+                save_plain(position, path, f"data loader {index}")
 
 
 def _room_for(
@@ -187,30 +199,6 @@ def _room_for(
         "(ProjectConfiguration(total_limit=…))."
     )
     return disk_space.told("the checkpoint", folder.parent, needed, remedy)
-
-
-def _write_states(
-    run: RunObjects,
-    folder: Path,
-    options: SaveOptions,
-    weights: list[Any],
-    remaining: list[Any],
-    states: list[tuple[str, object, str]],
-) -> None:
-    objects = run.objects
-    for hook in options.hooks:
-        hook(list(objects.models), remaining, fspath(folder))
-    if run.writes:
-        for index, state in hooked(remaining, weights, "save_state"):
-            write_model(state, folder, index, options.safe)
-        for name, state, what in states:
-            save_plain(state, folder / name, what)
-    rank = run.comm.rank
-    save_plain(rng.capture(), folder / directory.random_states_name(rank), "random states")
-    for index, position in enumerate(positions(objects.dataloaders)):
-        if position is not None:
-            path = folder / directory.positions_name(rank, index)
-            save_plain(position, path, f"data loader {index}")
 
 
 def _shared_states(run: RunObjects) -> Iterator[tuple[str, object, str]]:

@@ -213,11 +213,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_each(path: Path, read: Callable[[safe_open, str], T]) -> dict[str, T]:
-    """Return what `read` returns for each tensor of a safetensors file, by every name it has.
-
-    Args:
-        path: the file.
-        read: called with the open file and the name under which a tensor is stored.
+    """Return what `read(file, name)` returns for each stored tensor, by every name that it has.
 
     Raises:
         CheckpointError: if the file is missing or cut off.

@@ -51,13 +51,13 @@ class CheckpointSession:
         """Save models, optimizers, schedulers, samplers, scaler, random states, registered objects.
 
         Call it on every process. The directory counts as a checkpoint only once everything is on
-        the disk; cut off before, older checkpoints are untouched. Under automatic naming it is
-        ``<project_dir>/checkpoints/checkpoint_<iteration>``, `output_dir` is not used, and the
-        oldest above `total_limit` are deleted after the commit. Otherwise an existing `output_dir`
-        is taken over: files of an earlier state in it are replaced, others stay.
+        the disk; cut off before, older checkpoints are untouched.
 
         Args:
-            output_dir: where; created if it does not exist.
+            output_dir: where; created if it does not exist. Files of an earlier state in it are
+                replaced, others stay. Under automatic naming it is not used: the directory is
+                ``<project_dir>/checkpoints/checkpoint_<iteration>``, and the oldest above
+                `total_limit` are deleted after the commit.
             safe_serialization: whether weights are safetensors, else `torch.save`.
             metadata: what the manifest is to tell of the run (step, sample counter, …), plain JSON.
             protected: checkpoints that `total_limit` must spare, such as the best.

@@ -99,7 +99,6 @@ class Broadcast:
         part: Mapping[str, object] | None = None
 
         def read() -> dict[str, object] | None:
-            """Read the next part and return its form: shapes and dtypes; None at the end."""
             nonlocal part
             part = next(here, None)
             return None if part is None else {name: _form(value) for name, value in part.items()}

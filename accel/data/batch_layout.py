@@ -178,16 +178,10 @@ class SampleLayout:
     def complete(
         self, batch: object, size: int, first: Mapping[Path, Samples], multiple: int
     ) -> tuple[object, int]:
-        """Complete a batch of `size` samples with others to a multiple of `multiple`.
+        """Return a batch of `size` samples completed to a multiple of `multiple`, and its new size.
 
         Args:
-            batch: nested data.
-            size: how many samples it has.
             first: what `leaves` returned for the samples to repeat.
-            multiple: divides the new size.
-
-        Returns:
-            The batch and its new size.
         """
         missing = -size % multiple
         if missing == 0:
@@ -215,13 +209,7 @@ def _repeated(samples: Samples, length: int) -> Samples:
 
 
 def cut_samples(batch: object, paths: Iterable[Path], samples: slice) -> Any:
-    """Return nested data with the chosen samples of the parts at `paths`; the rest is not cut.
-
-    Args:
-        batch: nested lists, tuples and mappings.
-        paths: what has one entry per sample.
-        samples: which.
-    """
+    """Return nested data with the chosen samples of the parts at `paths`; the rest is not cut."""
     return _changed(batch, set(paths), lambda _, value: value[samples])
 
 

@@ -51,8 +51,8 @@ class AgreedSampler(SameBatchSize, BatchSampler):  # type: ignore[misc, override
     Args:
         batch_sampler: a sampler, or a batch sampler, of whose order nothing is known.
         order: the loader's.
-        comm: how this process talks to the others.
-        num_samples: samples of the data set.
+        comm: that of the run.
+        num_samples: samples of the data set; None: not known.
     """
 
     def __init__(
@@ -147,13 +147,7 @@ class AgreedSampler(SameBatchSize, BatchSampler):  # type: ignore[misc, override
 def shard_problems(
     sampler: object, drawn: Sequence[Sequence[object]], num_samples: int
 ) -> list[Problem]:
-    """Return what is wrong where the ranks' indices are shards of the data set already.
-
-    Args:
-        sampler: what drew them.
-        drawn: by rank, indices or batches of them.
-        num_samples: samples of the data set.
-    """
+    """Return what is wrong where what the ranks have `drawn` are shards of the data set already."""
     ranks = [
         {i for entry in entries for i in (entry if isinstance(entry, (list, tuple)) else [entry])}
         for entries in drawn
@@ -193,11 +187,7 @@ class UnshardedSampler(Sampler[int]):
         return self.sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next pass has.
-
-        Args:
-            epoch: its number, from 0 on.
-        """
+        """Choose the epoch whose order the next pass has."""
         self.sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -248,12 +238,6 @@ def unshardable_problems(
 
 def agreed_seed(comm: Communicator, seed: int, loader: DataLoader[object], sampler: Sized) -> int:
     """Return rank 0's seed, in one collective.
-
-    Args:
-        comm: how this process talks to the others.
-        seed: this rank's.
-        loader: the loader that is prepared.
-        sampler: the random sampler inside.
 
     Raises:
         ConfigError: if ranks draw from different data, so that one order cannot serve them all.

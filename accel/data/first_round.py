@@ -42,11 +42,7 @@ class FirstRound:
             self._before = process_states()
 
     def note(self, samples: Sequence[object]) -> None:
-        """Note the samples of a round, none where the stream is empty.
-
-        Args:
-            samples: as the stream gave them.
-        """
+        """Note the samples of a round, none where the stream is empty."""
         worker = get_worker_info()
         if int(self.table[0]) or (worker is not None and worker.id > 0):
             return
@@ -64,9 +60,6 @@ class FirstRound:
         """Return how the ranks' first rounds differ; "" if they do not; None: not known so far.
 
         It waits for nobody: a rank may read a batch that others do not.
-
-        Args:
-            comm: how this process talks to the others.
         """
         if comm.closed:
             return None

@@ -34,7 +34,7 @@ from accel.data.samplers import (
     samplers,
     total_batch_size,
 )
-from accel.errors import CheckpointError, Problem
+from accel.errors import Problem
 from accel.state import PartialState
 
 _RANDOM = {kind.__iter__ for kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)}
@@ -201,14 +201,9 @@ class Order:
             loader.generator = own
 
     def followed(self, sampler: object, entries: Iterator[T], chunk: int = 1) -> Iterator[T]:
-        """Yield what a sampler draws.
+        """Yield the `entries` of a sampler, of which none is drawn yet, drawing `chunk` at a time.
 
         Where it draws the order of an earlier pass again, it draws all that this had drawn at once.
-
-        Args:
-            sampler: what draws.
-            entries: its entries, of which none is drawn yet.
-            chunk: how many are drawn at a time.
         """
         unknown = self.draws in ("all", "agreed")
         held = held_generators(None, sampler, self)
@@ -330,15 +325,6 @@ def length_of(sampler: Any) -> int | None:
         return None
 
 
-def check_samplers(found: int, saved: int) -> None:
-    """Raise `CheckpointError` where a loader has other stateful samplers than the saved one."""
-    if found != saved:
-        rule = f"the saved one has {saved}"
-        remedy = "Build the loader, and set use_seedable_sampler, as when it was saved."
-        value = f"a data loader with {found} samplers that have a state"
-        raise CheckpointError(Problem(value, rule, remedy))
-
-
 # -- kinds of samplers --------------------------------------------------------------------------
 
 
@@ -374,11 +360,7 @@ def draws_nothing(sampler: object) -> bool:
 
 
 def torchdata_iterations(*names: str) -> set[object]:
-    """Return the `__iter__` of torchdata's samplers of these names; none where it is not imported.
-
-    Args:
-        names: such as "RandomSampler".
-    """
+    """Return the `__iter__` of torchdata's samplers of these names, none if it is not imported."""
     module = sys.modules.get("torchdata.stateful_dataloader.sampler")
     return set() if module is None else {getattr(module, name).__iter__ for name in names}
 

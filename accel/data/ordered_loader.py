@@ -18,7 +18,6 @@ from accel.data.loader_arguments import index_sampler
 from accel.data.order import (
     DrawnSampler,
     Order,
-    check_samplers,
     generator_of,
     held_generators,
 )
@@ -32,7 +31,7 @@ from accel.data.samplers import (
     set_sampler_epoch,
 )
 from accel.enums import RNGType
-from accel.errors import Problem
+from accel.errors import CheckpointError, Problem
 from accel.rng import preserved, synchronize_rng_states
 
 _PASSES_BEFORE_WARNING = 2
@@ -154,12 +153,10 @@ class OrderedLoader(DataLoader[Any]):
     def _warn_of_persistent_workers(self, epoch: int) -> None:
         if self.persistent_workers and self._iterator is not None:
             self._warn_once(
-                Problem(
-                    f"epoch {epoch} of a loader with persistent_workers=True",
-                    "persistent workers keep the data set as it was when they started, so that "
-                    f"{type(self.dataset).__name__}.set_epoch does not reach them",
-                    "Set persistent_workers=False.",
-                )
+                f"epoch {epoch} of a loader with persistent_workers=True",
+                "persistent workers keep the data set as it was when they started, so that "
+                f"{type(self.dataset).__name__}.set_epoch does not reach them",
+                "Set persistent_workers=False.",
             )
 
     def _take_chosen_epoch(self) -> None:
@@ -180,10 +177,10 @@ class OrderedLoader(DataLoader[Any]):
         self._order.passes = epoch
         set_sampler_epoch(index_sampler(self), epoch)
 
-    def _warn_once(self, problem: Problem) -> None:
-        if problem.rule not in self._order.warned:
-            self._order.warned.add(problem.rule)
-            warnings.warn(str(problem), stacklevel=4)
+    def _warn_once(self, value: str, rule: str, remedy: str) -> None:
+        if rule not in self._order.warned:
+            self._order.warned.add(rule)
+            warnings.warn(str(Problem(value, rule, remedy)), stacklevel=4)
 
     def generators(self) -> list[torch.Generator]:
         """Return the generators that a stream, the loader and its samplers draw from."""
@@ -211,19 +208,16 @@ class OrderedLoader(DataLoader[Any]):
         order.started = start
 
     def _warn_of_repetition(self) -> None:
-        seeded = any(
-            isinstance(sampler, SeedableRandomSampler) for sampler in samplers(index_sampler(self))
-        )
+        found = samplers(index_sampler(self))
+        seeded = any(isinstance(sampler, SeedableRandomSampler) for sampler in found)
         if seeded and not self._resumes and self._order.left >= _PASSES_BEFORE_WARNING:
             self._warn_once(
-                Problem(
-                    f"another pass in the order of epoch {self.epoch}, after "
-                    f"{self._order.left} that were left early",
-                    "the order of a seedable sampler is a function of seed and epoch, and only a "
-                    "complete pass advances the epoch: the same first samples are read again",
-                    "Call loader.set_epoch(epoch) before each pass, or skip_first_batches(loader, "
-                    "n) to continue where a pass was left.",
-                )
+                f"another pass in the order of epoch {self.epoch}, after {self._order.left} that "
+                "were left early",
+                "the order of a seedable sampler is a function of seed and epoch, and only a "
+                "complete pass advances the epoch: the same first samples are read again",
+                "Call loader.set_epoch(epoch) before each pass, or skip_first_batches(loader, n) "
+                "to continue where a pass was left.",
             )
 
     def order_state(self) -> dict[str, Any]:
@@ -278,7 +272,11 @@ class OrderedLoader(DataLoader[Any]):
             CheckpointError: if the loader has other samplers than the saved one.
         """
         stateful = self._stateful_samplers()
-        check_samplers(len(stateful), len(state["samplers"]))
+        if len(stateful) != len(state["samplers"]):
+            value = f"a data loader with {len(stateful)} samplers that have a state"
+            rule = f"the saved one has {len(state['samplers'])}"
+            remedy = "Build the loader, and set use_seedable_sampler, as when it was saved."
+            raise CheckpointError(Problem(value, rule, remedy))
         for sampler, saved in zip(stateful, state["samplers"], strict=True):
             sampler.load_state_dict(saved)
         order, saved = self._order, state.get("order")

@@ -48,10 +48,6 @@ def check_dispatched(comm: Communicator, dataset: object) -> None:
 
     In one collective; nothing is read of the stream.
 
-    Args:
-        comm: how this process talks to the others.
-        dataset: the stream.
-
     Raises:
         ConfigError: if it is a data set of Hugging Face that is split by node.
     """
@@ -79,11 +75,7 @@ def check_dispatched(comm: Communicator, dataset: object) -> None:
 
 
 def check_split(dataset: object) -> None:
-    """Refuse a data set of Hugging Face that `split_dataset_by_node` has cut.
-
-    Raises:
-        ConfigError: if it is.
-    """
+    """Raise `ConfigError` for a data set of Hugging Face that `split_dataset_by_node` has cut."""
     for part in _streams(dataset, _DEPTH):
         cut: Any = getattr(part, "_distributed", None)
         size = getattr(cut, "world_size", None)
@@ -157,19 +149,12 @@ def _names_both(code: CodeType) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    for part in _codes_within(code):
-        yield from (part.co_name, *part.co_names, *part.co_varnames, *part.co_freevars)
-        for constant in part.co_consts:
-            if isinstance(constant, str) and constant.isupper():  # os.environ["RANK"]
-                yield constant
-
-
-def _codes_within(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function, and of those that it defines."""
-    yield code
+    yield from (code.co_name, *code.co_names, *code.co_varnames, *code.co_freevars)
     for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes_within(constant)
+        if isinstance(constant, CodeType):  # of a function that it defines
+            yield from _names(constant)
+        elif isinstance(constant, str) and constant.isupper():  # os.environ["RANK"]
+            yield constant
 
 
 def _plain_name(name: str) -> str:
@@ -229,7 +214,7 @@ def worker_problems(
     return [Problem(value, rule, remedy)]
 
 
-def shards_by_worker(dataset: object) -> bool | None:
+def shards_by_worker(dataset: object, depth: int = _DEPTH) -> bool | None:
     """Return whether an iterable data set declares that it divides its samples by loader worker.
 
     It does by an attribute `shards_by_worker`. Data pipes of torch are sharded by torch, data sets
@@ -239,23 +224,18 @@ def shards_by_worker(dataset: object) -> bool | None:
     Returns:
         None where it is not known.
     """
-    return _declared(dataset, _DEPTH)
-
-
-def _declared(value: object, depth: int) -> bool | None:
-    declared = getattr(value, "shards_by_worker", None)
+    declared = getattr(dataset, "shards_by_worker", None)
     if declared is not None:
         return bool(declared)
-    if isinstance(value, IterDataPipe) or any(hasattr(value, name) for name in _SHARD_COUNTS):
+    if isinstance(dataset, IterDataPipe) or any(hasattr(dataset, name) for name in _SHARD_COUNTS):
         return True
-    found = [_declared(part, depth - 1) for part in _sources(value, depth)]
+    found = [shards_by_worker(part, depth - 1) for part in _sources(dataset, depth)]
     if False in found:
         return False
     return True if found and None not in found else None
 
 
 def _sources(value: object, depth: int) -> Iterator[object]:
-    """Yield the data sets that a data set holds."""
     for part in _held_by(value) if depth > 0 else ():
         if isinstance(part, (list, tuple, Mapping)):
             yield from _sources(part, depth - 1)
@@ -272,10 +252,6 @@ def first_round(comm: Communicator, loader: DataLoader[object]) -> FirstRound | 
     """Return what takes note of the samples that a stream yields first, None if nothing is to.
 
     Warns of a stream that shards by rank in its own code; nothing is exchanged.
-
-    Args:
-        comm: how this process talks to the others.
-        loader: the caller's, of a stream that each rank reads.
 
     Raises:
         ConfigError: if it is a data set of Hugging Face that is split by node.
@@ -299,13 +275,7 @@ def first_round(comm: Communicator, loader: DataLoader[object]) -> FirstRound | 
 def compared(
     shard: IterableDatasetShard, batches: Iterator[object], comm: Communicator
 ) -> Iterator[object]:
-    """Yield `batches`, and warn once if the ranks' streams began with different samples.
-
-    Args:
-        shard: this rank's part of the stream.
-        batches: of this rank.
-        comm: how this process talks to the others.
-    """
+    """Yield `batches`, and warn once if the ranks' streams began with different samples."""
     for number, batch in enumerate(batches):
         if number < _LOOKS:
             _compare(shard, comm)
