@@ -65,7 +65,6 @@ def _accelerator() -> ModuleType | None:
 
 
 def _get_state(rng_type: str, generator: torch.Generator | None) -> torch.Tensor:
-    """Return the state of one generator as bytes."""
     if rng_type == RNGType.TORCH:
         return torch.get_rng_state()
     if rng_type == RNGType.GENERATOR:

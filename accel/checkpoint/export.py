@@ -151,7 +151,6 @@ def export_model(
 def _split(
     state: Mapping[str, object], safe: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    """Return the tensors and the other values of a state dict."""
     tensors = {name: v for name, v in state.items() if isinstance(v, torch.Tensor)}
     extra = {name: value for name, value in state.items() if name not in tensors}
     if safe and extra:

@@ -100,13 +100,11 @@ class CheckpointSession:
 
         Args:
             input_dir: the checkpoint. None: under automatic naming, the newest complete one.
-            load_kwargs: how files are read: `map_location` as below, and `weights_only`, which is
-                always True.
+            load_kwargs: `map_location` as below, and `weights_only`, which is always True.
             strict: whether every weight of the models and of the checkpoint must match.
-            map_location: "cpu" or "on_device": where weights are read before they are copied into
-                the models; here they are always read on the CPU.
+            map_location: "cpu" or "on_device"; weights are always read on the CPU first.
             trust_unverified: whether a directory in the documented layout without a manifest is
-                loaded, such as another library's. Data loaders begin their order anew then.
+                loaded, such as another library's, which says nothing of the order of loaders.
             load_model_func_kwargs: arguments of a backend's own load function; none are known here.
 
         Returns:
@@ -211,8 +209,8 @@ class CheckpointSession:
         Args:
             model: prepared or not.
             save_directory: created if it does not exist.
-            max_shard_size: largest size of a file: bytes, or a number with a unit such as "5GB"
-                (10^9 bytes) or "5GiB" (2^30). A single larger tensor has a file of its own.
+            max_shard_size: bytes per file, or e.g. "5GB" (10^9) or "5GiB" (2^30). A larger tensor
+                has a file of its own.
             safe_serialization: whether files are safetensors, else what `torch.save` writes.
 
         Raises:
@@ -235,15 +233,13 @@ class CheckpointSession:
             save_directory: created if it does not exist; on a disk that all processes see.
 
         Raises:
-            CheckpointError: on every process, if it failed on any; if the engine has no format of
-                its own.
+            CheckpointError: on every process, if it failed on any, or the engine has no format.
 
         Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
         """
         with together(self._run.comm, "save_native"):
-            self._native("save_native", "Call save_state.").save(
-                model, Path(save_directory).expanduser()
-            )
+            native = self._native("save_native", "Call save_state.")
+            native.save(model, Path(save_directory).expanduser())
 
     def load_native(
         self,
@@ -263,8 +259,7 @@ class CheckpointSession:
                 that runs any code that is in them.
 
         Raises:
-            CheckpointError: on every process, if it failed on any; if the engine has no format of
-                its own.
+            CheckpointError: on every process, if it failed on any, or the engine has no format.
             ConfigError: without `trust_pickle`.
 
         Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
@@ -278,9 +273,8 @@ class CheckpointSession:
                 )
             )
         with together(self._run.comm, "load_native"):
-            self._native("load_native", "Call load_state.").load(
-                model, Path(input_dir).expanduser()
-            )
+            native = self._native("load_native", "Call load_state.")
+            native.load(model, Path(input_dir).expanduser())
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return a model's whole state dict. Call it on every process.

@@ -162,13 +162,9 @@ class PreparedLoader(OrderedLoader):
         return units
 
     def _end(self, current: Pass, remainder: int, size: int | None = None) -> None:
-        """Say that the batch given next is the last.
+        """Note that the batch given next, of `size` samples over all processes, is the last.
 
-        Args:
-            current: the pass.
-            remainder: what `remainder` says.
-            size: samples of the batch over all processes, repetitions included; None or 0: a full
-                batch.
+        Without a size it is full; repetitions count. `remainder` is what the attribute says then.
         """
         shown, ordered = self._showing(current)
         shown.remainder = remainder

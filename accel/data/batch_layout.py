@@ -268,7 +268,6 @@ def _parts(value: object) -> list[tuple[Any, Any]] | None:
 
 
 def _rebuilt(value: object, entries: list[object]) -> object:
-    """Return a container like `value` that holds `entries`."""
     if isinstance(value, Mapping):
         return like_mapping(value, dict(zip(value, entries, strict=True)))
     return honor_type(value, entries)

@@ -87,11 +87,7 @@ class OrderedLoader(DataLoader[Any]):
             return workers.supervised(super()._get_iterator())
 
     def _batches(self, skipped: int = 0) -> Iterator[object]:
-        """Return torch's iterator of a pass; the data set learns the epoch before it is read.
-
-        Args:
-            skipped: number of batches of this process that the caller skips.
-        """
+        """Return torch's iterator of a pass, `skipped` batches of which the caller skips."""
         epoch = self._epoch_of_dataset()
         order, generators = self._order, self.generators()
         with order.opening(generators), order.seeding(self, len(generators)):
@@ -120,8 +116,7 @@ class OrderedLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Hand the epoch to samplers and data set.
 
-        The end of a pass hands the next epoch to the samplers, its start to the data set. Another
-        epoch than that of a pass left early, or saved in, makes the next pass a new one.
+        Another epoch than that of a pass left early, or saved in, makes the next pass a new one.
 
         Args:
             epoch: number of the next pass, from 0 on.

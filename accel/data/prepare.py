@@ -77,9 +77,8 @@ def prepare_data_loader(
         device: where batches are put; None: where the process state says.
         num_processes: number of shards of the data; None: as the process state says.
         process_index: which of them this one is; None: as the process state says.
-        split_batches: whether each batch is cut into a piece per process; its size must divide by
-            their number. Else each process gets full batches in turn, and all of them together see
-            `num_processes` times the loader's batch size.
+        split_batches: whether each batch is cut into a piece per process (its size must divide by
+            their number), or full batches are assigned in turn.
         put_on_device: whether batches (nested lists, tuples and mappings of tensors) are put there.
         rng_types: generators that ranks synchronise at the start of each pass: "torch", "cuda",
             "xla", and "generator", that of the sampler or of the iterable data set.
@@ -90,9 +89,8 @@ def prepare_data_loader(
         slice_fn_for_dispatch: cuts a dispatched batch, as ``f(batch, slice, process_index=…,
             num_processes=…)``; None: tensors along dim 0, and lists of plain objects.
         use_seedable_sampler: whether random samplers are replaced by `SeedableRandomSampler`.
-        data_seed: its seed, and that of the loader's own stream; None: the initial seed of the
-            sampler's generator, or of torch's. Loaders of another index draw other permutations
-            from it.
+        data_seed: its seed, and that of the loader's own stream, mixed with `loader_index`; None:
+            the initial seed of the sampler's generator, or of torch's.
         non_blocking: whether copies to the device overlap with computation (wants pinned memory).
         use_stateful_dataloader: whether the loader is torchdata's `StatefulDataLoader`.
         torch_device_mesh: ranks along its axes "tp", "cp", "sp" and "pp" read the same data.

@@ -237,9 +237,8 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         return len(range(self.process_index, batches, self.num_processes))
 
     def _last_piece_is_empty(self, batches: int) -> bool:
-        if self.even_batches or self.drop_last or batches == 0:
-            return False
-        if not hasattr(self.sampler, "__len__"):
+        never = self.even_batches or self.drop_last or batches == 0
+        if never or not hasattr(self.sampler, "__len__"):
             return False
         last = len(self.sampler) - (batches - 1) * self.batch_size
         return last <= self.process_index * (self.batch_size // self.num_processes)
@@ -250,7 +249,6 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         return self._iterate_split() if self.split_batches else self._iterate_dealt()
 
     def _rounds(self) -> Iterator[list[list[int]]]:
-        """Yield the batches that the processes read at the same time."""
         per_round = 1 if self.split_batches else self.num_processes
         batches = iter(self.batch_sampler)
         while group := list(itertools.islice(batches, per_round)):

@@ -116,7 +116,6 @@ def _streams(dataset: object, depth: int) -> Iterator[object]:
 
 
 def _held_by(value: object) -> list[object]:
-    """Return the data sets, stages and functions that `value` is made of."""
     if isinstance(value, (list, tuple)):
         parts = list(value[:_MANY])
     elif isinstance(value, Mapping):

@@ -156,11 +156,11 @@ class SilentTracker(GeneralTracker):
         """None."""
         return
 
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def store_init_configuration(self, values: object) -> None:
         """Do nothing."""
 
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: object, step: int | None = None, **kwargs: object) -> None:
         """Do nothing."""
 
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_images(self, values: object, step: int | None = None, **kwargs: object) -> None:
         """Do nothing."""
