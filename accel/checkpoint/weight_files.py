@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +13,7 @@ import torch
 
 from accel.checkpoint import directory
 from accel.checkpoint.serialization import load_plain, read_each, read_tensors
-from accel.errors import CheckpointError, Problem
+from accel.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
@@ -55,7 +55,9 @@ class Source:
             if name not in held[file]
         ]
         if lacking:
-            raise _refused(self.path, f"its shards lack {', '.join(lacking)}", "Save it again.")
+            raise directory.broken(
+                self.path, f"its shards lack {', '.join(lacking)}", "Save it again."
+            )
         return {name: shape for shapes in held.values() for name, shape in shapes.items()}
 
     def parts(self) -> Iterator[Mapping[str, object]]:
@@ -152,7 +154,7 @@ def find(checkpoint: str | PathLike[str], mmap: bool = False) -> Source:
     if path.is_dir():
         return _in_folder(path, mmap)
     if not path.is_file():
-        raise _refused(path, "there is no such file or folder", "Name one that exists.")
+        raise directory.broken(path, "there is no such file or folder", "Name one that exists.")
     if path.suffix == ".json":
         return _indexed(path, mmap)
     return Source(path, (path,), mmap=mmap)
@@ -164,11 +166,11 @@ def _in_folder(folder: Path, mmap: bool) -> Source:
         found = sorted(indexes | {p for p in (folder / name,) if p.is_file()})
         if len(found) > 1:
             names = ", ".join(path.name for path in found)
-            raise _refused(folder, f"it holds {names}", "Name the one that is meant.")
+            raise directory.broken(folder, f"it holds {names}", "Name the one that is meant.")
         if found:
             return find(found[0], mmap)
     rule = f"it holds no {' or '.join(_SINGLE)}, and no index of shards (*{_INDEX})"
-    raise _refused(folder, rule, "Name the file of weights itself.")
+    raise directory.broken(folder, rule, "Name the file of weights itself.")
 
 
 def _of_format(index: Path, name: str) -> bool:
@@ -182,20 +184,20 @@ def _indexed(index: Path, mmap: bool) -> Source:
         weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         rule = f"it is no index of shards ({error!r})"
-        raise _refused(index, rule, 'It is JSON: {"weight_map": {weight: file}}.') from error
+        raise directory.broken(
+            index, rule, 'It is JSON: {"weight_map": {weight: file}}.'
+        ) from error
     names = sorted(set(weight_map.values()))
     outside = [name for name in names if not directory.is_inside(name)]
     if outside:
-        raise _refused(index, f"it names {outside}, which lie elsewhere", "Use another one.")
+        raise directory.broken(
+            index, f"it names {outside}, which lie elsewhere", "Use another one."
+        )
     paths = tuple(index.parent / name for name in names)
     missing = ", ".join(path.name for path in paths if not path.is_file())
     if missing:
-        raise _refused(index, f"its folder lacks {missing}", "Fetch the missing files.")
+        raise directory.broken(index, f"its folder lacks {missing}", "Fetch the missing files.")
     return Source(index, paths, weight_map, mmap)
-
-
-def _refused(path: Path, rule: str, remedy: str) -> CheckpointError:
-    return CheckpointError(Problem(f"checkpoint {fspath(path)!r}", rule, remedy))
 
 
 # -- what they hold ------------------------------------------------------------------------
@@ -206,7 +208,7 @@ def _shapes(path: Path) -> Shapes:
         state = load_plain(path, map_location="meta")
         if not isinstance(state, Mapping):
             rule = f"it holds a {type(state).__name__}, not weights by name"
-            raise _refused(path, rule, "Save the model's state_dict().")
+            raise directory.broken(path, rule, "Save the model's state_dict().")
         return {
             name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
             for name, value in state.items()
