@@ -24,11 +24,6 @@ def load_positions(
     Ranks may have been at different batches of a pass. One that had read its last gets an empty
     pass where others resume theirs, so that all begin the next one together.
 
-    Args:
-        comm: how this process talks to the others.
-        loaders: prepared, in order.
-        saved: what `positions` returned on this rank; None: there is none.
-
     Raises:
         CheckpointError: if a loader knows its position and no state was saved for it, or ranks were
             in different epochs.

@@ -121,14 +121,7 @@ def _source(
 
 
 class _Plan:
-    """Device and dtype of each weight of a model, and how it gets there.
-
-    Args:
-        model: the user's own module.
-        device_map: device by prefix of a name, or None.
-        dtype: of floating weights, or None.
-        keep_in_fp32: names of submodules.
-    """
+    """Device and dtype of each weight of a model, and how it gets there."""
 
     def __init__(
         self,

@@ -241,8 +241,6 @@ def write_model(
 
     Args:
         state: tensors by parameter name; other values (`Module.get_extra_state`) must be plain.
-        folder: where.
-        index: which model.
         safe: whether weights are safetensors, else `torch.save`.
     """
     if not safe:

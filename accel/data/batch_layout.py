@@ -226,11 +226,7 @@ def _changed(
 
 
 def batch_length(batch: object, batch_size: int | None = None) -> int:
-    """Return the number of samples of a batch.
-
-    Args:
-        batch: nested data.
-        batch_size: samples of a full batch; None: not known.
+    """Return the number of samples of a batch; `batch_size` is that of a full one, if known.
 
     Raises:
         ConfigError: if the number is not known.

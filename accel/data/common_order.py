@@ -205,12 +205,7 @@ class UnshardedSampler(Sampler[int]):
 def unshardable_problems(
     sampler: DistributedSampler[object], counts: Sequence[int]
 ) -> list[Problem]:
-    """Return what is wrong with taking the order of all ranks from a `DistributedSampler`.
-
-    Args:
-        sampler: the caller's.
-        counts: numbers of replicas that fit the run.
-    """
+    """Return what is wrong with a `DistributedSampler` where one of `counts` replicas is right."""
     remedy = "Omit the sampler, as in DataLoader(data, shuffle=True): `prepare` shards."
     known = torchdata_iterations("StatefulDistributedSampler") | {DistributedSampler.__iter__}
     if type(sampler).__iter__ not in known:

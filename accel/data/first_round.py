@@ -73,14 +73,11 @@ class FirstRound:
 
 
 def difference(tables: Sequence[list[int]]) -> str | None:
-    """Return how the first rounds of the ranks' streams differ, None where they may be one stream.
+    """Return how the ranks' `tables` of first rounds differ, None where they may be of one stream.
 
     Equal samples at more than a quarter of the positions, or a leaf (a label, an index) that agrees
     at all of them and varies, show one stream, which is augmented at random. Lone floating tensors
     may be augmented, too, if random numbers were drawn, and no sample comes at several positions.
-
-    Args:
-        tables: by rank, as `FirstRound` writes them.
     """
     counts = [table[0] - 1 for table in tables]
     if any(count < 0 for count in counts):

@@ -184,10 +184,7 @@ class Order:
 
         A dispatched loader of several processes has a generator for it, that of one process has
         none: a draw more, or less, from the process's own generator would make another order.
-
-        Args:
-            loader: the loader whose iterator is made.
-            num_generators: that it and its samplers hold.
+        `num_generators` is how many the loader and its samplers hold.
         """
         own, start = loader.generator, self.replay
         if start is not None and start.process is not None:
@@ -245,13 +242,7 @@ class Order:
 
 
 class DrawnSampler:
-    """The indices of a pass, drawn from the generators that `order` says.
-
-    Args:
-        sampler: yields indices or batches of them.
-        order: where they are drawn from.
-        generator: that of the loader, or None.
-    """
+    """The indices of a pass, or batches of them, drawn from the generators that `order` says."""
 
     def __init__(self, sampler: Any, order: Order, generator: torch.Generator | None) -> None:
         self.sampler = sampler

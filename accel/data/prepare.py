@@ -156,11 +156,9 @@ def prepare_data_loader(
 
 
 def prepare_for(plan: Plan, loader: DataLoader[Any], **options: Any) -> Any:
-    """Return a loader that yields this rank's batches of a run.
+    """Return a loader that yields this rank's batches of a run, whose configuration is `plan`.
 
     Args:
-        plan: the resolved configuration of the run.
-        loader: prepared or not.
         options: arguments of `prepare_data_loader` that the plan does not decide.
     """
     if isinstance(loader, PreparedLoader):

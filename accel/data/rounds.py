@@ -45,12 +45,7 @@ class RoundReader:
         self._rest: list[object] = []  # read, and not given yet
 
     def read(self, batches: Iterator[object], skip: int = 0) -> Iterator[tuple[object, int, int]]:
-        """Yield the batch of each round, its size, and how many of its samples are real.
-
-        Args:
-            batches: of the pass.
-            skip: number of rounds that are skipped.
-        """
+        """Yield the batch of each round after `skip`, its size, and how many samples are real."""
         layout = self.layout
         for number, batch in enumerate(self._joined(batches)):
             size = real = layout.size_of(batch)
