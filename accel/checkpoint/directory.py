@@ -160,6 +160,9 @@ _USE_ANOTHER = "Use another checkpoint: an older one may be complete."
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Return the manifest of a checkpoint; the files that it lists are not looked at.
 
+    Args:
+        path: the checkpoint's directory.
+
     Raises:
         CheckpointError: if there is none, or it is altered or of a newer format.
     """
@@ -196,6 +199,9 @@ def is_inside(name: str) -> bool:
 def verify(path: str | os.PathLike[str]) -> Manifest:
     """Return the manifest after comparing every file's size and digest with it.
 
+    Args:
+        path: the checkpoint's directory.
+
     Raises:
         CheckpointError: naming every file that is missing or differs.
     """
@@ -221,7 +227,11 @@ def _differences(places: list[Path], manifest: Manifest) -> list[str]:
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
-    """Return whether a directory is a checkpoint whose files all are as they were written."""
+    """Return whether a directory is a checkpoint whose files all are as they were written.
+
+    Args:
+        path: the directory.
+    """
     try:
         verify(path)
     except CheckpointError:
