@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+_SWITCHES = {"foreach", "fused", "capturable"}
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -71,13 +73,11 @@ def _twin(
     groups = []
     for group in optimizer.param_groups[: 1 if stepped is not None else None]:
         options = {name: group[name] for name in group if name not in ("params", "param_names")}
-        for switch in {"foreach", "fused", "capturable"} & options.keys():
-            options[switch] = False
+        options |= dict.fromkeys(_SWITCHES & options.keys(), False)
         groups.append({**options, "params": [_ghost(p) for p in stepped or group["params"]]})
     known = inspect.signature(type(optimizer)).parameters
     defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
-    for switch in {"foreach", "fused", "capturable"} & defaults.keys():
-        defaults[switch] = False
+    defaults |= dict.fromkeys(_SWITCHES & defaults.keys(), False)
     kind: Any = type(optimizer)
     twin: torch.optim.Optimizer = kind(groups, **defaults)
     return twin

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -41,7 +41,6 @@ def _shapes(data: object) -> object:
 
 
 def _dims(data: object) -> object:
-    """Return the number of dims of the leaves, in the structure of `data`."""
     return recursively_apply(lambda tensor: f"{tensor.ndim} dims", data)
 
 
@@ -232,7 +231,6 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first:
 
 
 def _pad(tensor: torch.Tensor, dim: int, size: int, value: float, first: bool) -> torch.Tensor:
-    """Return `tensor` with `size` elements along `dim`, completed with `value`."""
     shape = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
     start = size - tensor.shape[dim] if first else 0
     padded = tensor.new_full(shape, value)
@@ -307,8 +305,7 @@ def slice_tensors(
     Args:
         data: nested tensors [n, ...].
         tensor_slice: the slice of dim 0.
-        process_index: for slicing functions of the user's own; not used.
-        num_processes: for slicing functions of the user's own; not used.
+        process_index, num_processes: for slicing functions of the user's own; not used.
 
     Returns:
         The same structure.
@@ -376,22 +373,22 @@ def convert_to_fp32(tensor: Any) -> Any:
     return recursively_apply(torch.Tensor.float, tensor, test_type=_is_low_precision)
 
 
-class ConvertOutputsToFp32:
+class ConvertOutputsToFp32(Generic[P, R]):
     """A function whose outputs are turned into fp32; it can be pickled if the function can.
 
     Args:
         model_forward: the function.
     """
 
-    def __init__(self, model_forward: Callable[..., Any]) -> None:
+    def __init__(self, model_forward: Callable[P, R]) -> None:
         functools.update_wrapper(self, model_forward)
         self.model_forward = model_forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
 
-def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+def convert_outputs_to_fp32(model_forward: Callable[P, R]) -> Callable[P, R]:
     """Return a function like another, with its outputs turned into fp32.
 
     Args:

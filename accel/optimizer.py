@@ -81,7 +81,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters if gradients are complete.
 
         Args:
@@ -154,24 +154,21 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def train(self) -> None:
         """Switch an optimizer that distinguishes the two (schedule-free ones) to training."""
-        self._call_if_there("train")
+        if callable(method := getattr(self.optimizer, "train", None)):
+            method()
 
     def eval(self) -> None:
         """Switch an optimizer that distinguishes the two (schedule-free ones) to evaluation."""
-        self._call_if_there("eval")
+        if callable(method := getattr(self.optimizer, "eval", None)):
+            method()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_admit": None}  # a copy is in no run
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         if isinstance(self.scaler, StepScaler):
             self.scaler.register(self.optimizer)
-
-    def _call_if_there(self, name: str) -> None:
-        method = getattr(self.optimizer, name, None)
-        if callable(method):
-            method()
 
     def _place_state(self) -> None:
         """Let torch cast state to its parameters where any lies on another device."""

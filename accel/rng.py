@@ -65,7 +65,6 @@ def _accelerator() -> ModuleType | None:
 
 
 def _get_state(rng_type: str, generator: torch.Generator | None) -> torch.Tensor:
-    """Return the state of one generator as bytes."""
     if rng_type == RNGType.TORCH:
         return torch.get_rng_state()
     if rng_type == RNGType.GENERATOR:
@@ -162,22 +161,15 @@ def capture() -> dict[str, Any]:
     ``torch.load(weights_only=True)`` reads them.
     """
     accelerator = _accelerator()
-    return as_plain(
-        random.getstate(),
-        np.random.get_state(legacy=True),
-        torch.get_rng_state(),
-        None
-        if accelerator is None
-        else {"kind": _kind(accelerator), "state": accelerator.get_rng_state()},
-    )
+    if accelerator is None:
+        return {**capture_host(), "accelerator": None}
+    state = {"kind": _kind(accelerator), "state": accelerator.get_rng_state()}
+    return {**capture_host(), "accelerator": state}
 
 
-def capture_host() -> dict[str, Any]:
+def capture_host() -> dict[str, object]:
     """Return the states of Python's, NumPy's and torch's CPU generators, in plain containers."""
-    states = as_plain(
-        random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state(), None
-    )
-    return {name: states[name] for name in ("python", "numpy", "torch")}
+    return as_plain(random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state())
 
 
 def restore_host(state: Mapping[str, Any]) -> None:
@@ -195,19 +187,13 @@ def restore_host(state: Mapping[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
 
 
-def as_plain(
-    python: tuple[Any, ...],
-    numpy: Any,
-    torch_state: torch.Tensor,
-    accelerator: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """Return generator states in the form that `restore` takes.
+def as_plain(python: tuple[Any, ...], numpy: Any, torch_state: torch.Tensor) -> dict[str, object]:
+    """Return generator states in the form that `restore_host` takes.
 
     Args:
         python: what `random.getstate` returned.
         numpy: what `numpy.random.get_state(legacy=True)` returned.
         torch_state: what `torch.get_rng_state` returned.
-        accelerator: "kind" and "state" of the current device, None for none.
     """
     version, words, gauss = python
     name, keys, position, has_gauss, cached = numpy
@@ -221,7 +207,6 @@ def as_plain(
             "cached": float(cached),
         },
         "torch": torch_state,
-        "accelerator": accelerator,
     }
 
 

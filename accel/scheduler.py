@@ -37,14 +37,13 @@ class AcceleratedScheduler:
     def __init__(
         self,
         scheduler: Any,
-        optimizers: Any,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         step_with_optimizer: bool = True,
         split_batches: bool = False,
         dp_size: int | None = None,
     ) -> None:
-        several = isinstance(optimizers, Sequence)
         self.scheduler = scheduler
-        self.optimizers: list[torch.optim.Optimizer] = list(optimizers) if several else [optimizers]
+        self.optimizers = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
         self._find_skippable()
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
@@ -78,12 +77,11 @@ class AcceleratedScheduler:
             self.optimizers += optimizers
         self._find_skippable()
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: object, **kwargs: object) -> None:
         """Move on if the optimizers did: once per process, and not past a schedule's last step.
 
         Args:
-            args: of the wrapped scheduler's `step`, such as the metric of a `ReduceLROnPlateau`.
-            kwargs: the same, by name.
+            args, kwargs: of the wrapped scheduler's `step`, such as a `ReduceLROnPlateau`'s metric.
         """
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
@@ -94,9 +92,6 @@ class AcceleratedScheduler:
         for optimizer in self._skippable:
             if optimizer.step_was_skipped:
                 return
-        if self._repeats == 1 and not self._ends:
-            self.scheduler.step(*args, **kwargs)
-            return
         for _ in range(self._repeats):
             if not self._ends or self.scheduler.last_epoch < self.scheduler.total_steps:
                 self.scheduler.step(*args, **kwargs)

@@ -40,7 +40,7 @@ def honor_type(original: object, values: Iterable[object]) -> Any:
     return kind(*values) if is_namedtuple(original) else kind(values)
 
 
-def like_mapping(original: Mapping[Any, object], values: dict[Any, Any]) -> Any:
+def like_mapping(original: Mapping[Any, object], values: dict[Any, object]) -> Any:
     """Return `values` in a mapping of the type of `original` (dict, UserDict, BatchEncoding, …)."""
     if type(original) is dict:
         return values
@@ -52,7 +52,7 @@ def like_mapping(original: Mapping[Any, object], values: dict[Any, Any]) -> Any:
 
 
 def recursively_apply(
-    func: Callable[..., Any],
+    func: Callable[..., object],
     data: object,
     *args: object,
     test_type: Test = is_tensor,
@@ -76,7 +76,7 @@ def recursively_apply(
         TypeError: for a leaf of another type, where that is an error.
     """
 
-    def walk(node: object) -> Any:
+    def walk(node: object) -> object:
         if test_type(node):
             return func(node, *args, **kwargs)
         if isinstance(node, (list, tuple)):
@@ -153,7 +153,6 @@ def split(data: T, rank: int, world_size: int, padding: bool = False) -> T:
 
 
 def _common_length(inputs: Any) -> int:
-    """Return the length of `inputs`, or of all values of a dict."""
     if not isinstance(inputs, Mapping):
         is_text = isinstance(inputs, (str, bytes))
         if is_text or not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):
@@ -189,7 +188,6 @@ def _indices(length: int, rank: int, world_size: int, padding: bool) -> Sequence
 
 
 def _take(inputs: Any, indices: Sequence[int]) -> Any:
-    """Return the elements of `inputs` at `indices`, in a container of the same type."""
     if isinstance(inputs, Mapping):
         return like_mapping(inputs, {key: _take(value, indices) for key, value in inputs.items()})
     if hasattr(inputs, "select") and not isinstance(inputs, torch.Tensor):  # datasets.Dataset

@@ -61,7 +61,7 @@ def describe(path: str | PathLike[str]) -> Manifest:
     return Manifest(entries, engine, {})
 
 
-def _count(present: Mapping[str, Any], kind: str) -> int:
+def _count(present: Mapping[str, object], kind: str) -> int:
     index = 0
     while any(name in present for name in _NAMES[kind](index)):
         index += 1
@@ -78,7 +78,7 @@ def complete(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     return stored
 
 
-def is_by_position(state: Any) -> bool:
+def is_by_position(state: object) -> bool:
     """Return whether an optimizer's state is as torch gives it, and not by name as ours."""
     return isinstance(state, dict) and "param_groups" in state and "format" not in state
 
@@ -87,12 +87,10 @@ def random_states(saved: Any) -> Any:
     """Return random states in the form of `accel.rng.capture`, whichever form they have."""
     if not isinstance(saved, dict) or "random_state" not in saved:
         return saved
-    return rng.as_plain(
-        saved["random_state"],
-        saved["numpy_random_seed"],
-        saved["torch_manual_seed"],
-        _accelerator_state(saved),
+    host = rng.as_plain(
+        saved["random_state"], saved["numpy_random_seed"], saved["torch_manual_seed"]
     )
+    return {**host, "accelerator": _accelerator_state(saved)}
 
 
 def _accelerator_state(saved: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -5,32 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from accel.data.iterable import IterableDatasetShard
 from accel.data.loader_arguments import index_sampler
-from accel.data.samplers import inner_sampler
+from accel.data.samplers import samplers
 
-Description = dict[str, Any]
+Description = dict[str, object]
 
 
-def describe(loader: Any) -> Description:
+def describe(loader: DataLoader[object]) -> Description:
     """Return a description that identifies a loader of a run, for any number of processes."""
-    dataset = getattr(loader, "dataset", None)
+    dataset: object = loader.dataset
     if isinstance(dataset, IterableDatasetShard):
         dataset = dataset.dataset
-    sampler = index_sampler(loader)
-    kinds = []
-    while sampler is not None:
-        if not type(sampler).__module__.startswith("accel."):
-            kinds.append(type(sampler).__qualname__)
-        sampler = inner_sampler(sampler)
+    kinds = [type(sampler) for sampler in samplers(index_sampler(loader))]
     return {
         "dataset": type(dataset).__qualname__,
         "length": _length(dataset),
-        "samplers": kinds,
+        "samplers": [k.__qualname__ for k in kinds if not k.__module__.startswith("accel.")],
     }
 
 
-def match(loaders: Sequence[Any], saved: Sequence[Description] | int) -> list[int | None]:
+def match(
+    loaders: Sequence[DataLoader[object]], saved: Sequence[Description] | int
+) -> list[int | None]:
     """Return for each loader the index of the saved one whose state it takes; None: it is new.
 
     As many loaders as were saved take the states in order, unless they changed places.

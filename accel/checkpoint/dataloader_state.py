@@ -1,53 +1,14 @@
-"""The state of data loaders: what decides the order of their samples."""
+"""The positions of stateful data loaders, which ranks may have left at different batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from accel.comm.base import Communicator
-from accel.data.base import PreparedLoader
-from accel.data.order import check_samplers
-from accel.data.samplers import inner_sampler
 from accel.errors import CheckpointError, Problem
 
 _BEGUN = ("under way", "left")
-
-
-def loader_state(loader: Any) -> dict[str, Any]:
-    """Return what decides the order of a loader's samples, the same on every rank.
-
-    Returns:
-        What `PreparedLoader.order_state` returns; of another loader, the first three entries.
-    """
-    if isinstance(loader, PreparedLoader):
-        return loader.order_state()
-    return {
-        "epoch": getattr(loader, "epoch", None),
-        "samplers": [sampler.state_dict() for sampler in _stateful(loader)],
-        "generators": [generator.get_state() for generator in _generators(loader)],
-    }
-
-
-def load_loader_state(loader: Any, state: dict[str, Any]) -> None:
-    """Take over what `loader_state` returned.
-
-    Raises:
-        CheckpointError: if the loader has other samplers than the saved one.
-    """
-    if isinstance(loader, PreparedLoader):
-        loader.load_order_state(state)
-        return
-    stateful = list(_stateful(loader))
-    check_samplers(len(stateful), len(state["samplers"]))
-    if state["epoch"] is not None and hasattr(loader, "set_epoch"):
-        loader.set_epoch(state["epoch"])
-    for sampler, saved in zip(stateful, state["samplers"], strict=True):
-        sampler.load_state_dict(saved)
-    for generator, saved in zip(_generators(loader), state["generators"], strict=False):
-        generator.set_state(saved)
 
 
 def positions(loaders: Sequence[Any]) -> list[dict[str, Any] | None]:
@@ -62,11 +23,6 @@ def load_positions(
 
     Ranks may have been at different batches of a pass. One that had read its last gets an empty
     pass where others resume theirs, so that all begin the next one together.
-
-    Args:
-        comm: how this process talks to the others.
-        loaders: prepared, in order.
-        saved: what `positions` returned on this rank; None: there is none.
 
     Raises:
         CheckpointError: if a loader knows its position and no state was saved for it, or ranks were
@@ -133,22 +89,3 @@ def _different_epochs(index: int, found: dict[int, tuple[Any, str]]) -> Problem:
         "that others are in",
         "Save on all ranks in the same epoch.",
     )
-
-
-def _samplers(loader: Any) -> Iterator[Any]:
-    sampler = inner_sampler(loader)
-    while sampler is not None:
-        yield sampler
-        sampler = inner_sampler(sampler)
-
-
-def _stateful(loader: Any) -> Iterator[Any]:
-    return (
-        s for s in _samplers(loader) if hasattr(s, "state_dict") and hasattr(s, "load_state_dict")
-    )
-
-
-def _generators(loader: Any) -> Iterator[torch.Generator]:
-    found = [getattr(owner, "generator", None) for owner in (loader, *_samplers(loader))]
-    unique = {id(g): g for g in found if isinstance(g, torch.Generator)}
-    return iter(unique.values())

@@ -15,6 +15,7 @@ lists size and digest of every file and is written last.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import logging
@@ -143,7 +144,7 @@ class Manifest:
         return json.dumps({**plain, "digest": _digest_of(plain)}, indent=2) + "\n"
 
 
-def _digest_of(body: Mapping[str, Any]) -> str:
+def _digest_of(body: Mapping[str, object]) -> str:
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -266,7 +267,9 @@ def tidy(final: str | os.PathLike[str]) -> None:
     """Finish or remove what earlier attempts to write `final` left behind."""
     target = Path(final)
     repair(target)
-    for leftover in _leftovers(target):
+    beside = target.parent.glob(f".{glob.escape(target.name)}.partial-*")
+    inside = target.glob(".partial-*") if target.is_dir() else iter(())
+    for leftover in [*beside, *inside]:
         shutil.rmtree(leftover)
 
 
@@ -287,17 +290,7 @@ def stage(final: str | os.PathLike[str]) -> Path:
     return staged
 
 
-def _leftovers(final: Path) -> list[Path]:
-    beside = final.parent.glob(f".{_escape(final.name)}.partial-*")
-    inside = final.glob(".partial-*") if final.is_dir() else iter(())
-    return [*beside, *inside]
-
-
-def _escape(name: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", name)
-
-
-def seal(staged: Path, engine: Mapping[str, Any], metadata: Mapping[str, Any]) -> Manifest:
+def seal(staged: Path, engine: Mapping[str, object], metadata: Mapping[str, object]) -> Manifest:
     """Flush every file in `staged` to the disk and write the manifest that lists them.
 
     Raises:
@@ -305,7 +298,8 @@ def seal(staged: Path, engine: Mapping[str, Any], metadata: Mapping[str, Any]) -
     """
     for file in _files(staged):
         flush_file(file)
-    manifest = Manifest(entries(staged), {**engine, "created": _now()}, dict(metadata))
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    manifest = Manifest(entries(staged), {**engine, "created": created}, dict(metadata))
     try:
         text = manifest.to_json()
     except (TypeError, ValueError) as error:
@@ -338,7 +332,9 @@ def publish(staged: Path, final: str | os.PathLike[str]) -> None:
 
 def _merge(staged: Path, final: Path) -> None:
     new = read_manifest(staged)
-    old = _listed(final)
+    old: set[str] = set()
+    with contextlib.suppress(CheckpointError):  # then nothing there is known to be ours
+        old = set(read_manifest(final).files)
     (final / MANIFEST).unlink(missing_ok=True)
     flush_directory(final)
     for name in new.files:
@@ -353,13 +349,6 @@ def _merge(staged: Path, final: Path) -> None:
     for name in old - set(new.files):
         (final / name).unlink(missing_ok=True)
     shutil.rmtree(staged)
-
-
-def _listed(path: Path) -> set[str]:
-    try:
-        return set(read_manifest(path).files)
-    except CheckpointError:
-        return set()  # nothing there is known to be ours
 
 
 def repair(final: str | os.PathLike[str]) -> bool:
@@ -427,9 +416,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Context that gives a path to write to, which takes the name `path` when all is written.
 
     A reader sees the old or the new content, never a part. What fails leaves nothing behind.
-
-    Args:
-        path: the file that is replaced, or created.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
@@ -478,7 +464,3 @@ def _files(folder: Path) -> Iterator[Path]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

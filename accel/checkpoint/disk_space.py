@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -49,10 +48,10 @@ def told(
         other = _file_elsewhere(error, folder)
         if other is not None:
             rule = f"the disk is full: {in_bytes(_free(other.parent))} are free in {other.parent}"
-            raise DiskFullError(str(Problem(f"writing {other}", rule, f"{REMEDY}."))) from error
+            raise DiskFullError(Problem(f"writing {other}", rule, f"{REMEDY}.")) from error
         wants = f"; {what} takes about {in_bytes(size)}" if size else ""
         rule = f"the disk is full: {in_bytes(free)} are free in {folder}{wants}"
-        raise DiskFullError(str(Problem(f"writing {what}", rule, remedy))) from error
+        raise DiskFullError(Problem(f"writing {what}", rule, remedy)) from error
 
 
 def is_full(error: BaseException) -> bool:
@@ -91,7 +90,7 @@ def _free(folder: Path) -> int:
     return shutil.disk_usage(place).free
 
 
-def size_of(value: Any) -> int:
+def size_of(value: object) -> int:
     """Return the bytes of all tensors in nested containers."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()

@@ -28,7 +28,7 @@ UNITS = {
 
 
 def save(
-    obj: Any,
+    obj: object,
     f: str | os.PathLike[str] | BinaryIO,
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
@@ -106,7 +106,7 @@ def shard(state: Mapping[str, torch.Tensor], max_bytes: int) -> list[dict[str, t
 
 
 def export_model(
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     folder: str | os.PathLike[str],
     max_shard_size: int | str = "10GB",
     safe: bool = True,
@@ -148,8 +148,9 @@ def export_model(
     directory.write_atomically(root / index, f"{text}\n".encode())
 
 
-def _split(state: Mapping[str, Any], safe: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors and the other values of a state dict."""
+def _split(
+    state: Mapping[str, object], safe: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     tensors = {name: v for name, v in state.items() if isinstance(v, torch.Tensor)}
     extra = {name: value for name, value in state.items() if name not in tensors}
     if safe and extra:

@@ -17,7 +17,7 @@ import torch
 from accel import rng
 from accel.checkpoint import accelerate_format, directory
 from accel.checkpoint.dataloader_matching import match
-from accel.checkpoint.dataloader_state import load_loader_state, load_positions
+from accel.checkpoint.dataloader_state import load_positions
 from accel.checkpoint.directory import Manifest, numbered
 from accel.checkpoint.run_objects import AnyPath, Hook, RunObjects, hooked, require_path
 from accel.checkpoint.serialization import load_plain, read_model
@@ -25,21 +25,6 @@ from accel.comm.all_or_none import decided, together
 from accel.logging import get_logger
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """How a state is read.
-
-    Args:
-        strict: whether every weight of models and checkpoint must match.
-        trust_unverified: whether a directory without a manifest is read, too.
-        hooks: called as ``hook(models, folder)`` before anything is loaded.
-    """
-
-    strict: bool = True
-    trust_unverified: bool = False
-    hooks: Iterable[Hook] = ()
 
 
 @dataclass(frozen=True)
@@ -61,8 +46,18 @@ class Saved:
         return load_plain(self.path / name, pickled_arrays=self.foreign)
 
 
-def load(run: RunObjects, input_dir: AnyPath | None, options: LoadOptions) -> Path:
+def load(
+    run: RunObjects,
+    input_dir: AnyPath | None,
+    *,
+    strict: bool,
+    trust_unverified: bool,
+    hooks: Iterable[Hook],
+) -> Path:
     """Restore the state of `run` and return the directory that it came from.
+
+    The arguments are those of `CheckpointSession.load_state`; `hooks` are called as
+    ``hook(models, folder)`` before anything is loaded.
 
     Raises:
         CheckpointError: on every rank, if it failed on any. Objects may then be partly restored.
@@ -72,14 +67,14 @@ def load(run: RunObjects, input_dir: AnyPath | None, options: LoadOptions) -> Pa
     with together(comm, f"verifying {path}"):
         if run.plan.local_rank == 0:
             directory.repair(path)
-            _verify(path, options.trust_unverified)
+            _verify(path, trust_unverified)
     with together(comm, f"loading {path}"):
         saved = _saved(path)
         _check_counts(run, saved)
         models = list(run.objects.models)
-        for hook in options.hooks:
+        for hook in hooks:
             hook(models, fspath(path))
-        _restore_models(run, saved, models, options.strict)
+        _restore_models(run, saved, models, strict)
         loaders = _matched(run, saved)
         _restore_objects(run, saved, loaders)
         _restore_positions(run, saved, loaders)
@@ -164,7 +159,7 @@ def _restore_objects(run: RunObjects, saved: Saved, loaders: list[tuple[Any, int
         scheduler.load_state_dict(saved.plain(numbered("scheduler", ".bin", index)))
     if not saved.foreign:
         for loader, index in loaders:
-            load_loader_state(loader, saved.plain(numbered("sampler", ".bin", index)))
+            loader.load_order_state(saved.plain(numbered("sampler", ".bin", index)))
     if run.accumulation.scaler is not None:
         _restore_scaler(run.accumulation.scaler, saved)
     for index, custom in enumerate(objects.custom):

@@ -55,16 +55,13 @@ def load_checkpoint_in_model(
             Over several devices, the model still has to be dispatched before it can run.
         offload_folder: where weights mapped to "disk" go; not built yet.
         dtype: what floating weights become, e.g. "bfloat16"; None: as the model has them.
-        offload_state_dict: whether files that `torch.save` wrote are mapped into memory instead of
-            being read at once (safetensors always are).
+        offload_state_dict: whether files of `torch.save` are mapped into memory (safetensors are).
         offload_buffers: whether buffers are offloaded with the weights; not built yet.
-        keep_in_fp32_modules: submodules, by full name or one part of it, that stay in fp32 whatever
-            `dtype` says; None: none.
+        keep_in_fp32_modules: submodules, by full name or one part of it, that stay in fp32.
         offload_8bit_bnb: whether 8-bit modules are offloaded; not built yet.
         strict: whether missing and unexpected names are an error, else one warning.
         full_state_dict: whether weights are full tensors; sharded ones are not built yet.
-        broadcast_from_rank0: whether only rank 0 reads the files and sends the weights to the
-            others. Every rank must call then.
+        broadcast_from_rank0: whether only rank 0 reads and sends the weights; every rank calls.
 
     Raises:
         CheckpointError: naming every wrong shape (and with `strict` every missing and unexpected
@@ -124,14 +121,7 @@ def _source(
 
 
 class _Plan:
-    """Device and dtype of each weight of a model, and how it gets there.
-
-    Args:
-        model: the user's own module.
-        device_map: device by prefix of a name, or None.
-        dtype: of floating weights, or None.
-        keep_in_fp32: names of submodules.
-    """
+    """Device and dtype of each weight of a model, and how it gets there."""
 
     def __init__(
         self,
@@ -183,7 +173,6 @@ class _Plan:
         return self._devices.get("")
 
     def _place(self, name: str) -> tuple[torch.device, torch.dtype]:
-        """Return where the weight `name` belongs, and as what."""
         present = self.state[name]
         stays = torch.device("cpu") if present.is_meta else present.device
         dtype = present.dtype
@@ -258,7 +247,6 @@ def _as_dtype(dtype: str | torch.dtype | None, problems: Problems) -> torch.dtyp
 
 
 def _as_device(name: str, device: AnyDevice, problems: Problems) -> torch.device:
-    """Return a device of this machine."""
     kind = f"{default_device_type()}:{device}" if isinstance(device, int) else str(device)
     value = f"device_map[{name!r}]={device!r}"
     try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from safetensors import SafetensorError
@@ -20,7 +21,7 @@ _NATIVE = "biuf"
 _NATIVE_BYTES = 8
 
 
-def is_storable(value: Any) -> bool:
+def is_storable(value: object) -> TypeGuard[np.ndarray]:
     """Return whether `value` is an array that a file can hold: one of plain, sized entries."""
     return (
         type(value) is np.ndarray
@@ -29,13 +30,15 @@ def is_storable(value: Any) -> bool:
     )
 
 
-def take_out(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """Return plain containers with marks in place of their arrays.
+def take_out(value: object, arrays: dict[str, np.ndarray]) -> object:
+    """Return plain containers with marks in place of arrays, and numbers in place of scalars.
 
     Args:
-        value: nested dicts, lists, tuples.
+        value: nested dicts, lists, tuples, sets.
         arrays: receives the arrays by name.
     """
+    if isinstance(value, np.generic):
+        return value.item()
     if is_storable(value):
         name = str(len(arrays))
         native = value.dtype.kind in _NATIVE and value.dtype.itemsize <= _NATIVE_BYTES
@@ -43,15 +46,21 @@ def take_out(value: Any, arrays: dict[str, np.ndarray]) -> Any:
             arrays[name] = np.ascontiguousarray(value)
         else:
             arrays[name] = np.frombuffer(value.tobytes(), dtype=np.uint8)
-        return {_MARK: name, "dtype": _described(value.dtype), "shape": list(value.shape)}
+        described = np.lib.format.dtype_to_descr(value.dtype)
+        return {_MARK: name, "dtype": described, "shape": list(value.shape)}
+    return _rebuilt(value, lambda item: take_out(item, arrays))
+
+
+def _rebuilt(value: Any, change: Callable[[object], object]) -> Any:
+    """Return a plain container with its keys and entries changed; any other value as it is."""
     if type(value) in (dict, OrderedDict, Counter):
-        return type(value)({key: take_out(item, arrays) for key, item in value.items()})
-    if type(value) in (list, tuple):
-        return type(value)(take_out(item, arrays) for item in value)
+        return type(value)({change(key): change(item) for key, item in value.items()})
+    if type(value) in (list, tuple, set):
+        return type(value)(map(change, value))
     return value
 
 
-def put_back(value: Any, path: Path) -> Any:
+def put_back(value: object, path: Path) -> Any:
     """Return what `take_out` was given, with the arrays of the file that belongs to `path`.
 
     Raises:
@@ -70,7 +79,7 @@ def file_of(path: Path) -> Path:
     return path.with_name(path.name + SUFFIX)
 
 
-def _is_mark(value: Any) -> bool:
+def _is_mark(value: object) -> TypeGuard[dict[str, Any]]:
     return type(value) is dict and value.keys() == {_MARK, "dtype", "shape"}
 
 
@@ -81,16 +90,12 @@ def _has_marks(value: Any) -> bool:
     return isinstance(value, (dict, list, tuple)) and any(map(_has_marks, parts))
 
 
-def _restored(value: Any, path: Path, held: dict[str, np.ndarray]) -> Any:
+def _restored(value: object, path: Path, held: dict[str, np.ndarray]) -> object:
     if _is_mark(value):
         if not held:
             held.update(_read(file_of(path)))
         return _array(value, path, held)
-    if type(value) in (dict, OrderedDict, Counter):
-        return type(value)({key: _restored(item, path, held) for key, item in value.items()})
-    if type(value) in (list, tuple):
-        return type(value)(_restored(item, path, held) for item in value)
-    return value
+    return _rebuilt(value, lambda item: _restored(item, path, held))
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
@@ -112,10 +117,6 @@ def _array(mark: dict[str, Any], path: Path, held: dict[str, np.ndarray]) -> np.
     if found.dtype == dtype:
         return found.reshape(mark["shape"]).copy()
     return np.frombuffer(found.tobytes(), dtype=dtype).reshape(mark["shape"]).copy()
-
-
-def _described(dtype: np.dtype) -> Any:
-    return np.lib.format.dtype_to_descr(dtype)
 
 
 def _as_description(description: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from accel.checkpoint import directory
 from accel.checkpoint.optimizer_state import ParameterNames
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from accel.prepared import Objects
     from accel.strategies.base import Strategy
 
+T = TypeVar("T")
 AnyPath = str | PathLike[str]
 Hook = Callable[..., None]
 
@@ -77,14 +78,12 @@ def require_path(path: Path | None) -> Path:
     return path
 
 
-def hooked(remaining: list[Any], every: list[Any], what: str) -> list[tuple[int, Any]]:
+def hooked(remaining: list[T], every: list[T], what: str) -> list[tuple[int, T]]:
     """Return (index among `every`, entry) of the entries that hooks left in `remaining`."""
     if len(remaining) == len(every):
         return list(enumerate(remaining))
     positions = {id(entry): index for index, entry in enumerate(every)}
     if any(id(entry) not in positions for entry in remaining):
         rule = "a hook takes entries out of the list, or replaces them all"
-        raise CheckpointError(
-            str(Problem(f"a pre-hook of {what} added to the list", rule, "Do so."))
-        )
+        raise CheckpointError(Problem(f"a pre-hook of {what} added to the list", rule, "Do so."))
     return [(positions[id(entry)], entry) for entry in remaining]

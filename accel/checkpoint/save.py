@@ -17,7 +17,7 @@ import torch
 from accel import rng
 from accel.checkpoint import directory, disk_space
 from accel.checkpoint.dataloader_matching import describe
-from accel.checkpoint.dataloader_state import loader_state, positions
+from accel.checkpoint.dataloader_state import positions
 from accel.checkpoint.directory import numbered
 from accel.checkpoint.run_objects import AnyPath, Hook, RunObjects, hooked, require_path
 from accel.checkpoint.serialization import save_plain, write_model
@@ -40,7 +40,7 @@ class SaveOptions:
     """
 
     safe: bool = True
-    metadata: Mapping[str, Any] | None = None
+    metadata: Mapping[str, object] | None = None
     protected: Iterable[AnyPath] = ()
     hooks: Iterable[Hook] = ()
 
@@ -113,7 +113,7 @@ def _write_and_commit(run: RunObjects, final: Path, options: SaveOptions) -> Non
                 directory.seal(staged, _facts(run), options.metadata or {})
                 directory.publish(staged, final)
     except BaseException:
-        # A sealed directory may be half moved into its place: `files.repair` finishes that.
+        # A sealed directory may be half moved into its place: `directory.repair` finishes that.
         if is_writer and not (staged / directory.MANIFEST).exists():
             directory.discard(staged)
         raise
@@ -175,8 +175,20 @@ def _write(run: RunObjects, folder: Path, options: SaveOptions) -> None:
     states = list(_shared_states(run))
     remaining = list(weights)
     everything = [weights, [state for _, state, _ in states]]
+    rank = run.comm.rank
     with _room_for(folder, lambda: disk_space.size_of(everything)):
-        _write_states(run, folder, options, weights, remaining, states)
+        for hook in options.hooks:
+            hook(list(objects.models), remaining, fspath(folder))
+        if run.writes:
+            for index, state in hooked(remaining, weights, "save_state"):
+                write_model(state, folder, index, options.safe)
+            for name, plain, what in states:
+                save_plain(plain, folder / name, what)
+        save_plain(rng.capture(), folder / directory.random_states_name(rank), "random states")
+        for index, position in enumerate(positions(objects.dataloaders)):
+            if position is not None:
+                path = folder / directory.positions_name(rank, index)
+                save_plain(position, path, f"data loader {index}")
 
 
 def _room_for(
@@ -189,31 +201,7 @@ def _room_for(
     return disk_space.told("the checkpoint", folder.parent, needed, remedy)
 
 
-def _write_states(
-    run: RunObjects,
-    folder: Path,
-    options: SaveOptions,
-    weights: list[Any],
-    remaining: list[Any],
-    states: list[tuple[str, Any, str]],
-) -> None:
-    objects = run.objects
-    for hook in options.hooks:
-        hook(list(objects.models), remaining, fspath(folder))
-    if run.writes:
-        for index, state in hooked(remaining, weights, "save_state"):
-            write_model(state, folder, index, options.safe)
-        for name, state, what in states:
-            save_plain(state, folder / name, what)
-    rank = run.comm.rank
-    save_plain(rng.capture(), folder / directory.random_states_name(rank), "random states")
-    for index, position in enumerate(positions(objects.dataloaders)):
-        if position is not None:
-            path = folder / directory.positions_name(rank, index)
-            save_plain(position, path, f"data loader {index}")
-
-
-def _shared_states(run: RunObjects) -> Iterator[tuple[str, Any, str]]:
+def _shared_states(run: RunObjects) -> Iterator[tuple[str, object, str]]:
     """Yield (file name, state, what it is) of everything but weights and random states."""
     objects = run.objects
     names = run.parameter_names()
@@ -223,7 +211,7 @@ def _shared_states(run: RunObjects) -> Iterator[tuple[str, Any, str]]:
     for index, scheduler in enumerate(objects.schedulers):
         yield numbered("scheduler", ".bin", index), scheduler.state_dict(), f"scheduler {index}"
     for index, loader in enumerate(objects.dataloaders):
-        yield numbered("sampler", ".bin", index), loader_state(loader), f"data loader {index}"
+        yield numbered("sampler", ".bin", index), loader.order_state(), f"data loader {index}"
     if run.accumulation.scaler is not None:
         yield directory.SCALER, run.accumulation.scaler.state_dict(), "gradient scaler"
     for index, custom in enumerate(objects.custom):

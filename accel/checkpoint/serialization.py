@@ -9,9 +9,9 @@ from __future__ import annotations
 import io
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from accel.checkpoint import directory, numpy_arrays
 from accel.errors import CheckpointError, Problem
 
+T = TypeVar("T")
 _EXTRA = "model_extra"
 # What the pickle of a NumPy array or scalar calls, under the names of NumPy 1 and 2.
 _REBUILD: tuple[Any, ...] = (np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0])
@@ -40,7 +41,7 @@ _WRITE_ERRORS = (pickle.PickleError, AttributeError, TypeError, ValueError, Runt
 # -- plain values --------------------------------------------------------------------------
 
 
-def save_plain(value: Any, path: Path, what: str) -> None:
+def save_plain(value: object, path: Path, what: str) -> None:
     """Write plain containers of tensors, arrays and numbers, and see that they can be read back.
 
     NumPy scalars become Python numbers. NumPy arrays are written into a safetensors file beside.
@@ -54,7 +55,7 @@ def save_plain(value: Any, path: Path, what: str) -> None:
         CheckpointError: if it holds what `load_plain` could not read; names where.
     """
     taken: dict[str, np.ndarray] = {}
-    plain = numpy_arrays.take_out(_without_numpy_scalars(value), taken)
+    plain = numpy_arrays.take_out(value, taken)
     if taken:
         numpy_arrays.write(taken, path)
     try:
@@ -65,15 +66,14 @@ def save_plain(value: Any, path: Path, what: str) -> None:
         found = next(_unreadable(plain, what), None)
         if found is None:
             raise
+        place, kind = found[0], type(found[1])
         raise CheckpointError(
-            str(
-                Problem(
-                    f"{found[0]} is a {type(found[1]).__module__}.{type(found[1]).__qualname__}",
-                    "a checkpoint holds what can be read back without running code: tensors, "
-                    "NumPy arrays, numbers, strings, and lists, tuples, sets and dicts of them",
-                    "Leave it out of the state_dict(), or turn it into one of these there "
-                    "(an array of objects: a list; an enum or a path: str).",
-                )
+            Problem(
+                f"{place} is a {kind.__module__}.{kind.__qualname__}",
+                "a checkpoint holds what can be read back without running code: tensors, NumPy "
+                "arrays, numbers, strings, and lists, tuples, sets and dicts of them",
+                "Leave it out of the state_dict(), or turn it into one of these there (an array of "
+                "objects: a list; an enum or a path: str).",
             )
         ) from error
 
@@ -118,19 +118,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _without_numpy_scalars(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    if type(value) in (dict, OrderedDict, Counter):
-        return type(value)(
-            {_without_numpy_scalars(k): _without_numpy_scalars(v) for k, v in value.items()}
-        )
-    if type(value) in (list, tuple, set):
-        return type(value)(map(_without_numpy_scalars, value))
-    return value
-
-
-def _unreadable(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+def _unreadable(value: Any, place: str) -> Iterator[tuple[str, object]]:
     """Yield (place, value) of each part that does not survive writing and reading."""
     if isinstance(value, Mapping) and type(value) in (dict, OrderedDict, Counter):
         for key, item in value.items():
@@ -143,7 +131,7 @@ def _unreadable(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         yield place, value
 
 
-def _survives(value: Any) -> bool:
+def _survives(value: object) -> bool:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -166,7 +154,7 @@ def split_shared(
     """
     kept: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
-    first: dict[Any, str] = {}
+    first: dict[object, str] = {}
     for name, tensor in state.items():
         owner = first.setdefault(_view_of(tensor) or name, name)
         if owner == name:
@@ -184,7 +172,7 @@ def _storage_of(tensor: torch.Tensor) -> tuple[str, int]:
     return str(tensor.device), tensor.untyped_storage().data_ptr() if tensor.numel() else 0
 
 
-def _view_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+def _view_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
     if tensor.numel() == 0 or tensor.layout is not torch.strided:
         return None
     place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -221,33 +209,38 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: if the file is missing or cut off.
     """
+    return read_each(path, lambda file, name: file.get_tensor(name))
+
+
+def read_each(path: Path, read: Callable[[safe_open, str], T]) -> dict[str, T]:
+    """Return what `read(file, name)` returns for each stored tensor, by every name that it has.
+
+    Raises:
+        CheckpointError: if the file is missing or cut off.
+    """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
+            found = {name: read(file, name) for name in file.keys()}  # noqa: SIM118 (no dict)
             aliases = dict(file.metadata() or {})
     except FileNotFoundError as error:
         raise _lacking(path) from error
     except (SafetensorError, OSError) as error:
-        raise unreadable_tensors(path, error) from error
-    return state | {name: state[kept] for name, kept in aliases.items() if kept in state}
-
-
-def unreadable_tensors(path: Path, error: Exception) -> CheckpointError:
-    """Return the error for a safetensors file that cannot be read."""
-    rule = f"it is no complete safetensors file ({_first_line(error)})"
-    return CheckpointError(Problem(f"file {str(path)!r}", rule, "Use another checkpoint."))
+        rule = f"it is no complete safetensors file ({_first_line(error)})"
+        value = f"file {str(path)!r}"
+        raise CheckpointError(Problem(value, rule, "Use another checkpoint.")) from error
+    return found | {name: found[kept] for name, kept in aliases.items() if kept in found}
 
 
 # -- full models ---------------------------------------------------------------------------
 
 
-def write_model(state: Mapping[str, Any], folder: Path, index: int = 0, safe: bool = True) -> None:
+def write_model(
+    state: Mapping[str, object], folder: Path, index: int = 0, safe: bool = True
+) -> None:
     """Write the state dict of the `index`-th model of a run into `folder`.
 
     Args:
         state: tensors by parameter name; other values (`Module.get_extra_state`) must be plain.
-        folder: where.
-        index: which model.
         safe: whether weights are safetensors, else `torch.save`.
     """
     if not safe:

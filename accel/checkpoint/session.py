@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from accel.checkpoint import export
-from accel.checkpoint.load import LoadOptions, load
+from accel.checkpoint.load import load
 from accel.checkpoint.run_objects import RunObjects
 from accel.checkpoint.save import SaveOptions, save
 from accel.comm.all_or_none import together
@@ -44,20 +44,20 @@ class CheckpointSession:
         output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
         *,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         protected: Iterable[str | os.PathLike[str]] = (),
-        **save_model_func_kwargs: Any,
+        **save_model_func_kwargs: object,
     ) -> str:
         """Save models, optimizers, schedulers, samplers, scaler, random states, registered objects.
 
         Call it on every process. The directory counts as a checkpoint only once everything is on
-        the disk; cut off before, older checkpoints are untouched. Under automatic naming it is
-        ``<project_dir>/checkpoints/checkpoint_<iteration>``, `output_dir` is not used, and the
-        oldest above `total_limit` are deleted after the commit. Otherwise an existing `output_dir`
-        is taken over: files of an earlier state in it are replaced, others stay.
+        the disk; cut off before, older checkpoints are untouched.
 
         Args:
-            output_dir: where; created if it does not exist.
+            output_dir: where; created if it does not exist. Files of an earlier state in it are
+                replaced, others stay. Under automatic naming it is not used: the directory is
+                ``<project_dir>/checkpoints/checkpoint_<iteration>``, and the oldest above
+                `total_limit` are deleted after the commit.
             safe_serialization: whether weights are safetensors, else `torch.save`.
             metadata: what the manifest is to tell of the run (step, sample counter, …), plain JSON.
             protected: checkpoints that `total_limit` must spare, such as the best.
@@ -85,12 +85,12 @@ class CheckpointSession:
         self,
         /,
         input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: Mapping[str, Any] | None = None,
+        load_kwargs: Mapping[str, object] | None = None,
         *,
         strict: bool = True,
         map_location: str | None = None,
         trust_unverified: bool = False,
-        **load_model_func_kwargs: Any,
+        **load_model_func_kwargs: object,
     ) -> str:
         """Restore what `save_state` saved, after verifying every file.
 
@@ -100,13 +100,11 @@ class CheckpointSession:
 
         Args:
             input_dir: the checkpoint. None: under automatic naming, the newest complete one.
-            load_kwargs: how files are read: `map_location` as below, and `weights_only`, which is
-                always True.
+            load_kwargs: `map_location` as below, and `weights_only`, which is always True.
             strict: whether every weight of the models and of the checkpoint must match.
-            map_location: "cpu" or "on_device": where weights are read before they are copied into
-                the models; here they are always read on the CPU.
+            map_location: "cpu" or "on_device"; weights are always read on the CPU first.
             trust_unverified: whether a directory in the documented layout without a manifest is
-                loaded, such as another library's. Data loaders begin their order anew then.
+                loaded, such as another library's, which says nothing of the order of loaders.
             load_model_func_kwargs: arguments of a backend's own load function; none are known here.
 
         Returns:
@@ -125,10 +123,12 @@ class CheckpointSession:
         _refuse(load_model_func_kwargs, "load_state", known)
         _check_reading({"map_location": map_location, **(load_kwargs or {})})
         hooks = tuple(self._load_hooks.values())
-        options = LoadOptions(strict, trust_unverified, hooks)
-        return os.fspath(load(self._run, input_dir, options))
+        loaded = load(
+            self._run, input_dir, strict=strict, trust_unverified=trust_unverified, hooks=hooks
+        )
+        return os.fspath(loaded)
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
+    def register_for_checkpointing(self, *objects: object) -> None:
         """Save and load `objects` with the state, in the order they are registered.
 
         Args:
@@ -181,7 +181,7 @@ class CheckpointSession:
     # -- exports -------------------------------------------------------------------------------
 
     def save(
-        self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False
+        self, obj: object, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False
     ) -> None:
         """Save an object once per run, or once per node with `save_on_each_node`.
 
@@ -209,8 +209,8 @@ class CheckpointSession:
         Args:
             model: prepared or not.
             save_directory: created if it does not exist.
-            max_shard_size: largest size of a file: bytes, or a number with a unit such as "5GB"
-                (10^9 bytes) or "5GiB" (2^30). A single larger tensor has a file of its own.
+            max_shard_size: bytes per file, or e.g. "5GB" (10^9) or "5GiB" (2^30). A larger tensor
+                has a file of its own.
             safe_serialization: whether files are safetensors, else what `torch.save` writes.
 
         Raises:
@@ -233,15 +233,13 @@ class CheckpointSession:
             save_directory: created if it does not exist; on a disk that all processes see.
 
         Raises:
-            CheckpointError: on every process, if it failed on any; if the engine has no format of
-                its own.
+            CheckpointError: on every process, if it failed on any, or the engine has no format.
 
         Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
         """
         with together(self._run.comm, "save_native"):
-            self._native("save_native", "Call save_state.").save(
-                model, Path(save_directory).expanduser()
-            )
+            native = self._native("save_native", "Call save_state.")
+            native.save(model, Path(save_directory).expanduser())
 
     def load_native(
         self,
@@ -261,8 +259,7 @@ class CheckpointSession:
                 that runs any code that is in them.
 
         Raises:
-            CheckpointError: on every process, if it failed on any; if the engine has no format of
-                its own.
+            CheckpointError: on every process, if it failed on any, or the engine has no format.
             ConfigError: without `trust_pickle`.
 
         Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
@@ -276,9 +273,8 @@ class CheckpointSession:
                 )
             )
         with together(self._run.comm, "load_native"):
-            self._native("load_native", "Call load_state.").load(
-                model, Path(input_dir).expanduser()
-            )
+            native = self._native("load_native", "Call load_state.")
+            native.load(model, Path(input_dir).expanduser())
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return a model's whole state dict. Call it on every process.
@@ -304,7 +300,7 @@ class CheckpointSession:
         return strategy.native
 
 
-def _refuse(arguments: Mapping[str, Any], method: str, known: tuple[str, ...]) -> None:
+def _refuse(arguments: Mapping[str, object], method: str, known: tuple[str, ...]) -> None:
     problems = [
         Problem(f"{method}({name}=…)", "no such argument", nearest(name, known))
         for name in arguments
@@ -312,7 +308,7 @@ def _refuse(arguments: Mapping[str, Any], method: str, known: tuple[str, ...]) -
     ConfigError.raise_if(problems)
 
 
-def _check_reading(arguments: Mapping[str, Any]) -> None:
+def _check_reading(arguments: Mapping[str, object]) -> None:
     """Refuse arguments of `torch.load` that this engine cannot follow."""
     problems = []
     for name, value in arguments.items():

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from accel.checkpoint import directory
-from accel.checkpoint.serialization import load_plain, read_tensors, unreadable_tensors
-from accel.errors import CheckpointError, Problem
+from accel.checkpoint.serialization import load_plain, read_each, read_tensors
+from accel.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
 
+T = TypeVar("T")
 # Of each format: what a folder may hold; safetensors first, as it cannot run code.
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDEX = ".index.json"
@@ -55,10 +55,12 @@ class Source:
             if name not in held[file]
         ]
         if lacking:
-            raise _refused(self.path, f"its shards lack {', '.join(lacking)}", "Save it again.")
+            raise directory.broken(
+                self.path, f"its shards lack {', '.join(lacking)}", "Save it again."
+            )
         return {name: shape for shapes in held.values() for name, shape in shapes.items()}
 
-    def parts(self) -> Iterator[dict[str, Any]]:
+    def parts(self) -> Iterator[Mapping[str, object]]:
         """Yield the weights of one file after the other, on the CPU."""
         for path in self.paths:
             if path.suffix == ".safetensors":
@@ -91,42 +93,32 @@ class Broadcast:
                 raise self.source
             return self.source.shapes() if self.source is not None else {}
 
-        found: Shapes = self._told(read)
-        return found
+        return self._told(read)
 
-    def parts(self) -> Iterator[dict[str, Any]]:
+    def parts(self) -> Iterator[Mapping[str, object]]:
         """Yield the weights of one file after the other, on each rank."""
         here = self.source.parts() if isinstance(self.source, Source) else iter(())
-        while True:
-            part: dict[str, Any] = {}
-            form = self._told(lambda part=part: self._next(here, part))
-            if form is None:
-                return
-            yield {name: self._received(part.get(name), value) for name, value in form.items()}
+        part: Mapping[str, object] | None = None
 
-    @staticmethod
-    def _next(here: Iterator[dict[str, Any]], part: dict[str, Any]) -> dict[str, Any] | None:
-        """Fill `part` with the next one and return its form: shapes and dtypes; None at the end."""
-        found = next(here, None)
-        if found is None:
-            return None
-        part.update(found)
-        return {
-            name: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
-            for name, value in found.items()
-        }
+        def read() -> dict[str, object] | None:
+            nonlocal part
+            part = next(here, None)
+            return None if part is None else {name: _form(value) for name, value in part.items()}
 
-    def _received(self, value: Any, form: Any) -> Any:
-        """Return one weight of rank 0."""
+        while (form := self._told(read)) is not None:
+            own = part or {}
+            yield {name: self._received(own.get(name), value) for name, value in form.items()}
+
+    def _received(self, value: Any, form: object) -> object:
         if not (isinstance(form, tuple) and isinstance(form[1], torch.dtype)):
             return form
         if value is None:
             value = torch.empty(form[0], dtype=form[1])
         return self.comm.broadcast(value.to(self.device).contiguous())
 
-    def _told(self, read: Any) -> Any:
+    def _told(self, read: Callable[[], T]) -> T:
         """Return what `read` returns on rank 0; if it fails there, raise on every rank."""
-        answer: Any = None
+        answer: T | None = None
         error: Exception | None = None
         if self.comm.rank == 0:
             try:
@@ -138,6 +130,10 @@ class Broadcast:
         if message is not None:
             raise CheckpointError(f"rank 0 could not read the weights. {message}") from error
         return answer
+
+
+def _form(value: object) -> object:
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 # -- which files ---------------------------------------------------------------------------
@@ -158,7 +154,7 @@ def find(checkpoint: str | PathLike[str], mmap: bool = False) -> Source:
     if path.is_dir():
         return _in_folder(path, mmap)
     if not path.is_file():
-        raise _refused(path, "there is no such file or folder", "Name one that exists.")
+        raise directory.broken(path, "there is no such file or folder", "Name one that exists.")
     if path.suffix == ".json":
         return _indexed(path, mmap)
     return Source(path, (path,), mmap=mmap)
@@ -170,11 +166,11 @@ def _in_folder(folder: Path, mmap: bool) -> Source:
         found = sorted(indexes | {p for p in (folder / name,) if p.is_file()})
         if len(found) > 1:
             names = ", ".join(path.name for path in found)
-            raise _refused(folder, f"it holds {names}", "Name the one that is meant.")
+            raise directory.broken(folder, f"it holds {names}", "Name the one that is meant.")
         if found:
             return find(found[0], mmap)
     rule = f"it holds no {' or '.join(_SINGLE)}, and no index of shards (*{_INDEX})"
-    raise _refused(folder, rule, "Name the file of weights itself.")
+    raise directory.broken(folder, rule, "Name the file of weights itself.")
 
 
 def _of_format(index: Path, name: str) -> bool:
@@ -188,20 +184,20 @@ def _indexed(index: Path, mmap: bool) -> Source:
         weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         rule = f"it is no index of shards ({error!r})"
-        raise _refused(index, rule, 'It is JSON: {"weight_map": {weight: file}}.') from error
+        raise directory.broken(
+            index, rule, 'It is JSON: {"weight_map": {weight: file}}.'
+        ) from error
     names = sorted(set(weight_map.values()))
     outside = [name for name in names if not directory.is_inside(name)]
     if outside:
-        raise _refused(index, f"it names {outside}, which lie elsewhere", "Use another one.")
+        raise directory.broken(
+            index, f"it names {outside}, which lie elsewhere", "Use another one."
+        )
     paths = tuple(index.parent / name for name in names)
     missing = ", ".join(path.name for path in paths if not path.is_file())
     if missing:
-        raise _refused(index, f"its folder lacks {missing}", "Fetch the missing files.")
+        raise directory.broken(index, f"its folder lacks {missing}", "Fetch the missing files.")
     return Source(index, paths, weight_map, mmap)
-
-
-def _refused(path: Path, rule: str, remedy: str) -> CheckpointError:
-    return CheckpointError(Problem(f"checkpoint {fspath(path)!r}", rule, remedy))
 
 
 # -- what they hold ------------------------------------------------------------------------
@@ -212,16 +208,9 @@ def _shapes(path: Path) -> Shapes:
         state = load_plain(path, map_location="meta")
         if not isinstance(state, Mapping):
             rule = f"it holds a {type(state).__name__}, not weights by name"
-            raise _refused(path, rule, "Save the model's state_dict().")
+            raise directory.broken(path, rule, "Save the model's state_dict().")
         return {
             name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
             for name, value in state.items()
         }
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            found: Shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-            aliases = dict(file.metadata() or {})
-    except (SafetensorError, OSError) as error:
-        raise unreadable_tensors(path, error) from error
-    return found | {name: found[kept] for name, kept in aliases.items() if kept in found}
+    return dict(read_each(path, lambda file, name: tuple(file.get_slice(name).get_shape())))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from accel import rng
 from accel.data.loader_arguments import index_arguments, index_sampler, loader_arguments
@@ -15,6 +15,8 @@ from accel.data.passes import Pass, begun_after
 from accel.data.samplers import SkipBatchSampler
 from accel.state import GradientState
 from accel.window_ends import Reading
+
+T = TypeVar("T")
 
 
 class PreparedLoader(OrderedLoader):
@@ -29,9 +31,11 @@ class PreparedLoader(OrderedLoader):
         reading: the pass under way, None where there is none.
     """
 
+    _own_arguments: tuple[str, ...] = ()  # the keyword arguments that only this class takes
+
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset[object],
         *,
         device: torch.device | None,
         skip_batches: int,
@@ -48,14 +52,11 @@ class PreparedLoader(OrderedLoader):
         self._last_size = 0
         self._non_blocking = non_blocking
 
-    def _own_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments that only this class takes."""
-        raise NotImplementedError
-
     def _skipping(self, num_batches: int) -> PreparedLoader:
         """Return a loader like this one without its first `num_batches` batches."""
-        arguments = {**loader_arguments(self), **self._own_arguments()}
-        arguments["skip_batches"] = self.skip_batches
+        arguments = loader_arguments(self)
+        for name in (*self._own_arguments, "skip_batches"):
+            arguments[name] = getattr(self, name)
         entries = 0
         if isinstance(self.dataset, IterableDataset):
             arguments["skip_batches"] += num_batches
@@ -77,8 +78,7 @@ class PreparedLoader(OrderedLoader):
         self._pass_over()
         return iter(())
 
-    def _pass(self) -> Iterator[Any]:
-        """Yield the batches of a pass."""
+    def _pass(self) -> Iterator[object]:
         raise NotImplementedError
 
     def _pass_over(self) -> None:
@@ -96,7 +96,7 @@ class PreparedLoader(OrderedLoader):
         finally:
             self._leave(current)
 
-    def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _compared(self, batches: Iterator[object]) -> Iterator[object]:
         """Return `batches`, the first of which may be compared with those of other ranks."""
         return batches
 
@@ -104,7 +104,7 @@ class PreparedLoader(OrderedLoader):
         """Return the position from which the pass now beginning continues; {}: its start."""
         return {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Live workers and process groups are not pickled; the shard of a rank is known before.
         nothing = {"_iterator": None, "torch_device_mesh": None, "reading": None}
         return {**self.__dict__, **nothing, "_passes": []}
@@ -157,18 +157,14 @@ class PreparedLoader(OrderedLoader):
         others = self._passes[-1].others if self._passes else []
         return [one for one, given in others if one.batches_given > given]
 
-    def _followed(self, units: Iterator[Any]) -> Iterator[Any]:
+    def _followed(self, units: Iterator[T]) -> Iterator[T]:
         """Return `units`, which are read one ahead; stateful loaders note their state."""
         return units
 
     def _end(self, current: Pass, remainder: int, size: int | None = None) -> None:
-        """Say that the batch given next is the last.
+        """Note that the batch given next, of `size` samples over all processes, is the last.
 
-        Args:
-            current: the pass.
-            remainder: what `remainder` says.
-            size: samples of the batch over all processes, repetitions included; None or 0: a full
-                batch.
+        Without a size it is full; repetitions count. `remainder` is what the attribute says then.
         """
         shown, ordered = self._showing(current)
         shown.remainder = remainder
@@ -218,7 +214,6 @@ class PreparedLoader(OrderedLoader):
         return begun_after(current, self._passes) or self, begun_after(current, order.live) or order
 
     def _leave(self, current: Pass) -> None:
-        """End a pass, complete or abandoned."""
         order, state = self._order, GradientState()
         shown, ordered = self._showing(current)
         self._passes.remove(current)
@@ -227,10 +222,8 @@ class PreparedLoader(OrderedLoader):
             order.replay = None
         if shown.end_of_dataloader:  # the caller keeps the last batch, and left
             if shown is self:
-                state.abandoned_remainder = (
-                    self.remainder,
-                    self._last_size,
-                )  # for gather_for_metrics
+                # For gather_for_metrics.
+                state.abandoned_remainder = self.remainder, self._last_size
             current.is_complete = True  # nothing remained to be read, as where loaders are zipped
             self._finish(current)
         ordered.at_end = current.at_end

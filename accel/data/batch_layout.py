@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from accel.tree import honor_type, is_namedtuple, like_mapping
 
 # Keys and indices that lead to a part of nested data; () is all of it.
 Path = tuple[Any, ...]
+Samples = torch.Tensor | list[object] | tuple[object, ...]
 
 
 class SampleLayout:
@@ -38,7 +41,7 @@ class SampleLayout:
         self._last_size = 0
         self._used = False  # whether batches were joined or cut
 
-    def read(self, batch: Any) -> int:
+    def read(self, batch: object) -> int:
         """Take in the next batch of the pass and return its number of samples.
 
         Raises:
@@ -59,11 +62,11 @@ class SampleLayout:
             )
         return size
 
-    def size_of(self, batch: Any) -> int:
+    def size_of(self, batch: object) -> int:
         """Return the number of samples of what `join` or `cut` returned."""
         return next(n for n in (_length_at(batch, path) for path in self.paths) if n is not None)
 
-    def _keep_paths(self, batch: Any, size: int) -> None:
+    def _keep_paths(self, batch: object, size: int) -> None:
         """Keep the paths that have one entry per sample in `batch`, too."""
         kept = tuple(path for path in self.paths if _length_at(batch, path) == size)
         if self._used and kept != self.paths:
@@ -76,7 +79,7 @@ class SampleLayout:
             )
         self.paths = kept
 
-    def _known_size(self, batch: Any) -> int:
+    def _known_size(self, batch: object) -> int:
         lengths = {n for n in (_length_at(batch, path) for path in self.paths) if n is not None}
         if len(lengths) > 1:  # what has kept its length was no list of samples
             lengths -= {self._last_size}
@@ -84,7 +87,7 @@ class SampleLayout:
             return lengths.pop()
         raise self._ambiguous(lengths)
 
-    def _first_size(self, batch: Any) -> int:
+    def _first_size(self, batch: object) -> int:
         expected = self._batch_size
         lengths = list(_lengths(batch))
         if expected is not None and expected in lengths:
@@ -111,7 +114,7 @@ class SampleLayout:
 
     # -- joining -------------------------------------------------------------------------------
 
-    def join(self, batches: Sequence[Any]) -> Any:
+    def join(self, batches: Sequence[object]) -> object:
         """Return nested data with the samples of all `batches`, in order.
 
         Raises:
@@ -153,7 +156,7 @@ class SampleLayout:
                 "dispatch_batches=False.",
             )
 
-    def _different(self, value: Any, path: Path) -> ConfigError:
+    def _different(self, value: object, path: Path) -> ConfigError:
         return self._refused(
             f"batches whose {_named(path)} ({type(value).__name__}) differ",
             "what does not have one entry per sample is the same in batches that are read together",
@@ -163,34 +166,28 @@ class SampleLayout:
 
     # -- cutting -------------------------------------------------------------------------------
 
-    def cut(self, batch: Any, samples: slice) -> Any:
+    def cut(self, batch: object, samples: slice) -> object:
         """Return the chosen samples of nested data."""
         return cut_samples(batch, self.paths, samples)
 
-    def leaves(self, batch: Any, samples: slice) -> dict[Path, Any]:
+    def leaves(self, batch: Any, samples: slice) -> dict[Path, Samples]:
         """Return copies of the chosen samples of the parts that have one entry per sample."""
-        found = {path: _at(batch, path)[samples] for path in self.paths}
+        found = {path: reduce(getitem, path, batch)[samples] for path in self.paths}
         return {p: v.clone() if isinstance(v, torch.Tensor) else v for p, v in found.items()}
 
     def complete(
-        self, batch: Any, size: int, first: Mapping[Path, Any], multiple: int
-    ) -> tuple[Any, int]:
-        """Complete a batch of `size` samples with others to a multiple of `multiple`.
+        self, batch: object, size: int, first: Mapping[Path, Samples], multiple: int
+    ) -> tuple[object, int]:
+        """Return a batch of `size` samples completed to a multiple of `multiple`, and its new size.
 
         Args:
-            batch: nested data.
-            size: how many samples it has.
             first: what `leaves` returned for the samples to repeat.
-            multiple: divides the new size.
-
-        Returns:
-            The batch and its new size.
         """
         missing = -size % multiple
         if missing == 0:
             return batch, size
-        filler = {path: _repeated(first[path], missing) for path in self.paths}
-        return self.join([batch, _replaced(batch, filler)]), size + missing
+        filler = _changed(batch, self.paths, lambda path, _: _repeated(first[path], missing))
+        return self.join([batch, filler]), size + missing
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -204,59 +201,40 @@ class SampleLayout:
         self._last_size, self._used = state["last_size"], state["used"]
 
 
-def _repeated(samples: Any, length: int) -> Any:
-    """Return `length` samples, those of a tensor or list repeated."""
+def _repeated(samples: Samples, length: int) -> Samples:
     repeats = -(-length // len(samples))
     if isinstance(samples, torch.Tensor):
         return torch.cat([samples] * repeats)[:length]
     return (samples * repeats)[:length]
 
 
-def _replaced(batch: Any, leaves: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Return nested data like `batch` with other parts at some paths."""
-    if path in leaves:
-        return leaves[path]
-    parts = _parts(batch)
+def cut_samples(batch: object, paths: Iterable[Path], samples: slice) -> Any:
+    """Return nested data with the chosen samples of the parts at `paths`; the rest is not cut."""
+    return _changed(batch, set(paths), lambda _, value: value[samples])
+
+
+def _changed(
+    value: object, paths: Container[Path], change: Callable[[Path, Any], object], path: Path = ()
+) -> Any:
+    """Return nested data with the parts at `paths` as `change` returns them."""
+    if path in paths:
+        return change(path, value)
+    parts = _parts(value)
     if parts is None:
-        return batch
-    return _rebuilt(batch, [_replaced(part, leaves, (*path, key)) for key, part in parts])
+        return value
+    return _rebuilt(value, [_changed(part, paths, change, (*path, key)) for key, part in parts])
 
 
-def cut_samples(batch: Any, paths: Sequence[Path], samples: slice) -> Any:
-    """Return nested data with the chosen samples of the parts at `paths`; the rest is not cut.
-
-    Args:
-        batch: nested lists, tuples and mappings.
-        paths: what has one entry per sample.
-        samples: which.
-    """
-    chosen = set(paths)
-
-    def walk(value: Any, path: Path) -> Any:
-        if path in chosen:
-            return value[samples]
-        parts = _parts(value)
-        if parts is None:
-            return value
-        return _rebuilt(value, [walk(part, (*path, key)) for key, part in parts])
-
-    return walk(batch, ())
-
-
-def batch_length(batch: Any, batch_size: int | None = None) -> int:
-    """Return the number of samples of a batch.
-
-    Args:
-        batch: nested data.
-        batch_size: samples of a full batch; None: not known.
+def batch_length(batch: object, batch_size: int | None = None) -> int:
+    """Return the number of samples of a batch; `batch_size` is that of a full one, if known.
 
     Raises:
-        ConfigError: if that is not known.
+        ConfigError: if the number is not known.
     """
     return SampleLayout(batch_size).read(batch)
 
 
-def num_samples(batch: Any, batch_size: int | None = None) -> int:
+def num_samples(batch: object, batch_size: int | None = None) -> int:
     """Return what `batch_length` does, 0 if the number is not known."""
     try:
         return batch_length(batch, batch_size)
@@ -267,7 +245,7 @@ def num_samples(batch: Any, batch_size: int | None = None) -> int:
 # -- nested data -------------------------------------------------------------------------------
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> TypeGuard[Sequence[object]]:
     """Return whether `value` lists plain objects (strings, numbers)."""
     return (
         isinstance(value, (list, tuple))
@@ -276,7 +254,7 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _parts(value: Any) -> list[tuple[Any, Any]] | None:
+def _parts(value: object) -> list[tuple[Any, Any]] | None:
     """Return the entries of a container with their keys, None for a leaf."""
     if isinstance(value, Mapping):
         return list(value.items())
@@ -285,14 +263,13 @@ def _parts(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _rebuilt(value: Any, entries: list[Any]) -> Any:
-    """Return a container like `value` that holds `entries`."""
+def _rebuilt(value: object, entries: list[object]) -> object:
     if isinstance(value, Mapping):
         return like_mapping(value, dict(zip(value, entries, strict=True)))
     return honor_type(value, entries)
 
 
-def _lengths(value: Any, lists: bool = True) -> Iterator[int]:
+def _lengths(value: object, lists: bool = True) -> Iterator[int]:
     """Yield the lengths of the tensors (and lists of plain objects) in nested data."""
     if isinstance(value, torch.Tensor):
         if value.ndim:
@@ -305,7 +282,7 @@ def _lengths(value: Any, lists: bool = True) -> Iterator[int]:
             yield from _lengths(part, lists)
 
 
-def _list_lengths(value: Any) -> Iterator[int]:
+def _list_lengths(value: object) -> Iterator[int]:
     """Yield the lengths of the lists of containers and tensors in nested data."""
     parts = _parts(value) or []
     if parts and not isinstance(value, Mapping) and not is_namedtuple(value):
@@ -314,14 +291,13 @@ def _list_lengths(value: Any) -> Iterator[int]:
         yield from _list_lengths(part)
 
 
-def _sample_paths(value: Any, size: int, path: Path = ()) -> Iterator[Path]:
+def _sample_paths(value: object, size: int, path: Path = ()) -> Iterator[Path]:
     """Yield the paths of the parts with `size` entries, one per sample."""
     if isinstance(value, torch.Tensor) or _is_plain(value):
         if getattr(value, "ndim", 1) and len(value) == size:
             yield path
         return
-    is_list = isinstance(value, (list, tuple)) and not is_namedtuple(value)
-    if is_list and len(value) == size:
+    if isinstance(value, (list, tuple)) and not is_namedtuple(value) and len(value) == size:
         lengths = list(_lengths(value))
         if not lengths or any(length != size for length in lengths):  # no list of batched fields
             yield path
@@ -330,14 +306,7 @@ def _sample_paths(value: Any, size: int, path: Path = ()) -> Iterator[Path]:
         yield from _sample_paths(part, size, (*path, key))
 
 
-def _at(value: Any, path: Path) -> Any:
-    """Return the part at `path`."""
-    for key in path:
-        value = value[key]
-    return value
-
-
-def _length_at(value: Any, path: Path) -> int | None:
+def _length_at(value: object, path: Path) -> int | None:
     """Return the length of the part at `path`, None if there is none."""
     for key in path:
         if isinstance(value, Mapping):
@@ -352,7 +321,6 @@ def _length_at(value: Any, path: Path) -> int | None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two leaves are equal."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         return both and one.dtype == other.dtype and torch.equal(one, other)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +31,9 @@ from accel.data.order import (
     is_permuting,
     length_of,
     order_seed,
+    torchdata_iterations,
 )
-from accel.data.samplers import AroundBatchSampler, SeedableRandomSampler
+from accel.data.samplers import SameBatchSize, SeedableRandomSampler, drawing_sampler
 from accel.errors import ConfigError, Problem, StateError
 from accel.state import PartialState
 
@@ -41,7 +41,7 @@ _CHUNK = 1 << 12  # entries that are agreed at a time, where a sampler has no le
 _COMPARED = 1 << 22  # indices of all ranks together, up to which shards are looked for
 
 
-class AgreedSampler(AroundBatchSampler, BatchSampler):
+class AgreedSampler(SameBatchSize, BatchSampler):  # type: ignore[misc, override]
     """The entries of a sampler as rank 0 draws them, on every rank.
 
     For samplers that may draw differently on each rank. They are drawn at the start of a pass and
@@ -51,8 +51,8 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
     Args:
         batch_sampler: a sampler, or a batch sampler, of whose order nothing is known.
         order: the loader's.
-        comm: how this process talks to the others.
-        num_samples: samples of the data set.
+        comm: that of the run.
+        num_samples: samples of the data set; None: not known.
     """
 
     def __init__(
@@ -70,16 +70,6 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
     def _is_single(self) -> bool:
         return self.comm is None or self.comm.world_size == 1
 
-    @property
-    def batch_size(self) -> int | None:  # type: ignore[override]
-        """The batch size of the sampler inside."""
-        return getattr(self.batch_sampler, "batch_size", None)
-
-    @property
-    def drop_last(self) -> bool:  # type: ignore[override]
-        """Whether the sampler inside drops a short last batch."""
-        return bool(getattr(self.batch_sampler, "drop_last", False))
-
     def __len__(self) -> int:
         own, agreed = self._lengths
         if agreed is not None and length_of(self.batch_sampler) == own:
@@ -93,10 +83,10 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
     def __iter__(self) -> Iterator[Any]:
         length = length_of(self.batch_sampler)
         limit = _CHUNK if length is None else length + 1
-        entries: Iterator[Any] | None = None
+        entries: Iterator[object] | None = None
         while True:
             failure: Exception | None = None
-            drawn: list[Any] = []
+            drawn: list[object] = []
             try:
                 if entries is None:
                     self._choose_start()
@@ -120,7 +110,7 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
             self.order.started.agreed = rng.capture_host()
 
     def _agreed(
-        self, drawn: list[Any], length: int | None, is_last: bool, failure: Exception | None
+        self, drawn: list[object], length: int | None, is_last: bool, failure: Exception | None
     ) -> tuple[list[Any], bool]:
         """Return rank 0's entries, and whether they are the last."""
         if self.comm is None or self._is_single:
@@ -142,7 +132,7 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
             raise StateError(f"Rank {rank} failed to draw sample indices for all: {text}")
         if found[4]:
             ConfigError.raise_if(
-                shard_problems(self.batch_sampler, [d for d, _ in ranks], self.num_samples)
+                shard_problems(self.batch_sampler, [d for d, _ in ranks], self.num_samples or 0)
             )
         self._lengths = length, found[3]
         return list(found[0]), found[2]
@@ -154,15 +144,14 @@ class AgreedSampler(AroundBatchSampler, BatchSampler):
         return length * (self.batch_size or 1) * self.comm.world_size <= _COMPARED
 
 
-def shard_problems(sampler: Any, drawn: Sequence[list[Any]], num_samples: Any) -> list[Problem]:
-    """Return what is wrong where the ranks' indices are shards of the data set already.
-
-    Args:
-        sampler: what drew them.
-        drawn: by rank, indices or batches of them.
-        num_samples: samples of the data set.
-    """
-    ranks = [set(_flat(entries)) for entries in drawn]
+def shard_problems(
+    sampler: object, drawn: Sequence[Sequence[object]], num_samples: int
+) -> list[Problem]:
+    """Return what is wrong where what the ranks have `drawn` are shards of the data set already."""
+    ranks = [
+        {i for entry in entries for i in (entry if isinstance(entry, (list, tuple)) else [entry])}
+        for entries in drawn
+    ]
     world_size, total = len(ranks), sum(len(found) for found in ranks)
     if num_samples <= 2 * world_size or any(len(found) >= num_samples for found in ranks):
         return []
@@ -171,26 +160,13 @@ def shard_problems(sampler: Any, drawn: Sequence[list[Any]], num_samples: Any) -
         return []
     return [
         Problem(
-            f"a {_name(sampler)} that gives each rank other samples",
+            f"a {type(drawing_sampler(sampler)).__name__} that gives each rank other samples",
             "the indices are sharded by `prepare`, so that those of every rank but the first would "
             "never be read",
             "Give the loader the indices of the full data set: omit the sampler, as in "
             "DataLoader(data, shuffle=True).",
         )
     ]
-
-
-def _name(sampler: Any) -> str:
-    inner = getattr(sampler, "sampler", None)
-    return type(sampler if inner is None else inner).__name__
-
-
-def _flat(entries: list[Any]) -> Iterator[Any]:
-    for entry in entries:
-        if isinstance(entry, (list, tuple)):
-            yield from entry
-        else:
-            yield entry
 
 
 class UnshardedSampler(Sampler[int]):
@@ -202,7 +178,7 @@ class UnshardedSampler(Sampler[int]):
 
     same_on_every_rank = True
 
-    def __init__(self, sampler: DistributedSampler[Any]) -> None:
+    def __init__(self, sampler: DistributedSampler[object]) -> None:
         self.sampler = sampler
 
     @property
@@ -211,11 +187,7 @@ class UnshardedSampler(Sampler[int]):
         return self.sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next pass has.
-
-        Args:
-            epoch: its number, from 0 on.
-        """
+        """Choose the epoch whose order the next pass has."""
         self.sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -230,15 +202,13 @@ class UnshardedSampler(Sampler[int]):
         return iter(torch.randperm(length, generator=generator).tolist()[: len(self)])
 
 
-def unshardable_problems(sampler: DistributedSampler[Any], counts: Sequence[int]) -> list[Problem]:
-    """Return what is wrong with taking the order of all ranks from a `DistributedSampler`.
-
-    Args:
-        sampler: the caller's.
-        counts: numbers of replicas that fit the run.
-    """
+def unshardable_problems(
+    sampler: DistributedSampler[object], counts: Sequence[int]
+) -> list[Problem]:
+    """Return what is wrong with a `DistributedSampler` where one of `counts` replicas is right."""
     remedy = "Omit the sampler, as in DataLoader(data, shuffle=True): `prepare` shards."
-    if type(sampler).__iter__ not in _distributed_iterations():
+    known = torchdata_iterations("StatefulDistributedSampler") | {DistributedSampler.__iter__}
+    if type(sampler).__iter__ not in known:
         return [
             Problem(
                 f"a {type(sampler).__name__} in a loader that is prepared",
@@ -258,23 +228,11 @@ def unshardable_problems(sampler: DistributedSampler[Any], counts: Sequence[int]
     return []
 
 
-def _distributed_iterations() -> set[Any]:
-    module = sys.modules.get("torchdata.stateful_dataloader.sampler")
-    known = {DistributedSampler.__iter__}
-    return known if module is None else known | {module.StatefulDistributedSampler.__iter__}
-
-
 # -- seeds ---------------------------------------------------------------------------------------
 
 
-def agreed_seed(comm: Communicator, seed: int, loader: Any, sampler: Any) -> int:
+def agreed_seed(comm: Communicator, seed: int, loader: DataLoader[object], sampler: Sized) -> int:
     """Return rank 0's seed, in one collective.
-
-    Args:
-        comm: how this process talks to the others.
-        seed: this rank's.
-        loader: the loader that is prepared.
-        sampler: the random sampler inside.
 
     Raises:
         ConfigError: if ranks draw from different data, so that one order cannot serve them all.
@@ -282,44 +240,21 @@ def agreed_seed(comm: Communicator, seed: int, loader: Any, sampler: Any) -> int
     if comm.world_size == 1:
         return seed
     found = comm.all_gather_object((seed, _drawn_from(loader, sampler)))
-    ConfigError.raise_if(_differing(sampler, [facts for _, facts in found]))
+    facts = [of_rank for _, of_rank in found]
+    name = next((n for n in facts[0] if any(fact[n] != facts[0][n] for fact in facts)), None)
+    if name is not None:
+        listed = ", ".join(f"rank {rank}: {fact[name]}" for rank, fact in enumerate(facts))
+        raise ConfigError(
+            Problem(
+                f"a {type(sampler).__name__} that differs between ranks ({name}: {listed})",
+                "`prepare` shards one order over all ranks, which is the same on each",
+                "Give every rank the full data set and the same sampler; do not shard it before.",
+            )
+        )
     return int(found[0][0])
 
 
-def check_alike(comm: Communicator, loader: Any, sampler: Any) -> None:
-    """Refuse a loader whose data set or sampler is sharded by rank already, in one collective.
-
-    Args:
-        comm: how this process talks to the others.
-        loader: the loader that is prepared.
-        sampler: the one inside, which draws nothing.
-
-    Raises:
-        ConfigError: if ranks read different data, of which each would get its own shard only.
-    """
-    if comm.world_size > 1:
-        facts = comm.all_gather_object(_drawn_from(loader, sampler))
-        ConfigError.raise_if(_differing(sampler, facts))
-
-
-def _differing(sampler: Any, facts: Sequence[dict[str, Any]]) -> list[Problem]:
-    """Return the first of the ranks' `facts` that differs."""
-    for name in facts[0]:
-        values = [fact.get(name) for fact in facts]
-        if any(value != values[0] for value in values):
-            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            return [
-                Problem(
-                    f"a {type(sampler).__name__} that differs between ranks ({name}: {listed})",
-                    "`prepare` shards one order over all ranks, which is the same on each",
-                    "Give every rank the full data set and the same sampler; do not shard it "
-                    "before.",
-                )
-            ]
-    return []
-
-
-def _drawn_from(loader: Any, sampler: Any) -> dict[str, Any]:
+def _drawn_from(loader: DataLoader[object], sampler: Sized) -> dict[str, object]:
     """Return facts of the data that a sampler draws from, equal on all ranks."""
     dataset = loader.dataset
     return {
@@ -332,7 +267,7 @@ def _drawn_from(loader: Any, sampler: Any) -> dict[str, Any]:
     }
 
 
-def _digest(values: Any) -> str | None:
+def _digest(values: Iterable[object] | None) -> str | None:
     if values is None:
         return None
     plain = values.tolist() if isinstance(values, torch.Tensor) else list(values)
@@ -367,7 +302,7 @@ class Ordering:
         """Whether more than one process needs the order."""
         return self.count > 1 or self.state.num_processes > 1
 
-    def of(self, loader: DataLoader[Any]) -> tuple[Any, Order]:
+    def of(self, loader: DataLoader[object]) -> tuple[Any, Order]:
         """Return the index sampler of `loader`, the same on every process, and its order.
 
         The caller's own objects are left as they are.
@@ -378,11 +313,13 @@ class Ordering:
         outer = index_sampler(loader)
         if isinstance(loader.dataset, IterableDataset):
             return outer, Order(draws="all")
-        inner = getattr(outer, "sampler", None)
-        drawing = outer if inner is None else inner
+        drawing = drawing_sampler(outer)
         replaced, stream = self._drawing(loader, drawing)
-        if replaced is not drawing:
-            outer = replaced if inner is None else _around(outer, replaced)
+        if outer is drawing:
+            outer = replaced
+        elif replaced is not drawing:
+            outer = copy.copy(outer)
+            outer.sampler = replaced
         random = draws_randomly(replaced) and replaced.generator is None
         order = Order(stream, replaced if random else None)
         if is_known(outer):
@@ -391,11 +328,13 @@ class Ordering:
             size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
             order.draws = "agreed"
             outer = AgreedSampler(outer, order, self.state.comm, size)
-        elif not draws_nothing(outer if inner is None else inner):
+        elif not draws_nothing(drawing):
             order.draws = "all"
         return outer, order
 
-    def _drawing(self, loader: Any, drawing: Any) -> tuple[Any, torch.Generator | None]:
+    def _drawing(
+        self, loader: DataLoader[object], drawing: Any
+    ) -> tuple[Any, torch.Generator | None]:
         """Return the sampler to draw with, and the stream that it draws from (None: as it is)."""
         comm = self.state.comm
         if isinstance(drawing, DistributedSampler):
@@ -409,7 +348,7 @@ class Ordering:
             return drawing, None
         if not draws_randomly(drawing) and not is_permuting(drawing):
             if isinstance(drawing, (SequentialSampler, range)):
-                check_alike(comm, loader, drawing)
+                agreed_seed(comm, 0, loader, drawing)  # which draws nothing, but reads alike
             return drawing, None
         if self.seedable and is_permuting(drawing):
             seed = self._seed(loader, drawing)
@@ -422,13 +361,6 @@ class Ordering:
                 return drawing, torch.Generator().manual_seed(seed)
         return drawing, None
 
-    def _seed(self, loader: Any, drawing: Any) -> int:
+    def _seed(self, loader: DataLoader[object], drawing: Any) -> int:
         seed = order_seed(drawing.generator, self.data_seed, self.loader_index)
         return agreed_seed(self.state.comm, seed, loader, drawing)
-
-
-def _around(batch_sampler: Any, sampler: Any) -> Any:
-    """Return a batch sampler like the caller's that draws from `sampler`."""
-    found = copy.copy(batch_sampler)
-    found.sampler = sampler
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -14,48 +14,57 @@ from accel.data.order import Order
 # order lives, so do its loader and the data set: ids are not mistaken for those of earlier objects.
 _SETTERS: dict[int, weakref.ref[Order]] = {}
 # The epoch that it set, with the data set (None: it allows no weak references).
-_EPOCHS: dict[int, tuple[int, weakref.ref[Any] | None]] = {}
+_EPOCHS: dict[int, tuple[int, weakref.ref[object] | None]] = {}
 _END = object()
 
 
-def chosen(dataset: Any) -> int | None:
+class TakesEpoch(Protocol):
+    """A data set that is given the number of each pass."""
+
+    def set_epoch(self, epoch: int, /) -> object:
+        """Take the number of the next pass, from 0 on."""
+
+
+def chosen(dataset: object) -> int | None:
     """Return the epoch that the caller gave a data set since a loader did, None if it gave none.
 
     It is seen where the data set keeps it as `epoch` or `_epoch`.
     """
     if not hasattr(dataset, "set_epoch"):
         return None
-    epoch = _epoch_of(dataset)
-    return None if epoch == _last_set(dataset) else epoch
+    epoch = getattr(dataset, "epoch", getattr(dataset, "_epoch", None))
+    if isinstance(epoch, torch.Tensor) and epoch.numel() == 1:  # shared with workers
+        epoch = int(epoch)
+    is_epoch = type(epoch) is int and epoch >= 0
+    return epoch if is_epoch and epoch != _last_set(dataset) else None
 
 
-def set_epoch(dataset: Any, order: Order, epoch: int) -> bool:
+def set_epoch(dataset: TakesEpoch, order: Order, epoch: int) -> bool:
     """Give the data set the epoch, unless `order` set it last; return whether it was given."""
     last = _SETTERS.get(id(dataset))
     if last is not None and last() is order and order.epoch_set == epoch:
         return False
-    _set(dataset, order, epoch)
+    dataset.set_epoch(epoch)
+    note(dataset, order, epoch)
     return True
 
 
-def kept(dataset: Any, order: Order, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
+def kept(
+    dataset: TakesEpoch, order: Order, batches: Iterator[object], epoch: int
+) -> Iterator[object]:
     """Yield `batches`; set `epoch` again where another loader set one of its own meanwhile."""
     while True:
         last = _SETTERS.get(id(dataset))
         if last is None or last() is not order:
-            _set(dataset, order, epoch)
+            dataset.set_epoch(epoch)
+            note(dataset, order, epoch)
         batch = next(batches, _END)
         if batch is _END:
             return
         yield batch
 
 
-def _set(dataset: Any, order: Order, epoch: int) -> None:
-    dataset.set_epoch(epoch)
-    note(dataset, order, epoch)
-
-
-def note(dataset: Any, order: Order, epoch: int) -> None:
+def note(dataset: object, order: Order, epoch: int) -> None:
     """Note that `dataset` has the epoch of the loader of `order`."""
     _SETTERS[id(dataset)] = weakref.ref(order)
     try:
@@ -65,17 +74,9 @@ def note(dataset: Any, order: Order, epoch: int) -> None:
     order.epoch_set = epoch
 
 
-def _last_set(dataset: Any) -> int:
+def _last_set(dataset: object) -> int:
     """Return the epoch that a loader set last; 0, where epochs begin, if none did."""
     epoch, reference = _EPOCHS.get(id(dataset), (0, None))
     setter = _SETTERS.get(id(dataset))
     is_alive = setter is not None and setter() is not None
     return epoch if is_alive or (reference is not None and reference() is dataset) else 0
-
-
-def _epoch_of(dataset: Any) -> int | None:
-    """Return the epoch that a data set keeps, None if it shows none."""
-    found = getattr(dataset, "epoch", getattr(dataset, "_epoch", None))
-    if isinstance(found, torch.Tensor) and found.numel() == 1:  # shared with workers
-        found = int(found)
-    return found if type(found) is int and found >= 0 else None

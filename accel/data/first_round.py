@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ class FirstRound:
     table: torch.Tensor = dataclasses.field(
         default_factory=lambda: torch.zeros(2 + _SAMPLES * _LEAVES, dtype=torch.int64)
     )
-    _before: Any = None
+    _before: list[object] | None = None
     _is_posted: bool = False
 
     def begin(self) -> None:
@@ -42,12 +41,8 @@ class FirstRound:
         if not int(self.table[0]):
             self._before = process_states()
 
-    def note(self, samples: Sequence[Any]) -> None:
-        """Note the samples of a round, none where the stream is empty.
-
-        Args:
-            samples: as the stream gave them.
-        """
+    def note(self, samples: Sequence[object]) -> None:
+        """Note the samples of a round, none where the stream is empty."""
         worker = get_worker_info()
         if int(self.table[0]) or (worker is not None and worker.id > 0):
             return
@@ -65,9 +60,6 @@ class FirstRound:
         """Return how the ranks' first rounds differ; "" if they do not; None: not known so far.
 
         It waits for nobody: a rank may read a batch that others do not.
-
-        Args:
-            comm: how this process talks to the others.
         """
         if comm.closed:
             return None
@@ -81,14 +73,11 @@ class FirstRound:
 
 
 def difference(tables: Sequence[list[int]]) -> str | None:
-    """Return how the first rounds of the ranks' streams differ, None where they may be one stream.
+    """Return how the ranks' `tables` of first rounds differ, None where they may be of one stream.
 
     Equal samples at more than a quarter of the positions, or a leaf (a label, an index) that agrees
     at all of them and varies, show one stream, which is augmented at random. Lone floating tensors
     may be augmented, too, if random numbers were drawn, and no sample comes at several positions.
-
-    Args:
-        tables: by rank, as `FirstRound` writes them.
     """
     counts = [table[0] - 1 for table in tables]
     if any(count < 0 for count in counts):
@@ -110,7 +99,7 @@ def difference(tables: Sequence[list[int]]) -> str | None:
     return f"{differing} of the {len(positions)} samples compared at first differ between ranks"
 
 
-def _moved(rows: Sequence[Any], others: Sequence[Any]) -> bool:
+def _moved(rows: Sequence[object], others: Sequence[object]) -> bool:
     """Return whether a sample that differs from the other rank's comes there at another place."""
     known = set(others)
     return any(mine != other and mine in known for mine, other in zip(rows, others, strict=True))
@@ -122,7 +111,7 @@ def _rows(table: list[int]) -> list[tuple[int, ...]]:
     return [tuple(cells[i * _LEAVES : (i + 1) * _LEAVES]) for i in range(count)]
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: object) -> Iterator[object]:
     if isinstance(value, Mapping):
         for part in value.values():
             yield from _leaves(part)
@@ -137,7 +126,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def is_floating(value: Any) -> bool:
+def is_floating(value: object) -> bool:
     """Return whether `value` is a floating-point number, tensor or array."""
     if isinstance(value, torch.Tensor):
         return value.is_floating_point()
@@ -146,7 +135,7 @@ def is_floating(value: Any) -> bool:
     )
 
 
-def _bytes_of(value: Any) -> bytes:
+def _bytes_of(value: object) -> bytes:
     """Return bytes that are the same for equal values in all processes; else of the type only."""
     if isinstance(value, torch.Tensor):
         try:

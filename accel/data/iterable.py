@@ -92,7 +92,6 @@ class IterableDatasetShard(IterableDataset[Any]):
         return full * size + len(range(*self._mine().indices(rest)))
 
     def _mine(self) -> slice:
-        """Return which samples of a round are this process's."""
         size = self.round_size // self.num_processes
         return slice(self.process_index * size, (self.process_index + 1) * size)
 
@@ -101,7 +100,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         if noted is not None:
             noted.begin()
         stream = iter(self.dataset)
-        first: list[Any] = []
+        first: list[object] = []
         real = 0
         while samples := list(itertools.islice(stream, size)):
             if noted is not None and not first:

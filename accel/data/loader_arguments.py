@@ -22,7 +22,7 @@ _LOADER_ARGUMENTS = (
 )
 
 
-def loader_arguments(loader: DataLoader[Any]) -> dict[str, Any]:
+def loader_arguments(loader: DataLoader[object]) -> dict[str, Any]:
     """Return the arguments that build a loader like `loader`, without data set and samplers."""
     found = {name: getattr(loader, name) for name in _LOADER_ARGUMENTS if hasattr(loader, name)}
     if not found.get("pin_memory_device"):
@@ -32,12 +32,12 @@ def loader_arguments(loader: DataLoader[Any]) -> dict[str, Any]:
     return found
 
 
-def index_sampler(loader: DataLoader[Any]) -> Any:
+def index_sampler(loader: DataLoader[object]) -> Any:
     """Return what yields a loader's indices: its batch sampler, or its sampler without one."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def index_arguments(loader: DataLoader[Any], sampler: Any) -> dict[str, Any]:
+def index_arguments(loader: DataLoader[object], sampler: object) -> dict[str, Any]:
     """Return the arguments that make `sampler` yield the indices of a loader like `loader`."""
     if loader.batch_sampler is None:
         return {"batch_size": None, "sampler": sampler}

@@ -7,10 +7,10 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel.data import stream_checks
 from accel.data.base import PreparedLoader
@@ -28,11 +28,15 @@ from accel.data.samplers import (
     total_batch_size,
 )
 from accel.data.transfer import Round, SliceFunction, receive_round, send_round, with_next
+from accel.enums import RNGType
 from accel.imports import require
 from accel.ops import send_to_device
 from accel.parallel import data_rank_of
 from accel.state import GradientState, PartialState
 from accel.tree import iterate
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "PreparedLoader", "SkipDataLoader"]
 
@@ -55,7 +59,7 @@ _DISPATCHER_ARGUMENTS = (
 _END = object()
 
 
-def data_rank(state: PartialState, mesh: Any = None) -> tuple[int, int]:
+def data_rank(state: PartialState, mesh: DeviceMesh | None = None) -> tuple[int, int]:
     """Return the (data-parallel rank, size) of this process, on a mesh where one is given."""
     return (state.process_index, state.num_processes) if mesh is None else data_rank_of(mesh)
 
@@ -91,17 +95,19 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         MissingPackageError: if a stateful loader is requested and torchdata is not installed.
     """
 
+    _own_arguments = _SHARD_ARGUMENTS
+
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset[object],
         device: torch.device | None = None,
-        rng_types: Iterable[Any] | None = None,
+        rng_types: Iterable[str | RNGType] | None = None,
         synchronized_generator: torch.Generator | None = None,
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
         _drop_last: bool = False,
         _non_blocking: bool = False,
-        torch_device_mesh: Any = None,
+        torch_device_mesh: DeviceMesh | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -116,10 +122,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         self._drop_last = _drop_last
         self.torch_device_mesh = torch_device_mesh
 
-    def _own_arguments(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _SHARD_ARGUMENTS}
-
-    def _pass(self) -> Iterator[Any]:
+    def _pass(self) -> Iterator[object]:
         state, current_pass = GradientState(), self._enter()
         try:
             self._synchronize()
@@ -128,34 +131,29 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
             for _ in itertools.islice(batches, skipped):
                 pass
             current = next(batches, _END)
-            if current is not _END:
-                place = self._placement(current)
-                while (following := next(batches, _END)) is not _END:
-                    current = current if place is None else place(current)
-                    current_pass.given += 1
-                    if state.num_steps != 1:
-                        state._note_batch(self)
-                    yield current
-                    current = following
-                remainder = self._last_remainder(current)
-                self._end(current_pass, remainder, None if self._completes else remainder)
+            place = None if current is _END else self._placement(current)
+            while current is not _END:
+                following = next(batches, _END)
+                if following is _END:
+                    remainder = self._last_remainder(current)
+                    self._end(current_pass, remainder, None if self._completes else remainder)
                 current = current if place is None else place(current)
                 current_pass.given += 1
                 if state.num_steps != 1:
                     state._note_batch(self)
                 yield current
+                current = following
             self._complete(current_pass)
         finally:
             self._leave(current_pass)
 
-    def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return `batches`; the first ones of a stream are compared with those of other ranks."""
+    def _compared(self, batches: Iterator[object]) -> Iterator[object]:
         shard = self.dataset
         if not isinstance(shard, IterableDatasetShard) or shard.first_round is None:
             return batches
         return stream_checks.compared(shard, batches, PartialState().comm)
 
-    def _placement(self, batch: Any) -> Callable[[Any], Any] | None:
+    def _placement(self, batch: object) -> Callable[[object], object] | None:
         """Return what puts a batch on the device, None where batches like `batch` are there."""
         if self.device is None:
             return None
@@ -171,7 +169,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         shards = (BatchSamplerShard, SamplerShard)
         return any(isinstance(inner, shards) for inner in samplers(index_sampler(self)))
 
-    def _last_remainder(self, batch: Any) -> int:
+    def _last_remainder(self, batch: object) -> int:
         """Return how many samples the last round has, whose batch is `batch`; 0 if it is full."""
         if self._drop_last:
             return 0
@@ -223,19 +221,21 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         MissingPackageError: if a stateful loader is requested and torchdata is not installed.
     """
 
+    _own_arguments = _DISPATCHER_ARGUMENTS
+
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset[object],
         split_batches: bool = False,
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
         _drop_last: bool = False,
         _non_blocking: bool = False,
         slice_fn: SliceFunction | None = None,
-        torch_device_mesh: Any = None,
+        torch_device_mesh: DeviceMesh | None = None,
         *,
         device: torch.device | None = None,
-        rng_types: Iterable[Any] | None = None,
+        rng_types: Iterable[str | RNGType] | None = None,
         synchronized_generator: torch.Generator | None = None,
         even_batches: bool = True,
         num_processes: int | None = None,
@@ -259,9 +259,6 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         self.process_index = index if process_index is None else process_index
         self._drop_last = _drop_last
         self.torch_device_mesh = torch_device_mesh
-
-    def _own_arguments(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _DISPATCHER_ARGUMENTS}
 
     @property
     def even_batches(self) -> bool:
@@ -306,17 +303,15 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
 
     def _samples_read(self) -> int | None:
         """Return how many samples a pass reads, None if that is not known."""
-        if isinstance(self.dataset, IterableDataset):
-            return len(self.dataset) if hasattr(self.dataset, "__len__") else None
-        sampler: Any = getattr(self.batch_sampler, "sampler", None)
-        return len(sampler) if hasattr(sampler, "__len__") else None
+        is_stream = isinstance(self.dataset, IterableDataset)
+        read: Any = self.dataset if is_stream else getattr(self.batch_sampler, "sampler", None)
+        return len(read) if hasattr(read, "__len__") else None
 
     def _slice(self, size: int) -> slice:
-        """Return which of `size` samples this process gets."""
         length = -(-size // self.num_processes)
         return slice(self.process_index * length, (self.process_index + 1) * length)
 
-    def _pass(self) -> Iterator[Any]:
+    def _pass(self) -> Iterator[object]:
         state, windows = PartialState(), GradientState()
         current_pass = self._enter()
         try:
@@ -351,21 +346,21 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
             return send_round(state.comm, rounds, state.device)
         return receive_round(state.comm, state.device)
 
-    def _cut(self, found: Round, mine: slice) -> Any:
-        batch = found.batch
-        if self.num_processes > 1 and self.slice_fn is None:
+    def _cut(self, found: Round, mine: slice) -> object:
+        batch, count = found.batch, self.num_processes
+        if count > 1 and self.slice_fn is None:
             batch = cut_samples(batch, found.paths, mine)
-        elif self.num_processes > 1 and self.slice_fn is not None:
+        elif count > 1 and self.slice_fn is not None:
             batch = self.slice_fn(
-                batch, mine, process_index=self.process_index, num_processes=self.num_processes
+                batch, mine, process_index=self.process_index, num_processes=count
             )
         device = torch.device("cpu") if self.device is None else self.device
         return send_to_device(batch, device, non_blocking=self._non_blocking)
 
     def _rounds(self) -> Iterator[Round]:
-        """Read the rounds (on the main process)."""
+        name = getattr(self.collate_fn, "__qualname__", type(self.collate_fn).__qualname__)
         reader = self._reader = RoundReader(
-            SampleLayout(self._reader_batch_size, _name_of(self.collate_fn)),
+            SampleLayout(self._reader_batch_size, f"collate_fn ({name})"),
             per_round=self._entries_per_batch,
             full_size=self.total_batch_size,
             num_processes=self.num_processes,
@@ -384,12 +379,6 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
             yield Round(batch, size, real, ahead, reader.layout.paths)
 
 
-def _name_of(function: Any) -> str:
-    """Return the name of a collator for messages."""
-    name = getattr(function, "__qualname__", None) or type(function).__qualname__
-    return f"collate_fn ({name})"
-
-
 class SkipDataLoader(_MaybeStateful):
     """A loader that skips its first batches, for data that can only be read in order.
 
@@ -405,7 +394,7 @@ class SkipDataLoader(_MaybeStateful):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset[object],
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
         **kwargs: Any,
@@ -424,14 +413,14 @@ class SkipDataLoader(_MaybeStateful):
         return max(0, super().__len__() - self.skip_batches)
 
 
-_KINDS: dict[str, type[DataLoader[Any]]] = {
+_KINDS: dict[str, type[DataLoader[object]]] = {
     "StatefulDataLoaderShard": DataLoaderShard,
     "StatefulDataLoaderDispatcher": DataLoaderDispatcher,
     "StatefulSkipDataLoader": SkipDataLoader,
 }
 
 
-def stateful_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+def stateful_class(kind: type[DataLoader[object]]) -> type[DataLoader[object]]:
     """Return the variant of a loader class of this module that is a `StatefulDataLoader`.
 
     Raises:
@@ -443,7 +432,7 @@ def stateful_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
 
 
 @functools.cache
-def _variant(name: str) -> type[DataLoader[Any]]:
+def _variant(name: str) -> type[DataLoader[object]]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     from accel.data.stateful import Tracked, TrackedOnMain
@@ -454,7 +443,7 @@ def _variant(name: str) -> type[DataLoader[Any]]:
     return type(name, (kind, base), {"__module__": __name__})
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[DataLoader[object]]:
     """Return a stateful variant by its name, by which pickle finds it."""
     if name in _KINDS:
         return _variant(name)

@@ -8,12 +8,13 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -28,22 +29,24 @@ from accel.data.samplers import (
     CompletedBatchSampler,
     SeedableRandomSampler,
     SkipBatchSampler,
+    drawing_sampler,
     mix_seeds,
     samplers,
     total_batch_size,
 )
-from accel.errors import CheckpointError, Problem
+from accel.errors import Problem
 from accel.state import PartialState
 
-_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-_KNOWN = {
-    kind.__iter__ for kind in (*_RANDOM, SequentialSampler, BatchSampler, SeedableRandomSampler)
+_RANDOM = {kind.__iter__ for kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)}
+_KNOWN = _RANDOM | {
+    kind.__iter__ for kind in (SequentialSampler, BatchSampler, SeedableRandomSampler)
 }
+T = TypeVar("T")
 # Generators that users gave, with the index of the loader that draws from them first.
 _GIVEN: weakref.WeakKeyDictionary[torch.Generator, int] = weakref.WeakKeyDictionary()
 _GIVEN_STRONGLY: dict[torch.Generator, int] = {}  # torch 2.9's cannot be referred to weakly
 # Loaders prepared on a communicator without an index of their own.
-_COUNTED: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_COUNTED: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 class Order:
@@ -91,7 +94,7 @@ class Order:
         self.epoch_set: int | None = None
         self.left = 0
         self.read_elsewhere = False
-        self.states: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self.states: tuple[dict[str, object], dict[str, object]] | None = None
         self.position: dict[str, Any] | None = None
         self.loaded_into: tuple[int, int] = (0, 0)
         self.warned: set[str] = set()
@@ -102,26 +105,24 @@ class Order:
         """How many passes are under way."""
         return len(self.live)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "live": []}  # passes are not pickled
 
     # -- states ----------------------------------------------------------------------------
 
     def capture(self, generators: Sequence[torch.Generator]) -> Start:
         """Return the states of `generators` and of what else the sampler may draw from."""
-        found: dict[str, Any] | None = None
+        found = self.present(generators)
         if self.draws == "all":
-            found = rng.capture_host()
+            found.process = rng.capture_host()
         elif self.draws == "torch" or (self.replay is not None and self.replay.process):
-            found = {"torch": torch.get_rng_state()}
-        return Start(self._states(generators), found, stream=self.stream is not None)
-
-    def _states(self, generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in generators]
+            found.process = {"torch": torch.get_rng_state()}
+        return found
 
     def present(self, generators: Sequence[torch.Generator]) -> Start:
         """Return the states of only `generators`."""
-        return Start(self._states(generators), stream=self.stream is not None)
+        states = [generator.get_state() for generator in generators]
+        return Start(states, stream=self.stream is not None)
 
     def restore(self, start: Start, generators: Sequence[torch.Generator]) -> None:
         """Set `generators`, and the process's own, to the states of `start`."""
@@ -178,15 +179,12 @@ class Order:
                 self.restore(now, generators)
 
     @contextlib.contextmanager
-    def seeding(self, loader: Any, num_generators: int) -> Iterator[None]:
+    def seeding(self, loader: DataLoader[object], num_generators: int) -> Iterator[None]:
         """Let torch draw the workers' seed where the pass that is drawn again drew it from.
 
         A dispatched loader of several processes has a generator for it, that of one process has
         none: a draw more, or less, from the process's own generator would make another order.
-
-        Args:
-            loader: the loader whose iterator is made.
-            num_generators: that it and its samplers hold.
+        `num_generators` is how many the loader and its samplers hold.
         """
         own, start = loader.generator, self.replay
         if start is not None and start.process is not None:
@@ -199,15 +197,10 @@ class Order:
         finally:
             loader.generator = own
 
-    def followed(self, sampler: Any, entries: Iterator[Any], chunk: int = 1) -> Iterator[Any]:
-        """Yield what a sampler draws.
+    def followed(self, sampler: object, entries: Iterator[T], chunk: int = 1) -> Iterator[T]:
+        """Yield the `entries` of a sampler, of which none is drawn yet, drawing `chunk` at a time.
 
         Where it draws the order of an earlier pass again, it draws all that this had drawn at once.
-
-        Args:
-            sampler: what draws.
-            entries: its entries, of which none is drawn yet.
-            chunk: how many are drawn at a time.
         """
         unknown = self.draws in ("all", "agreed")
         held = held_generators(None, sampler, self)
@@ -249,24 +242,18 @@ class Order:
 
 
 class DrawnSampler:
-    """The indices of a pass, drawn from the generators that `order` says.
-
-    Args:
-        sampler: yields indices or batches of them.
-        order: where they are drawn from.
-        generator: that of the loader, or None.
-    """
+    """The indices of a pass, or batches of them, drawn from the generators that `order` says."""
 
     def __init__(self, sampler: Any, order: Order, generator: torch.Generator | None) -> None:
         self.sampler = sampler
         self.order = order
         self.generator = generator
-        self._begun: Iterator[Any] | None = None
+        self._begun: Iterator[object] | None = None
 
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         order = self.order
         held = held_generators(None, self.sampler, order)
         followed = order.draws == "all" or (bool(held) and order.draws != "agreed")
@@ -277,7 +264,7 @@ class DrawnSampler:
             self._begun = self._drawn(entries)
         return self._begun
 
-    def _drawn(self, entries: Iterator[Any]) -> Iterator[Any]:
+    def _drawn(self, entries: Iterator[object]) -> Iterator[object]:
         self._begun = None
         generators = held_generators(self.generator, self.sampler, self.order)
         with self.order.drawing(generators):
@@ -292,9 +279,8 @@ class DrawnSampler:
         return self.order.followed(sampler, iter(sampler))
 
 
-def _other_entries(sampler: Any) -> Problem:
-    inner = getattr(sampler, "sampler", None)
-    name = type(sampler if inner is None else inner).__name__
+def _other_entries(sampler: object) -> Problem:
+    name = type(drawing_sampler(sampler)).__name__
     return Problem(
         f"a {name} that does not draw again what it had drawn when the checkpoint was saved",
         "the rest of the pass has another order, so that samples are repeated and others skipped",
@@ -304,7 +290,7 @@ def _other_entries(sampler: Any) -> Problem:
 
 
 def held_generators(
-    generator: torch.Generator | None, sampler: Any, order: Order
+    generator: torch.Generator | None, sampler: object, order: Order
 ) -> list[torch.Generator]:
     """Return the generators that a loader, its samplers and its order draw from."""
     found = [generator, *(getattr(inner, "generator", None) for inner in samplers(sampler))]
@@ -312,7 +298,7 @@ def held_generators(
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
-def generator_of(dataset: Any) -> torch.Generator | None:
+def generator_of(dataset: object) -> torch.Generator | None:
     """Return the attribute `generator` of an iterable data set, as sharded as it may be."""
     if not isinstance(dataset, IterableDataset):
         return None
@@ -330,67 +316,50 @@ def length_of(sampler: Any) -> int | None:
         return None
 
 
-def check_samplers(found: int, saved: int) -> None:
-    """Raise `CheckpointError` where a loader has other stateful samplers than the saved one."""
-    if found != saved:
-        rule = f"the saved one has {saved}"
-        remedy = "Build the loader, and set use_seedable_sampler, as when it was saved."
-        value = f"a data loader with {found} samplers that have a state"
-        raise CheckpointError(Problem(value, rule, remedy))
-
-
 # -- kinds of samplers --------------------------------------------------------------------------
 
 
-def draws_randomly(sampler: Any) -> bool:
+def draws_randomly(sampler: object) -> bool:
     """Return whether `sampler` is one of torch's that draw from their `generator`."""
-    iterate = getattr(type(sampler), "__iter__", None)
-    return any(iterate is kind.__iter__ for kind in _RANDOM)
+    return getattr(type(sampler), "__iter__", None) in _RANDOM
 
 
-def is_permuting(sampler: Any) -> bool:
+def is_permuting(sampler: object) -> bool:
     """Return whether `sampler` is torch's (or torchdata's) that permutes a data set."""
     iterate = getattr(type(sampler), "__iter__", None)
-    return iterate is RandomSampler.__iter__ or iterate in _torchdata_permuting()
+    return iterate in {RandomSampler.__iter__} | torchdata_iterations("RandomSampler")
 
 
-def is_known(sampler: Any) -> bool:
+def is_known(sampler: object) -> bool:
     """Return whether the order of `sampler` depends only on its arguments and its generator.
 
     It does if it, and each sampler inside, is one of torch's or ours, or says so by an attribute
     `same_on_every_rank`.
     """
+    known = _KNOWN | torchdata_iterations("RandomSampler", "BatchSampler")
     for inner in samplers(sampler):
         if getattr(inner, "same_on_every_rank", False):
             return True
-        if isinstance(inner, range):
-            continue
-        iterate = getattr(type(inner), "__iter__", None)
-        if iterate not in _KNOWN and iterate not in _torchdata_samplers():
+        if not isinstance(inner, range) and getattr(type(inner), "__iter__", None) not in known:
             return False
     return True
 
 
-def draws_nothing(sampler: Any) -> bool:
+def draws_nothing(sampler: object) -> bool:
     """Return whether `sampler` is a plain list of indices."""
     return isinstance(sampler, (Sequence, torch.Tensor, np.ndarray))
 
 
-def _torchdata_permuting() -> set[Any]:
+def torchdata_iterations(*names: str) -> set[object]:
+    """Return the `__iter__` of torchdata's samplers of these names, none if it is not imported."""
     module = sys.modules.get("torchdata.stateful_dataloader.sampler")
-    return set() if module is None else {module.RandomSampler.__iter__}
-
-
-def _torchdata_samplers() -> set[Any]:
-    module = sys.modules.get("torchdata.stateful_dataloader.sampler")
-    kinds = () if module is None else (module.RandomSampler, module.BatchSampler)
-    return {kind.__iter__ for kind in kinds}
+    return set() if module is None else {getattr(module, name).__iter__ for name in names}
 
 
 # -- seeds ---------------------------------------------------------------------------------------
 
 
-def next_index(owner: Any) -> int:
+def next_index(owner: object) -> int:
     """Return how many loaders without an index of their own were prepared for `owner` before."""
     index = _COUNTED.get(owner, 0)
     _COUNTED[owner] = index + 1
@@ -405,7 +374,7 @@ def _first_holder(generator: torch.Generator, loader_index: int) -> int:
         return _GIVEN_STRONGLY.setdefault(generator, loader_index)
 
 
-def order_seed(generator: Any, data_seed: int | None, loader_index: int) -> int:
+def order_seed(generator: object, data_seed: int | None, loader_index: int) -> int:
     """Return the seed of a loader's permutations.
 
     Args:

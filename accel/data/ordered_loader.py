@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel.data import epochs, workers
 from accel.data.iterable import IterableDatasetShard
@@ -18,7 +18,6 @@ from accel.data.loader_arguments import index_sampler
 from accel.data.order import (
     DrawnSampler,
     Order,
-    check_samplers,
     generator_of,
     held_generators,
 )
@@ -31,7 +30,8 @@ from accel.data.samplers import (
     samplers,
     set_sampler_epoch,
 )
-from accel.errors import Problem
+from accel.enums import RNGType
+from accel.errors import CheckpointError, Problem
 from accel.rng import preserved, synchronize_rng_states
 
 _PASSES_BEFORE_WARNING = 2
@@ -49,9 +49,9 @@ class OrderedLoader(DataLoader[Any]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset[object],
         *,
-        rng_types: Iterable[Any] | None,
+        rng_types: Iterable[str | RNGType] | None,
         synchronized_generator: torch.Generator | None,
         **kwargs: Any,
     ) -> None:
@@ -86,21 +86,17 @@ class OrderedLoader(DataLoader[Any]):
         with preserved() if resumes else contextlib.nullcontext(), workers.starting(self):
             return workers.supervised(super()._get_iterator())
 
-    def _batches(self, skipped: int = 0) -> Iterator[Any]:
-        """Return torch's iterator of a pass; the data set learns the epoch before it is read.
-
-        Args:
-            skipped: number of batches of this process that the caller skips.
-        """
+    def _batches(self, skipped: int = 0) -> Iterator[object]:
+        """Return torch's iterator of a pass, `skipped` batches of which the caller skips."""
         epoch = self._epoch_of_dataset()
         order, generators = self._order, self.generators()
         with order.opening(generators), order.seeding(self, len(generators)):
-            batches: Iterator[Any] = super().__iter__()
+            batches: Iterator[object] = super().__iter__()
         if isinstance(self.dataset, IterableDataset) and order.replay is not None:
             batches = self._read_again(batches, (skipped + 1) * self._entries_per_batch)
         return batches if epoch is None else epochs.kept(self._source, order, batches, epoch)
 
-    def _read_again(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
+    def _read_again(self, batches: Iterator[object], count: int) -> Iterator[object]:
         """Yield a stream's batches, the first `count` of which an earlier pass had read.
 
         They are read with the generators as that pass found them: all but the last are dropped.
@@ -120,8 +116,7 @@ class OrderedLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Hand the epoch to samplers and data set.
 
-        The end of a pass hands the next epoch to the samplers, its start to the data set. Another
-        epoch than that of a pass left early, or saved in, makes the next pass a new one.
+        Another epoch than that of a pass left early, or saved in, makes the next pass a new one.
 
         Args:
             epoch: number of the next pass, from 0 on.
@@ -138,7 +133,7 @@ class OrderedLoader(DataLoader[Any]):
     @property
     def _source(self) -> Any:
         """The caller's data set, without the shard around it."""
-        dataset: Any = self.dataset
+        dataset = self.dataset
         return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
 
     def _epoch_of_dataset(self) -> int | None:
@@ -153,12 +148,10 @@ class OrderedLoader(DataLoader[Any]):
     def _warn_of_persistent_workers(self, epoch: int) -> None:
         if self.persistent_workers and self._iterator is not None:
             self._warn_once(
-                Problem(
-                    f"epoch {epoch} of a loader with persistent_workers=True",
-                    "persistent workers keep the data set as it was when they started, so that "
-                    f"{type(self.dataset).__name__}.set_epoch does not reach them",
-                    "Set persistent_workers=False.",
-                )
+                f"epoch {epoch} of a loader with persistent_workers=True",
+                "persistent workers keep the data set as it was when they started, so that "
+                f"{type(self.dataset).__name__}.set_epoch does not reach them",
+                "Set persistent_workers=False.",
             )
 
     def _take_chosen_epoch(self) -> None:
@@ -179,10 +172,10 @@ class OrderedLoader(DataLoader[Any]):
         self._order.passes = epoch
         set_sampler_epoch(index_sampler(self), epoch)
 
-    def _warn_once(self, problem: Problem) -> None:
-        if problem.rule not in self._order.warned:
-            self._order.warned.add(problem.rule)
-            warnings.warn(str(problem), stacklevel=4)
+    def _warn_once(self, value: str, rule: str, remedy: str) -> None:
+        if rule not in self._order.warned:
+            self._order.warned.add(rule)
+            warnings.warn(str(Problem(value, rule, remedy)), stacklevel=4)
 
     def generators(self) -> list[torch.Generator]:
         """Return the generators that a stream, the loader and its samplers draw from."""
@@ -210,19 +203,16 @@ class OrderedLoader(DataLoader[Any]):
         order.started = start
 
     def _warn_of_repetition(self) -> None:
-        seeded = any(
-            isinstance(sampler, SeedableRandomSampler) for sampler in samplers(index_sampler(self))
-        )
+        found = samplers(index_sampler(self))
+        seeded = any(isinstance(sampler, SeedableRandomSampler) for sampler in found)
         if seeded and not self._resumes and self._order.left >= _PASSES_BEFORE_WARNING:
             self._warn_once(
-                Problem(
-                    f"another pass in the order of epoch {self.epoch}, after "
-                    f"{self._order.left} that were left early",
-                    "the order of a seedable sampler is a function of seed and epoch, and only a "
-                    "complete pass advances the epoch: the same first samples are read again",
-                    "Call loader.set_epoch(epoch) before each pass, or skip_first_batches(loader, "
-                    "n) to continue where a pass was left.",
-                )
+                f"another pass in the order of epoch {self.epoch}, after {self._order.left} that "
+                "were left early",
+                "the order of a seedable sampler is a function of seed and epoch, and only a "
+                "complete pass advances the epoch: the same first samples are read again",
+                "Call loader.set_epoch(epoch) before each pass, or skip_first_batches(loader, n) "
+                "to continue where a pass was left.",
             )
 
     def order_state(self) -> dict[str, Any]:
@@ -277,7 +267,11 @@ class OrderedLoader(DataLoader[Any]):
             CheckpointError: if the loader has other samplers than the saved one.
         """
         stateful = self._stateful_samplers()
-        check_samplers(len(stateful), len(state["samplers"]))
+        if len(stateful) != len(state["samplers"]):
+            value = f"a data loader with {len(stateful)} samplers that have a state"
+            rule = f"the saved one has {len(state['samplers'])}"
+            remedy = "Build the loader, and set use_seedable_sampler, as when it was saved."
+            raise CheckpointError(Problem(value, rule, remedy))
         for sampler, saved in zip(stateful, state["samplers"], strict=True):
             sampler.load_state_dict(saved)
         order, saved = self._order, state.get("order")
@@ -312,28 +306,20 @@ class OrderedLoader(DataLoader[Any]):
     def _check_samples(self, saved: int | None) -> None:
         found = self._num_samples()
         if None not in (saved, found) and saved != found:
-            warnings.warn(
-                str(
-                    Problem(
-                        f"a data loader over {found} samples",
-                        f"the saved one, which was prepared in its place, had {saved}",
-                        "Prepare the loaders in the order of the run that saved, over the same "
-                        "data; else samples are repeated or skipped.",
-                    )
-                ),
-                stacklevel=3,
+            problem = Problem(
+                f"a data loader over {found} samples",
+                f"the saved one, which was prepared in its place, had {saved}",
+                "Prepare the loaders in the order of the run that saved, over the same data; else "
+                "samples are repeated or skipped.",
             )
+            warnings.warn(str(problem), stacklevel=3)
 
     def _num_samples(self) -> int | None:
         return None if isinstance(self.dataset, IterableDataset) else len(self.dataset)  # type: ignore[arg-type]
 
     def _stateful_samplers(self) -> list[Any]:
-        names = ("state_dict", "load_state_dict")
-        return [
-            sampler
-            for sampler in samplers(index_sampler(self))
-            if all(hasattr(sampler, name) for name in names)
-        ]
+        found = (s for s in samplers(index_sampler(self)) if hasattr(s, "load_state_dict"))
+        return [sampler for sampler in found if hasattr(sampler, "state_dict")]
 
     def _sampler_states(self) -> list[Any]:
         return [sampler.state_dict() for sampler in self._stateful_samplers()]

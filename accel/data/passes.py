@@ -28,15 +28,15 @@ class Start:
     """
 
     generators: list[torch.Tensor]
-    process: dict[str, Any] | None = None
-    samplers: list[Any] = field(default_factory=list)
+    process: dict[str, object] | None = None
+    samplers: list[dict[str, object]] = field(default_factory=list)
     epoch: int | None = None
-    agreed: dict[str, Any] | None = None
+    agreed: dict[str, object] | None = None
     draws: PassDraws | None = None
     drawn: Drawn | None = None
     stream: bool = False
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Generators are not pickled; how far they were drawn from is.
         return {**self.__dict__, "draws": None, "drawn": self.so_far()}
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, IterDataPipe
 
+from accel.comm.base import Communicator
 from accel.data import stream_checks
 from accel.data.base import PreparedLoader
 from accel.data.common_order import Ordering
@@ -26,13 +28,17 @@ from accel.data.samplers import (
     CompletedBatchSampler,
     SamplerShard,
     SkipBatchSampler,
+    drawing_sampler,
     split_problems,
 )
+from accel.data.transfer import SliceFunction
 from accel.enums import RNGType
 from accel.errors import ConfigError, Problem, Problems
 from accel.state import PartialState
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from accel.planning.plan import Plan
 
 
@@ -46,12 +52,12 @@ def prepare_data_loader(
     rng_types: Iterable[str | RNGType] | None = None,
     dispatch_batches: bool | None = None,
     even_batches: bool = True,
-    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    slice_fn_for_dispatch: SliceFunction | None = None,
     use_seedable_sampler: bool = False,
     data_seed: int | None = None,
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
-    torch_device_mesh: Any = None,
+    torch_device_mesh: DeviceMesh | None = None,
     loader_index: int | None = None,
 ) -> DataLoader[Any]:
     """Return a loader that yields the batches of one process.
@@ -71,9 +77,8 @@ def prepare_data_loader(
         device: where batches are put; None: where the process state says.
         num_processes: number of shards of the data; None: as the process state says.
         process_index: which of them this one is; None: as the process state says.
-        split_batches: whether each batch is cut into a piece per process; its size must divide by
-            their number. Else each process gets full batches in turn, and all of them together see
-            `num_processes` times the loader's batch size.
+        split_batches: whether each batch is cut into a piece per process (its size must divide by
+            their number), or full batches are assigned in turn.
         put_on_device: whether batches (nested lists, tuples and mappings of tensors) are put there.
         rng_types: generators that ranks synchronise at the start of each pass: "torch", "cuda",
             "xla", and "generator", that of the sampler or of the iterable data set.
@@ -84,9 +89,8 @@ def prepare_data_loader(
         slice_fn_for_dispatch: cuts a dispatched batch, as ``f(batch, slice, process_index=…,
             num_processes=…)``; None: tensors along dim 0, and lists of plain objects.
         use_seedable_sampler: whether random samplers are replaced by `SeedableRandomSampler`.
-        data_seed: its seed, and that of the loader's own stream; None: the initial seed of the
-            sampler's generator, or of torch's. Loaders of another index draw other permutations
-            from it.
+        data_seed: its seed, and that of the loader's own stream, mixed with `loader_index`; None:
+            the initial seed of the sampler's generator, or of torch's.
         non_blocking: whether copies to the device overlap with computation (wants pinned memory).
         use_stateful_dataloader: whether the loader is torchdata's `StatefulDataLoader`.
         torch_device_mesh: ranks along its axes "tp", "cp", "sp" and "pp" read the same data.
@@ -112,29 +116,13 @@ def prepare_data_loader(
     count = count if num_processes is None else num_processes
     index = index if process_index is None else process_index
     streamed = isinstance(dataloader.dataset, IterableDataset)
-    dispatched = streamed and count > 1 if dispatch_batches is None else dispatch_batches
+    dispatched = streamed and count > 1 if dispatch_batches is None else bool(dispatch_batches)
     _check(dataloader, count, split_batches)
 
-    ordering = Ordering(
-        state, count, bool(dispatched), use_seedable_sampler, data_seed, loader_index
-    )
+    ordering = Ordering(state, count, dispatched, use_seedable_sampler, data_seed, loader_index)
     sampler, order = ordering.of(dataloader)
-    arguments = loader_arguments(dataloader)
-    dataset: Any = dataloader.dataset
-    if streamed:
-        if count > 1 and dispatched:
-            stream_checks.check_dispatched(state.comm, dataset)
-        elif count > 1:
-            dataset = _stream_shard(dataloader, count, index, split_batches, even_batches)
-            dataset.first_round = stream_checks.first_round(state.comm, dataloader)
-            arguments["batch_size"] = dataloader.batch_size and dataset.round_size // count
-    else:
-        if count > 1 and not dispatched:
-            sampler = _sampler_shard(dataloader, sampler, count, index, split_batches, even_batches)
-        elif count > 1 and even_batches and not _drops_last(dataloader) and _size(dataloader):
-            sampler = CompletedBatchSampler(sampler, count)
-        arguments.update(index_arguments(dataloader, sampler))
-
+    sharding = _Sharding(state.comm, count, index, dispatched, split_batches, even_batches)
+    dataset, sampler, arguments = sharding.of(dataloader, sampler)
     generator = _generator(dataset, sampler) or order.stream
     arguments.update(
         device=(state.device if device is None else device) if put_on_device else None,
@@ -145,34 +133,32 @@ def prepare_data_loader(
         _non_blocking=non_blocking,
         torch_device_mesh=torch_device_mesh,
     )
+    prepared: PreparedLoader
     if not dispatched:
-        shard = DataLoaderShard(dataset, **arguments)
-        shard._order = order
-        return shard
-    if arguments["generator"] is None and count > 1:
-        # Only the main process makes iterators; their base seed must not come from torch's own
-        # generator, or that of the ranks would drift apart.
-        seed = order_seed(None, None, loader_index)
-        arguments["generator"] = torch.Generator().manual_seed(seed)
-    dispatcher = DataLoaderDispatcher(
-        dataset,
-        split_batches=split_batches,
-        slice_fn=slice_fn_for_dispatch,
-        even_batches=even_batches,
-        num_processes=count,
-        process_index=index,
-        **arguments,
-    )
-    dispatcher._order = order
-    return dispatcher
+        prepared = DataLoaderShard(dataset, **arguments)
+    else:
+        if arguments["generator"] is None and count > 1:
+            # Only the main process makes iterators; their base seed must not come from torch's own
+            # generator, or that of the ranks would drift apart.
+            seed = order_seed(None, None, loader_index)
+            arguments["generator"] = torch.Generator().manual_seed(seed)
+        prepared = DataLoaderDispatcher(
+            dataset,
+            split_batches=split_batches,
+            slice_fn=slice_fn_for_dispatch,
+            even_batches=even_batches,
+            num_processes=count,
+            process_index=index,
+            **arguments,
+        )
+    prepared._order = order
+    return prepared
 
 
 def prepare_for(plan: Plan, loader: DataLoader[Any], **options: Any) -> Any:
-    """Return a loader that yields this rank's batches of a run.
+    """Return a loader that yields this rank's batches of a run, whose configuration is `plan`.
 
     Args:
-        plan: the resolved configuration of the run.
-        loader: prepared or not.
         options: arguments of `prepare_data_loader` that the plan does not decide.
     """
     if isinstance(loader, PreparedLoader):
@@ -224,7 +210,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     return DataLoader(dataloader.dataset, **arguments, **index_arguments(dataloader, sampler))
 
 
-def _check(dataloader: DataLoader[Any], count: int, split_batches: bool) -> None:
+def _check(dataloader: DataLoader[object], count: int, split_batches: bool) -> None:
     problems = Problems()
     size = _size(dataloader)
     if split_batches and size is not None:
@@ -251,50 +237,71 @@ def _check(dataloader: DataLoader[Any], count: int, split_batches: bool) -> None
         )
 
 
-def _size(dataloader: DataLoader[Any]) -> int | None:
+def _size(dataloader: DataLoader[object]) -> int | None:
     return dataloader.batch_size or getattr(dataloader.batch_sampler, "batch_size", None)
 
 
-def _drops_last(dataloader: DataLoader[Any]) -> bool:
+def _drops_last(dataloader: DataLoader[object]) -> bool:
     inner = getattr(index_sampler(dataloader), "drop_last", False)
     return bool(dataloader.drop_last or inner)
 
 
-def _stream_shard(
-    dataloader: DataLoader[Any], count: int, index: int, split_batches: bool, even_batches: bool
-) -> IterableDatasetShard:
-    return IterableDatasetShard(
-        dataloader.dataset,
-        batch_size=dataloader.batch_size or 1,
-        drop_last=dataloader.drop_last,
-        num_processes=count,
-        process_index=index,
-        split_batches=split_batches and dataloader.batch_size is not None,
-        even_batches=even_batches,
-    )
+@dataclass(frozen=True)
+class _Sharding:
+    """Which samples this process reads."""
+
+    comm: Communicator
+    count: int
+    index: int
+    dispatched: bool
+    split_batches: bool
+    even_batches: bool
+
+    def of(
+        self, loader: DataLoader[object], sampler: Any
+    ) -> tuple[Dataset[object], Any, dict[str, Any]]:
+        """Return data set and index sampler of this process, and the arguments of its loader."""
+        arguments = loader_arguments(loader)
+        if not isinstance(loader.dataset, IterableDataset):
+            sampler = self._sampler(loader, sampler)
+            return loader.dataset, sampler, arguments | index_arguments(loader, sampler)
+        if self.count == 1:
+            return loader.dataset, sampler, arguments
+        if self.dispatched:
+            stream_checks.check_dispatched(self.comm, loader.dataset)
+            return loader.dataset, sampler, arguments
+        shard = IterableDatasetShard(
+            loader.dataset,
+            batch_size=loader.batch_size or 1,
+            drop_last=loader.drop_last,
+            num_processes=self.count,
+            process_index=self.index,
+            split_batches=self.split_batches and loader.batch_size is not None,
+            even_batches=self.even_batches,
+        )
+        shard.first_round = stream_checks.first_round(self.comm, loader)
+        arguments["batch_size"] = loader.batch_size and shard.round_size // self.count
+        return shard, sampler, arguments
+
+    def _sampler(self, loader: DataLoader[object], sampler: Any) -> Any:
+        if self.count == 1:
+            return sampler
+        if self.dispatched:
+            completes = self.even_batches and not _drops_last(loader) and _size(loader)
+            return CompletedBatchSampler(sampler, self.count) if completes else sampler
+        # The caller's, as one that ranks agree on is a batch sampler by class.
+        if loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler):
+            return SamplerShard(sampler, self.count, self.index, self.even_batches)
+        return BatchSamplerShard(
+            sampler, self.count, self.index, self.split_batches, self.even_batches
+        )
 
 
-def _sampler_shard(
-    dataloader: DataLoader[Any],
-    sampler: Any,
-    count: int,
-    index: int,
-    split_batches: bool,
-    even_batches: bool,
-) -> Any:
-    # The caller's, as one that ranks agree on is a batch sampler by class.
-    single = not isinstance(index_sampler(dataloader), BatchSampler)
-    if dataloader.batch_sampler is None and single:
-        return SamplerShard(sampler, count, index, even_batches)
-    return BatchSamplerShard(sampler, count, index, split_batches, even_batches)
-
-
-def _generator(dataset: Any, sampler: Any) -> torch.Generator | None:
+def _generator(dataset: object, sampler: object) -> torch.Generator | None:
     """Return the generator that "generator" in `rng_types` means, if there is one."""
     if isinstance(dataset, IterableDataset):
         return generator_of(dataset)
-    inner = getattr(sampler, "sampler", None)
-    found = getattr(sampler if inner is None else inner, "generator", None)
+    found = getattr(drawing_sampler(sampler), "generator", None)
     return found if isinstance(found, torch.Generator) else None
 
 

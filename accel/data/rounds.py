@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accel.data.batch_layout import Path, SampleLayout
+from accel.data.batch_layout import Path, SampleLayout, Samples
 from accel.errors import Problem
 
 
@@ -40,17 +40,12 @@ class RoundReader:
         self.num_processes = num_processes
         self.completes = even_batches and num_processes > 1
         self.drop_last = drop_last
-        self._head: dict[Path, Any] | None = None  # the first samples of the pass
+        self._head: dict[Path, Samples] | None = None  # the first samples of the pass
         self._full: int | None = None  # samples of each round; 0: varying; None: not known yet
-        self._rest: list[Any] = []  # read, and not given yet
+        self._rest: list[object] = []  # read, and not given yet
 
-    def read(self, batches: Iterator[Any], skip: int = 0) -> Iterator[tuple[Any, int, int]]:
-        """Yield the batch of each round, its size, and how many of its samples are real.
-
-        Args:
-            batches: of the pass.
-            skip: number of rounds that are skipped.
-        """
+    def read(self, batches: Iterator[object], skip: int = 0) -> Iterator[tuple[object, int, int]]:
+        """Yield the batch of each round after `skip`, its size, and how many samples are real."""
         layout = self.layout
         for number, batch in enumerate(self._joined(batches)):
             size = real = layout.size_of(batch)
@@ -62,7 +57,7 @@ class RoundReader:
                 batch, size = layout.complete(batch, size, self._head, self.num_processes)
             yield batch, size, real
 
-    def _joined(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _joined(self, batches: Iterator[object]) -> Iterator[object]:
         """Join the batches of each round; a short one in between (a worker's last) is filled."""
         layout = self.layout
         while group := list(itertools.islice(batches, self.per_round)):
@@ -106,22 +101,16 @@ class RoundReader:
         if state["head"] is not None:
             self._head = {tuple(path): leaf for path, leaf in state["head"]}
         elif self.completes:
-            warnings.warn(
-                str(
-                    Problem(
-                        "a position in a pass whose first samples are not saved",
-                        "a checkpoint holds tensors, numbers and text only; a short last round is "
-                        "completed with samples from where reading continues",
-                        "Let collate_fn return tensors, or set even_batches=False.",
-                    )
-                ),
-                stacklevel=2,
+            problem = Problem(
+                "a position in a pass whose first samples are not saved",
+                "a checkpoint holds tensors, numbers and text only; a short last round is "
+                "completed with samples from where reading continues",
+                "Let collate_fn return tensors, or set even_batches=False.",
             )
+            warnings.warn(str(problem), stacklevel=2)
 
 
-def _is_plain(leaf: Any) -> bool:
-    if isinstance(leaf, torch.Tensor):
-        return True
+def _is_plain(leaf: object) -> bool:
     if isinstance(leaf, (list, tuple)):
-        return all(_is_plain(item) for item in leaf)
-    return leaf is None or isinstance(leaf, (bool, int, float, str, bytes))
+        return all(map(_is_plain, leaf))
+    return leaf is None or isinstance(leaf, (torch.Tensor, bool, int, float, str, bytes))

@@ -7,10 +7,12 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,12 @@ class Drawn:
 class _Source:
     """A generator: how its state is read, set and seeded."""
 
-    get: Callable[[], Any]
-    set: Callable[[Any], Any]
-    seed: Callable[[int], Any]
+    get: Callable[[], object]
+    set: Callable[[Any], object]
+    seed: Callable[[int], object]
 
 
-def _numpy_state() -> tuple[Any, ...]:
+def _numpy_state() -> tuple[object, ...]:
     name, keys, *rest = np.random.get_state(legacy=True)
     return (name, np.asarray(keys).tobytes(), *rest)
 
@@ -66,7 +68,7 @@ def _of_the_process() -> list[_Source]:
     ]
 
 
-def process_states() -> list[Any]:
+def process_states() -> list[object]:
     """Return the states of Python's, NumPy's and torch's own generators, which compare."""
     return [source.get() for source in _of_the_process()]
 
@@ -88,7 +90,7 @@ class PassDraws:
     def __init__(self, held: Sequence[torch.Generator], of_the_process: bool, size: int) -> None:
         self._sources = [*(_of_the_process() if of_the_process else ()), *map(_of_torch, held)]
         self._size = size
-        self._states: list[Any] = []  # as the sampler left them; [] before its first entry
+        self._states: list[object] = []  # as the sampler left them; [] before its first entry
         self._left: list[int | None] = [None] * len(self._sources)
         self._leaves: list[int | None] = list(self._left)  # as the drawn-again pass left them
         self._asked = 0
@@ -102,7 +104,7 @@ class PassDraws:
                 left[index] = self._asked  # as the next entry will find
         return Drawn(self._asked, self._size, left, self._digest.hexdigest())
 
-    def draw(self, entries: Iterator[Any], limit: int = 1) -> list[Any]:
+    def draw(self, entries: Iterator[T], limit: int = 1) -> list[T]:
         """Return the next entries, at most `limit`."""
         outside = [source.get() for source in self._sources]
         for index, source in enumerate(self._sources):
@@ -120,12 +122,12 @@ class PassDraws:
                 if self._left[index] is not None:
                     source.set(outside[index])
 
-    def draw_again(self, entries: Iterator[Any], before: Drawn) -> list[Any]:
+    def draw_again(self, entries: Iterator[T], before: Drawn) -> list[T]:
         """Return the entries that an earlier pass had drawn.
 
         The generators are as that pass began, and the caller restores them.
         """
-        again: list[Any] = []
+        again: list[T] = []
         if before.size == self._size:
             self._leaves = [*before.left, *self._leaves][: len(self._sources)]
         for number in range(-(-before.asked * before.size // self._size)):
@@ -148,14 +150,14 @@ class PassDraws:
         source.set(outside)
         self._left[index] = self._asked
 
-    def _noted(self, entries: list[Any], asked: int) -> list[Any]:
+    def _noted(self, entries: list[T], asked: int) -> list[T]:
         self._asked += asked
         for entry in entries:
             self._digest.update(repr(_plain(entry)).encode())
         return entries
 
 
-def _plain(entry: Any) -> Any:
+def _plain(entry: object) -> object:
     """Return indices in a form whose `repr` is the same in every process."""
     if isinstance(entry, (torch.Tensor, np.ndarray, np.generic)):
         return entry.tolist()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
 from accel.errors import ConfigError, Problem, Problems
 
+T = TypeVar("T")
 _MASK = (1 << 64) - 1
 
 
@@ -97,21 +98,12 @@ class AroundBatchSampler:
         return getattr(self.batch_sampler, "sampler", None)
 
     @sampler.setter
-    def sampler(self, sampler: Any) -> None:
+    def sampler(self, sampler: object) -> None:
         self.batch_sampler.sampler = sampler
 
 
-class SkipBatchSampler(AroundBatchSampler, Sampler[Any]):
-    """A sampler without the first `skip_batches` entries of another; nothing is fetched for them.
-
-    Args:
-        batch_sampler: a batch sampler (or any sampler).
-        skip_batches: number of entries that are skipped.
-    """
-
-    def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
-        self.batch_sampler = batch_sampler
-        self.skip_batches = skip_batches
+class SameBatchSize(AroundBatchSampler):
+    """The base of those whose batches are as large as the batch sampler's."""
 
     @property
     def batch_size(self) -> int | None:
@@ -123,15 +115,28 @@ class SkipBatchSampler(AroundBatchSampler, Sampler[Any]):
         """Whether the sampler inside drops a short last batch."""
         return bool(getattr(self.batch_sampler, "drop_last", False))
 
+
+class SkipBatchSampler(SameBatchSize, Sampler[object]):
+    """A sampler without the first `skip_batches` entries of another; nothing is fetched for them.
+
+    Args:
+        batch_sampler: a batch sampler (or any sampler).
+        skip_batches: number of entries that are skipped.
+    """
+
+    def __init__(self, batch_sampler: Iterable[object], skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+
     @property
     def remainder(self) -> int:
         """See `BatchSamplerShard.remainder`."""
         return last_batch_remainder(self.batch_sampler)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self.entries(iter(self.batch_sampler))
 
-    def entries(self, inner: Iterator[Any]) -> Iterator[Any]:
+    def entries(self, inner: Iterator[T]) -> Iterator[T]:
         """Return the entries.
 
         Args:
@@ -143,7 +148,7 @@ class SkipBatchSampler(AroundBatchSampler, Sampler[Any]):
         return max(0, len(self.batch_sampler) - self.skip_batches)
 
 
-def cycle_to(items: Sequence[Any], length: int) -> list[Any]:
+def cycle_to(items: Sequence[T], length: int) -> list[T]:
     """Return the first `length` entries of `items` repeated without end."""
     return list(itertools.islice(itertools.cycle(items), length))
 
@@ -175,7 +180,7 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
 
     def __init__(
         self,
-        batch_sampler: Any,
+        batch_sampler: Iterable[list[int]],
         num_processes: int = 1,
         process_index: int = 0,
         split_batches: bool = False,
@@ -232,9 +237,8 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         return len(range(self.process_index, batches, self.num_processes))
 
     def _last_piece_is_empty(self, batches: int) -> bool:
-        if self.even_batches or self.drop_last or batches == 0:
-            return False
-        if not hasattr(self.sampler, "__len__"):
+        never = self.even_batches or self.drop_last or batches == 0
+        if never or not hasattr(self.sampler, "__len__"):
             return False
         last = len(self.sampler) - (batches - 1) * self.batch_size
         return last <= self.process_index * (self.batch_size // self.num_processes)
@@ -245,7 +249,6 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         return self._iterate_split() if self.split_batches else self._iterate_dealt()
 
     def _rounds(self) -> Iterator[list[list[int]]]:
-        """Yield the batches that the processes read at the same time."""
         per_round = 1 if self.split_batches else self.num_processes
         batches = iter(self.batch_sampler)
         while group := list(itertools.islice(batches, per_round)):
@@ -263,7 +266,13 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         for group in self._rounds():
             samples = group[0] if len(group) == 1 else list(itertools.chain.from_iterable(group))
             if ended or len(samples) > size:
-                raise self._varying_size()
+                raise ConfigError(
+                    Problem(
+                        f"a {type(self.batch_sampler).__name__} whose batches vary in size",
+                        f"with even_batches=True all but the last have the size {self.batch_size}",
+                        "Set even_batches=False.",
+                    )
+                )
             first = first or samples
             if len(samples) == size:
                 yield self._piece(samples)
@@ -273,15 +282,6 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
                 real = len(samples)
                 yield self._piece([*samples, *cycle_to(first, size - real)])
         self.remainder = real  # at the end: a pass inside this one must not disturb it
-
-    def _varying_size(self) -> ConfigError:
-        return ConfigError(
-            Problem(
-                f"a {type(self.batch_sampler).__name__} whose batches vary in size",
-                f"with even_batches=True only the last one may differ from {self.batch_size}",
-                "Set even_batches=False.",
-            )
-        )
 
     def _iterate_split(self) -> Iterator[list[int]]:
         for (batch,) in self._rounds():
@@ -328,10 +328,10 @@ class CompletedBatchSampler(AroundBatchSampler, BatchSampler):
         added: after a complete pass, how many indices were added at its end.
     """
 
-    def __init__(self, batch_sampler: Any, num_processes: int) -> None:
+    def __init__(self, batch_sampler: BatchSampler, num_processes: int) -> None:
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
-        self.batch_size: int = batch_sampler.batch_size
+        self.batch_size = batch_sampler.batch_size
         self.drop_last = False
         self.even_batches = True
         self.added = 0
@@ -364,7 +364,7 @@ class CompletedBatchSampler(AroundBatchSampler, BatchSampler):
         self.added = added
 
 
-class SamplerShard(Sampler[Any]):
+class SamplerShard(Sampler[int]):
     """The entries of one process out of those of a sampler that yields single indices.
 
     For loaders that do not batch (``batch_size=None``): each entry counts as a batch of one.
@@ -378,7 +378,7 @@ class SamplerShard(Sampler[Any]):
 
     def __init__(
         self,
-        sampler: Iterable[Any],
+        sampler: Iterable[int],
         num_processes: int = 1,
         process_index: int = 0,
         even_batches: bool = True,
@@ -398,14 +398,14 @@ class SamplerShard(Sampler[Any]):
         """See `BatchSamplerShard.round_size`."""
         return self._shard.round_size
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[int]:
         return (entry for (entry,) in self._shard)
 
     def __len__(self) -> int:
         return len(self._shard)
 
 
-def last_batch_remainder(sampler: Any) -> int:
+def last_batch_remainder(sampler: object) -> int:
     """Return how many samples of the last round were real, 0 if all.
 
     For a sampler that is not sharded, it is the size of its short last batch (0 if that is full).
@@ -419,27 +419,28 @@ def last_batch_remainder(sampler: Any) -> int:
     return len(inner) % size if hasattr(inner, "__len__") else 0
 
 
-def inner_sampler(sampler: Any) -> Any:
-    """Return the sampler that `sampler` draws from, or None."""
-    inner = getattr(sampler, "batch_sampler", None)
-    return getattr(sampler, "sampler", None) if inner is None else inner
-
-
-def samplers(sampler: Any) -> Iterator[Any]:
+def samplers(sampler: object) -> Iterator[Any]:
     """Yield `sampler` and those inside it, outermost first."""
     while sampler is not None:
         yield sampler
-        sampler = inner_sampler(sampler)
+        inner = getattr(sampler, "batch_sampler", None)
+        sampler = getattr(sampler, "sampler", None) if inner is None else inner
 
 
-def set_sampler_epoch(sampler: Any, epoch: int) -> None:
+def drawing_sampler(sampler: object) -> Any:
+    """Return the sampler of indices inside a batch sampler; any other as it is."""
+    inner = getattr(sampler, "sampler", None)
+    return sampler if inner is None else inner
+
+
+def set_sampler_epoch(sampler: object, epoch: int) -> None:
     """Hand `epoch` to every sampler inside `sampler` that wants it."""
     for inner in samplers(sampler):
         if hasattr(inner, "set_epoch"):
             inner.set_epoch(epoch)
 
 
-def sampler_epoch(sampler: Any) -> int | None:
+def sampler_epoch(sampler: object) -> int | None:
     """Return the epoch of the outermost sampler inside `sampler` that has one."""
     for inner in samplers(sampler):
         epoch = getattr(inner, "epoch", None)
@@ -448,7 +449,7 @@ def sampler_epoch(sampler: Any) -> int | None:
     return None
 
 
-def total_batch_size(sampler: Any) -> int:
+def total_batch_size(sampler: object) -> int:
     """Return how many samples all processes together read in a full round."""
     found = 1
     for inner in samplers(sampler):
@@ -458,7 +459,7 @@ def total_batch_size(sampler: Any) -> int:
     return found
 
 
-def added_indices(sampler: Any) -> int:
+def added_indices(sampler: object) -> int:
     """Return how many indices at the end of a pass only complete the last round."""
     found = (inner for inner in samplers(sampler) if isinstance(inner, CompletedBatchSampler))
     return next((inner.added for inner in found), 0)

@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from accel.data.base import PreparedLoader
+from accel.data.passes import Pass
 from accel.data.rounds import RoundReader
 from accel.state import PartialState
+
+T = TypeVar("T")
 
 
 class Tracked(PreparedLoader, StatefulDataLoader):
@@ -24,19 +27,19 @@ class Tracked(PreparedLoader, StatefulDataLoader):
     dispatched pass ("rounds"). Copies that `skip_first_batches` returns share it.
     """
 
-    def _followed(self, units: Iterator[Any]) -> Iterator[Any]:
+    def _followed(self, units: Iterator[T]) -> Iterator[T]:
         order = self._order
-        after: dict[str, Any] = {}
+        after: dict[str, object] = {}
         for unit in units:
             before, after = after, self._noted()
             order.states = before, after
             yield unit
         order.states = after, after
 
-    def _noted(self) -> dict[str, Any]:
+    def _noted(self) -> dict[str, object]:
         return {"position": super().state_dict(), "skipped": self._skipped_now}
 
-    def _complete(self, current: Any) -> None:
+    def _complete(self, current: Pass) -> None:
         super()._complete(current)
         self._order.states = None
 
@@ -62,7 +65,7 @@ class Tracked(PreparedLoader, StatefulDataLoader):
         order = self.order_state()
         return {"position": {}, **self._reached(order["order"]["pass"]), "order": order}
 
-    def _reached(self, kind: str) -> dict[str, Any]:
+    def _reached(self, kind: str) -> dict[str, object]:
         order = self._order
         if order.states is not None and kind in ("under way", "left"):
             return order.states[0]
@@ -92,7 +95,7 @@ class TrackedOnMain(Tracked):
 
     _reader: RoundReader
 
-    def _noted(self) -> dict[str, Any]:
+    def _noted(self) -> dict[str, object]:
         return {**super()._noted(), "rounds": self._reader.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:

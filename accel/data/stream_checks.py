@@ -10,13 +10,13 @@ import itertools
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from accel.comm.base import Communicator
 from accel.data.first_round import FirstRound, digest, is_floating
@@ -35,7 +35,7 @@ _SHARDING = {"splitbetweenprocesses", "splitbynode", "splitdatasetbynode"}
 _PREPARED: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 
 
-def declared_alike(dataset: Any) -> bool:
+def declared_alike(dataset: object) -> bool:
     """Return whether a data set declares by `same_on_every_rank` that it needs no check."""
     return bool(getattr(dataset, "same_on_every_rank", False))
 
@@ -43,14 +43,10 @@ def declared_alike(dataset: Any) -> bool:
 # -- streams that the main process reads ---------------------------------------------------------
 
 
-def check_dispatched(comm: Communicator, dataset: Any) -> None:
+def check_dispatched(comm: Communicator, dataset: object) -> None:
     """Warn of a stream that the main process reads for all, and that shards by rank itself.
 
     In one collective; nothing is read of the stream.
-
-    Args:
-        comm: how this process talks to the others.
-        dataset: the stream.
 
     Raises:
         ConfigError: if it is a data set of Hugging Face that is split by node.
@@ -60,32 +56,26 @@ def check_dispatched(comm: Communicator, dataset: Any) -> None:
     check_split(dataset)
     alike = declared_alike(dataset)
     found = comm.all_gather_object({} if alike else _lists(dataset))
-    name = _differing_list(found)
+    # A list that a rank holds with other entries than the main process.
+    differing = (n for n, own in found[0].items() if any(r.get(n, own) != own for r in found[1:]))
+    name = next(differing, None)
     what = f"whose `{name}` differs between ranks" if name else None
     if what is None and not alike and shards_by_rank(dataset):
         what = "whose code uses the rank and the number of processes"
     if what is not None and not alike:
-        warnings.warn(
-            str(
-                Problem(
-                    f"the iterable data set {type(dataset).__name__}, {what}",
-                    "the main process reads it for all ranks, so that the samples of the others "
-                    "are never read",
-                    "Let it yield the full stream, or leave the loader of a stream that shards "
-                    "itself out of `prepare`. Set `same_on_every_rank = True` on the data set if "
-                    "the main process reads all of it.",
-                )
-            ),
-            stacklevel=4,
+        problem = Problem(
+            f"the iterable data set {type(dataset).__name__}, {what}",
+            "the main process reads it for all ranks, so that the samples of the others are never "
+            "read",
+            "Let it yield the full stream, or leave the loader of a stream that shards itself out "
+            "of `prepare`. Set `same_on_every_rank = True` on the data set if the main process "
+            "reads all of it.",
         )
+        warnings.warn(str(problem), stacklevel=5)
 
 
-def check_split(dataset: Any) -> None:
-    """Refuse a data set of Hugging Face that `split_dataset_by_node` has cut.
-
-    Raises:
-        ConfigError: if it is.
-    """
+def check_split(dataset: object) -> None:
+    """Raise `ConfigError` for a data set of Hugging Face that `split_dataset_by_node` has cut."""
     for part in _streams(dataset, _DEPTH):
         cut: Any = getattr(part, "_distributed", None)
         size = getattr(cut, "world_size", None)
@@ -100,14 +90,14 @@ def check_split(dataset: Any) -> None:
             )
 
 
-def shards_by_rank(dataset: Any) -> bool:
+def shards_by_rank(dataset: object) -> bool:
     """Return whether an iterable data set seems to shard its samples by rank.
 
     It does if functions of it name both a rank and a number of processes, unless an attribute of
     that name says that there is one process.
     """
     for part in _streams(dataset, _DEPTH):
-        sizes = [v for k, v in _attributes(part).items() if _plain_name(k) in _SIZES]
+        sizes = [v for k, v in getattr(part, "__dict__", {}).items() if _plain_name(k) in _SIZES]
         if sizes and not any(isinstance(size, int) and size > 1 for size in sizes):
             continue
         if hasattr(part, "_distributed"):  # of Hugging Face: decided by its value
@@ -117,7 +107,7 @@ def shards_by_rank(dataset: Any) -> bool:
     return False
 
 
-def _streams(dataset: Any, depth: int) -> Iterator[Any]:
+def _streams(dataset: object, depth: int) -> Iterator[object]:
     """Yield a data set, and the data sets, stages and functions that it is made of."""
     yield dataset
     if depth > 0 and not isinstance(dataset, FunctionType):
@@ -125,30 +115,23 @@ def _streams(dataset: Any, depth: int) -> Iterator[Any]:
             yield from _streams(part, depth - 1)
 
 
-def _held_by(value: Any) -> list[Any]:
-    """Return the data sets, stages and functions that `value` is made of."""
+def _held_by(value: object) -> list[object]:
     if isinstance(value, (list, tuple)):
         parts = list(value[:_MANY])
     elif isinstance(value, Mapping):
         parts = list(itertools.islice(value.values(), _MANY))
     else:
         parts = list(getattr(value, "__dict__", {}).values())
-    made_of = (list, tuple, Mapping)
     return [
         part
         for part in parts
         if callable(part)
-        or isinstance(part, made_of)
+        or isinstance(part, (list, tuple, Mapping))
         or (hasattr(part, "__iter__") and hasattr(part, "__dict__"))
     ]
 
 
-def _attributes(value: Any) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = getattr(value, "__dict__", {})
-    return found
-
-
-def _codes(value: Any) -> list[CodeType]:
+def _codes(value: object) -> list[CodeType]:
     """Return the code of a generator function, or of the methods of an iterable's classes."""
     if isinstance(value, FunctionType):
         return [value.__code__] if value.__code__.co_flags & 0x20 else []
@@ -165,39 +148,31 @@ def _names_both(code: CodeType) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    for part in _codes_within(code):
-        yield from (part.co_name, *part.co_names, *part.co_varnames, *part.co_freevars)
-        for constant in part.co_consts:
-            if isinstance(constant, str) and constant.isupper():  # os.environ["RANK"]
-                yield constant
-
-
-def _codes_within(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function, and of those that it defines."""
-    yield code
+    yield from (code.co_name, *code.co_names, *code.co_varnames, *code.co_freevars)
     for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes_within(constant)
+        if isinstance(constant, CodeType):  # of a function that it defines
+            yield from _names(constant)
+        elif isinstance(constant, str) and constant.isupper():  # os.environ["RANK"]
+            yield constant
 
 
 def _plain_name(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def _lists(dataset: Any) -> dict[str, str]:
+def _lists(dataset: object) -> dict[str, str]:
     """Return digests of the lists of plain values that a data set holds, whatever their order."""
     found = {}
     for level, part in enumerate(_streams(dataset, _DEPTH)):
         if isinstance(part, IterableDataset):
-            for name, value in _attributes(part).items():
-                entries = _entries(value)
-                if entries:
+            for name, value in getattr(part, "__dict__", {}).items():
+                if entries := _entries(value):
                     total = sum(digest(repr(entry).encode()) for entry in entries) % (1 << 64)
-                    found[f"{name}" if level == 0 else f"{type(part).__name__}.{name}"] = str(total)
+                    found[name if level == 0 else f"{type(part).__name__}.{name}"] = str(total)
     return found
 
 
-def _entries(value: Any) -> list[Any]:
+def _entries(value: object) -> list[object]:
     if isinstance(value, (np.ndarray, torch.Tensor)):
         if value.ndim != 1 or len(value) > _ENTRIES or is_floating(value):  # drawn, not sharded
             return []
@@ -208,18 +183,12 @@ def _entries(value: Any) -> list[Any]:
     return list(value) if all(isinstance(entry, plain) for entry in value) else []
 
 
-def _differing_list(found: Sequence[dict[str, str]]) -> str | None:
-    """Return the name of a list that ranks hold with other entries than the main process."""
-    for name, own in found[0].items():
-        if any(facts.get(name, own) != own for facts in found[1:]):
-            return name
-    return None
-
-
 # -- streams that loader workers read ------------------------------------------------------------
 
 
-def worker_problems(dataset: Any, num_workers: int, worker_init_fn: Any = None) -> list[Problem]:
+def worker_problems(
+    dataset: object, num_workers: int, worker_init_fn: object = None
+) -> list[Problem]:
     """Return what is wrong with reading an iterable data set in `num_workers` processes.
 
     Each worker iterates over a copy of its own, so a data set that does not divide its samples by
@@ -244,7 +213,7 @@ def worker_problems(dataset: Any, num_workers: int, worker_init_fn: Any = None) 
     return [Problem(value, rule, remedy)]
 
 
-def shards_by_worker(dataset: Any) -> bool | None:
+def shards_by_worker(dataset: object, depth: int = _DEPTH) -> bool | None:
     """Return whether an iterable data set declares that it divides its samples by loader worker.
 
     It does by an attribute `shards_by_worker`. Data pipes of torch are sharded by torch, data sets
@@ -254,23 +223,18 @@ def shards_by_worker(dataset: Any) -> bool | None:
     Returns:
         None where it is not known.
     """
-    return _declared(dataset, _DEPTH)
-
-
-def _declared(value: Any, depth: int) -> bool | None:
-    declared = getattr(value, "shards_by_worker", None)
+    declared = getattr(dataset, "shards_by_worker", None)
     if declared is not None:
         return bool(declared)
-    if isinstance(value, IterDataPipe) or any(hasattr(value, name) for name in _SHARD_COUNTS):
+    if isinstance(dataset, IterDataPipe) or any(hasattr(dataset, name) for name in _SHARD_COUNTS):
         return True
-    found = [_declared(part, depth - 1) for part in _sources(value, depth)]
+    found = [shards_by_worker(part, depth - 1) for part in _sources(dataset, depth)]
     if False in found:
         return False
     return True if found and None not in found else None
 
 
-def _sources(value: Any, depth: int) -> Iterator[Any]:
-    """Yield the data sets that a data set holds."""
+def _sources(value: object, depth: int) -> Iterator[object]:
     for part in _held_by(value) if depth > 0 else ():
         if isinstance(part, (list, tuple, Mapping)):
             yield from _sources(part, depth - 1)
@@ -283,14 +247,10 @@ def _sources(value: Any, depth: int) -> Iterator[Any]:
 # -- streams that every rank reads ---------------------------------------------------------------
 
 
-def first_round(comm: Communicator, loader: Any) -> FirstRound | None:
+def first_round(comm: Communicator, loader: DataLoader[object]) -> FirstRound | None:
     """Return what takes note of the samples that a stream yields first, None if nothing is to.
 
     Warns of a stream that shards by rank in its own code; nothing is exchanged.
-
-    Args:
-        comm: how this process talks to the others.
-        loader: the caller's, of a stream that each rank reads.
 
     Raises:
         ConfigError: if it is a data set of Hugging Face that is split by node.
@@ -303,7 +263,7 @@ def first_round(comm: Communicator, loader: Any) -> FirstRound | None:
         return None
     if shards_by_rank(loader.dataset):
         what = "its code uses the rank and the number of processes"
-        warnings.warn(str(_differing_streams(loader.dataset, what)), stacklevel=4)
+        warnings.warn(str(_differing_streams(loader.dataset, what)), stacklevel=5)
         return None
     found = FirstRound(key=f"stream/{number}")
     if loader.num_workers > 0:
@@ -312,15 +272,9 @@ def first_round(comm: Communicator, loader: Any) -> FirstRound | None:
 
 
 def compared(
-    shard: IterableDatasetShard, batches: Iterator[Any], comm: Communicator
-) -> Iterator[Any]:
-    """Yield `batches`, and warn once if the ranks' streams began with different samples.
-
-    Args:
-        shard: this rank's part of the stream.
-        batches: of this rank.
-        comm: how this process talks to the others.
-    """
+    shard: IterableDatasetShard, batches: Iterator[object], comm: Communicator
+) -> Iterator[object]:
+    """Yield `batches`, and warn once if the ranks' streams began with different samples."""
     for number, batch in enumerate(batches):
         if number < _LOOKS:
             _compare(shard, comm)
@@ -336,7 +290,7 @@ def _compare(shard: IterableDatasetShard, comm: Communicator) -> None:
         warnings.warn(str(_differing_streams(shard.dataset, found)), stacklevel=5)
 
 
-def _differing_streams(dataset: Any, how: str) -> Problem:
+def _differing_streams(dataset: object, how: str) -> Problem:
     return Problem(
         f"the iterable data set {type(dataset).__name__}: {how}",
         "`prepare` gives each rank other samples of one stream; of streams that are sharded by "

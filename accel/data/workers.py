@@ -51,7 +51,7 @@ class WorkerStart:
     """
 
     handled: tuple[signal.Signals, ...]
-    then: Callable[[int], Any] | None = None
+    then: Callable[[int], object] | None = None
 
     def __call__(self, worker_id: int) -> None:
         """Set up this process, the worker `worker_id`."""
@@ -75,7 +75,7 @@ def _outlive(number: int, frame: FrameType | None) -> None:
     """Do nothing: the training process decides when its workers end."""
 
 
-def _give_up(error: BaseException, batch: Any) -> None:
+def _give_up(error: BaseException, batch: object) -> None:
     """End this worker, whose batch cannot be pickled: the training process would wait for ever."""
     traceback.print_exception(error)
     os._exit(1)
@@ -89,7 +89,7 @@ def _end_with(parent: int) -> None:
 
 
 @contextlib.contextmanager
-def starting(loader: DataLoader[Any]) -> Iterator[None]:
+def starting(loader: DataLoader[object]) -> Iterator[None]:
     """Have the workers that `loader` starts in the context outlive the stop signals.
 
     These are held back in this thread meanwhile, and by inheritance in the workers until they

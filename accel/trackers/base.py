@@ -25,7 +25,7 @@ def on_main_process(function: Method) -> Method:
     """
 
     @functools.wraps(function)
-    def method(self: object, *args: object, **kwargs: object) -> Any:
+    def method(self: object, *args: object, **kwargs: object) -> object:
         if getattr(self, "main_process_only", True) and not PartialState().is_main_process:
             return None
         return function(self, *args, **kwargs)
@@ -97,16 +97,13 @@ class GeneralTracker:
 
 def require_attributes(kind: type) -> None:
     """Raise `NotImplementedError` unless a tracker class gives all it must."""
-    missing = [name for name in REQUIRED if not _gives(kind, name)]
+    base = GeneralTracker
+    missing = [n for n in REQUIRED if getattr(kind, n, None) is getattr(base, n, None)]
     if missing:
         raise NotImplementedError(
             f"The tracker {kind.__name__} lacks {', '.join(missing)}. "
             f"Define {'them' if len(missing) > 1 else 'it'} in the class."
         )
-
-
-def _gives(kind: type, name: str) -> bool:
-    return getattr(kind, name, None) is not getattr(GeneralTracker, name, None)
 
 
 def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -36,8 +36,8 @@ class TrackerGroup:
     def init_trackers(
         self,
         project_name: str,
-        config: Mapping[str, Any] | None = None,
-        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        config: Mapping[str, object] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, object]] | None = None,
     ) -> None:
         """Open a run in every tracker of `log_with`, and record the hyper-parameters.
 
@@ -50,15 +50,9 @@ class TrackerGroup:
         Raises:
             ConfigError: if `init_kwargs` names no tracker of this run.
         """
-        arguments = dict(init_kwargs or {})
-        names = [choice.name for choice in self.log_with]
-        ConfigError.raise_if(
-            [
-                Problem(f"init_kwargs[{name!r}]", "no such tracker is used", nearest(name, names))
-                for name in arguments
-                if name not in names
-            ]
-        )
+        arguments = init_kwargs or {}
+        unknown = [self._unknown(f"init_kwargs[{name!r}]", name) for name in arguments]
+        ConfigError.raise_if([problem for problem in unknown if problem is not None])
         self.trackers = []
         for choice in self.log_with:
             if not choice.main_process_only or self._is_main_process:
@@ -68,7 +62,17 @@ class TrackerGroup:
             if config is not None:
                 tracker.store_init_configuration(dict(config))
 
-    def _open(self, choice: Choice, project_name: str, arguments: dict[str, Any]) -> GeneralTracker:
+    def _unknown(self, value: str, name: str) -> Problem | None:
+        names = [choice.name for choice in self.log_with]
+        return (
+            None
+            if name in names
+            else Problem(value, "no such tracker is used", nearest(name, names))
+        )
+
+    def _open(
+        self, choice: Choice, project_name: str, arguments: Mapping[str, Mapping[str, object]]
+    ) -> GeneralTracker:
         if not inspect.isclass(choice):
             return choice
         given = arguments.get(choice.name, {})
@@ -94,11 +98,9 @@ class TrackerGroup:
         for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
-        names = [choice.name for choice in self.log_with]
-        if name not in names:
-            raise ConfigError(
-                Problem(f"get_tracker({name!r})", "no such tracker is used", nearest(name, names))
-            )
+        unknown = self._unknown(f"get_tracker({name!r})", name)
+        if unknown is not None:
+            raise ConfigError(unknown)
         if self._is_main_process:
             raise StateError(f"get_tracker({name!r}): call init_trackers(…) first.")
         return None if unwrap else SilentTracker()
@@ -154,11 +156,11 @@ class SilentTracker(GeneralTracker):
         """None."""
         return
 
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def store_init_configuration(self, values: object) -> None:
         """Do nothing."""
 
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: object, step: int | None = None, **kwargs: object) -> None:
         """Do nothing."""
 
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_images(self, values: object, step: int | None = None, **kwargs: object) -> None:
         """Do nothing."""

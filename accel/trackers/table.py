@@ -75,7 +75,19 @@ def filter_trackers(
         for choice in _choices(item):
             if choice not in chosen:
                 chosen.append(choice)
-    ConfigError.raise_if([_folder_problem(c) for c in chosen if _lacks_folder(c, logging_dir)])
+    # An object was given its folder when it was made.
+    classes = [choice for choice in chosen if inspect.isclass(choice)]
+    ConfigError.raise_if(
+        [
+            Problem(
+                f"log_with={kind.name!r}",
+                "it writes into a folder",
+                "Give Accelerator(project_dir=…), or ProjectConfiguration(logging_dir=…).",
+            )
+            for kind in classes
+            if kind.requires_logging_directory is True and logging_dir is None
+        ]
+    )
     return chosen
 
 
@@ -112,17 +124,3 @@ def _named(name: str) -> type[GeneralTracker]:
     if not entry.is_available():
         raise MissingPackageError(entry.package, f"log_with={name!r}")
     return entry.load()
-
-
-def _lacks_folder(choice: Choice, logging_dir: str | None) -> bool:
-    # An object was given its folder when it was made.
-    needs = inspect.isclass(choice) and choice.requires_logging_directory is True
-    return needs and logging_dir is None
-
-
-def _folder_problem(choice: Choice) -> Problem:
-    return Problem(
-        f"log_with={choice.name!r}",
-        "it writes into a folder",
-        "Give Accelerator(project_dir=…), or ProjectConfiguration(logging_dir=…).",
-    )

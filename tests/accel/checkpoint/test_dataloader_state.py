@@ -1,58 +1,36 @@
-"""The state of data loaders in a checkpoint."""
+"""The positions of stateful data loaders in a checkpoint."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-from torch.utils.data import (
-    DataLoader,
-    RandomSampler,
-)
 
-from accel.checkpoint.dataloader_state import load_loader_state, loader_state
-from accel.data.loaders import (
-    PreparedLoader,
-)
-from accel.data.prepare import prepare_data_loader, skip_first_batches
-from tests.accel.data.parts import values
-from tests.accel.data.test_order import flat
+from accel.checkpoint.dataloader_state import load_positions, positions
+from accel.comm.local import LocalCommunicator
+from accel.errors import CheckpointError
 
 
-@pytest.mark.parametrize("seedable", [False, True])
-def test_a_saved_state_has_the_order_of_the_pass_under_way(seedable: bool) -> None:
-    def make(seed: int) -> PreparedLoader:
-        loader = DataLoader(
-            range(20), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(seed)
-        )
-        return prepare_data_loader(loader, use_seedable_sampler=seedable)
+class Stateful:
+    """Stands for a loader that knows its position."""
 
-    loader = make(1)
-    values(loader)
-    seen = []
-    for batch in loader:
-        seen.append(batch.tolist())
-        if len(seen) == 2:
-            state = loader_state(loader)
-    following = values(loader)
-    resumed = make(2)
-    load_loader_state(resumed, state)
-    assert values(skip_first_batches(resumed, 2)) == seen[2:]
-    assert values(resumed) == following
+    def __init__(self) -> None:
+        self.loaded: object = None
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state
 
 
-def test_a_state_of_an_earlier_version_is_loaded() -> None:
-    generator = torch.Generator().manual_seed(8)
-    wanted = list(RandomSampler(range(12), generator=torch.Generator().manual_seed(8)))
-    old = {"epoch": 2, "samplers": [], "generators": [generator.get_state()]}
-    loader = prepare_data_loader(
-        DataLoader(range(12), batch_size=3, shuffle=True), num_processes=2, process_index=0
-    )
-    load_loader_state(loader, old)
-    assert loader.epoch == 2
-    assert flat(loader) == wanted[:3] + wanted[6:9]
+def test_only_loaders_that_know_their_position_have_one() -> None:
+    loaders = [[], Stateful()]
+    saved = positions(loaders)
+    assert saved == [None, {"read": 3}]
+    load_positions(LocalCommunicator(), loaders, saved)
+    assert loaders[1].loaded == {"read": 3}
 
 
-def test_another_data_set_in_the_place_of_the_saved_one_is_told() -> None:
-    state = loader_state(prepare_data_loader(DataLoader(range(12))))
-    with pytest.warns(UserWarning, match="over 9 samples"):
-        load_loader_state(prepare_data_loader(DataLoader(range(9))), state)
+@pytest.mark.parametrize("saved", [[], [None]])
+def test_a_position_that_was_not_saved_is_missed(saved: list[None]) -> None:
+    with pytest.raises(CheckpointError, match=r"data loader 0.*no position of it on rank 0"):
+        load_positions(LocalCommunicator(), [Stateful()], saved)

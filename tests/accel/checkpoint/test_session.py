@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.checkpoint import directory
+from accel.data.loaders import DataLoaderShard
 from accel.errors import CheckpointError, ConfigError
 from tests.accel.checkpoint.parts import automatic, build, equal
 from tests.helpers import reset_accel
@@ -194,7 +194,7 @@ def test_gradients_of_an_open_window_are_told_to_be_lost(
     assert told == [True, False]
 
 
-class Positioned(DataLoader[Any]):
+class Positioned(DataLoaderShard):
     """A loader that knows its position, as torchdata's do."""
 
     position = 3

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.checkpoint.optimizer_state import ParameterNames
+from accel.data.loaders import DataLoaderShard
 from accel.errors import CheckpointError
 from accel.rng import set_seed
 from tests.accel.strategies.training import (
@@ -129,7 +130,7 @@ def test_processes_of_one_replica_draw_the_same_after_any_state(tmp_path: Path) 
     assert len(set(map(tuple, drawn))) == 4
 
 
-class Positioned(DataLoader[Any]):
+class Positioned(DataLoaderShard):
     """A loader that knows its position, as torchdata's do."""
 
     def state_dict(self) -> dict[str, Any]:
