@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -59,10 +60,14 @@ def save(
 def save_to_path(value: Any, path: Path, safe: bool) -> None:
     """Write any object to a path, which is replaced atomically."""
     with directory.replacing(path) as partial:
-        if safe:
-            write_tensors(value, partial)
-        else:
-            torch.save(value, partial)
+        _write(value, partial, safe)
+
+
+def _write(value: Any, path: Path, safe: bool) -> None:
+    if safe:
+        write_tensors(value, path)
+    else:
+        torch.save(value, path)
 
 
 def save_to_file(value: Any, file: BinaryIO, safe: bool) -> None:
@@ -113,8 +118,9 @@ def export_model(
 ) -> None:
     """Write a model for use elsewhere: one file, or shards and the index that names them.
 
-    Each file is replaced atomically, the index last. Files of an earlier export in `folder` are
-    removed.
+    An earlier export in `folder` stays as it is until all files are written; then its own are
+    removed and the new ones take their names, the index last. One that is killed meanwhile is
+    refused where it is loaded: weights of two exports are never mixed.
 
     Args:
         state: the model's state dict.
@@ -132,20 +138,25 @@ def export_model(
     parts = shard(kept, limit)
     name, index = _names(safe)
     names = _shard_names(name, len(parts))
-    for target, part in zip(names, parts, strict=True):
-        # Names of one tensor lie in one file, whose metadata lists them.
-        named = part | {alias: part[own] for alias, own in aliases.items() if own in part}
-        save_to_path(named | extra if target == names[0] else named, root / target, safe)
-    _remove_stale(root, name, {*names})
-    if len(names) == 1:
-        (root / index).unlink(missing_ok=True)
-        return
-    where = {n: target for target, part in zip(names, parts, strict=True) for n in part}
-    if not safe:  # a pickle holds every name; safetensors hold one of those of tied weights
-        where |= {alias: where[own] for alias, own in aliases.items()}
-    total = sum(tensor.nbytes for tensor in kept.values())
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
-    directory.write_atomically(root / index, f"{text}\n".encode())
+    with contextlib.ExitStack() as renamed_on_exit:  # in reverse order
+        new = {
+            target: renamed_on_exit.enter_context(directory.replacing(root / target))
+            for target in ([index] if len(names) > 1 else []) + names
+        }
+        for target, part in zip(names, parts, strict=True):
+            # Names of one tensor lie in one file, whose metadata lists them.
+            named = part | {alias: part[own] for alias, own in aliases.items() if own in part}
+            _write(named | extra if target == names[0] else named, new[target], safe)
+        if len(names) > 1:
+            where = {n: target for target, part in zip(names, parts, strict=True) for n in part}
+            if not safe:  # a pickle holds every name; safetensors hold one of those of tied weights
+                where |= {alias: where[own] for alias, own in aliases.items()}
+            total = sum(tensor.nbytes for tensor in kept.values())
+            content = {"metadata": {"total_size": total}, "weight_map": where}
+            new[index].write_text(f"{json.dumps(content, indent=2)}\n")
+        for written in new.values():
+            directory.flush_file(written)
+        _remove_former(root, name, index, {*names})
 
 
 def _split(
@@ -174,9 +185,11 @@ def _shard_names(name: str, count: int) -> list[str]:
     return [f"{stem}-{i:05d}-of-{count:05d}{suffix}" for i in range(1, count + 1)]
 
 
-def _remove_stale(root: Path, name: str, current: set[str]) -> None:
+def _remove_former(root: Path, name: str, index: str, current: set[str]) -> None:
+    """Remove the index of an earlier export, and its files that are not about to be replaced."""
     stem, suffix = os.path.splitext(name)
     ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}")
+    (root / index).unlink(missing_ok=True)
     for path in root.iterdir():
         if ours.fullmatch(path.name) and path.name not in current:
             path.unlink()

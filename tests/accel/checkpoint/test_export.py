@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from safetensors.torch import load, load_file
 from torch import nn
 
 from accel.checkpoint import export
+from accel.checkpoint.load_weights import load_checkpoint_in_model
 from accel.checkpoint.serialization import read_tensors
 from accel.errors import CheckpointError, ConfigError
 
@@ -94,6 +98,36 @@ def test_an_export_leaves_nothing_of_an_earlier_one(tmp_path: Path) -> None:
     export.export_model(state(), tmp_path, max_shard_size=900)
     export.export_model(state(), tmp_path)
     assert names(tmp_path) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("sizes", [(900, 900), (900, 400), (900, "1GB"), ("1GB", 900)])
+@pytest.mark.parametrize("fails", ["writing", "renaming"])
+def test_an_export_that_is_cut_off_is_never_mixed_with_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[Any, Any], fails: str
+) -> None:
+    ones = {name: torch.ones(10, 10) for name in state()}
+    export.export_model(ones, tmp_path, max_shard_size=sizes[0])
+    module, function = (export, "write_tensors") if fails == "writing" else (os, "replace")
+    done, real = [], getattr(module, function)
+
+    def cut_off(*args: Any) -> None:
+        if len(done) == (0 if sizes[1] == "1GB" else 1):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(*args)
+        done.append(args)
+
+    monkeypatch.setattr(module, function, cut_off)
+    with pytest.raises(OSError, match="No space"):
+        export.export_model({n: 2 * w for n, w in ones.items()}, tmp_path, max_shard_size=sizes[1])
+    monkeypatch.undo()
+    assert not [path for path in names(tmp_path) if "partial" in path]
+    model = nn.ModuleDict({f"layer{i}": nn.Linear(10, 10, bias=False) for i in range(5)})
+    try:
+        load_checkpoint_in_model(model, tmp_path, strict=True)
+    except CheckpointError:
+        assert fails == "renaming"
+    else:
+        assert all(torch.equal(weight, ones["layer0.weight"]) for weight in model.parameters())
 
 
 def test_values_that_are_no_tensors_want_the_other_format(tmp_path: Path) -> None:
