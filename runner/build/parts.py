@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.checkpoint import directory as checkpoints
 from accel.env import Environment
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems
 from runner.build import environment
 from runner.build.factory import Factory, factory_of
 from runner.config import paths
@@ -79,7 +79,7 @@ def check_machine(recipe: Recipe) -> list[Problem]:
         lambda: _check_states_folder(recipe),
         lambda: filter_trackers(recipe.tracker.log_with, logging_dir=recipe.output_dir),
     )
-    problems: list[Problem] = []
+    problems = Problems()
     for attempt in checks:
         try:
             attempt()
@@ -163,7 +163,7 @@ def _check_clipping(recipe: Recipe) -> None:
 
 def check_factories(recipe: Recipe) -> list[Problem]:
     """Return what is wrong with the nodes that name factories."""
-    problems: list[Problem] = []
+    problems = Problems()
     found: dict[str, Factory] = {}
     for key, node, registry in nodes_of(recipe, problems):
         try:
@@ -175,9 +175,7 @@ def check_factories(recipe: Recipe) -> list[Problem]:
     for key in ("step", "data"):
         if getattr(recipe, key) is None:
             names = ", ".join(getattr(register, key).names())
-            problems.append(
-                Problem(f"{key}=null", "a run needs it", f"Choose {key}.name from: {names}.")
-            )
+            problems.add(f"{key}=null", "a run needs it", f"Choose {key}.name from: {names}.")
     if "step" in found:
         step = found["step"]
         problems += step_problems(recipe, step.label, signatures.read(step.function))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems
 from runner.builtin import limits
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
@@ -129,16 +129,12 @@ def _schedule(
     final: float,
     decay: Callable[[float], float],
 ) -> LambdaLR:
-    problems = []
+    problems = Problems()
     if warmup < 0:
-        problems.append(
-            Problem(f"scheduler.warmup={warmup}", "it is no negative number", "Set 0 for none.")
-        )
+        problems.add(f"scheduler.warmup={warmup}", "it is no negative number", "Set 0 for none.")
     if not 0 <= final <= 1:
-        problems.append(
-            Problem(f"scheduler.final={final}", "it is a fraction of the peak", "Set 0 to 1.")
-        )
-    ConfigError.raise_if(problems)
+        problems.add(f"scheduler.final={final}", "it is a fraction of the peak", "Set 0 to 1.")
+    problems.raise_if()
     warmup_steps = warmup * num_steps if warmup < 1 else warmup
     # A partial, not a lambda: it pickles, and leaves nothing in the scheduler's state, so that a
     # resumed run follows the schedule of its recipe.

@@ -25,7 +25,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems
 from runner.config import keys, paths, text_values
 from runner.config.schema import PLUGINS, Recipe
 from runner.config.serialization import to_plain
@@ -310,22 +310,22 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
         ConfigError: if a value is a range without steps or values, or would switch a group off.
     """
     choices: list[list[str]] = []
-    problems = []
+    problems = Problems()
     for override in parse(text_values.quoted(overrides)):
         line, key = str(override.input_line), override.get_key_element()
         if not override.is_sweep_override():
             choices.append([line])
         elif not override.is_discrete_sweep():
             rule = "the basic sweeper goes through lists of values"
-            problems.append(Problem(line, rule, f"Give {key}=a,b,c."))
+            problems.add(line, rule, f"Give {key}=a,b,c.")
         else:
             choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
             if not choices[-1]:
-                problems.append(Problem(line, "it has no values", f"Give {key}=a,b,c."))
+                problems.add(line, "it has no values", f"Give {key}=a,b,c.")
             elif override.key_or_group in groups() and f"{key}=null" in choices[-1]:
                 rule = "a sweep goes through the files of a group"
-                problems.append(Problem(line, rule, f"Start the job with {key}=null by itself."))
-    ConfigError.raise_if(problems)
+                problems.add(line, rule, f"Start the job with {key}=null by itself.")
+    problems.raise_if()
     return [list(job) for job in itertools.product(*choices)]
 
 

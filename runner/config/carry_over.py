@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accel.errors import Problem
+from accel.errors import Problem, Problems
 from runner.config.schema import PLUGINS
 
 # These say when one invocation stops; a resumed run does not inherit them.
@@ -106,7 +106,7 @@ def refusals(frozen: Mapping[str, Any], changed: Mapping[str, Any]) -> list[Prob
         frozen: the run's recipe as plain containers.
         changed: the recipe that it is to be resumed with.
     """
-    problems = []
+    problems = Problems()
     for key, before, after in differences(frozen, changed):
         found = verdict(key)
         # A scaler that the run has not had begins as the recipe says.
@@ -115,7 +115,7 @@ def refusals(frozen: Mapping[str, Any], changed: Mapping[str, Any]) -> list[Prob
             rule, remedy = (
                 text.format(key=key, before=before) for text in (found.rule, found.remedy)
             )
-            problems.append(Problem(f"{key}={after} with resume", rule, remedy))
+            problems.add(f"{key}={after} with resume", rule, remedy)
     return problems
 
 

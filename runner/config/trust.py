@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from accel import env
-from accel.errors import ConfigError, Problem, closest
+from accel.errors import ConfigError, Problem, Problems, closest
 from runner.config import paths
 
 VARIABLE = "RUNNER_IMPORTS"
@@ -63,19 +63,17 @@ def _table_imports(path: Path) -> list[str]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(Problem(str(path), f"it is no TOML: {error}", "Correct it.")) from error
     imports = table.get("imports", [])
-    problems = [
-        Problem(f"[tool.runner] {key} in {path}", "its one key is imports", 'imports = ["mypkg"]')
-        for key in sorted(set(table) - {"imports"})
-    ]
+    problems = Problems()
+    for key in sorted(set(table) - {"imports"}):
+        where = f"[tool.runner] {key} in {path}"
+        problems.add(where, "its one key is imports", 'imports = ["mypkg"]')
     if not isinstance(imports, list) or not all(isinstance(name, str) for name in imports):
-        problems.append(
-            Problem(
-                f"[tool.runner] imports = {imports!r} in {path}",
-                "it is a list of package names",
-                'Write imports = ["mypkg"].',
-            )
+        problems.add(
+            f"[tool.runner] imports = {imports!r} in {path}",
+            "it is a list of package names",
+            'Write imports = ["mypkg"].',
         )
-    ConfigError.raise_if(problems)
+    problems.raise_if()
     return list(imports)
 
 
@@ -85,11 +83,11 @@ def import_packages() -> None:
     Raises:
         ConfigError: naming every missing package, and where it is requested.
     """
-    problems = []
+    problems = Problems()
     for name, place in trusted().items():
         if not all(part.isidentifier() for part in name.split(".")):
             rule, remedy = "it is no name of a package", "Write the name that `import` takes."
-            problems.append(Problem(f"{name!r}, named by {place}", rule, remedy))
+            problems.add(f"{name!r}, named by {place}", rule, remedy)
             continue
         try:
             _import(name, f"{name!r}, named by {place}")
@@ -103,8 +101,8 @@ def import_packages() -> None:
             remedy = f"Install {error.name!r}" + (
                 ", or run from the folder that it lies in." if own else "."
             )
-            problems.append(Problem(f"{name!r}, named by {place}", rule, remedy))
-    ConfigError.raise_if(problems)
+            problems.add(f"{name!r}, named by {place}", rule, remedy)
+    problems.raise_if()
 
 
 def _import(module: str, value: str) -> types.ModuleType:

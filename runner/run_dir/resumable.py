@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.checkpoint import directory as checkpoints
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems
 from runner.config import carry_over, serialization
 from runner.config.schema import Recipe
 from runner.run_dir import directory, json_files, lock, transaction
@@ -151,7 +151,7 @@ def require_reach(run_dir: Path, checkpoint: Path, wanted: Recipe) -> None:
     """
     found = checkpoints.read_manifest(checkpoint).metadata
     step, epoch = found.get("step"), found.get("epoch")
-    trainer, problems = wanted.trainer, []
+    trainer, problems = wanted.trainer, Problems()
     within = bool(found.get("samples_in_epoch"))
     for key, limit, reached, beyond in (
         ("max_steps", trainer.max_steps, step, False),
@@ -161,8 +161,8 @@ def require_reach(run_dir: Path, checkpoint: Path, wanted: Recipe) -> None:
             rule = f"the run is at step {step}, epoch {epoch} completed: it continues from there"
             remedy = f"Give trainer.{key} at least {reached + beyond}, or leave it out."
             value = f"trainer.{key}={limit} with resume={str(run_dir)!r}"
-            problems.append(Problem(value, rule, remedy))
-    ConfigError.raise_if(problems)
+            problems.add(value, rule, remedy)
+    problems.raise_if()
 
 
 def _changed(run_dir: Path, wanted: Recipe) -> bool:

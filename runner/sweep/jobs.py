@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems
 from runner.config import habits
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, parent_watch
@@ -122,7 +122,7 @@ def _not_installed(overrides: Sequence[str]) -> list[Problem]:
     """Return the problems of launchers and sweepers that Hydra does not find here."""
     from runner.compose import diagnose, hydra_setup
 
-    problems = []
+    problems = Problems()
     for override in overrides:
         key, _, name = override.partition("=")
         kind = key.rpartition("/")[2]
@@ -139,7 +139,7 @@ def _not_installed(overrides: Sequence[str]) -> list[Problem]:
             continue
         if package is not None:
             remedy = f"Install its package: pip install {package}."
-        problems.append(Problem(override, rule, remedy))
+        problems.add(override, rule, remedy)
     return [*problems, *hydra_setup.hydra_problems(overrides)]
 
 
