@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel.errors import ConfigError, Problem, closest
-from runner.data.datasets import SPLITS, Data
+from runner.config.schema import SPLITS
+from runner.data.datasets import Data
 from runner.training.callback import Callback
 from runner.training.objective import Objective
 from runner.training.return_checks import shown

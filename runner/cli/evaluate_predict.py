@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.cli.arguments import CommandParser
-from runner.inference.session import SPLITS, Request, is_stream, measure, write_predictions
+from runner.config.schema import SPLITS
+from runner.inference.session import Request, is_stream, measure, write_predictions
 
 
 def main(command: str, arguments: Sequence[str]) -> int:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from accel.errors import ConfigError, Problem, nearest
+from accel.errors import ConfigError, Problem, closest, did_you_mean, nearest
 from runner.compose import conf_files, hydra_setup
 from runner.config import habits, keys, mistyped, paths
 from runner.config.schema import PLUGINS, Recipe
@@ -193,7 +193,7 @@ def _choice_problem(parsed: Override, override: str) -> Problem | None:
         meant = habits.option(group, option)
         if meant is not None and option not in known:
             rule = f"{group} is one of {', '.join(known)}"
-            return Problem(f"{group}={option}", rule, f"Did you mean {meant!r}?")
+            return Problem(f"{group}={option}", rule, did_you_mean(meant))
         if not isinstance(option, str):
             rule = f"{group}= takes the name of a file of conf/{group}"
             remedy = f"Choose one of {', '.join(known)}; set single values with {group}.key=…"
@@ -269,7 +269,7 @@ def _take_out(key: str, line: str, known: Sequence[str], config: DictConfig) -> 
     parent, _, leaf = key.rpartition(".")
     if key not in known:
         names = [name.rpartition(".")[2] for name in known if name.startswith(f"{parent}.")]
-        close = keys.closest(leaf, names)
+        close = closest(leaf, names)
         remedy = f"Did you mean '~{parent}.{close}'?" if close else "Leave it out."
         return [Problem(line, "there is no such key to take out", remedy)]
     OmegaConf.set_struct(config, False)

@@ -26,6 +26,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from accel.errors import ConfigError, Problem, Problems
+from runner.compose import conf_files
 from runner.config import keys, paths, text_values
 from runner.config.schema import PLUGINS, Recipe
 from runner.config.serialization import to_plain
@@ -115,13 +116,8 @@ def compose(overrides: Sequence[str], config_name: str = PRIMARY, number: int = 
         Exception: Hydra's and OmegaConf's own for anything else; `diagnose` translates them.
     """
     config = _compose(overrides, config_name)
-    ConfigError.raise_if(
-        [
-            *_shadowed(config.hydra),
-            *_forbidden_settings(config.hydra),
-            *_misread_texts(config.hydra, config_name),
-        ]
-    )
+    misread = _misread_texts(config.hydra, config_name)
+    ConfigError.raise_if([*_shadowed(), *_forbidden_settings(config.hydra), *misread])
     OmegaConf.set_struct(config, False)
     for node in _nodes_of_other_factories(config):
         others = [override for override in overrides if key_of(override) != node]
@@ -148,7 +144,7 @@ def _nodes_of_other_factories(config: DictConfig) -> list[str]:
     renamed = []
     for node in keys.FACTORY_NODES:
         chosen = config.hydra.runtime.choices.get(node)
-        own = _named(_file_of(config.hydra, node, chosen)) if chosen else (None, None)
+        own = _named(_file_of(node, chosen)) if chosen else (None, None)
         if any(own) and own != _named(config[node]):
             renamed.append(node)
     return renamed
@@ -160,28 +156,15 @@ def _missing_values(config: DictConfig) -> Iterator[tuple[str, str]]:
     The composed node has the schema's default there: OmegaConf merges no missing value over one.
     """
     for node, chosen in config.hydra.runtime.choices.items():
-        own = _file_of(config.hydra, node, chosen) if chosen and node in config else None
+        own = _file_of(node, chosen) if chosen and node in config else None
         for name in own if isinstance(own, DictConfig) else ():
             if OmegaConf.is_missing(own, name) and config[node][name] is None:
                 yield node, str(name)
 
 
-def _file_of(hydra: DictConfig, group: str, option: str) -> Any:
-    """Return the content of a group's file, from the first folder that has it."""
-    path = _path_of(hydra, group, option)
+def _file_of(group: str, option: str) -> object:
+    path = conf_files.file_of(f"{group}/{option}")
     return None if path is None else OmegaConf.load(path)
-
-
-def _folders(hydra: DictConfig) -> list[Path]:
-    """Return the folders that files are read from, in Hydra's order."""
-    sources = hydra.runtime.config_sources
-    return [Path(source.path) for source in sources if source.schema == "file"]
-
-
-def _path_of(hydra: DictConfig, group: str, option: str) -> Path | None:
-    """Return the file of a group; group "" has the primary files."""
-    found = (folder / group / f"{option}.yaml" for folder in _folders(hydra))
-    return next((path for path in found if path.is_file()), None)
 
 
 def _named(node: object) -> tuple[object, object]:
@@ -190,7 +173,7 @@ def _named(node: object) -> tuple[object, object]:
     )
 
 
-def plain(config: DictConfig) -> dict[str, Any]:
+def plain(config: DictConfig) -> dict[str, object]:
     """Return a composed recipe as plain containers, interpolations resolved."""
     content = to_plain(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
     return dict(content)
@@ -385,16 +368,16 @@ def _misread_texts(hydra: DictConfig, config_name: str) -> Iterator[Problem]:
     """Yield text values of the user's chosen files that YAML reads as something else."""
     chosen = [(group, str(option)) for group, option in hydra.runtime.choices.items() if option]
     for group, option in [("", config_name), *chosen]:
-        path = _path_of(hydra, group, option)
+        path = conf_files.file_of(f"{group}/{option}" if group else option)
         if path is not None and not path.is_relative_to(paths.conf_folder()):
             is_global = "@package _global_" in path.read_text(encoding="utf-8") or not group
             yield from text_values.problems_of(path, "" if is_global else f"{group}.")
 
 
-def _shadowed(hydra: DictConfig) -> Iterator[Problem]:
+def _shadowed() -> Iterator[Problem]:
     """Yield files of the user's that would never be read, since an earlier folder has that name."""
     seen: dict[str, Path] = {}
-    for folder in _folders(hydra):
+    for folder in conf_files.folders():
         for path in sorted(folder.rglob("*.yaml")) if folder.is_dir() else ():
             name = path.relative_to(folder).as_posix()
             first = seen.setdefault(name, path)

@@ -56,10 +56,8 @@ def _value_of(word: str, following: Sequence[str]) -> tuple[str, int] | None:
 
 def no_switch(key: str, value: object) -> bool:
     """Return whether a number other than 0 and 1 was given for a key that is true or false."""
-    hint = keys.hint_of(key)
-    is_switch = hint is bool or hint == (bool | None)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_switch and number and value not in (0, 1)
+    return number and value not in (0, 1) and keys.is_switch(key)
 
 
 def switches(values: Mapping[str, object]) -> Iterator[Problem]:

@@ -26,7 +26,7 @@ from accel.config.training import (
     TorchDynamoPlugin,
 )
 from accel.enums import LoggerType, PrecisionType, RNGType
-from accel.errors import ConfigError, Problem, Problems, nearest
+from accel.errors import ConfigError, Problem, Problems, did_you_mean, nearest
 from accel.planning.spec import PluginSpec
 from accel.planning.strategy import conflicts
 from accel.strategies.table import plugins
@@ -35,6 +35,7 @@ from runner.config.durations import parse_duration
 
 DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu")
 SEEDS = 2**32  # NumPy takes no larger ones
+SPLITS = ("train", "validation", "test")  # the data sets of a run: fields of `runner.Data`
 
 
 def check_each(owner: object, name: str, known: list[str], problems: Problems) -> None:
@@ -108,7 +109,7 @@ class Precision:
         meant = habits.option("precision", self.mode)
         if meant is not None:
             rule = f"it is one of {', '.join(PrecisionType.list())}"
-            problems.add(f"Precision.mode={self.mode!r}", rule, f"Did you mean {meant!r}?")
+            problems.add(f"Precision.mode={self.mode!r}", rule, did_you_mean(meant))
         else:
             check_choice(self, "mode", PrecisionType.list(), problems)
         problems.raise_if()

@@ -15,8 +15,8 @@ from accel.data.prepare import prepare_data_loader, prepare_for
 from accel.data.samplers import mix_seeds
 from accel.errors import ConfigError, Problem, Problems
 from runner.config.batch_plan import BatchPlan, limited, plan_batches
+from runner.config.schema import SPLITS
 from runner.data.datasets import (
-    SPLITS,
     Data,
     SeededDataset,
     SeededStream,

@@ -30,7 +30,6 @@ from runner.data import user_code
 
 # NumPy's global generator takes seeds of 32 bits.
 _NUMPY_SEEDS = 1 << 32
-SPLITS = ("train", "validation", "test")  # the fields of `Data` that are data sets
 
 
 @dataclass

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from runner.data.batches import EvalBatches
     from runner.training.step import Step
 
-SPLITS = ("train", "validation", "test")
 MEASURED = ("validation", "test")
 # Keys that change nothing of an evaluation or a prediction: what only training reads. A strategy is
 # switched off: checkpoints hold full tensors.
@@ -111,18 +110,15 @@ def write_predictions(request: Request) -> int:
         with _opened(output, output) as file:
             return _write_lines(request, file)
     output = Path(os.path.realpath(output))  # a link stays one
-    partial = output.parent / f".{output.name}.partial"
     from accel.checkpoint import directory as checkpoints
     from accel.checkpoint import disk_space
 
-    try:
-        with disk_space.told("the predictions", output.parent):
-            with _opened(partial, output) as file:
-                count = _write_lines(request, file)
-            checkpoints.replace_file(partial, output)
-    finally:
-        partial.unlink(missing_ok=True)
-    return count
+    with (
+        disk_space.told("the predictions", output.parent),
+        checkpoints.replacing(output) as partial,
+        _opened(partial, output) as file,
+    ):
+        return _write_lines(request, file)
 
 
 def _write_lines(request: Request, file: TextIO) -> int:
@@ -141,7 +137,7 @@ def is_stream(output: Path) -> bool:
 
 
 def _require_output(output: Path | None) -> Path:
-    if output is None or not output.parent.is_dir():
+    if output is None or not output.parent.is_dir() or output.is_dir():
         rule = "predictions are written to a file in a folder that exists"
         raise ConfigError(Problem(f"--output {output}", rule, "Give --output predictions.jsonl."))
     return output
@@ -150,8 +146,6 @@ def _require_output(output: Path | None) -> Path:
 def _opened(partial: Path, output: Path) -> TextIO:
     """Open the file that predictions are written to, before anything is computed."""
     try:
-        if output.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if output.exists() and not output.is_file() and not is_stream(output):
             raise OSError(errno.EINVAL, "it is neither a file nor a pipe")
         return partial.open("w", encoding="utf-8")

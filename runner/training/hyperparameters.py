@@ -13,8 +13,8 @@ from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import ConfigError, Problem
+from runner.config.schema import SPLITS
 from runner.config.serialization import to_plain
-from runner.data.datasets import SPLITS
 from runner.training.schedule_state import ScheduleState, is_replayed, state_of
 from runner.training.summary import num_samples
 
