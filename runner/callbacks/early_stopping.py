@@ -87,7 +87,7 @@ class EarlyStopping(Callback):
                 else f"{self.monitor} was not a number in {self.num_waited} evaluations"
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the best value, its metric, and the evaluations since then."""
         return {
             **{"best": self.best, "num_waited": self.num_waited, "step": self._step},

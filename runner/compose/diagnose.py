@@ -136,7 +136,9 @@ def explain(
     return config, problems or translate(error, config_name)
 
 
-def applied(overrides: Sequence[str], plain: Mapping[str, Any]) -> tuple[DictConfig, list[Problem]]:
+def applied(
+    overrides: Sequence[str], plain: Mapping[str, object]
+) -> tuple[DictConfig, list[Problem]]:
     """Set values in a recipe, inside a session.
 
     Args:

@@ -268,9 +268,10 @@ def probes(overrides: Sequence[str]) -> list[list[str]]:
             key = override.get_key_element()
             values.append([f"{key}={value}" for value in override.sweep_string_iterator()])
         else:
-            start: Any = getattr(override.value(), "start", None)
-            is_integer = isinstance(start, float) and start.is_integer()
-            values.append([f"{override.get_key_element()}={int(start) if is_integer else start}"])
+            start = getattr(override.value(), "start", None)
+            if isinstance(start, float) and start.is_integer():
+                start = int(start)
+            values.append([f"{override.get_key_element()}={start}"])
     first = [found[0] for found in values]
     others = [
         [*first[:index], value, *first[index + 1 :]]

@@ -22,7 +22,7 @@ CALLABLES = (
 )
 
 
-def from_plain(plain: Mapping[str, Any]) -> Recipe:
+def from_plain(plain: Mapping[str, object]) -> Recipe:
     """Build a recipe from plain containers whose types are right.
 
     Args:
@@ -36,7 +36,7 @@ def from_plain(plain: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
-def examine(plain: Mapping[str, Any]) -> tuple[Recipe, list[Problem]]:
+def examine(plain: Mapping[str, object]) -> tuple[Recipe, list[Problem]]:
     """Build as much of a recipe as possible, and return the problems of the rest.
 
     Returns:
@@ -52,8 +52,8 @@ def examine(plain: Mapping[str, Any]) -> tuple[Recipe, list[Problem]]:
     return recipe, problems
 
 
-def _distrust(plain: Mapping[str, Any], key: str) -> Problem | None:
-    node: Any = plain
+def _distrust(plain: Mapping[str, object], key: str) -> Problem | None:
+    node: object = plain
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
     try:
@@ -66,7 +66,7 @@ def _distrust(plain: Mapping[str, Any], key: str) -> Problem | None:
 
 def _node(
     kind: type[Node],
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     prefix: str,
     problems: list[Problem],
     known: list[str],
@@ -95,7 +95,7 @@ def _node(
         return fallback
 
 
-def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
+def _first_leaf(key: str, value: object) -> tuple[str, object]:
     while isinstance(value, Mapping) and value:
         name, value = next(iter(value.items()))
         key = f"{key}.{name}"
@@ -126,16 +126,14 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def frozen_plain(recipe: Recipe) -> dict[str, Any]:
+def frozen_plain(recipe: Recipe) -> dict[str, object]:
     """Return a recipe as it is frozen with a run.
 
     The content of a file that a plugin names goes into it: the file may change, and the run may
     be resumed from another directory, where strategies that it does not use may not be installed.
     """
-    given: dict[str, Any] = to_plain(recipe)
-    plain = {
-        key: node for key, node in given.items() if key in recipe.plugins or key not in PLUGINS
-    }
+    off = PLUGINS.keys() - recipe.plugins.keys()
+    plain = {key: node for key, node in to_plain(recipe).items() if key not in off}
     for name, plugin in recipe.plugins.items():
         fields = PLUGINS[name].frozen_fields
         if fields is not None:
@@ -143,14 +141,14 @@ def frozen_plain(recipe: Recipe) -> dict[str, Any]:
     return plain
 
 
-def yaml_text(plain: Any) -> str:
+def yaml_text(plain: dict[str, object] | list[str]) -> str:
     """Return plain containers as YAML that reads back as the same."""
     from omegaconf import OmegaConf
 
     return str(OmegaConf.to_yaml(OmegaConf.create(plain)))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, object]:
     """Return a frozen recipe as plain containers, checked against the types of the schema.
 
     Raises:
@@ -162,7 +160,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(_invalid_recipe(path, error)) from error
 
 
-def parse_yaml(text: str, path: Path) -> dict[str, Any]:
+def parse_yaml(text: str, path: Path) -> dict[str, object]:
     """Return a frozen recipe as plain containers, checked against the types of the schema.
 
     Args:

@@ -15,12 +15,11 @@ import importlib.util
 import sys
 import tomllib
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from accel import env
-from accel.errors import ConfigError, Problem, Problems, closest
+from accel.errors import ConfigError, Problem, Problems, closest, did_you_mean
 from runner.config import paths
 
 VARIABLE = "RUNNER_IMPORTS"
@@ -172,7 +171,7 @@ def _how_to_trust(package: str) -> str:
     )
 
 
-def resolve(name: str, key: str) -> Any:
+def resolve(name: str, key: str) -> Callable[..., object]:
     """Import an object that a recipe names, if both the name and the object are trusted.
 
     Args:
@@ -211,7 +210,7 @@ def _defining_name(found: object) -> str | None:
     return f"{module}.{name}"
 
 
-def _locate(name: str, key: str) -> Any:
+def _locate(name: str, key: str) -> object:
     """Import the longest module that `name` starts with, and follow the rest as attributes."""
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
@@ -234,12 +233,12 @@ def _locate(name: str, key: str) -> Any:
     )
 
 
-def _attribute(found: Any, parts: list[str], name: str, key: str) -> Any:
+def _attribute(found: object, parts: list[str], name: str, key: str) -> object:
     for part in parts:
         if not hasattr(found, part):
             place = getattr(found, "__name__", str(found))
             close = closest(part, _public(found))
-            remedy = f"Did you mean {close!r}?" if close else "Name one that is there."
+            remedy = did_you_mean(close) if close else "Name one that is there."
             raise ConfigError(Problem(f"{key}={name}", f"{place} has no {part!r}", remedy))
         found = getattr(found, part)
     return found

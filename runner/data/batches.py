@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,7 +97,7 @@ class TrainBatches:
             multiple=plan.round_size if plan.dp_size > 1 else 1,
         )
 
-    def epoch(self, epoch: int, skip_steps: int = 0) -> Iterator[Window]:
+    def epoch(self, epoch: int, skip_steps: int = 0) -> Generator[Window, None, None]:
         """Yield the windows of an epoch, each with all its micro-batches fetched.
 
         Args:
@@ -115,7 +115,7 @@ class TrainBatches:
 
     # -- map-style data ------------------------------------------------------------------------
 
-    def _map_epoch(self, skip_steps: int) -> Iterator[Window]:
+    def _map_epoch(self, skip_steps: int) -> Generator[Window, None, None]:
         total, window = self._sampler.num_samples, self.plan.global_batch
         self._sampler.start = skip_steps
         batches = iter(self.loader)
@@ -144,7 +144,7 @@ class TrainBatches:
 
     # -- streams -------------------------------------------------------------------------------
 
-    def _stream_epoch(self, skip_steps: int) -> Iterator[Window]:
+    def _stream_epoch(self, skip_steps: int) -> Generator[Window, None, None]:
         self._stream.skip = skipped = skip_steps * self.plan.global_batch
         if skipped:
             logger.warning("A stream is resumed by reading its first %d samples again.", skipped)

@@ -155,7 +155,7 @@ def _opened(partial: Path, output: Path) -> TextIO:
         raise ConfigError(Problem(f"--output {output}", rule, remedy)) from error
 
 
-def _predictions(session: Session) -> Iterator[dict[str, Any]]:
+def _predictions(session: Session) -> Iterator[dict[str, object]]:
     """Yield the prediction of each sample."""
     import torch
 

@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from accel.checkpoint import directory as checkpoints
 from accel.errors import ConfigError, Problem, Problems
@@ -172,7 +171,7 @@ def _changed(run_dir: Path, wanted: Recipe) -> bool:
 
 def _differences(
     run_dir: Path, wanted: Recipe, but_for: Sequence[tuple[str, ...]]
-) -> list[tuple[str, Any, Any]]:
+) -> list[tuple[str, object, object]]:
     job, plain = Job.read(run_dir)
     here = carry_over.same_places(plain, job.cwd, serialization.frozen_plain(wanted))
     return carry_over.differences(plain, here, but_for)
@@ -190,7 +189,7 @@ def mark_incomplete(run_dir: Path, folder: Path) -> None:
         json_files.write_json(folder / json_files.SUMMARY, {**summary, "complete": False})
 
 
-def _summary(run_dir: Path) -> Mapping[str, Any]:
+def _summary(run_dir: Path) -> Mapping[str, object]:
     path = run_dir / json_files.SUMMARY
     try:
         content = transaction.read(run_dir, json_files.SUMMARY)

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel.errors import ConfigError, Problem, Problems
 from runner.config import habits
@@ -294,7 +294,7 @@ def objective(run_dir: Path) -> float | None:
     """Return the best value of a run's monitored validation metric, else its last; None: none."""
     from runner.run_dir.json_files import SUMMARY
 
-    summary: dict[str, Any] = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
+    summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
     if summary["best"] is not None:
         return float(summary["best"]["value"])
     value = summary["metrics"].get("validation", {}).get(summary["monitor"])

@@ -30,9 +30,9 @@ OWN = "recipe"  # the runner's own part, which checkpoints of earlier versions l
 class Stateful(Protocol):
     """An object with state: schedulers, callbacks, counters."""
 
-    def state_dict(self) -> Mapping[str, Any]: ...
+    def state_dict(self) -> Mapping[str, object]: ...
 
-    def load_state_dict(self, state: Any) -> Any: ...
+    def load_state_dict(self, state: Any) -> object: ...
 
 
 class RunState:
@@ -49,11 +49,11 @@ class RunState:
         self.added: list[str] = []
         self.dropped: list[str] = []
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the state of each part."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore each part that has a state; `added` and `dropped` then name the others."""
         self.added = sorted(self.parts.keys() - state.keys() - {OWN})
         self.dropped = sorted(state.keys() - self.parts.keys())
@@ -202,7 +202,7 @@ class Saver:
             and state.epoch % settings.every_epochs == 0
         )
 
-    def save(self, metadata: Mapping[str, Any]) -> str:
+    def save(self, metadata: Mapping[str, object]) -> str:
         """Write a checkpoint; return its path. Every process must call this together.
 
         Raises:
@@ -223,7 +223,7 @@ class Saver:
         self.saved_step = self._state.step
         return self.last
 
-    def _known_best(self, metric: str) -> dict[str, Any] | None:
+    def _known_best(self, metric: object) -> dict[str, object] | None:
         """Return the best state so far, for a checkpoint; None: the run keeps none."""
         step, value = self._state.best_step, self._state.best
         if step is None or not self._settings.save_best:

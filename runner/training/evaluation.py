@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -44,7 +44,7 @@ def monitored_value(
 def evaluate(
     accelerator: Accelerator,
     step: Step,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     on_batch: Callable[[int], bool] = lambda index: False,
     num_samples: int | None = None,
 ) -> dict[str, float]:
@@ -79,7 +79,7 @@ def evaluate(
 def _measure(
     accelerator: Accelerator,
     step: Step,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     on_batch: Callable[[int], bool],
 ) -> dict[str, torch.Tensor]:
     """Return each value of all samples: [N, ...]."""

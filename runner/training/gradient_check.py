@@ -92,9 +92,9 @@ def _require_equal(
         raise ConfigError(Problem(value, CONTRACT, REMEDY))
 
 
-def _samples(loop: Run) -> list[Any]:
+def _samples(loop: Run) -> list[object]:
     """Return the first samples of the training data, an even number of them."""
-    dataset: Any = loop.data.train
+    dataset = loop.data.train
     count = min(loop.plan.global_batch, MOST_SAMPLES)
     count = max(2, count - count % 2)
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
@@ -131,7 +131,7 @@ def _restored(loop: Run) -> Iterator[None]:
 
 
 def _gradients(
-    loop: Run, batches: list[Any], num_samples: int, seed: int
+    loop: Run, batches: list[object], num_samples: int, seed: int
 ) -> list[list[torch.Tensor]]:
     """Return the gradients that each call of an optimizer's step would have used."""
     accelerator = loop.accelerator
@@ -157,7 +157,7 @@ def _gradients(
 def _recorded(optimizer: Any, seen: list[list[torch.Tensor]]) -> Iterator[None]:
     """Note the gradients of an optimizer where it would update its parameters."""
 
-    def step(*arguments: Any, **named: Any) -> None:
+    def step(*arguments: object, **named: object) -> None:
         flat = (parameter for group in optimizer.param_groups for parameter in group["params"])
         seen.append([p.grad.detach().clone() for p in flat if p.grad is not None])
 

@@ -19,6 +19,10 @@ from runner.training.schedule_state import ScheduleState, is_replayed, state_of
 from runner.training.summary import num_samples
 
 if TYPE_CHECKING:
+    from torch.amp import GradScaler
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
     from accel.config.handlers import GradScalerKwargs
     from runner.config.schema import Recipe
     from runner.data.datasets import Data
@@ -61,7 +65,7 @@ class Hyperparameters:
         self.now: dict[str, Any] = {
             "options": self.built,
             "schedule": to_plain([recipe.scheduler, recipe.step, total_steps]),
-            "samples": {split: _size(getattr(data, split)) for split in SPLITS},
+            "samples": {split: num_samples(getattr(data, split)) for split in SPLITS},
             "monitored": list(monitored),
             "measured": to_plain(
                 [recipe.data, recipe.objective, recipe.trainer.limit_eval_batches]
@@ -69,10 +73,10 @@ class Hyperparameters:
         }
         self.saved: dict[str, Any] | None = None
         self._scheduled: dict[str, Groups] = {}
-        self._schedules: dict[str, Any] = {}
+        self._schedules: dict[str, dict[str, object]] = {}
         self.parts: dict[str, ScheduleState] = {}
 
-    def scheduled(self, step: Step, schedulers: Mapping[str, Any]) -> None:
+    def scheduled(self, step: Step, schedulers: Mapping[str, LRScheduler]) -> None:
         """Record the options and schedules as they are before the first step."""
         self._scheduled = {
             name: _options(optimizer.param_groups) for name, optimizer in step.optimizers.items()
@@ -89,7 +93,7 @@ class Hyperparameters:
         name = part.removeprefix("scheduler.")
         return self.saved is not None and name != part and name in self._schedules
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the hyperparameters of the recipe, as plain values."""
         return self.now
 
@@ -123,7 +127,7 @@ class Hyperparameters:
                     f"The schedule of {name!r} monitored another metric: its best value is reset."
                 )
 
-    def apply(self, step: Step, schedulers: Mapping[str, Any], num_steps: int) -> None:
+    def apply(self, step: Step, schedulers: Mapping[str, LRScheduler], num_steps: int) -> None:
         """Apply changes of the recipe since the checkpoint to the restored state.
 
         Args:
@@ -160,7 +164,12 @@ class Hyperparameters:
                 self._set_rates(name, optimizer, scheduler, before, num_steps)
 
     def _set_rates(
-        self, name: str, optimizer: Any, scheduler: Any, before: Groups, num_steps: int
+        self,
+        name: str,
+        optimizer: Optimizer,
+        scheduler: Any,
+        before: Groups,
+        num_steps: int,
     ) -> None:
         """Give an optimizer the rates that it has after `num_steps` under the recipe of now."""
         groups = optimizer.param_groups
@@ -250,7 +259,7 @@ def limit_problems(stop_after: int | None, step: int) -> list[Problem]:
     return [Problem(value, rule, "Give a later step, or leave it out.")]
 
 
-def set_scaler(scaler: Any, settings: GradScalerKwargs) -> None:
+def set_scaler(scaler: GradScaler | None, settings: GradScalerKwargs) -> None:
     """Give a restored gradient scaler the constants of the recipe; its scale is kept.
 
     Args:
@@ -264,7 +273,7 @@ def set_scaler(scaler: Any, settings: GradScalerKwargs) -> None:
     scaler.set_growth_interval(settings.growth_interval)
 
 
-def _options(groups: list[dict[str, Any]]) -> Groups:
+def _options(groups: Groups) -> Groups:
     """Return the options of parameter groups that are plain values."""
     found = []
     for group in groups:
@@ -285,7 +294,7 @@ def _plain(value: Any) -> object:
     return value if value is None or isinstance(value, (bool, int, float, str)) else _UNKNOWN
 
 
-def _as_type_of(present: Any, value: Any) -> Any:
+def _as_type_of(present: object, value: object) -> object:
     """Return a plain value in the type that the group has it in."""
     if hasattr(present, "fill_"):  # a rate on the device: kernels hold on to it
         return present.fill_(value)
@@ -315,10 +324,6 @@ def _incompatible_options(changed: list[set[str]], before: Groups, now: Groups) 
 def _are_numbers(*values: object) -> bool:
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
     return all(isinstance(item, Number) and not isinstance(item, bool) for item in flat)
-
-
-def _size(dataset: object) -> int | None:
-    return None if dataset is None else num_samples(dataset)
 
 
 def _size_text(size: int | None) -> str:

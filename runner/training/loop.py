@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,6 +36,9 @@ from runner.training.train_log import TrainLog
 from runner.training.validation import Evaluations
 
 if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.profiler import profile
+
     from accel import Accelerator
     from runner.config.batch_plan import BatchPlan
     from runner.config.schema import Recipe
@@ -102,8 +105,8 @@ class Loop:
         self.state = TrainState()
         self.stopped: Stop | None = None
         self.metrics: dict[str, dict[str, float]] = {}
-        self.schedulers: dict[str, Any] = {}
-        self.results: dict[str, Any] = {}
+        self.schedulers: Mapping[str, LRScheduler] = {}
+        self.results: dict[str, object] = {}
         self.rows: list[tuple[str, str]] = []
         self.meter = StepMeter(accelerator.comm)
         self.watch = Stopwatch()
@@ -145,7 +148,7 @@ class Loop:
 
     # -- the run ---------------------------------------------------------------------------
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, object]:
         """Train until the end and return the content of `summary.json`.
 
         Its `stopped` names why the run ended: max_steps, epochs, max_time or callback when it is
@@ -174,11 +177,11 @@ class Loop:
             while self.stopped is None:
                 self._train_epoch(profiler)
 
-    def _train_epoch(self, profiler: Any) -> None:
+    def _train_epoch(self, profiler: profile | None) -> None:
         """Train to the end of the epoch under way, or to a stop within it."""
         state = self.state
         before, skipped = state.step, state.step_in_epoch
-        windows: Any = self._prepared.train_batches.epoch(state.epoch, skip_steps=skipped)
+        windows = self._prepared.train_batches.epoch(state.epoch, skip_steps=skipped)
         with contextlib.closing(windows):
             for window, last in with_last(windows, skipped, self.plan.steps_per_epoch):
                 self._train_step(window)
@@ -290,7 +293,7 @@ class Loop:
         self._mark_best()  # the resumed state may have been evaluated here for the first time
         self.recorder.begin()
 
-    def _notify(self, event: str, *values: Any) -> None:
+    def _notify(self, event: str, *values: object) -> None:
         """Call `event` of the callbacks that define it, with the random generators preserved."""
         for callback in self.callbacks.values():
             if getattr(type(callback), event) is not getattr(Callback, event):
@@ -356,7 +359,7 @@ class Loop:
 
     # -- the end ---------------------------------------------------------------------------
 
-    def _finish(self) -> dict[str, Any]:
+    def _finish(self) -> dict[str, object]:
         """Evaluate and save where due, test the best state, and write the summary."""
         if not self._begun:  # there was no step to make
             self._begin()

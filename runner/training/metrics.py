@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -95,13 +95,13 @@ class StepMeter:
         """Whether nothing was added since the last `take`."""
         return not self._waiting and not self._read
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, list[float]]:
         """Return the values that the next log point averages, after `drain`."""
         if self._waiting:
             raise CheckpointError("StepMeter.state_dict before drain: values are on the device.")
         return {name: list(values) for name, values in self._read.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Iterable[float]]) -> None:
         """Restore a state of `state_dict`."""
         self._waiting.clear()
         self._read = {name: list(values) for name, values in state.items()}

@@ -22,7 +22,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -43,6 +43,7 @@ STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
 )
 # Names the signals that torch's agent handles; set only in the process of the agent.
+Handler = Callable[[int, FrameType | None], object] | int | None
 TORCHS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
@@ -154,7 +155,7 @@ class StopFlag:
             finally:
                 self._hears_interrupts = False
 
-    def _install(self, before: Mapping[signal.Signals, Any]) -> None:
+    def _install(self, before: Mapping[signal.Signals, Handler]) -> None:
         """Set handlers that note a signal and then call those of `before`."""
         owner = os.getpid()
 
@@ -239,7 +240,7 @@ def unblock_signals(numbers: Sequence[int]) -> None:
 
 
 @contextmanager
-def handlers_restored(numbers: Iterable[signal.Signals]) -> Iterator[dict[signal.Signals, Any]]:
+def handlers_restored(numbers: Iterable[signal.Signals]) -> Iterator[dict[signal.Signals, Handler]]:
     """Restore the handlers of `numbers` after the context, which gets them by signal."""
     before = {number: signal.getsignal(number) for number in numbers}
     try:

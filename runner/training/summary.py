@@ -171,7 +171,7 @@ def length_line(loop: Run) -> str:
     return line if total == unlimited else f"{total} (of {line})"
 
 
-def summary_of(loop: Run) -> dict[str, Any]:
+def summary_of(loop: Run) -> dict[str, object]:
     """Return the content of `summary.json`."""
     state, stopped = loop.state, loop.stopped
     best = None
