@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel.checkpoint import directory as checkpoints
 from accel.env import Environment
@@ -24,6 +24,8 @@ from runner.factories.registry import register
 from runner.run_dir import directory
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from runner.compose.composition import Examined
     from runner.config.batch_plan import BatchPlan
     from runner.data.datasets import Data
@@ -196,7 +198,9 @@ def try_factories(recipe: Recipe) -> list[Problem]:
     ]
 
 
-def build_parts(recipe: Recipe, around_model: AbstractContextManager[Any] | None = None) -> Parts:
+def build_parts(
+    recipe: Recipe, around_model: AbstractContextManager[object] | None = None
+) -> Parts:
     """Build the step with its models and optimizers, the data sets and the callbacks.
 
     The weights are drawn from torch's generator: seed it first.
@@ -223,7 +227,7 @@ def build_data(recipe: Recipe) -> Data:
     return _part(recipe, "data")()
 
 
-def build_step(recipe: Recipe, around_model: AbstractContextManager[Any] | None = None) -> Step:
+def build_step(recipe: Recipe, around_model: AbstractContextManager[object] | None = None) -> Step:
     """Build the step with its models and optimizers.
 
     Args:
@@ -242,7 +246,7 @@ def build_step(recipe: Recipe, around_model: AbstractContextManager[Any] | None 
     return step(**parts)
 
 
-def _step_part(recipe: Recipe, key: str) -> Any:
+def _step_part(recipe: Recipe, key: str) -> object:
     """Return what the parameter `key` of a step's constructor receives."""
     from runner.build import factory_results
 
@@ -266,11 +270,11 @@ def _is_supervised(recipe: Recipe) -> bool:
     return isinstance(function, type) and issubclass(function, SupervisedStep)
 
 
-def _of_parameters(factory: Factory, model: Any) -> Any:
+def _of_parameters(factory: Factory, model: Module) -> object:
     return factory(model.parameters())
 
 
-def _without_steps(factory: Factory, optimizer: Any, num_steps: int) -> Any:
+def _without_steps(factory: Factory, optimizer: object, num_steps: int) -> object:
     return factory(optimizer)
 
 

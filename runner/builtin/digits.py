@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -207,12 +206,12 @@ class Classification(Objective):
         limits.check("objective", label_smoothing=(label_smoothing, 0, 1))
         self.label_smoothing = label_smoothing
 
-    def losses(self, model: nn.Module, batch: Any) -> Tensor:
+    def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return the cross-entropy of each sample, in nats: [B]."""
         inputs, labels = batch
         return self._cross_entropy(model(inputs), labels)
 
-    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+    def evaluate(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mapping[str, Tensor]:
         """Return loss, weight and whether the likeliest class is right: each [B]."""
         inputs, labels = batch
         logits = model(inputs)
@@ -227,7 +226,7 @@ class Classification(Objective):
         """Return the mean loss in nats and the accuracy in [0, 1]."""
         return super().summarize(values) | {"accuracy": float(values["correct"].double().mean())}
 
-    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """Return the likeliest class [B] and the probability of each [B, C]."""
         probabilities = torch.softmax(model(batch[0]).float(), dim=1)
         return {"label": probabilities.argmax(dim=1), "probabilities": probabilities}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -65,7 +64,7 @@ def _check_betas(betas: Sequence[float]) -> None:
 
 def decay_groups(
     parameters: Sequence[torch.nn.Parameter], weight_decay: float
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return one group of the parameters of 2 and more dims, decayed, and one of the others.
 
     A group without parameters is dropped.

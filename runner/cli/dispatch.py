@@ -138,7 +138,7 @@ def _show(overrides: Sequence[str], config_name: str, package: str | None) -> in
         examined, _ = _examine(overrides, config_name)
     _require_names([examined], _import_packages_named(examined.recipe))
     recipe = composition.require(examined)
-    shown: Any = OmegaConf.create(composition.to_yaml(recipe))
+    shown = OmegaConf.create(composition.to_yaml(recipe))
     if package is not None:
         content: Any = OmegaConf.to_container(shown)
         known = keys.known_keys(content)

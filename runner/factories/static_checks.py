@@ -21,7 +21,7 @@ from runner.factories.registry import Registry
 from runner.factories.signatures import Signature
 from runner.factories.source_text import Module
 
-TYPES: dict[str, Any] = {
+TYPES: dict[str, object] = {
     **{kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict)},
     **{"None": None, "Sequence": Sequence, "Mapping": Mapping, "Callable": Callable, "Any": Any},
     **{"Optional": typing.Optional, "Union": typing.Union, "Literal": typing.Literal},
@@ -49,7 +49,7 @@ def unknown(recipe: Recipe) -> bool:
     )
 
 
-def _problems(recipe: Recipe, key: str, node: Any, registry: Registry) -> list[Problem]:
+def _problems(recipe: Recipe, key: str, node: object, registry: Registry) -> list[Problem]:
     name, target, arguments = nodes.name_and_arguments(key, node, registry)
     if target is not None:
         distrusted = trust.distrust(target, f"{key}._target_")
@@ -129,7 +129,7 @@ def _default(node: ast.expr | None) -> object:
         return UNKNOWN
 
 
-def _hint(annotation: ast.expr, module: Module) -> Iterator[Any]:
+def _hint(annotation: ast.expr, module: Module) -> Iterator[object]:
     """Yield the type that an annotation of plain names stands for; nothing for any other."""
     names = [node for node in ast.walk(annotation) if isinstance(node, ast.Name)]
     known = all(

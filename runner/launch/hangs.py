@@ -40,7 +40,7 @@ class Report:
         """Return the report that `plain` describes."""
         return cls(**{**plain, "stack": Stack.from_plain(plain["stack"])})
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """Return this as plain containers."""
         return asdict(self)
 

@@ -77,7 +77,7 @@ class Stack:
         """Return the stack that `plain` describes."""
         return cls(tuple(Place(**place) for place in plain["places"]), plain["text"])
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """Return this as plain containers."""
         return asdict(self)
 

@@ -143,7 +143,7 @@ class GroupAgent(LocalElasticAgent):
         self._seen: dict[int, float] = {}  # when each rank was last seen alive
         self.failed: dict[int, Failure] = {}
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
         # A signal that comes before a worker can handle it would kill it. So signals are held back
         # here and, by inheritance, in the workers, which release them when they are ready. Other
         # threads of this process may take one meanwhile: torch does not change the handlers.
@@ -205,7 +205,7 @@ class GroupAgent(LocalElasticAgent):
                 process.wait()
 
     def _construct_event(
-        self, state: str, source: EventSource, *args: Any, **options: Any
+        self, state: str, source: EventSource, *args: object, **options: object
     ) -> Event:
         # The agent's own looks up this host's full name each time, which takes seconds where no
         # name server answers. Nobody reads these events.

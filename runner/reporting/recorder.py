@@ -53,7 +53,7 @@ class Recorder:
         self._run_dir = run_dir
         self._state = state
         self._file: MetricsFile | None = None
-        self._early: list[dict[str, Any]] | None = []
+        self._early: list[dict[str, object]] | None = []
         self._resumed_at: int | None = None
 
     def open(self, resumed: bool) -> None:

@@ -197,7 +197,7 @@ def _checked(content: object) -> dict[str, Any]:
 
 def _from_other_files(folder: Path) -> dict[str, Any]:
     """Return the fields of a job that overrides.yaml and environment.json contain."""
-    overrides: Any = []
+    overrides: list[str] = []
     found = _decoded(transaction.read(folder, OVERRIDES))
     if found is not None:
         overrides = serialization.parse_list(found, folder / OVERRIDES)

@@ -164,12 +164,7 @@ class Hyperparameters:
                 self._set_rates(name, optimizer, scheduler, before, num_steps)
 
     def _set_rates(
-        self,
-        name: str,
-        optimizer: Optimizer,
-        scheduler: Any,
-        before: Groups,
-        num_steps: int,
+        self, name: str, optimizer: Optimizer, scheduler: Any, before: Groups, num_steps: int
     ) -> None:
         """Give an optimizer the rates that it has after `num_steps` under the recipe of now."""
         groups = optimizer.param_groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -87,7 +87,7 @@ class ScheduleState:
         return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def is_replayed(scheduler: object) -> TypeGuard[LRScheduler]:
+def is_replayed(scheduler: object) -> bool:
     """Return whether the rates of a scheduler depend only on the number of steps."""
     return isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
 
