@@ -98,7 +98,6 @@ def _handlers(recipe: Recipe) -> list[KwargsHandler]:
 
 
 def _plugins(recipe: Recipe, batch_plan: BatchPlan) -> list[object]:
-    """Return the plugins, with what the recipe decides: their own settings may not contradict."""
     source = "by the recipe's trainer"
     decided: dict[str, tuple[Any, str]] = {
         name: (number, f"{number} {source}")

@@ -91,7 +91,6 @@ def check_machine(recipe: Recipe) -> list[Problem]:
 
 
 def _batch_plan(recipe: Recipe) -> BatchPlan:
-    """Return the batch arithmetic of a recipe, or raise what is wrong with it."""
     from runner.config import processes
     from runner.config.batch_plan import plan_batches
 
@@ -116,11 +115,7 @@ def _check_plan(recipe: Recipe) -> None:
 
 
 def _check_states_folder(recipe: Recipe) -> None:
-    """Raise if a new run cannot write its states where the recipe wants them.
-
-    A folder that holds checkpoints is that of another run: the two would take, prune and overwrite
-    each other's.
-    """
+    """Raise if states cannot be written where the recipe wants them, or another run has its own."""
     wanted = recipe.checkpoint.project.project_dir
     if wanted is None or recipe.resume is not None:
         return
@@ -148,7 +143,6 @@ def _check_states_folder(recipe: Recipe) -> None:
 
 
 def _check_clipping(recipe: Recipe) -> None:
-    """Raise if gradients are clipped in a way that the recipe's engine does not offer."""
     from accel.planning.strategy import selected
 
     value, found = recipe.trainer.clip_grad_value, selected(recipe.plugins, 1)
@@ -247,7 +241,6 @@ def build_step(recipe: Recipe, around_model: AbstractContextManager[object] | No
 
 
 def _step_part(recipe: Recipe, key: str) -> object:
-    """Return what the parameter `key` of a step's constructor receives."""
     from runner.build import factory_results
 
     if getattr(recipe, key) is None:

@@ -94,7 +94,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _unknown(flag: str, arguments: Sequence[str], flags: Sequence[str]) -> Problem:
-    """Return the problem with a flag that is not known."""
     name, given, value = flag.partition("=")
     rule = "there is no such flag"
     key = mistyped.key_for(name)

@@ -89,7 +89,6 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 
 def _last_of_each(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides without overridden ones, and print a line for each of those."""
     from runner.compose import diagnose
 
     for line in diagnose.overridden(overrides):
@@ -128,7 +127,6 @@ def _command(name: str, arguments: list[str]) -> int:
 
 
 def _show(overrides: Sequence[str], config_name: str, package: str | None) -> int:
-    """Print the recipe that would run."""
     from omegaconf import OmegaConf
 
     from runner.compose import composition, hydra_setup
@@ -292,15 +290,7 @@ def _for_hydra(overrides: Sequence[str]) -> list[str]:
 
 
 def _hydra(line: Sequence[str], task: Callable[[DictConfig], float | None]) -> int:
-    """Run Hydra's own main with a command line.
-
-    Args:
-        line: the command line.
-        task: called with each job; in a sweep, in the process that the launcher chooses.
-
-    Returns:
-        0, or the code with which the task has ended the process.
-    """
+    """Run Hydra's own main, which calls `task` with each job; return the code it ends with."""
     import hydra
 
     from runner.compose import diagnose, hydra_setup

@@ -137,7 +137,6 @@ def _applied_to_frozen(
 def _with_changes(
     frozen: dict[str, object], before: DictConfig, after: DictConfig, overrides: Sequence[str]
 ) -> Mapping[str, object]:
-    """Return `frozen` with the values that `overrides` change between two compositions of today."""
     today = _plain(after)
     changed = carry_over.carry_over(frozen, _plain(before), today)
     return carry_over.imposed(changed, today, {hydra_setup.key_of(o) for o in overrides})

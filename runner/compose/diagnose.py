@@ -186,7 +186,6 @@ def _unreadable(override: str, failure: HydraException) -> Problem:
 
 
 def _choice_problem(parsed: Override, override: str) -> Problem | None:
-    """Return what is wrong with the choice of a group's file."""
     group, known = parsed.key_or_group, options_of(parsed.key_or_group)
     if parsed.package is not None:
         return Problem(override, f"{group} has one place in a recipe", f"Write {group}=…")
@@ -221,7 +220,6 @@ def _has_place(group: str) -> bool:
 
 
 def _switches(overrides: Sequence[str]) -> list[Problem]:
-    """Return the problems of numbers that were given for true or false."""
     values: dict[str, object] = {}
     for override in overrides:
         key, _, value = override.partition("=")
@@ -320,7 +318,6 @@ def _instead(key: str) -> str:
 
 
 def _typed(value: float | str) -> str:
-    """Return a plain value as a command line has it."""
     return str(value) if isinstance(value, str) else json.dumps(value)
 
 

@@ -137,10 +137,7 @@ def _compose(overrides: Sequence[str], config_name: str) -> DictConfig:
 
 
 def _nodes_of_other_factories(config: DictConfig) -> list[str]:
-    """Return the nodes that name another factory than the file that was chosen for them.
-
-    The other arguments of such a file are not for that factory.
-    """
+    """Return the nodes whose chosen file has arguments for another factory than they name."""
     renamed = []
     for node in keys.FACTORY_NODES:
         chosen = config.hydra.runtime.choices.get(node)
@@ -366,7 +363,6 @@ def _log_settings(node: Mapping[str, object]) -> dict[str, object]:
 
 
 def _misread_texts(hydra: DictConfig, config_name: str) -> Iterator[Problem]:
-    """Yield text values of the user's chosen files that YAML reads as something else."""
     chosen = [(group, str(option)) for group, option in hydra.runtime.choices.items() if option]
     for group, option in [("", config_name), *chosen]:
         path = conf_files.file_of(f"{group}/{option}" if group else option)

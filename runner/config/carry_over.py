@@ -100,12 +100,7 @@ def verdict(key: str) -> str | Refused:
 
 
 def refusals(frozen: Mapping[str, object], changed: Mapping[str, object]) -> list[Problem]:
-    """Return the problems of what a resumed run changes in its recipe and cannot.
-
-    Args:
-        frozen: the run's recipe as plain containers.
-        changed: the recipe that it is to be resumed with.
-    """
+    """Return the problems of what a resumed run changes in its recipe and cannot."""
     problems = Problems()
     changes = differences(frozen, changed)
     # A scaler that the run has not had begins as the recipe says.

@@ -90,13 +90,7 @@ def _keys_of(node: Mapping[str, object], prefix: str = "") -> Iterator[str]:
 
 
 def unknown_key(key: str, known: Sequence[str], value: str = "") -> Problem:
-    """Return the problem that no recipe has `key`, with the key that was probably meant.
-
-    Args:
-        key: dotted.
-        known: every valid dotted key.
-        value: the value it was set to, for the message.
-    """
+    """Return the problem that no recipe has `key`, with the key that was probably meant."""
     return Problem(f"{key}{value}", "a recipe has no such key", suggestion(key, known))
 
 

@@ -95,10 +95,6 @@ def check_interface(distributed: Distributed) -> None:
 def dp_size(recipe: Recipe, num_processes: int) -> int:
     """Return the data-parallel size: into how many parts a step of a recipe is divided.
 
-    Args:
-        recipe: the recipe.
-        num_processes: processes of the run.
-
     Raises:
         ConfigError: if the recipe's strategy does not fit so many processes.
     """

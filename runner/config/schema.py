@@ -323,11 +323,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def _with_plugins(recipe: Class) -> Class:
-    """Declare a field for each plugin, behind the one that says how batches are divided.
-
-    Raises:
-        ConfigError: if another package's plugin has the name of a key of every recipe.
-    """
+    """Declare a field for each plugin, behind the one that says how batches are divided."""
     own, fields = recipe.__annotations__, {}
     rule = "a recipe has another key of that name"
     ConfigError.raise_if(

@@ -103,7 +103,6 @@ def _first_leaf(key: str, value: object) -> tuple[str, object]:
 
 
 def _with_recipe_key(problem: Problem, kind: type, prefix: str) -> Problem:
-    """Return `problem` with the key of the recipe in place of the name of the class."""
     return dataclasses.replace(problem, value=problem.value.replace(f"{kind.__name__}.", prefix))
 
 
@@ -162,10 +161,6 @@ def read_yaml(path: Path) -> dict[str, object]:
 
 def parse_yaml(text: str, path: Path) -> dict[str, object]:
     """Return a frozen recipe as plain containers, checked against the types of the schema.
-
-    Args:
-        text: content of the file.
-        path: the file, for messages.
 
     Raises:
         ConfigError: if it is no recipe.

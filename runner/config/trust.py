@@ -105,15 +105,7 @@ def import_packages() -> None:
 
 
 def _import(module: str, value: str) -> types.ModuleType:
-    """Import a module of the user's.
-
-    Args:
-        module: dotted name.
-        value: the first part of an error message.
-
-    Raises:
-        ConfigError: if the module ends the process.
-    """
+    """Import a module of the user's; a ConfigError about `value` if it ends the process."""
     try:
         return importlib.import_module(module)
     except SystemExit as error:  # with 0 an untrained run would look complete
@@ -174,10 +166,6 @@ def _how_to_trust(package: str) -> str:
 def resolve(name: str, key: str) -> Callable[..., object]:
     """Import an object that a recipe names, if both the name and the object are trusted.
 
-    Args:
-        name: ``package.module.attribute``.
-        key: where the recipe names it.
-
     Raises:
         ConfigError: if it is not trusted, or there is no such thing.
     """
@@ -195,10 +183,7 @@ def resolve(name: str, key: str) -> Callable[..., object]:
 
 
 def _defining_name(found: object) -> str | None:
-    """Return the dotted name under which an object is defined, if it has one.
-
-    For a `functools.partial` it is that of the function; for any other object, that of its class.
-    """
+    """Return the dotted name that defines an object, or a partial's function, or else its class."""
     if isinstance(found, functools.partial):
         return _defining_name(found.func)
     if not hasattr(found, "__qualname__"):

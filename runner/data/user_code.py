@@ -49,7 +49,6 @@ class UserCode:
 
 
 def _is_picklable(error: BaseException) -> bool:
-    """Return whether torch hands `error` on from a worker to the training process."""
     try:
         pickle.dumps(type(error))
         str(error)

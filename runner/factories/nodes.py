@@ -89,13 +89,7 @@ def with_node_key(error: ConfigError, kind: str, key: str) -> ConfigError:
 
 
 def step_problems(recipe: Recipe, label: str, signature: Signature) -> Iterator[Problem]:
-    """Yield parts that the step needs and lacks, and those that it would not use.
-
-    Args:
-        recipe: whose parts they are.
-        label: name of the step.
-        signature: of its factory.
-    """
+    """Yield parts that the step needs and lacks, and those that it would not use."""
     for key in STEP_PARTS:
         parameter = signature.parameters.get(key)
         given = getattr(recipe, key) is not None

@@ -93,7 +93,6 @@ class Registry:
 
 
 def _origin(factory: object) -> str:
-    """Return where a factory is defined; of a partial function with its bound arguments."""
     if isinstance(factory, functools.partial):
         given = [repr(value) for value in factory.args]
         given += [f"{name}={value!r}" for name, value in factory.keywords.items()]

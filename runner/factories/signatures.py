@@ -86,7 +86,6 @@ def _decorated_parameters(factory: Factory, wrapped: list[Parameter]) -> list[Pa
 
 
 def _function(factory: object) -> Any:
-    """Return the function that a factory's arguments go to."""
     if isinstance(factory, functools.partial):
         return _function(factory.func)
     if isinstance(factory, type):
@@ -162,7 +161,6 @@ def _mistyped(signature: Signature, arguments: Mapping[str, object], key: str) -
 
 
 def _as_yaml(text: str) -> object:
-    """Return the value of a text in YAML."""
     from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 
     try:
@@ -190,7 +188,6 @@ def fits(value: object, hint: object) -> bool:
 
 
 def _fits_sequence(value: object, hint: object) -> bool:
-    """Return whether a value of YAML may be of a type such as ``Sequence[float]``."""
     if isinstance(value, Mapping):  # nodes with a `_target_` become anything
         return True
     if not isinstance(value, (list, tuple)):

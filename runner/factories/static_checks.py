@@ -81,12 +81,7 @@ def arguments_of(registry: Registry, name: str, key: str) -> list[str]:
 
 @cache
 def signature_of(dotted: str, num_given: int = 0) -> Signature | None:
-    """Return the signature of a function or class; None where its text does not determine it.
-
-    Args:
-        dotted: ``package.module.attribute``.
-        num_given: how many first parameters the runner gives.
-    """
+    """Return the signature of a function or class; None where its text does not determine it."""
     found = source_text.definition(dotted)
     function = None if found is None else source_text.called(*found)
     if found is None or function is None:
@@ -122,7 +117,6 @@ def _signature(function: ast.FunctionDef, module: Module, num_given: int) -> Sig
 
 
 def _default(node: ast.expr | None) -> object:
-    """Return the value of a default, None where there is none."""
     try:
         return None if node is None else ast.literal_eval(node)
     except (ValueError, TypeError):

@@ -156,7 +156,6 @@ def _opened(partial: Path, output: Path) -> TextIO:
 
 
 def _predictions(session: Session) -> Iterator[dict[str, object]]:
-    """Yield the prediction of each sample."""
     import torch
 
     from runner.training import return_checks
@@ -231,11 +230,7 @@ def _overridden(request: Request) -> Recipe:
 
 
 def _require_effect(overrides: Sequence[str]) -> None:
-    """Refuse overrides of what only training reads.
-
-    Raises:
-        ConfigError: naming every one.
-    """
+    """Refuse overrides of what only training reads."""
     rule = "only training reads it: no metric and no prediction depends on it"
     ConfigError.raise_if(
         [

@@ -73,9 +73,6 @@ def explained(stop: StopFlag) -> Iterator[None]:
 
     Raises an `EndedByOwnCodeError` where `silent_exit_refused` does, and for a KeyboardInterrupt
     without a Ctrl-C; a `LoaderWorkerError` where torch only reports that a loader worker exited.
-
-    Args:
-        stop: knows whether Ctrl-C was pressed.
     """
     try:
         with silent_exit_refused():

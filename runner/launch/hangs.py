@@ -105,7 +105,6 @@ def judge(
 
 
 def _same(now: Report, before: Report | None) -> bool:
-    """Return whether a rank has not moved."""
     return before is not None and (now.count, now.collectives, now.stack) == (
         before.count,
         before.collectives,
@@ -129,7 +128,6 @@ def _out_of_step_text(reports: Mapping[int, Report], rank: int) -> str:
 
 
 def _first(reports: Mapping[int, Report], silent: Mapping[int, str], deadlocked: bool) -> int:
-    """Return the rank that the others wait for."""
     if silent:
         return min(silent)
     if deadlocked:

@@ -68,11 +68,7 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
 
 
 def follow(place: Adopted) -> int:
-    """Join the run that rank 0 composes, as another rank that a launcher has started.
-
-    Returns:
-        The exit code.
-    """
+    """Join the run that rank 0 composes, as another rank that a launcher has started."""
     from runner.launch import rendezvous
 
     folder = rendezvous.receive()
@@ -169,14 +165,12 @@ def run_group(folder: Path, num_processes: int, cwd: Path, target: str = TRAIN) 
 
 
 def _has_outcome(run_dir: Path, launch_id: str, rank: int) -> bool:
-    """Return whether a rank has written down how it ended."""
     return any(outcome.rank == rank for outcome in outcomes.read_outcomes(run_dir, launch_id))
 
 
 def _conclude(
     run_dir: Path, launch_id: str, failed: Mapping[int, Failure], num_processes: int
 ) -> int:
-    """Return the exit code of a group, and print the first cause of a failure."""
     left = outcomes.read_outcomes(run_dir, launch_id)
     # A process that left no word died in native code or was killed.
     silent = failed.keys() - {outcome.rank for outcome in left}
@@ -200,14 +194,7 @@ def _conclude(
 
 
 def _outcome_from_status(run_dir: Path, rank: int, failure: Failure, ended: bool) -> Outcome:
-    """Describe the end of a process by its exit status and the last lines of its log.
-
-    Args:
-        run_dir: the run directory.
-        rank: the process.
-        failure: its exit status and when that was seen.
-        ended: whether the watchdog has ended the run.
-    """
+    """Describe the end of a process; `ended`: the watchdog has ended the run."""
     status = failure.status
     if status == INTERRUPTED:  # SIGINT was sent only to this process
         return Outcome(rank, failure.time, INTERRUPTED, "it was interrupted")

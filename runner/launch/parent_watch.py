@@ -26,9 +26,6 @@ def lead_own_group() -> None:
 def die_with(parent: int) -> threading.Thread:
     """Kill this process's group as soon as the process `parent`, which started it, has ended.
 
-    Args:
-        parent: process id of the parent.
-
     Returns:
         The thread that waits.
     """
@@ -37,9 +34,6 @@ def die_with(parent: int) -> threading.Thread:
 
 def die_with_ancestor(ancestor: int) -> threading.Thread:
     """Kill this process's group as soon as `ancestor`, which need not be its parent, has ended.
-
-    Args:
-        ancestor: process id.
 
     Returns:
         The thread that waits.
@@ -68,12 +62,7 @@ def _exists(process: int) -> bool:
 
 
 def wait_for_end(process: int, is_alive: Callable[[], bool]) -> None:
-    """Return when a process has ended.
-
-    Args:
-        process: process id.
-        is_alive: whether that id still belongs to the process.
-    """
+    """Return when a process has ended."""
     try:
         file = os.pidfd_open(process)
     except (AttributeError, OSError):  # not Linux, an old kernel, a sandbox; or it has ended

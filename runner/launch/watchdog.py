@@ -207,7 +207,6 @@ class Watchdog:
         self._apply_verdict(ends)
 
     def _reports(self, number: int) -> dict[int, Report]:
-        """Return the reports of the ranks in a round."""
         keys = {rank: f"{number}/{rank}" for rank in range(self._world_size)}
         return {
             rank: Report.from_plain(json.loads(self._store.get(key)))

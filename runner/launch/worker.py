@@ -62,7 +62,6 @@ def main(order: Mapping[str, Any]) -> None:
 
 
 def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag) -> int:
-    """Run the target and return the exit status of this process."""
     unblock_signals((*STOP_SIGNALS, signal.SIGINT))
     try:
         with endings.explained(stop):

@@ -24,10 +24,6 @@ logger = logging.getLogger(__name__)
 def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
     """Create and return a directory that no other run has: ``<output_dir>/<name>/<time>-<id>``.
 
-    Args:
-        output_dir: folder of all runs.
-        name: name of the run.
-
     Raises:
         ConfigError: if the name is no single folder name, or the place cannot be written.
     """
@@ -139,7 +135,6 @@ def run_of(path: Path) -> str | None:
 
 
 def _run_names(run_dir: Path) -> set[str | None]:
-    """Return the names of a run: of its directory now, and when it was started."""
     try:
         recorded = Path(json.loads(transaction.read(run_dir, JOB) or b"{}")["run_dir"]).name
     except (ValueError, KeyError, TypeError):

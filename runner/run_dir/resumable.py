@@ -27,9 +27,6 @@ def newest(wanted: Recipe) -> Path | None:
     It is the newest run of that name whose recipe is the same but for `resume.SAME_RUN` and which
     has a complete checkpoint, or is finished. The skipped runs are named, with the reason.
 
-    Args:
-        wanted: the recipe of the command line.
-
     Raises:
         ConfigError: if another command trains in that run, or the recipe of a run that has
             checkpoints is lost, so that it cannot be identified.
@@ -52,7 +49,6 @@ def newest(wanted: Recipe) -> Path | None:
 
 
 def _reason_to_skip(run_dir: Path, wanted: Recipe) -> str | None:
-    """Return why `resume=auto` does not resume a run; None if it does."""
     if not directory.is_run(run_dir) and not _has_checkpoints(run_dir, wanted):
         return "it was killed before its recipe was written"
     try:
@@ -89,12 +85,7 @@ def _has_checkpoints(run_dir: Path, wanted: Recipe) -> bool:
 
 
 def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
-    """Return why nothing is left to do in a run; None if something is.
-
-    Args:
-        run_dir: the run.
-        wanted: the recipe that it would be resumed with.
-    """
+    """Return why nothing is left to do in a run; None if something is."""
     summary = _summary(run_dir)
     if summary.get("complete") is not True:
         return None  # the work after the last step is not done, either
@@ -139,11 +130,6 @@ def require_effect(run_dir: Path, wanted: Recipe, reason: str, auto: bool = Fals
 
 def require_reach(run_dir: Path, checkpoint: Path, wanted: Recipe) -> None:
     """Refuse limits that a run has passed already: training is never undone.
-
-    Args:
-        run_dir: the run, which is not finished.
-        checkpoint: the one it would be resumed from.
-        wanted: the recipe that it would be resumed with.
 
     Raises:
         ConfigError: naming the limits.

@@ -56,11 +56,7 @@ def stage(run_dir: Path) -> Path:
 
 
 def commit(folder: Path) -> None:
-    """Make the files of an attempt those of the run.
-
-    Args:
-        folder: as `stage` returned it, with the files.
-    """
+    """Make the files of an attempt those of the run."""
     run_dir = folder.parent
     for file in folder.iterdir():
         checkpoints.flush_file(file)
@@ -97,7 +93,6 @@ def _kept(path: Path) -> re.Match[str] | None:
 
 
 def _finish(run_dir: Path) -> None:
-    """Move committed files to the run directory."""
     committed = run_dir / COMMITTED
     if not committed.is_dir():
         return

@@ -119,7 +119,6 @@ HYDRA_NODES = tuple(f"hydra.{kind}" for kind in KINDS)
 
 
 def _not_installed(overrides: Sequence[str]) -> list[Problem]:
-    """Return the problems of launchers and sweepers that Hydra does not find here."""
     from runner.compose import diagnose, hydra_setup
 
     problems = Problems()
@@ -214,11 +213,6 @@ class Task:
         return self._objective(number, run_dir)
 
     def _objective(self, number: int, run_dir: Path) -> float:
-        """Return the metric that the sweeper chooses by.
-
-        Raises:
-            JobFailed: if the run has measured none.
-        """
         value = objective(run_dir)
         if value is not None:
             return value
@@ -262,7 +256,6 @@ def _stop_here(number: int, frame: FrameType | None) -> None:
 
 
 def _attempt(overrides: Sequence[str], config_name: str, number: int) -> tuple[int, Path | None]:
-    """Examine and train one job; return its exit code and its run directory."""
     from runner.build import parts
     from runner.compose import composition, hydra_setup
     from runner.config import trust

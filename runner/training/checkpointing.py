@@ -119,12 +119,7 @@ def read_best(folder: Path, owns: Callable[[Path], bool] = _any) -> Best | None:
 
 
 def _pointed(content: object) -> Best:
-    """Return the content of a pointer file.
-
-    Raises:
-        TypeError: if something is missing, unknown or of another type.
-        ValueError: if it names no folder beside it.
-    """
+    """Return the content of a pointer file; raises TypeError or ValueError if it is none."""
     if not isinstance(content, Mapping):
         raise TypeError("it is no mapping")
     best = Best(**content)

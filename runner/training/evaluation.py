@@ -27,11 +27,6 @@ def monitored_value(
 ) -> float:
     """Return the monitored metric.
 
-    Args:
-        metrics: of an evaluation, by name.
-        monitor: the metric.
-        key: the key of the recipe that names it.
-
     Raises:
         ConfigError: if the evaluation does not measure it.
     """

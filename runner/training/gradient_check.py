@@ -46,9 +46,6 @@ def check(loop: Run) -> None:
     The run is unchanged by it. Models are in eval mode meanwhile, so that dropout and batch
     statistics do not differ. It needs one process, and a step that draws nothing at random itself.
 
-    Args:
-        loop: prepared, before its first step.
-
     Raises:
         ConfigError: if they differ by more than rounding.
     """
@@ -80,7 +77,6 @@ def check(loop: Run) -> None:
 def _require_equal(
     name: str, one: list[list[torch.Tensor]], two: list[list[torch.Tensor]], limit: float
 ) -> None:
-    """Raise if the gradients of one and of two micro-batches differ by more than `limit`."""
     if len(one) != len(two):
         value = f"{name}.train made {len(one)} updates of 1 micro-batch and {len(two)} of 2"
         raise ConfigError(Problem(value, "a window is one optimizer step", REMEDY))
@@ -155,8 +151,6 @@ def _gradients(
 
 @contextlib.contextmanager
 def _recorded(optimizer: Any, seen: list[list[torch.Tensor]]) -> Iterator[None]:
-    """Note the gradients of an optimizer where it would update its parameters."""
-
     def step(*arguments: object, **named: object) -> None:
         flat = (parameter for group in optimizer.param_groups for parameter in group["params"])
         seen.append([p.grad.detach().clone() for p in flat if p.grad is not None])

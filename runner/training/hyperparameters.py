@@ -242,12 +242,7 @@ class Hyperparameters:
 
 
 def limit_problems(stop_after: int | None, step: int) -> list[Problem]:
-    """Return the problem that a resumed run is past the step at which it is to stop.
-
-    Args:
-        stop_after: the step; None: none.
-        step: of the restored state.
-    """
+    """Return the problem that a resumed run is past the step at which it is to stop."""
     if stop_after is None or stop_after > step:
         return []
     value, rule = f"trainer.stop_after={stop_after} with resume", f"the run is at step {step}"
@@ -255,12 +250,7 @@ def limit_problems(stop_after: int | None, step: int) -> list[Problem]:
 
 
 def set_scaler(scaler: GradScaler | None, settings: GradScalerKwargs) -> None:
-    """Give a restored gradient scaler the constants of the recipe; its scale is kept.
-
-    Args:
-        scaler: of the engine; None: there is none.
-        settings: the recipe's.
-    """
+    """Give a restored gradient scaler the constants of the recipe; its scale is kept."""
     if scaler is None or not scaler.is_enabled():
         return
     scaler.set_growth_factor(settings.growth_factor)
@@ -269,7 +259,6 @@ def set_scaler(scaler: GradScaler | None, settings: GradScalerKwargs) -> None:
 
 
 def _options(groups: Groups) -> Groups:
-    """Return the options of parameter groups that are plain values."""
     found = []
     for group in groups:
         plain = {name: _plain(value) for name, value in group.items() if name != "params"}
@@ -290,7 +279,6 @@ def _plain(value: Any) -> object:
 
 
 def _as_type_of(present: object, value: object) -> object:
-    """Return a plain value in the type that the group has it in."""
     if hasattr(present, "fill_"):  # a rate on the device: kernels hold on to it
         return present.fill_(value)
     return tuple(value) if isinstance(value, list) else value
@@ -301,7 +289,6 @@ def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> set[str
 
 
 def _incompatible_options(changed: list[set[str]], before: Groups, now: Groups) -> list[Problem]:
-    """Return the options that a restored state cannot be given."""
     problems = {}
     for options, old, new in zip(changed, before, now, strict=True):
         for name in sorted(options):

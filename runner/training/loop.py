@@ -280,7 +280,6 @@ class Loop:
             self.display.note(f"Not in the recipe, dropped: {', '.join(saved.dropped)}.")
 
     def _open(self) -> None:
-        """Open the trackers, and show the header."""
         self.recorder.open(resumed=self.resume_from is not None)
         self.display.header(self.recipe.name, summaries.header_rows(self))
 
@@ -303,7 +302,6 @@ class Loop:
     # -- why it ends -----------------------------------------------------------------------
 
     def _end(self, kind: str, reason: str) -> None:
-        """Set why training ends; the first reason stays."""
         if self.stopped is None:
             self.stopped = Stop(kind, reason)
             self.stop_flag.progress.ending = f"after step {self.state.step} ({reason})"
@@ -352,7 +350,6 @@ class Loop:
             self._notify("on_checkpoint", path)
 
     def _mark_best(self) -> None:
-        """Make the newest checkpoint the best one, if its state was measured to be."""
         if self._evaluations.improved and self.state.best is not None:
             self.saver.mark_best(self.monitor, self.state.best)
         self._evaluations.improved = False

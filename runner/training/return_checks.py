@@ -66,11 +66,6 @@ def weights(objective: object, value: object) -> torch.Tensor | None:
 def tensors(owner: object, method: str, value: object) -> dict[str, torch.Tensor]:
     """Return values by name, each a tensor.
 
-    Args:
-        owner: the step or objective that was called.
-        method: of it.
-        value: the returned value.
-
     Raises:
         ConfigError: if they are none.
     """
@@ -150,7 +145,6 @@ def rows(
 
 
 def _json_rows(owner: object, column: object, shown_value: str) -> list[object]:
-    """Return the rows of a column in types of JSON."""
     try:
         return [_plain(row) for row in _listed(column)]
     except TypeError as error:
@@ -192,7 +186,6 @@ def _is_array(value: object) -> TypeGuard[_Array]:
 
 
 def _num_rows(column: object) -> int | None:
-    """Return the length of a column; None: it has no rows."""
     if _is_array(column):
         return int(column.shape[0]) if len(column.shape) else None
     return len(column) if isinstance(column, (list, tuple)) else None
@@ -214,11 +207,7 @@ def _listed(column: object) -> list[object]:
 
 
 def _plain(value: object) -> object:
-    """Return a value in types of JSON; numbers that it does not know stay.
-
-    Raises:
-        TypeError: naming a type that JSON does not have.
-    """
+    """Return a value in types of JSON; raises TypeError, naming a type that JSON lacks."""
     if value is None or isinstance(value, (bool, int, float, str, os.PathLike)):
         return value
     if isinstance(value, Mapping):

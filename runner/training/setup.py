@@ -78,7 +78,6 @@ def prepare(run: Run, callbacks: Mapping[str, Callback], meter: StepMeter) -> Pr
 
 
 def _prepare_models(run: Run) -> None:
-    """Replace the models and optimizers of the step by the prepared ones."""
     step = run.step
     for model in step.models.values():
         if not model.training:  # as `from_pretrained` of several libraries returns it

@@ -156,7 +156,6 @@ class StopFlag:
                 self._hears_interrupts = False
 
     def _install(self, before: Mapping[signal.Signals, Handler]) -> None:
-        """Set handlers that note a signal and then call those of `before`."""
         owner = os.getpid()
 
         def handle(number: int, frame: FrameType | None) -> None:
