@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from accel.errors import ConfigError, Problem
 from runner.builtin import limits
 from runner.data.datasets import Data
 from runner.training.objective import Objective
@@ -71,14 +70,7 @@ def digits(augment: bool = True, num_variants: int = 32, split_seed: int = 0) ->
 
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI repository.
     """
-    if num_variants < 1:
-        raise ConfigError(
-            Problem(
-                f"data.num_variants={num_variants}",
-                "each image has at least one variant, itself",
-                "Set 1 or more, or data.augment=false.",
-            )
-        )
+    limits.check("data", num_variants=(num_variants, 1, math.inf))
     images, labels, parts = _load_split(split_seed)
     train, validation, test = (TensorDataset(images[part], labels[part]) for part in parts)
     if not augment:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from accel.errors import ConfigError, Problem, Problems
+from accel.errors import ConfigError, Problem
 from runner.builtin import limits
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
@@ -128,12 +128,7 @@ def _schedule(
     final: float,
     decay: Callable[[float], float],
 ) -> LambdaLR:
-    problems = Problems()
-    if warmup < 0:
-        problems.add(f"scheduler.warmup={warmup}", "it is no negative number", "Set 0 for none.")
-    if not 0 <= final <= 1:
-        problems.add(f"scheduler.final={final}", "it is a fraction of the peak", "Set 0 to 1.")
-    problems.raise_if()
+    limits.check("scheduler", warmup=(warmup, 0, math.inf), final=(final, 0, 1))
     warmup_steps = warmup * num_steps if warmup < 1 else warmup
     # A partial, not a lambda: it pickles, and leaves nothing in the scheduler's state, so that a
     # resumed run follows the schedule of its recipe.

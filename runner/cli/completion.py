@@ -113,7 +113,7 @@ def _overrides(words: Sequence[str], word: str) -> Iterator[str]:
 def _recipe(overrides: Sequence[str]) -> dict[str, object]:
     """Return as much of the recipe as the words that are complete describe."""
     config, _ = diagnose.examine(list(overrides), hydra_setup.PRIMARY)
-    return hydra_setup.plain(config) if len(config) else {}
+    return hydra_setup.plain(config)
 
 
 def _arguments(recipe: Mapping[str, object]) -> Iterator[str]:

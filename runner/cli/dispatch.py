@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -275,7 +276,8 @@ def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Pro
     except jobs.JobFailed:  # the sweeper gave up
         return jobs.conclude(folder, plan.total) or FAILED
     finally:
-        jobs.remove_folder(folder)
+        # A launcher's process may be writing its last file there.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _no_task(config: DictConfig) -> None:

@@ -137,8 +137,8 @@ def _applied_to_frozen(
 def _with_changes(
     frozen: dict[str, object], before: DictConfig, after: DictConfig, overrides: Sequence[str]
 ) -> Mapping[str, object]:
-    today = _plain(after)
-    changed = carry_over.carry_over(frozen, _plain(before), today)
+    today = hydra_setup.plain(after)
+    changed = carry_over.carry_over(frozen, hydra_setup.plain(before), today)
     return carry_over.imposed(changed, today, {hydra_setup.key_of(o) for o in overrides})
 
 
@@ -156,10 +156,6 @@ def _examine_changed(
         carry_over.refusals(frozen, serialization.to_plain(found)) if trains and not wrong else []
     )
     return Examined(found, [*problems, *wrong, *kept], tuple(merged), job.config_name)
-
-
-def _plain(config: DictConfig) -> dict[str, object]:
-    return hydra_setup.plain(config) if len(config) else {}
 
 
 def to_yaml(found: Recipe) -> str:

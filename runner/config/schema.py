@@ -49,11 +49,10 @@ def check_each(owner: object, name: str, known: list[str], problems: Problems) -
             )
 
 
-def check_given(owner: object, names: tuple[str, ...], problems: Problems) -> None:
-    """Add a problem for each field of `names` that is null."""
-    for name in names:
-        if getattr(owner, name) is None:
-            problems.add(f"{type(owner).__name__}.{name}=null", "it has a value", f"Give {name}=…")
+def check_given(owner: object, name: str, problems: Problems) -> None:
+    """Add a problem if the field `name` is null."""
+    if getattr(owner, name) is None:
+        problems.add(f"{type(owner).__name__}.{name}=null", "it has a value", f"Give {name}=…")
 
 
 @dataclass
@@ -78,7 +77,7 @@ class Distributed:
 
     def __post_init__(self) -> None:
         problems = Problems()
-        check_given(self, ("kind",), problems)
+        check_given(self, "kind", problems)
         check_choice(self, "kind", DISTRIBUTED_KINDS, problems)
         check_minimum(self, "num_processes", 1, problems)
         check_minimum(self, "num_threads", 1, problems)
@@ -105,7 +104,7 @@ class Precision:
         if self.mode is False:  # YAML reads a bare `no` so
             self.mode = "no"
         problems = Problems()
-        check_given(self, ("mode",), problems)
+        check_given(self, "mode", problems)
         meant = habits.option("precision", self.mode)
         if meant is not None:
             rule = f"it is one of {', '.join(PrecisionType.list())}"

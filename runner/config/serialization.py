@@ -147,33 +147,13 @@ def yaml_text(plain: dict[str, object] | list[str]) -> str:
     return str(OmegaConf.to_yaml(OmegaConf.create(plain)))
 
 
-def read_yaml(path: Path) -> dict[str, object]:
-    """Return a frozen recipe as plain containers, checked against the types of the schema.
-
-    Raises:
-        ConfigError: if the file is no recipe.
-    """
-    try:
-        return parse_yaml(path.read_text(encoding="utf-8"), path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(_invalid_recipe(path, error)) from error
-
-
 def parse_yaml(text: str, path: Path) -> dict[str, object]:
     """Return a frozen recipe as plain containers, checked against the types of the schema.
 
     Raises:
         ConfigError: if it is no recipe.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError  # type: ignore[import-untyped]
-
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(text))
-        return dict(to_plain(OmegaConf.to_container(merged, resolve=True)))
-    except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
-        raise ConfigError(_invalid_recipe(path, error)) from error
+    return dict(_parsed(text, path, as_recipe=True))
 
 
 def parse_list(text: str, path: Path) -> list[str]:
@@ -182,18 +162,22 @@ def parse_list(text: str, path: Path) -> list[str]:
     Raises:
         ConfigError: if it holds anything else.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    try:
-        found = OmegaConf.to_container(OmegaConf.create(text))
-    except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
-        raise ConfigError(_invalid_recipe(path, error)) from error
+    found = _parsed(text, path)
     return [str(item) for item in found] if isinstance(found, list) else []
 
 
-def _invalid_recipe(path: Path, error: Exception) -> Problem:
-    reason = next(iter(str(error).splitlines()), type(error).__name__)
-    remedy = "Correct the file, or name another run."
-    return Problem(str(path), f"it is not the recipe of a run: {reason}", remedy)
+def _parsed(text: str, path: Path, as_recipe: bool = False) -> Any:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError  # type: ignore[import-untyped]
+
+    try:
+        found = OmegaConf.create(text)
+        if as_recipe:
+            found = OmegaConf.merge(OmegaConf.structured(Recipe), found)
+        return to_plain(OmegaConf.to_container(found, resolve=as_recipe))
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        remedy = "Correct the file, or name another run."
+        rule = f"it is not the recipe of a run: {reason}"
+        raise ConfigError(Problem(str(path), rule, remedy)) from error

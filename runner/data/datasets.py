@@ -170,16 +170,14 @@ class SeededStream(IterableDataset[object]):
                 yield sample
 
     def _seeded(self, epoch: int) -> Iterator[object]:
-        end = object()
-        samples, position = iter(self.dataset), 0
-        while True:
+        samples, end = iter(self.dataset), object()
+        for position in itertools.count():
             with training_draws_preserved():
                 seed_draws(self.seed, epoch, position)
                 sample = next(samples, end)
             if sample is end:
                 return
             yield sample
-            position += 1
 
 
 # -- order ---------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,6 @@ class Report:
     def from_plain(cls, plain: dict[str, Any]) -> Report:
         """Return the report that `plain` describes."""
         return cls(**{**plain, "stack": Stack.from_plain(plain["stack"])})
-
-    def plain(self) -> dict[str, object]:
-        """Return this as plain containers."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

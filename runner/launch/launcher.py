@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import signal
+import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -153,7 +154,7 @@ def run_group(folder: Path, num_processes: int, cwd: Path, target: str = TRAIN) 
         "parent": os.getpid(),
         "path": [str(Path(__file__).resolve().parents[2]), str(cwd)],
     }
-    command = worker_group.worker_command(BOOTSTRAP, json.dumps(order))
+    command = [sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(order)]
     try:
         failed = worker_group.run_group(
             command, num_processes, lambda rank: _has_outcome(run_dir, launch_id, rank)
@@ -185,7 +186,8 @@ def _conclude(
         causes.append(hang)
     if not causes:
         return STOPPED if any(outcome.code == STOPPED for outcome in left) else DONE
-    cause = failures.by_cause(causes)[0]
+    # The end of one rank causes errors of communication on the others, perhaps recorded earlier.
+    cause = min(causes, key=lambda outcome: (outcome.is_consequence, outcome.time))
     if cause.code == INTERRUPTED:
         failures.print_interrupted(run_dir)
     else:

@@ -19,7 +19,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -264,8 +263,3 @@ def quiet_agent() -> Iterator[None]:
     finally:
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
-
-
-def worker_command(code: str, order: str) -> list[str]:
-    """Return the command of a worker: no directory of the user's comes before our packages."""
-    return [sys.executable, "-P", "-c", code, order]

@@ -65,8 +65,16 @@ class Display:
     # -- before ----------------------------------------------------------------------------
 
     def header(self, title: str, rows: Rows) -> None:
-        """Show the header: a title and labelled lines."""
-        self._table(title, rows)
+        """Show a table: a title and labelled lines."""
+        if not self.enabled:
+            return
+        if self.live:
+            self.console.print(_panel(title, rows))
+            return
+        self._print(title)
+        width = max((len(label) for label, _ in rows), default=0)
+        for label, value in rows:
+            self._print(f"  {label:<{width}}  {value}")
 
     def start(
         self, step: int, total: int | None, epochs: int | None, seconds: float | None = None
@@ -199,7 +207,7 @@ class Display:
     def final(self, title: str, rows: Rows) -> None:
         """Show the final table of the run."""
         self.close()
-        self._table(title, rows)
+        self.header(title, rows)
 
     # -- parts -----------------------------------------------------------------------------
 
@@ -229,17 +237,6 @@ class Display:
 
     def _print(self, line: str | Text) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=not self.live)
-
-    def _table(self, title: str, rows: Rows) -> None:
-        if not self.enabled:
-            return
-        if self.live:
-            self.console.print(_panel(title, rows))
-            return
-        self._print(title)
-        width = max((len(label) for label, _ in rows), default=0)
-        for label, value in rows:
-            self._print(f"  {label:<{width}}  {value}")
 
 
 class _Steps(ProgressColumn):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -34,25 +35,14 @@ def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
-            path = folder / f"{_stamp()}-{secrets.token_hex(2)}"
-            if _created(path):
+            path = folder / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
                 return path
     except OSError as error:
         rule = f"runs are written there, and that failed ({paths.failure(error)})"
         remedy = "Give output_dir=<a folder you may write to>."
         raise ConfigError(Problem(f"output_dir={str(output_dir)!r}", rule, remedy)) from error
-
-
-def _stamp() -> str:
-    return f"{datetime.now():%Y%m%d-%H%M%S}"
-
-
-def _created(path: Path) -> bool:
-    try:
-        path.mkdir(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
 
 
 def claimed(output_dir: str | os.PathLike[str], name: str) -> list[Path]:
@@ -76,11 +66,6 @@ def is_run(path: Path) -> bool:
 def fingerprint(run_dir: Path) -> bytes:
     """Return the content of the files from which a resume composes its recipe."""
     return b"\0".join(transaction.read(run_dir, name) or b"" for name in (CONFIG, JOB))
-
-
-def find_newest(output_dir: str | os.PathLike[str], name: str) -> Path | None:
-    """Return the directory of the newest run called `name`; None if there is none."""
-    return next(filter(is_run, reversed(claimed(output_dir, name))), None)
 
 
 def checkpoint_folder(run_dir: str | os.PathLike[str]) -> Path:

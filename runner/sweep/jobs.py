@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -348,8 +347,3 @@ def conclude(folder: Path, total: int | None) -> int:
         numbers = ", ".join(map(str, failed))
         print(f"{len(failed)} of {len(codes)} jobs failed: {numbers}", file=sys.stderr)
     return max(codes.values(), default=FAILED)
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove the folder of a sweep; a launcher's process may be writing its last file there."""
-    shutil.rmtree(folder, ignore_errors=True)

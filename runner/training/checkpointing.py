@@ -83,11 +83,7 @@ class Best:
         checkpoints.write_atomically(folder / POINTER, text.encode())
 
 
-def _any(path: Path) -> bool:
-    return True
-
-
-def read_best(folder: Path, owns: Callable[[Path], bool] = _any) -> Best | None:
+def read_best(folder: Path, owns: Callable[[Path], bool] = lambda path: True) -> Best | None:
     """Return the best checkpoint that `folder` names; None if it names none that is there.
 
     Where its pointer is missing or damaged, or names the checkpoint of another run, the best state

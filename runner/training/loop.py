@@ -22,7 +22,7 @@ from runner.config.durations import parse_duration
 from runner.data.micro_batch import with_last
 from runner.reporting.console import Display
 from runner.reporting.recorder import Recorder
-from runner.run_dir.json_files import write_summary
+from runner.run_dir.json_files import SUMMARY, write_json
 from runner.training import profiling, return_checks, torch_errors
 from runner.training import summary as summaries
 from runner.training.callback import Callback
@@ -63,16 +63,6 @@ class Loop:
         display: shows the run; None: on standard output of rank 0.
         on_begin: called on every process once the state is loaded and the first step is made, or
             none is to be made; before that, nothing of the run directory changes.
-
-    Attributes:
-        state: where the run stands.
-        stopped: why training ended, None before.
-        metrics: the last evaluation of each split.
-        schedulers: by the name of their optimizer.
-        results: entries that callbacks add to summary.json.
-        rows: (label, text) that callbacks add to the final table.
-        remeasured: whether a resume changed the data or the objective that evaluations measure by.
-        deadline: when `time.monotonic` says so, time is up; None: never.
     """
 
     def __init__(
@@ -124,11 +114,7 @@ class Loop:
         self.deadline = None if max_time is None else time.monotonic() + max_time
 
     def stop(self, reason: str) -> None:
-        """End training at this step boundary. Every process must call this together.
-
-        Args:
-            reason: one sentence, for the summary.
-        """
+        """End training at this step boundary. Every process must call this together."""
         self._end("callback", reason)
 
     @property
@@ -370,7 +356,7 @@ class Loop:
         self._notify("on_end")
         summary = summaries.summary_of(self)
         if self.accelerator.is_main_process:
-            write_summary(self.run_dir, summary)
+            write_json(self.run_dir / SUMMARY, summary)
         self.display.final(self.recipe.name, summaries.final_rows(self, summary))
         return summary
 

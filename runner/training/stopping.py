@@ -22,6 +22,7 @@ import os
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -74,7 +75,7 @@ class StopFlag:
         self._decided = ""
         self._interrupted = False
         self._hears_interrupts = False
-        self._clocks: dict[str, _Clock] = {}
+        self._clocks: defaultdict[str, _Clock] = defaultdict(_Clock)
         self._store: Store | None = None
 
     @property
@@ -117,9 +118,7 @@ class StopFlag:
         if processes.num_processes == 1:
             self._decided = self._requested
             return bool(self._decided)
-        clock = self._clocks.get(phase)
-        if clock is None:
-            clock = self._clocks[phase] = _Clock()
+        clock = self._clocks[phase]
         clock.tick += 1
         if clock.tick < clock.next_tick:
             return False
@@ -231,11 +230,6 @@ def signals_blocked(numbers: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def unblock_signals(numbers: Sequence[int]) -> None:
-    """Deliver signals that the parent held back while it started this process."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 @contextmanager
