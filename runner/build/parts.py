@@ -15,7 +15,8 @@ from accel.env import Environment
 from accel.errors import ConfigError, Problem, Problems
 from runner.build import environment
 from runner.build.factory import Factory, factory_of
-from runner.config import paths
+from runner.config import paths, processes
+from runner.config.batch_plan import BatchPlan, plan_batches
 from runner.config.error_keys import of_the_recipe
 from runner.config.schema import Recipe
 from runner.factories import signatures
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from runner.compose.composition import Examined
-    from runner.config.batch_plan import BatchPlan
     from runner.data.datasets import Data
     from runner.training.callback import Callback
     from runner.training.step import Step
@@ -69,7 +69,6 @@ def check_machine(recipe: Recipe) -> list[Problem]:
         MissingPackageError: if the library of a tracker is not installed.
     """
     from accel.trackers.table import filter_trackers
-    from runner.config import processes
 
     distributed = recipe.distributed
     checks: tuple[Callable[[], object], ...] = (
@@ -91,9 +90,6 @@ def check_machine(recipe: Recipe) -> list[Problem]:
 
 
 def _batch_plan(recipe: Recipe) -> BatchPlan:
-    from runner.config import processes
-    from runner.config.batch_plan import plan_batches
-
     number = processes.count(recipe.distributed)
     return plan_batches(recipe.trainer, processes.dp_size(recipe, number), None)
 
@@ -103,7 +99,6 @@ def _check_plan(recipe: Recipe) -> None:
     from accel.planning.arguments import Arguments
     from accel.planning.plan import resolve
     from runner.build.accelerator import arguments
-    from runner.config import processes
 
     here = processes.environment(recipe.distributed)
     try:

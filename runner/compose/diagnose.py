@@ -34,17 +34,6 @@ MISTAKES = (
 NODE = "it is a node with keys of its own"
 
 
-def compose(overrides: Sequence[str], config_name: str, number: int = 0) -> DictConfig:
-    """Compose a recipe inside a session, as `hydra_setup.compose` does.
-
-    Raises:
-        ConfigError: naming everything that is wrong with the overrides and the recipe.
-    """
-    config, problems = examine(overrides, config_name, number)
-    ConfigError.raise_if(problems)
-    return config
-
-
 def examine(
     overrides: Sequence[str], config_name: str, number: int = 0
 ) -> tuple[DictConfig, list[Problem]]:

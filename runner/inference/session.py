@@ -17,8 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from accel.checkpoint import directory as checkpoints
 from accel.errors import ConfigError, Problem
+from runner.build import parts
 from runner.compose import composition, diagnose, hydra_setup
+from runner.config.batch_plan import plan_batches
 from runner.config.schema import PLUGINS, Distributed, Recipe
 from runner.inference.load import described, find_checkpoint, restored_step
 from runner.reporting import startup
@@ -110,7 +113,6 @@ def write_predictions(request: Request) -> int:
         with _opened(output, output) as file:
             return _write_lines(request, file)
     output = Path(os.path.realpath(output))  # a link stays one
-    from accel.checkpoint import directory as checkpoints
     from accel.checkpoint import disk_space
 
     with (
@@ -223,8 +225,6 @@ def _overridden(request: Request) -> Recipe:
         recipe = composition.require(
             composition.resumed(request.run_dir, request.overrides, trains=False)
         )
-    from runner.build import parts
-
     ConfigError.raise_if(parts.check_factories(recipe))
     return recipe
 
@@ -260,7 +260,6 @@ def _in_one_process(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 def _engine(recipe: Recipe, run_dir: Path) -> Iterator[Accelerator]:
     from accel.rng import set_seed
     from runner.build.accelerator import running
-    from runner.config.batch_plan import plan_batches
 
     # Nothing is logged, and no state is saved.
     recipe.tracker = replace(recipe.tracker, log_with=[])
@@ -272,7 +271,6 @@ def _engine(recipe: Recipe, run_dir: Path) -> Iterator[Accelerator]:
 def _batches(
     accelerator: Accelerator, recipe: Recipe, splits: tuple[str, ...]
 ) -> dict[str, EvalBatches]:
-    from runner.build import parts
     from runner.data.batches import EvalBatches
 
     data = parts.build_data(recipe)

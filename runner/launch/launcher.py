@@ -40,16 +40,13 @@ BOOTSTRAP = (
 
 
 def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
-    """Run a job and return the exit code of the command.
+    """Run a job, print the cause of a failure, and return the exit code of the command.
 
     Args:
         job: the claimed run directory and where it was started from; saved or staged already.
         recipe: the frozen recipe.
         fresh: whether a run of one process gets a process of its own, too (a sweep: no state of one
             job reaches the next). Else it runs in this process, where a debugger can reach it.
-
-    Returns:
-        The exit code, after the cause of a failure has been printed.
 
     Raises:
         ConfigError: if the number of processes contradicts the machine or the launcher.
@@ -104,14 +101,11 @@ def run_adopted(folder: Path, place: Adopted) -> int:
 
 
 def run_here(folder: Path, rank: int = 0) -> int:
-    """Run a job in this process.
+    """Run a job in this process, print the cause of a failure, and return the exit code.
 
     Args:
         folder: the run directory with the frozen job, or an attempt in it.
         rank: this process among those of a launcher.
-
-    Returns:
-        The exit code, after the cause of a failure has been printed.
     """
     from runner.launch import worker
 
@@ -132,16 +126,13 @@ def run_here(folder: Path, rank: int = 0) -> int:
 
 
 def run_group(folder: Path, num_processes: int, cwd: Path, target: str = TRAIN) -> int:
-    """Run a job in fresh worker processes.
+    """Run a job in fresh processes, print the cause of a failure, and return the exit code.
 
     Args:
         folder: the run directory with the frozen job, or an attempt in it.
         num_processes: number of workers.
         cwd: the user's directory; code there can be imported.
         target: ``module:function`` that each worker calls with that folder and its stop flag.
-
-    Returns:
-        The exit code, after the cause of a failure has been printed.
     """
     from runner.launch import worker_group
 

@@ -128,10 +128,7 @@ class Display:
         """Show how far an evaluation is."""
         if self._progress is None or time.monotonic() < self._next:
             return
-        self._next = time.monotonic() + self._every
-        status = f"{split}: batch {_count(batch, num_batches)}"
-        task = self._progress.task_ids[0]
-        self._progress.update(task, completed=self._step, status=status, refresh=True)
+        self._draw(f"{split}: batch {_count(batch, num_batches)}")
 
     def evaluation(
         self, split: str, step: int, epoch: int, metrics: Mapping[str, float], mark: str = ""
@@ -211,15 +208,12 @@ class Display:
 
     # -- parts -----------------------------------------------------------------------------
 
-    def _draw(self) -> None:
+    def _draw(self, status: str | None = None) -> None:
         self._next = time.monotonic() + self._every
         if self._progress is not None:
-            self._progress.update(
-                self._progress.task_ids[0],
-                completed=self._step,
-                status=self.status(self.console.width - len(self._steps()) - BAR_WIDTH),
-                refresh=True,
-            )
+            room = self.console.width - len(self._steps()) - BAR_WIDTH
+            status, task = status or self.status(room), self._progress.task_ids[0]
+            self._progress.update(task, completed=self._step, status=status, refresh=True)
 
     def _epoch_of(self, epoch: int) -> str:
         # Behind the last epoch there is none.

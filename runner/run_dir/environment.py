@@ -32,14 +32,7 @@ MOST_UNTRACKED = 200
 
 
 def write_environment(run_dir: str | os.PathLike[str]) -> dict[str, object]:
-    """Write `environment.json` (versions, machine, device, git) and, if there is one, `git.diff`.
-
-    Args:
-        run_dir: the run directory, or an attempt in it.
-
-    Returns:
-        The content that was written.
-    """
+    """Write `environment.json` and any `git.diff` to a run, or an attempt in it; return it."""
     root = Path(run_dir)
     found: dict[str, object] = {
         "python": platform.python_version(),

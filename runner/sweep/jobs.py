@@ -22,6 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from accel.errors import ConfigError, Problem, Problems
+from runner.compose import composition, diagnose, hydra_setup
 from runner.config import habits
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, parent_watch
@@ -71,8 +72,6 @@ def plan(overrides: Sequence[str], config_name: str) -> Plan:
     Raises:
         ConfigError: if the launcher or the sweeper cannot be used, or the sweep resumes a run.
     """
-    from runner.compose import composition, diagnose, hydra_setup
-
     if any(hydra_setup.key_of(override) == "resume" for override in overrides):
         raise ConfigError(_no_resume("resume with --multirun"))
     ConfigError.raise_if(diagnose.unreadable(overrides))
@@ -105,8 +104,6 @@ def _shared_folders(jobs: Sequence[Examined]) -> list[Problem]:
 
 def misplaced(overrides: Sequence[str]) -> list[Problem]:
     """Return the problems of overrides that only a sweep has a use for."""
-    from runner.compose import hydra_setup
-
     return [
         Problem(override, "launchers and sweepers are for sweeps", "Add -m, or leave it out.")
         for override in overrides
@@ -118,8 +115,6 @@ HYDRA_NODES = tuple(f"hydra.{kind}" for kind in KINDS)
 
 
 def _not_installed(overrides: Sequence[str]) -> list[Problem]:
-    from runner.compose import diagnose, hydra_setup
-
     problems = Problems()
     for override in overrides:
         key, _, name = override.partition("=")
@@ -129,15 +124,12 @@ def _not_installed(overrides: Sequence[str]) -> list[Problem]:
         known = diagnose.options_of(key)
         if name in known:
             continue
-        package = habits.plugin_package(key, name)
-        rule = f"there is no such {kind} here"
-        remedy = f"Choose one of {', '.join(sorted(known))}."
         if kind == "launcher" and name not in LAUNCHERS:
             problems += _unverified(name)
             continue
-        if package is not None:
-            remedy = f"Install its package: pip install {package}."
-        problems.add(override, rule, remedy)
+        remedy = f"Choose one of {', '.join(sorted(known))}."
+        unknown = Problem(override, f"there is no such {kind} here", remedy)
+        problems.append(habits.plugin(key, name) or unknown)
     return [*problems, *hydra_setup.hydra_problems(overrides)]
 
 
@@ -185,8 +177,6 @@ class Task:
             SystemExit: in the process of the sweep, where it is to end.
         """
         from hydra.core.hydra_config import HydraConfig
-
-        from runner.compose import hydra_setup
 
         job = HydraConfig.get()
         number = int(job.job.num)
@@ -256,7 +246,6 @@ def _stop_here(number: int, frame: FrameType | None) -> None:
 
 def _attempt(overrides: Sequence[str], config_name: str, number: int) -> tuple[int, Path | None]:
     from runner.build import parts
-    from runner.compose import composition, hydra_setup
     from runner.config import trust
     from runner.launch import start
 

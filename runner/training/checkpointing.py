@@ -98,7 +98,7 @@ def read_best(folder: Path, owns: Callable[[Path], bool] = lambda path: True) ->
     """
     pointer, known = folder / POINTER, _best_in_newest(folder, owns)
     try:
-        best = _pointed(json.loads(pointer.read_text(encoding="utf-8")))
+        best = _pointed(pointer)
     except FileNotFoundError:
         return known
     except (OSError, ValueError, TypeError) as error:
@@ -114,8 +114,9 @@ def read_best(folder: Path, owns: Callable[[Path], bool] = lambda path: True) ->
     return best if pointed.is_dir() and owns(pointed) else known
 
 
-def _pointed(content: object) -> Best:
-    """Return the content of a pointer file; raises TypeError or ValueError if it is none."""
+def _pointed(pointer: Path) -> Best:
+    """Return the content of a pointer file; raises OSError, TypeError or ValueError."""
+    content = json.loads(pointer.read_text(encoding="utf-8"))
     if not isinstance(content, Mapping):
         raise TypeError("it is no mapping")
     best = Best(**content)
@@ -126,14 +127,6 @@ def _pointed(content: object) -> Best:
     if best.checkpoint in ("", ".", "..") or Path(best.checkpoint).name != best.checkpoint:
         raise ValueError(f"checkpoint={best.checkpoint!r} is no folder beside it")
     return best
-
-
-def _read_pointer(pointer: Path) -> Best | None:
-    """Return the content of a pointer file; None if it cannot be read."""
-    try:
-        return _pointed(json.loads(pointer.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 def _best_in_newest(folder: Path, owns: Callable[[Path], bool]) -> Best | None:
@@ -290,8 +283,10 @@ class Saver:
         """Write the best state that `find_best` has found to the pointer, if that differs."""
         if self.best is None or not self._accelerator.is_main_process:
             return
-        if _read_pointer(self.folder / POINTER) != self.best:
-            self.best.write(self.folder)
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            if _pointed(self.folder / POINTER) == self.best:
+                return
+        self.best.write(self.folder)
 
     def _best_of_state(self) -> Best | None:
         """Return the checkpoint of the best step that the resumed state knows."""

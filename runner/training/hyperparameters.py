@@ -8,9 +8,11 @@ has been changed, and the change is applied to the restored state.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Number
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from accel.errors import ConfigError, Problem
 from runner.config.schema import SPLITS
@@ -152,8 +154,7 @@ class Hyperparameters:
             for group, new, options in zip(
                 optimizer.param_groups, self.built[name], changed, strict=True
             ):
-                for option in options - {"lr"}:
-                    group[option] = _as_type_of(group.get(option), new[option])
+                _give(group, new, options - {"lr"})
             scheduler = schedulers.get(name)
             scheduled = {"lr", "betas", "momentum"} if is_replayed(scheduler) else {"lr"}
             part = self.parts.get(name)
@@ -171,9 +172,7 @@ class Hyperparameters:
         if scheduler is None:
             for group, new in zip(groups, self.built[name], strict=True):
                 group.pop("initial_lr", None)
-                for option in ("lr", *MOMENTA):
-                    if option in new:
-                        group[option] = _as_type_of(group.get(option), new[option])
+                _give(group, new, ("lr", *MOMENTA))
             return
         if not is_replayed(scheduler):
             # It monitors a metric, or is no schedule of torch's: its change of the rate so far is
@@ -185,9 +184,7 @@ class Hyperparameters:
         followed = self.parts[name].num_steps
         made = num_steps if followed is None else followed
         for group, start in zip(groups, self._scheduled[name], strict=True):
-            for option in (*RATES, *MOMENTA):
-                if option in start:
-                    group[option] = _as_type_of(group.get(option), start[option])
+            _give(group, start, (*RATES, *MOMENTA))
         scheduler.load_state_dict(copy.deepcopy(self._schedules[name]))
         scheduler.optimizer._opt_called = True  # torch would warn: no step was made here
         for _ in range(made):
@@ -278,10 +275,15 @@ def _plain(value: Any) -> object:
     return value if value is None or isinstance(value, (bool, int, float, str)) else _UNKNOWN
 
 
-def _as_type_of(present: object, value: object) -> object:
-    if hasattr(present, "fill_"):  # a rate on the device: kernels hold on to it
-        return present.fill_(value)
-    return tuple(value) if isinstance(value, list) else value
+def _give(group: dict[str, Any], options: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Set the options of a group that are among `names`, in the types that the group has."""
+    for name in names:
+        if name in options:
+            present, value = group.get(name), options[name]
+            if isinstance(present, Tensor):  # a rate on the device: kernels hold on to it
+                present.fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(value, list) else value
 
 
 def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> set[str]:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class Loop:
-    """Trains, evaluates and saves one run.
+    """Trains, evaluates and saves one run; its attributes are those of `Run`.
 
     Args:
         recipe: the run.

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any
 
 import torch
 
@@ -54,16 +54,9 @@ def _quiet(origins: list[str]) -> Iterator[None]:
         return
     before = warnings.showwarning
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show(message: Any, category: Any, *place: Any, **more: Any) -> None:
         if not str(message).startswith("Error detected in"):
-            before(message, category, filename, lineno, file, line)
+            before(message, category, *place, **more)
             return
         for path, line, name in re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(message)):
             if user_frames.is_own(path):
