@@ -79,11 +79,7 @@ class Factory:
 
 
 def factory_of(key: str, node: object, registry: Registry) -> Factory:
-    """Return the factory that a node names.
-
-    Raises:
-        ConfigError: if there is none, or it is not trusted.
-    """
+    """Return the factory that a node names; a ConfigError if it is missing or not trusted."""
     name, target, arguments = name_and_arguments(key, node, registry)
     if target is not None:
         label = str(target).rpartition(".")[2]

@@ -52,11 +52,7 @@ def _model(place: str, value: object) -> Iterator[Problem]:
 
 
 def check_trainable(place: str, model: torch.nn.Module) -> None:
-    """Raise if a model that is to be trained has no trainable parameters.
-
-    Raises:
-        ConfigError: if there is none.
-    """
+    """Raise a ConfigError if a model that is to be trained has no trainable parameters."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             Problem(

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +24,6 @@ from runner.factories.registry import register
 from runner.run_dir import directory
 
 if TYPE_CHECKING:
-    from torch.nn import Module
-
     from runner.compose.composition import Examined
     from runner.data.datasets import Data
     from runner.training.callback import Callback
@@ -242,9 +239,9 @@ def _step_part(recipe: Recipe, key: str) -> object:
         return None
     factory = _part(recipe, key)
     if key == "optimizer":
-        return factory if factory.by_name else partial(_of_parameters, factory)
+        return factory if factory.by_name else lambda model: factory(model.parameters())
     if key == "scheduler":
-        return factory if factory.by_name else partial(_without_steps, factory)
+        return factory if factory.by_name else lambda optimizer, num_steps: factory(optimizer)
     made = factory()
     if key == "model" and _is_supervised(recipe):
         factory_results.check_trainable(factory.place, made)
@@ -256,14 +253,6 @@ def _is_supervised(recipe: Recipe) -> bool:
 
     function = _part(recipe, "step").function
     return isinstance(function, type) and issubclass(function, SupervisedStep)
-
-
-def _of_parameters(factory: Factory, model: Module) -> object:
-    return factory(model.parameters())
-
-
-def _without_steps(factory: Factory, optimizer: object, num_steps: int) -> object:
-    return factory(optimizer)
 
 
 def _part(recipe: Recipe, key: str) -> Factory:

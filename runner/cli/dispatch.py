@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from runner.compose.composition import Examined
-    from runner.config.processes import Adopted
     from runner.config.schema import Recipe
 
 DISTRIBUTION = "accel-runner"
@@ -68,7 +67,9 @@ def _trusting(imports: Sequence[str]) -> Iterator[None]:
 def _dispatch(arguments: Sequence[str]) -> int:
     command = command_line.command(arguments)
     if command is not None:
-        return _command(command, list(arguments[1:]))
+        from runner.cli import evaluate_predict
+
+        return evaluate_predict.main(command, arguments[1:])
     flags = command_line.parse(arguments)
     overrides = command_line.searched(flags)
     if flags.help:
@@ -121,12 +122,6 @@ def _version() -> int:
     return DONE
 
 
-def _command(name: str, arguments: list[str]) -> int:
-    from runner.cli import evaluate_predict
-
-    return int(evaluate_predict.main(name, arguments))
-
-
 def _show(overrides: Sequence[str], config_name: str, package: str | None) -> int:
     from omegaconf import OmegaConf
 
@@ -155,7 +150,9 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
 
     place = processes.adopted()
     if place is not None and place.rank > 0:
-        return _follow(place)
+        from runner.launch import launcher
+
+        return launcher.follow(place)
     if place is not None and multirun:
         rule = "a sweep starts the processes of each job itself"
         raise ConfigError(Problem("--multirun under torchrun", rule, "Start it without torchrun."))
@@ -175,13 +172,6 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
     startup.announce(examined.recipe.name)
     parts.require([examined], missing)
     return _train_one(examined, resumes, overrides)
-
-
-def _follow(place: Adopted) -> int:
-    """Run as a rank other than 0 under a launcher: rank 0 composes the job."""
-    from runner.launch import launcher
-
-    return launcher.follow(place)
 
 
 def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool]:

@@ -164,10 +164,6 @@ def to_yaml(found: Recipe) -> str:
 
 
 def require(examined: Examined) -> Recipe:
-    """Return the recipe, or raise everything that is wrong with it.
-
-    Raises:
-        ConfigError: if there is anything.
-    """
+    """Return the recipe, or raise a ConfigError of everything that is wrong with it."""
     ConfigError.raise_if(examined.problems)
     return examined.recipe

@@ -37,11 +37,7 @@ NODE = "it is a node with keys of its own"
 def examine(
     overrides: Sequence[str], config_name: str, number: int = 0
 ) -> tuple[DictConfig, list[Problem]]:
-    """Compose as much of a recipe as can be, and return what is wrong with the overrides.
-
-    Returns:
-        The configuration of all that is right, and the problems.
-    """
+    """Compose as much of a recipe as can be; return it, and what is wrong with the overrides."""
     overrides, problems = mistyped.pairs(overrides)
     problems += [*hydra_setup.hydra_problems(overrides), *_switches(overrides)]
     accepted = [o for o in unique(overrides) if not hydra_setup.hydra_problems([o])]
@@ -90,11 +86,7 @@ def unreadable(overrides: Sequence[str]) -> list[Problem]:
 def explain(
     overrides: Sequence[str], config_name: str, error: Exception
 ) -> tuple[DictConfig, list[Problem]]:
-    """Find out what is wrong, after composing `overrides` has failed with `error`.
-
-    Returns:
-        The configuration of all that is right, and the problems.
-    """
+    """Return all that is right, and what is wrong, after composing failed with `error`."""
     problems: list[Problem] = []
     choices: list[str] = []
     values: list[Override] = []
@@ -240,7 +232,7 @@ def _apply(parsed: Override, config: DictConfig) -> list[Problem]:
     if parsed.is_add() and key in known and not free:
         return [Problem(line, "there is such a key already", f"Leave out the +: {line[1:]}")]
     if not free and key not in known:
-        return [keys.unknown_key(key, known, f"={_value(line)}")]
+        return [keys.unknown_key(key, known, f"={line.partition('=')[2]}")]
     if parsed.is_delete():
         return _take_out(key, line, known, config)
     try:
@@ -308,10 +300,6 @@ def _instead(key: str) -> str:
 
 def _typed(value: float | str) -> str:
     return str(value) if isinstance(value, str) else json.dumps(value)
-
-
-def _value(line: str) -> str:
-    return line.partition("=")[2]
 
 
 def translate(error: Exception, config_name: str) -> list[Problem]:

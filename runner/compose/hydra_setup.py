@@ -178,16 +178,10 @@ def plain(config: DictConfig) -> dict[str, object]:
 
 def merge(own: Sequence[str], new: Sequence[str]) -> list[str]:
     """Return `own` overrides and then `new` ones, which replace those of their keys and below."""
-    chosen = {key_of(override) for override in new}
+    chosen = tuple(f"{key_of(override)}." for override in new)
     out = {key_of(override) for override in new if takes_out(override)}
-    kept = [
-        o for o in own if key_of(o) in out or not any(_covers(key, key_of(o)) for key in chosen)
-    ]
+    kept = [o for o in own if key_of(o) in out or not f"{key_of(o)}.".startswith(chosen)]
     return [*kept, *new]
-
-
-def _covers(chosen: str, key: str) -> bool:
-    return key == chosen or key.startswith(f"{chosen}.")
 
 
 def key_of(override: str) -> str:
@@ -223,12 +217,8 @@ def _opened(override: str) -> str:
     return f"++{override}" if known and (keys.is_free(key) or mapping) else override
 
 
-def closed(overrides: Sequence[str]) -> list[str]:
-    """Return overrides of `opened` as they are written on a command line."""
-    return [_closed(override) for override in overrides]
-
-
-def _closed(override: str) -> str:
+def closed(override: str) -> str:
+    """Return an override of `opened` as it is written on a command line."""
     if override.startswith("~"):
         return f"{key_of(override)}=null"
     if override == "callbacks=[]":

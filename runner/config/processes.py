@@ -93,11 +93,7 @@ def check_interface(distributed: Distributed) -> None:
 
 
 def dp_size(recipe: Recipe, num_processes: int) -> int:
-    """Return the data-parallel size: into how many parts a step of a recipe is divided.
-
-    Raises:
-        ConfigError: if the recipe's strategy does not fit so many processes.
-    """
+    """Return the data-parallel size of a recipe; a ConfigError if its strategy does not fit."""
     found = selected(recipe.plugins, num_processes)
     with of_the_recipe():
         return found.spec.dims(found.plugins, Environment(world_size=num_processes)).dp_size

@@ -37,11 +37,7 @@ def from_plain(plain: Mapping[str, object]) -> Recipe:
 
 
 def examine(plain: Mapping[str, object]) -> tuple[Recipe, list[Problem]]:
-    """Build as much of a recipe as possible, and return the problems of the rest.
-
-    Returns:
-        The recipe, with defaults for the nodes that have problems, and the problems.
-    """
+    """Build a recipe, with defaults for nodes that have problems, and return those, too."""
     distrusted = {key: wrong for key in CALLABLES if (wrong := _distrust(plain, key)) is not None}
     problems = list(distrusted.values())
     dropped = {key.partition(".")[0] for key in distrusted}
@@ -157,11 +153,7 @@ def parse_yaml(text: str, path: Path) -> dict[str, object]:
 
 
 def parse_list(text: str, path: Path) -> list[str]:
-    """Return a list of words that a file holds.
-
-    Raises:
-        ConfigError: if it holds anything else.
-    """
+    """Return a list of words that a file holds; else raise a ConfigError."""
     found = _parsed(text, path)
     return [str(item) for item in found] if isinstance(found, list) else []
 

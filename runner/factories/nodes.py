@@ -44,11 +44,7 @@ def _named(node: object, name: str) -> object:
 def name_and_arguments(
     key: str, node: object, registry: Registry
 ) -> tuple[object, str | None, dict[str, object]]:
-    """Return the name or the `_target_` of a node, one of them None, and its arguments.
-
-    Raises:
-        ConfigError: if it has neither, or both.
-    """
+    """Return name or `_target_` of a node (the other is None) and its arguments, or raise."""
     if not isinstance(node, Mapping):
         raise ConfigError(
             Problem(

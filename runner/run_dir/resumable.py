@@ -129,11 +129,7 @@ def require_effect(run_dir: Path, wanted: Recipe, reason: str, auto: bool = Fals
 
 
 def require_reach(run_dir: Path, checkpoint: Path, wanted: Recipe) -> None:
-    """Refuse limits that a run has passed already: training is never undone.
-
-    Raises:
-        ConfigError: naming the limits.
-    """
+    """Refuse limits that are passed already by the checkpoint: training is never undone."""
     found = checkpoints.read_manifest(checkpoint).metadata
     step, epoch = found.get("step"), found.get("epoch")
     trainer, problems = wanted.trainer, Problems()

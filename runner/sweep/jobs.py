@@ -180,7 +180,7 @@ class Task:
 
         job = HydraConfig.get()
         number = int(job.job.num)
-        overrides = hydra_setup.closed(list(job.overrides.task))
+        overrides = [hydra_setup.closed(override) for override in job.overrides.task]
         own_process = os.getpid() == self.parent
         if (Path(self.folder) / STOP_FILE).exists():
             self._raise_to_sweeper("the sweep was stopped before this job")

@@ -265,11 +265,7 @@ class Saver:
             self.best.write(path.parent)
 
     def find_best(self, checkpoint: str) -> bool:
-        """Find the checkpoint that holds the best state, after a resume.
-
-        Returns:
-            Whether it was found, or there is none to find.
-        """
+        """Find the best checkpoint after a resume; return whether it is found or not needed."""
         self.last, self.saved_step = checkpoint, self._state.step
         if self._state.best_step is None or not self._settings.save_best:
             return True

@@ -25,11 +25,7 @@ class Interrupted(Exception):
 def monitored_value(
     metrics: Mapping[str, float], monitor: str | None, key: str = "checkpoint.monitor"
 ) -> float:
-    """Return the monitored metric.
-
-    Raises:
-        ConfigError: if the evaluation does not measure it.
-    """
+    """Return the monitored metric; a ConfigError about `key` if it was not measured."""
     if monitor is None or monitor not in metrics:
         rule = f"the evaluation measures {', '.join(metrics)}"
         raise ConfigError(Problem(f"{key}={monitor!r}", rule, nearest(str(monitor), metrics)))

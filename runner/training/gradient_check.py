@@ -93,11 +93,10 @@ def _samples(loop: Run) -> list[object]:
     dataset = loop.data.train
     count = min(loop.plan.global_batch, MOST_SAMPLES)
     count = max(2, count - count % 2)
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        with preserved():
+    with preserved():
+        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             found = [dataset[index] for index in range(min(count, len(dataset)))]
-    else:
-        with preserved():
+        else:
             found = list(itertools.islice(iter(dataset), count))
     return found[: len(found) - len(found) % 2]
 

@@ -51,11 +51,7 @@ def losses(objective: object, value: object) -> torch.Tensor:
 
 
 def weights(objective: object, value: object) -> torch.Tensor | None:
-    """Return the weights of an objective's samples: [B], or None for one each.
-
-    Raises:
-        ConfigError: if they are neither.
-    """
+    """Return the weights of samples, [B], or None for one each; else a ConfigError."""
     if value is None or (isinstance(value, torch.Tensor) and value.dim() == 1):
         return value
     found = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
@@ -64,11 +60,7 @@ def weights(objective: object, value: object) -> torch.Tensor | None:
 
 
 def tensors(owner: object, method: str, value: object) -> dict[str, torch.Tensor]:
-    """Return values by name, each a tensor.
-
-    Raises:
-        ConfigError: if they are none.
-    """
+    """Return values by name, each a tensor; else a ConfigError about the method of `owner`."""
     rule = "it returns tensors by name"
     if not isinstance(value, Mapping):
         raise _refused(owner, method, shown(value), rule, 'Return {"loss": …}.')
@@ -80,11 +72,7 @@ def tensors(owner: object, method: str, value: object) -> dict[str, torch.Tensor
 
 
 def metrics(owner: object, value: object) -> dict[str, float]:
-    """Return the result of `summarize` as numbers by name.
-
-    Raises:
-        ConfigError: if it is something else.
-    """
+    """Return the result of `summarize` as numbers by name; else raise a ConfigError."""
     rule = "it returns the metrics of the data set, numbers by name"
     remedy = 'Return {"loss": 0.5, …}.'
     if not isinstance(value, Mapping):
