@@ -35,7 +35,7 @@ def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
-            path = folder / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+            path = folder / f"{_stamp()}-{secrets.token_hex(2)}"
             with contextlib.suppress(FileExistsError):
                 path.mkdir()
                 return path
@@ -43,6 +43,10 @@ def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
         rule = f"runs are written there, and that failed ({paths.failure(error)})"
         remedy = "Give output_dir=<a folder you may write to>."
         raise ConfigError(Problem(f"output_dir={str(output_dir)!r}", rule, remedy)) from error
+
+
+def _stamp() -> str:
+    return f"{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def claimed(output_dir: str | os.PathLike[str], name: str) -> list[Path]:

@@ -39,7 +39,8 @@ def test_a_resumed_run_writes_no_step_twice(tmp_path: Path) -> None:
 
 
 def test_the_summary_is_written_in_one_piece(tmp_path: Path) -> None:
-    json_files.write_summary(tmp_path, {"best": float("inf"), "path": tmp_path, "steps": (1, 2)})
+    content = {"best": float("inf"), "path": tmp_path, "steps": (1, 2)}
+    json_files.write_json(tmp_path / json_files.SUMMARY, content)
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found == {"best": "Infinity", "path": str(tmp_path), "steps": [1, 2]}
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
