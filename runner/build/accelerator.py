@@ -97,8 +97,7 @@ def _handlers(recipe: Recipe) -> list[KwargsHandler]:
     return [node for node in nodes if node is not None]
 
 
-def _plugins(recipe: Recipe, batch_plan: BatchPlan) -> list[Any]:
-    """Return the plugins, with what the recipe decides: their own settings may not contradict."""
+def _plugins(recipe: Recipe, batch_plan: BatchPlan) -> list[object]:
     source = "by the recipe's trainer"
     decided: dict[str, tuple[Any, str]] = {
         name: (number, f"{number} {source}")

@@ -21,11 +21,6 @@ def factory_errors(key: str, place: str, arguments: Mapping[str, object]) -> Ite
 
     An error that passed through the user's own code is unchanged, with a note on the node.
 
-    Args:
-        key: the node.
-        place: how the factory is named in the recipe.
-        arguments: of the recipe.
-
     Raises:
         ConfigError: naming the keys and their problem.
     """

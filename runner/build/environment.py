@@ -14,12 +14,7 @@ from runner.config.schema import Recipe
 
 
 def problems(recipe: Recipe, environment: Environment) -> list[Problem]:
-    """Return the variables that would change what `recipe` describes.
-
-    Args:
-        recipe: the recipe.
-        environment: what is set.
-    """
+    """Return the variables that would change what `recipe` describes."""
     return [
         Problem(f"{variable} (environment)", "a run follows its recipe alone", remedy)
         for variable, remedy in _deciding(recipe, environment)

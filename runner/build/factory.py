@@ -32,8 +32,8 @@ class Factory:
     key: str
     label: str
     by_name: bool
-    function: Callable[..., Any]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    function: Callable[..., object]
+    arguments: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def num_given(self) -> int:
@@ -56,7 +56,7 @@ class Factory:
         """Whether there are `_target_`s in the arguments."""
         return next(_targets(self.arguments, self.key), None) is not None
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, *given: object, **named: object) -> Any:
         """Call the factory with the runner's arguments and those of the recipe.
 
         Raises:
@@ -69,7 +69,7 @@ class Factory:
         factory_results.check(self.key, self.place, made)
         return made
 
-    def _instantiated(self) -> dict[str, Any]:
+    def _instantiated(self) -> dict[str, object]:
         if not self.has_targets:
             return dict(self.arguments)
         from hydra.utils import instantiate
@@ -78,12 +78,8 @@ class Factory:
         return dict(instantiate(dict(self.arguments), _convert_="all"))
 
 
-def factory_of(key: str, node: Any, registry: Registry) -> Factory:
-    """Return the factory that a node names.
-
-    Raises:
-        ConfigError: if there is none, or it is not trusted.
-    """
+def factory_of(key: str, node: object, registry: Registry) -> Factory:
+    """Return the factory that a node names; a ConfigError if it is missing or not trusted."""
     name, target, arguments = name_and_arguments(key, node, registry)
     if target is not None:
         label = str(target).rpartition(".")[2]
@@ -94,7 +90,7 @@ def factory_of(key: str, node: Any, registry: Registry) -> Factory:
         raise with_node_key(error, registry.kind, key) from error
 
 
-def _targets(value: Any, key: str) -> Iterator[tuple[str, str]]:
+def _targets(value: object, key: str) -> Iterator[tuple[str, str]]:
     """Yield (key, dotted name) of each `_target_` in nested arguments."""
     if isinstance(value, Mapping):
         if "_target_" in value:
@@ -106,7 +102,7 @@ def _targets(value: Any, key: str) -> Iterator[tuple[str, str]]:
             yield from _targets(item, f"{key}[{index}]")
 
 
-def _distrusted(arguments: Mapping[str, Any], key: str) -> list[Problem]:
+def _distrusted(arguments: Mapping[str, object], key: str) -> list[Problem]:
     """Return the problems of the `_target_`s in nested arguments."""
     problems: list[Problem] = []
     for place, name in _targets(arguments, key):

@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel.errors import ConfigError, Problem, closest
-from runner.data.datasets import SPLITS, Data
+from runner.config.schema import SPLITS
+from runner.data.datasets import Data
 from runner.training.callback import Callback
 from runner.training.objective import Objective
 from runner.training.return_checks import shown
@@ -39,7 +40,6 @@ def check(key: str, place: str, value: object) -> None:
 
 
 def _instance(place: str, value: object, kind: type, name: str) -> Iterator[Problem]:
-    """Yield the problem that `value` is no instance of `kind`."""
     if not isinstance(value, kind):
         remedy = f"Return a {name}."
         if isinstance(value, type) and issubclass(value, kind):
@@ -52,15 +52,7 @@ def _model(place: str, value: object) -> Iterator[Problem]:
 
 
 def check_trainable(place: str, model: torch.nn.Module) -> None:
-    """Raise if a model that is to be trained has no trainable parameters.
-
-    Args:
-        place: how its factory is named in the recipe.
-        model: the returned model.
-
-    Raises:
-        ConfigError: if there is none.
-    """
+    """Raise a ConfigError if a model that is to be trained has no trainable parameters."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             Problem(
@@ -163,7 +155,6 @@ def _callback(place: str, value: object) -> Iterator[Problem]:
 
 
 def _monitored(place: str, value: object) -> Iterator[Problem]:
-    """Yield the problems of the monitored metric."""
     for name, known in (("monitor", None), ("mode", MODES)):
         found = getattr(value, name, None)
         if not isinstance(found, str) or not found or (known and found not in known):

@@ -6,16 +6,16 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel.checkpoint import directory as checkpoints
 from accel.env import Environment
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems
 from runner.build import environment
 from runner.build.factory import Factory, factory_of
-from runner.config import paths
+from runner.config import paths, processes
+from runner.config.batch_plan import BatchPlan, plan_batches
 from runner.config.error_keys import of_the_recipe
 from runner.config.schema import Recipe
 from runner.factories import signatures
@@ -25,7 +25,6 @@ from runner.run_dir import directory
 
 if TYPE_CHECKING:
     from runner.compose.composition import Examined
-    from runner.config.batch_plan import BatchPlan
     from runner.data.datasets import Data
     from runner.training.callback import Callback
     from runner.training.step import Step
@@ -67,7 +66,6 @@ def check_machine(recipe: Recipe) -> list[Problem]:
         MissingPackageError: if the library of a tracker is not installed.
     """
     from accel.trackers.table import filter_trackers
-    from runner.config import processes
 
     distributed = recipe.distributed
     checks: tuple[Callable[[], object], ...] = (
@@ -79,7 +77,7 @@ def check_machine(recipe: Recipe) -> list[Problem]:
         lambda: _check_states_folder(recipe),
         lambda: filter_trackers(recipe.tracker.log_with, logging_dir=recipe.output_dir),
     )
-    problems: list[Problem] = []
+    problems = Problems()
     for attempt in checks:
         try:
             attempt()
@@ -89,10 +87,6 @@ def check_machine(recipe: Recipe) -> list[Problem]:
 
 
 def _batch_plan(recipe: Recipe) -> BatchPlan:
-    """Return the batch arithmetic of a recipe, or raise what is wrong with it."""
-    from runner.config import processes
-    from runner.config.batch_plan import plan_batches
-
     number = processes.count(recipe.distributed)
     return plan_batches(recipe.trainer, processes.dp_size(recipe, number), None)
 
@@ -102,7 +96,6 @@ def _check_plan(recipe: Recipe) -> None:
     from accel.planning.arguments import Arguments
     from accel.planning.plan import resolve
     from runner.build.accelerator import arguments
-    from runner.config import processes
 
     here = processes.environment(recipe.distributed)
     try:
@@ -114,11 +107,7 @@ def _check_plan(recipe: Recipe) -> None:
 
 
 def _check_states_folder(recipe: Recipe) -> None:
-    """Raise if a new run cannot write its states where the recipe wants them.
-
-    A folder that holds checkpoints is that of another run: the two would take, prune and overwrite
-    each other's.
-    """
+    """Raise if states cannot be written where the recipe wants them, or another run has its own."""
     wanted = recipe.checkpoint.project.project_dir
     if wanted is None or recipe.resume is not None:
         return
@@ -146,7 +135,6 @@ def _check_states_folder(recipe: Recipe) -> None:
 
 
 def _check_clipping(recipe: Recipe) -> None:
-    """Raise if gradients are clipped in a way that the recipe's engine does not offer."""
     from accel.planning.strategy import selected
 
     value, found = recipe.trainer.clip_grad_value, selected(recipe.plugins, 1)
@@ -163,7 +151,7 @@ def _check_clipping(recipe: Recipe) -> None:
 
 def check_factories(recipe: Recipe) -> list[Problem]:
     """Return what is wrong with the nodes that name factories."""
-    problems: list[Problem] = []
+    problems = Problems()
     found: dict[str, Factory] = {}
     for key, node, registry in nodes_of(recipe, problems):
         try:
@@ -175,9 +163,7 @@ def check_factories(recipe: Recipe) -> list[Problem]:
     for key in ("step", "data"):
         if getattr(recipe, key) is None:
             names = ", ".join(getattr(register, key).names())
-            problems.append(
-                Problem(f"{key}=null", "a run needs it", f"Choose {key}.name from: {names}.")
-            )
+            problems.add(f"{key}=null", "a run needs it", f"Choose {key}.name from: {names}.")
     if "step" in found:
         step = found["step"]
         problems += step_problems(recipe, step.label, signatures.read(step.function))
@@ -198,7 +184,9 @@ def try_factories(recipe: Recipe) -> list[Problem]:
     ]
 
 
-def build_parts(recipe: Recipe, around_model: AbstractContextManager[Any] | None = None) -> Parts:
+def build_parts(
+    recipe: Recipe, around_model: AbstractContextManager[object] | None = None
+) -> Parts:
     """Build the step with its models and optimizers, the data sets and the callbacks.
 
     The weights are drawn from torch's generator: seed it first.
@@ -225,7 +213,7 @@ def build_data(recipe: Recipe) -> Data:
     return _part(recipe, "data")()
 
 
-def build_step(recipe: Recipe, around_model: AbstractContextManager[Any] | None = None) -> Step:
+def build_step(recipe: Recipe, around_model: AbstractContextManager[object] | None = None) -> Step:
     """Build the step with its models and optimizers.
 
     Args:
@@ -244,17 +232,16 @@ def build_step(recipe: Recipe, around_model: AbstractContextManager[Any] | None 
     return step(**parts)
 
 
-def _step_part(recipe: Recipe, key: str) -> Any:
-    """Return what the parameter `key` of a step's constructor receives."""
+def _step_part(recipe: Recipe, key: str) -> object:
     from runner.build import factory_results
 
     if getattr(recipe, key) is None:
         return None
     factory = _part(recipe, key)
     if key == "optimizer":
-        return factory if factory.by_name else partial(_of_parameters, factory)
+        return factory if factory.by_name else lambda model: factory(model.parameters())
     if key == "scheduler":
-        return factory if factory.by_name else partial(_without_steps, factory)
+        return factory if factory.by_name else lambda optimizer, num_steps: factory(optimizer)
     made = factory()
     if key == "model" and _is_supervised(recipe):
         factory_results.check_trainable(factory.place, made)
@@ -266,14 +253,6 @@ def _is_supervised(recipe: Recipe) -> bool:
 
     function = _part(recipe, "step").function
     return isinstance(function, type) and issubclass(function, SupervisedStep)
-
-
-def _of_parameters(factory: Factory, model: Any) -> Any:
-    return factory(model.parameters())
-
-
-def _without_steps(factory: Factory, optimizer: Any, num_steps: int) -> Any:
-    return factory(optimizer)
 
 
 def _part(recipe: Recipe, key: str) -> Factory:

@@ -7,7 +7,7 @@ user's own factories are not tried: they may read files, or take long.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel.errors import ConfigError, Problem
 from runner.build import blame
@@ -41,7 +41,7 @@ def _model(factory: Factory) -> None:
         factory()
 
 
-def _optimizer(factory: Factory) -> Any:
+def _optimizer(factory: Factory) -> object:
     import torch
 
     stand_in = torch.nn.Linear(2, 2, bias=False)
@@ -72,7 +72,7 @@ def _step(factory: Factory) -> None:
         _model(factory)
 
 
-TRIALS: dict[str, Callable[[Factory], Any]] = {
+TRIALS: dict[str, Callable[[Factory], object]] = {
     "model": _model,
     "step": _step,
     "optimizer": _optimizer,

@@ -14,7 +14,6 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
@@ -313,7 +312,7 @@ class NextByte(Objective):
     monitor = "bits_per_byte"
     mode = "min"
 
-    def losses(self, model: nn.Module, batch: Any) -> Tensor:
+    def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return the nats of each sample, summed over its targets: [B]."""
         values, targets = batch
         logits = model(values).float()
@@ -322,7 +321,7 @@ class NextByte(Objective):
         )
         return nats.view(targets.shape).sum(dim=1)
 
-    def weights(self, batch: Any) -> Tensor:
+    def weights(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return how many targets each sample has: [B]."""
         return (batch[1] != IGNORED).sum(dim=1)
 
@@ -331,7 +330,7 @@ class NextByte(Objective):
         loss = super().summarize(values)["loss"]
         return {"loss": loss, "bits_per_byte": loss / math.log(2)}
 
-    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """Return the likeliest byte after each: [B, T]."""
         return {"next_byte": model(batch[0]).argmax(dim=-1)}
 
@@ -357,7 +356,7 @@ def gzip_bits_per_byte(data: Data) -> float:
     return 8 * len(gzip.compress(text, compresslevel=9)) / len(text)
 
 
-def _text(part: Dataset[Any] | None) -> Tensor:
+def _text(part: Dataset[object] | None) -> Tensor:
     if not isinstance(part, ByteWindows):
         raise StateError(
             f"The baselines of text measure ByteWindows, as `data=stdlib_bytes` gives; this is "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from accel.errors import ConfigError, Problem
 from runner.builtin import limits
 from runner.data.datasets import Data
 from runner.training.objective import Objective
@@ -72,14 +70,7 @@ def digits(augment: bool = True, num_variants: int = 32, split_seed: int = 0) ->
 
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI repository.
     """
-    if num_variants < 1:
-        raise ConfigError(
-            Problem(
-                f"data.num_variants={num_variants}",
-                "each image has at least one variant, itself",
-                "Set 1 or more, or data.augment=false.",
-            )
-        )
+    limits.check("data", num_variants=(num_variants, 1, math.inf))
     images, labels, parts = _load_split(split_seed)
     train, validation, test = (TensorDataset(images[part], labels[part]) for part in parts)
     if not augment:
@@ -207,12 +198,12 @@ class Classification(Objective):
         limits.check("objective", label_smoothing=(label_smoothing, 0, 1))
         self.label_smoothing = label_smoothing
 
-    def losses(self, model: nn.Module, batch: Any) -> Tensor:
+    def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return the cross-entropy of each sample, in nats: [B]."""
         inputs, labels = batch
         return self._cross_entropy(model(inputs), labels)
 
-    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+    def evaluate(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mapping[str, Tensor]:
         """Return loss, weight and whether the likeliest class is right: each [B]."""
         inputs, labels = batch
         logits = model(inputs)
@@ -227,7 +218,7 @@ class Classification(Objective):
         """Return the mean loss in nats and the accuracy in [0, 1]."""
         return super().summarize(values) | {"accuracy": float(values["correct"].double().mean())}
 
-    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """Return the likeliest class [B] and the probability of each [B, C]."""
         probabilities = torch.softmax(model(batch[0]).float(), dim=1)
         return {"label": probabilities.argmax(dim=1), "probabilities": probabilities}

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim.lr_scheduler import LRScheduler
 
 from runner.builtin.optimizers import linear
 from runner.data.micro_batch import Window
@@ -127,7 +128,7 @@ class GANStep(Step):
             for name, model in self.models.items()
         }
 
-    def make_schedulers(self, num_steps: int) -> dict[str, Any]:
+    def make_schedulers(self, num_steps: int) -> Mapping[str, LRScheduler]:
         """Return a linear decay to zero for each optimizer."""
         return {name: linear(optimizer, num_steps) for name, optimizer in self.optimizers.items()}
 
@@ -153,7 +154,7 @@ class GANStep(Step):
             **generator_norm,
         }
 
-    def evaluate(self, batch: Any) -> Mapping[str, Tensor]:
+    def evaluate(self, batch: Sequence[Tensor]) -> Mapping[str, Tensor]:
         """Return as many made images as real ones, as vectors: each [B, P]."""
         real = batch[0]
         return {"real": real.flatten(1), "made": self.predict(batch)["image"].flatten(1)}
@@ -166,7 +167,7 @@ class GANStep(Step):
             "neighbour_accuracy": neighbour_accuracy(real, made),
         }
 
-    def predict(self, batch: Any) -> dict[str, Tensor]:
+    def predict(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return a made image for each real one: [B, 1, S, S].
 
         Its noise is a function of the real image's pixels, so that evaluations differ by the models

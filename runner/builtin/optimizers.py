@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -65,7 +64,7 @@ def _check_betas(betas: Sequence[float]) -> None:
 
 def decay_groups(
     parameters: Sequence[torch.nn.Parameter], weight_decay: float
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return one group of the parameters of 2 and more dims, decayed, and one of the others.
 
     A group without parameters is dropped.
@@ -129,16 +128,7 @@ def _schedule(
     final: float,
     decay: Callable[[float], float],
 ) -> LambdaLR:
-    problems = []
-    if warmup < 0:
-        problems.append(
-            Problem(f"scheduler.warmup={warmup}", "it is no negative number", "Set 0 for none.")
-        )
-    if not 0 <= final <= 1:
-        problems.append(
-            Problem(f"scheduler.final={final}", "it is a fraction of the peak", "Set 0 to 1.")
-        )
-    ConfigError.raise_if(problems)
+    limits.check("scheduler", warmup=(warmup, 0, math.inf), final=(final, 0, 1))
     warmup_steps = warmup * num_steps if warmup < 1 else warmup
     # A partial, not a lambda: it pickles, and leaves nothing in the scheduler's state, so that a
     # resumed run follows the schedule of its recipe.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel.errors import ConfigError, Problem
+from accel.errors import Problems
 from runner.builtin.bytes_gpt import ByteWindows, bigram_bits_per_byte, generate, gzip_bits_per_byte
 from runner.reporting.console import number
 from runner.training.callback import Callback
@@ -60,17 +60,17 @@ class TextSample(Callback):
         temperature: float = 0.8,
         seed: int = 0,
     ) -> None:
-        problems = []
+        problems = Problems()
         if not prompt:
             rule, remedy = "the model continues at least one byte", "Give e.g. 'import '."
-            problems.append(Problem("text_sample.prompt=''", rule, remedy))
+            problems.add("text_sample.prompt=''", rule, remedy)
         if num_bytes < 1:
             rule, remedy = "it is at least 1", "Take the callback out to write none."
-            problems.append(Problem(f"text_sample.num_bytes={num_bytes}", rule, remedy))
+            problems.add(f"text_sample.num_bytes={num_bytes}", rule, remedy)
         if temperature <= 0:
             rule, remedy = "it is above 0", "Give 0.1 for nearly the likeliest text."
-            problems.append(Problem(f"text_sample.temperature={temperature}", rule, remedy))
-        ConfigError.raise_if(problems)
+            problems.add(f"text_sample.temperature={temperature}", rule, remedy)
+        problems.raise_if()
         self.prompt = prompt
         self.num_bytes = num_bytes
         self.temperature = temperature

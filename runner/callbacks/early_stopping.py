@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel.errors import ConfigError, Problem, nearest
+from accel.errors import ConfigError, Problem, Problems, nearest
 from runner.training.callback import Callback
 from runner.training.evaluation import monitored_value
 from runner.training.state import is_better
@@ -31,18 +31,16 @@ class EarlyStopping(Callback):
         monitor: str | None = None,
         mode: str | None = None,
     ) -> None:
-        problems = []
+        problems = Problems()
         if patience < 1:
-            problems.append(
-                Problem(f"early_stopping.patience={patience}", "it is at least 1", "Give 3.")
-            )
+            problems.add(f"early_stopping.patience={patience}", "it is at least 1", "Give 3.")
         if min_delta < 0:
             rule, remedy = "it is at least 0", "Leave it out to count any improvement."
-            problems.append(Problem(f"early_stopping.min_delta={min_delta}", rule, remedy))
+            problems.add(f"early_stopping.min_delta={min_delta}", rule, remedy)
         if mode not in (None, "min", "max"):
             rule, remedy = "it is one of min, max", nearest(mode, ("min", "max"))
-            problems.append(Problem(f"early_stopping.mode={mode!r}", rule, remedy))
-        ConfigError.raise_if(problems)
+            problems.add(f"early_stopping.mode={mode!r}", rule, remedy)
+        problems.raise_if()
         self.patience = patience
         self.min_delta = min_delta
         self.monitor = monitor
@@ -89,7 +87,7 @@ class EarlyStopping(Callback):
                 else f"{self.monitor} was not a number in {self.num_waited} evaluations"
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the best value, its metric, and the evaluations since then."""
         return {
             **{"best": self.best, "num_waited": self.num_waited, "step": self._step},

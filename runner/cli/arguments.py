@@ -94,7 +94,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _unknown(flag: str, arguments: Sequence[str], flags: Sequence[str]) -> Problem:
-    """Return the problem with a flag that is not known."""
     name, given, value = flag.partition("=")
     rule = "there is no such flag"
     key = mistyped.key_for(name)
@@ -138,18 +137,9 @@ def command(arguments: Sequence[str]) -> str | None:
 def for_hydra(flags: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
     """Return the command line that Hydra gets, flags first."""
     line = ["--config-name", flags.config_name]
-    if flags.multirun:
-        line.append("--multirun")
-    if flags.shell_completion:
-        line.append("--shell-completion")
-    if flags.hydra_help:
-        line.append("--hydra-help")
-    if flags.cfg:
-        line += ["--cfg", flags.cfg]
-    if flags.package:
-        line += ["--package", flags.package]
-    if flags.resolve:
-        line.append("--resolve")
-    if flags.info:
-        line += ["--info", flags.info]
+    switches = ("multirun", "shell_completion", "hydra_help", "resolve")
+    line += [f"--{name.replace('_', '-')}" for name in switches if getattr(flags, name)]
+    for name in ("cfg", "package", "info"):
+        if getattr(flags, name):
+            line += [f"--{name}", getattr(flags, name)]
     return [*line, *overrides]

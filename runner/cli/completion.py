@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from runner.cli.arguments import INFO, long_flags
 from runner.compose import diagnose, hydra_setup
 from runner.config import keys, trust
 from runner.config.mistyped import COMMANDS
+from runner.config.schema import SPLITS
 from runner.config.serialization import examine
 from runner.factories import static_checks
 from runner.factories.nodes import nodes_of, num_given
 from runner.factories.registry import register
-from runner.inference.session import SPLITS
 
 OF_COMMANDS = {
     "eval": ("--split", "--checkpoint", "--help"),
@@ -113,14 +110,13 @@ def _overrides(words: Sequence[str], word: str) -> Iterator[str]:
             yield f"{prefix}{name}{'.' if inner else '='}"
 
 
-def _recipe(overrides: Sequence[str]) -> dict[str, Any]:
+def _recipe(overrides: Sequence[str]) -> dict[str, object]:
     """Return as much of the recipe as the words that are complete describe."""
     config, _ = diagnose.examine(list(overrides), hydra_setup.PRIMARY)
-    return hydra_setup.plain(config) if len(config) else {}
+    return hydra_setup.plain(config)
 
 
 def _arguments(recipe: Mapping[str, object]) -> Iterator[str]:
-    """Yield the dotted arguments of the recipe's factories."""
     for key, node, registry in nodes_of(examine(recipe)[0], []):
         if not isinstance(node, Mapping):
             continue
@@ -134,7 +130,6 @@ def _arguments(recipe: Mapping[str, object]) -> Iterator[str]:
 
 
 def _values(key: str, value: str) -> Iterator[str]:
-    """Yield the values that a key can be set to."""
     if key in hydra_setup.groups():
         yield from diagnose.options_of(key)
     elif key == "resume":
@@ -144,13 +139,8 @@ def _values(key: str, value: str) -> Iterator[str]:
         kind = "callback" if node.startswith("callbacks.") else node
         if hasattr(register, kind):
             yield from getattr(register, kind).names()
-    elif _is_switch(key):
+    elif keys.is_switch(key):
         yield from ("true", "false")
-
-
-def _is_switch(key: str) -> bool:
-    hint = keys.hint_of(key)
-    return hint is bool or (isinstance(hint, types.UnionType) and bool in typing.get_args(hint))
 
 
 def _runs(word: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from runner.compose.composition import Examined
-    from runner.config.processes import Adopted
     from runner.config.schema import Recipe
 
 DISTRIBUTION = "accel-runner"
@@ -67,7 +67,9 @@ def _trusting(imports: Sequence[str]) -> Iterator[None]:
 def _dispatch(arguments: Sequence[str]) -> int:
     command = command_line.command(arguments)
     if command is not None:
-        return _command(command, list(arguments[1:]))
+        from runner.cli import evaluate_predict
+
+        return evaluate_predict.main(command, arguments[1:])
     flags = command_line.parse(arguments)
     overrides = command_line.searched(flags)
     if flags.help:
@@ -89,7 +91,6 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 
 def _last_of_each(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides without overridden ones, and print a line for each of those."""
     from runner.compose import diagnose
 
     for line in diagnose.overridden(overrides):
@@ -121,14 +122,7 @@ def _version() -> int:
     return DONE
 
 
-def _command(name: str, arguments: list[str]) -> int:
-    from runner.cli import evaluate_predict
-
-    return int(evaluate_predict.main(name, arguments))
-
-
 def _show(overrides: Sequence[str], config_name: str, package: str | None) -> int:
-    """Print the recipe that would run."""
     from omegaconf import OmegaConf
 
     from runner.compose import composition, hydra_setup
@@ -138,7 +132,7 @@ def _show(overrides: Sequence[str], config_name: str, package: str | None) -> in
         examined, _ = _examine(overrides, config_name)
     _require_names([examined], _import_packages_named(examined.recipe))
     recipe = composition.require(examined)
-    shown: Any = OmegaConf.create(composition.to_yaml(recipe))
+    shown = OmegaConf.create(composition.to_yaml(recipe))
     if package is not None:
         content: Any = OmegaConf.to_container(shown)
         known = keys.known_keys(content)
@@ -156,7 +150,9 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
 
     place = processes.adopted()
     if place is not None and place.rank > 0:
-        return _follow(place)
+        from runner.launch import launcher
+
+        return launcher.follow(place)
     if place is not None and multirun:
         rule = "a sweep starts the processes of each job itself"
         raise ConfigError(Problem("--multirun under torchrun", rule, "Start it without torchrun."))
@@ -176,13 +172,6 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
     startup.announce(examined.recipe.name)
     parts.require([examined], missing)
     return _train_one(examined, resumes, overrides)
-
-
-def _follow(place: Adopted) -> int:
-    """Run as a rank other than 0 under a launcher: rank 0 composes the job."""
-    from runner.launch import launcher
-
-    return launcher.follow(place)
 
 
 def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool]:
@@ -277,7 +266,8 @@ def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Pro
     except jobs.JobFailed:  # the sweeper gave up
         return jobs.conclude(folder, plan.total) or FAILED
     finally:
-        jobs.remove_folder(folder)
+        # A launcher's process may be writing its last file there.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _no_task(config: DictConfig) -> None:
@@ -292,15 +282,7 @@ def _for_hydra(overrides: Sequence[str]) -> list[str]:
 
 
 def _hydra(line: Sequence[str], task: Callable[[DictConfig], float | None]) -> int:
-    """Run Hydra's own main with a command line.
-
-    Args:
-        line: the command line.
-        task: called with each job; in a sweep, in the process that the launcher chooses.
-
-    Returns:
-        0, or the code with which the task has ended the process.
-    """
+    """Run Hydra's own main, which calls `task` with each job; return the code it ends with."""
     import hydra
 
     from runner.compose import diagnose, hydra_setup

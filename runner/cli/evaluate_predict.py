@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.cli.arguments import CommandParser
-from runner.inference.session import SPLITS, Request, is_stream, measure, write_predictions
+from runner.config.schema import SPLITS
+from runner.inference.session import Request, is_stream, measure, write_predictions
 
 
 def main(command: str, arguments: Sequence[str]) -> int:
@@ -18,12 +19,6 @@ def main(command: str, arguments: Sequence[str]) -> int:
 
 def evaluate(arguments: Sequence[str]) -> int:
     """Measure a run on its data sets and print a table.
-
-    Args:
-        arguments: of the command line, without ``eval``.
-
-    Returns:
-        The exit code.
 
     Raises:
         ConfigError: if the run or an override is refused.
@@ -40,12 +35,6 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 def predict(arguments: Sequence[str]) -> int:
     """Write a run's predictions for a data set, one JSON object per sample and line.
-
-    Args:
-        arguments: of the command line, without ``predict``.
-
-    Returns:
-        The exit code.
 
     Raises:
         ConfigError: if the run, an override or the output is refused.

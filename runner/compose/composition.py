@@ -6,10 +6,9 @@ Free of torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -113,14 +112,14 @@ def _resumed(run_dir: str | Path, overrides: Sequence[str], trains: bool) -> Exa
 
 
 def _applied_to_frozen(
-    frozen: dict[str, Any], job: Job, overrides: Sequence[str], trains: bool
+    frozen: dict[str, object], job: Job, overrides: Sequence[str], trains: bool
 ) -> Examined:
     """Return a run's recorded recipe with new overrides: groups from today's files, then values."""
     merged = hydra_setup.merge(job.overrides, overrides)
     groups = hydra_setup.groups()
     choices = [o for o in overrides if hydra_setup.key_of(o) in groups]
     values = [o for o in overrides if o not in choices]
-    changed: Any = frozen
+    changed: Mapping[str, object] = frozen
     problems: list[Problem] = []
     try:
         if choices:
@@ -136,17 +135,16 @@ def _applied_to_frozen(
 
 
 def _with_changes(
-    frozen: dict[str, Any], before: DictConfig, after: DictConfig, overrides: Sequence[str]
-) -> Any:
-    """Return `frozen` with the values that `overrides` change between two compositions of today."""
-    today = _plain(after)
-    changed = carry_over.carry_over(frozen, _plain(before), today)
+    frozen: dict[str, object], before: DictConfig, after: DictConfig, overrides: Sequence[str]
+) -> Mapping[str, object]:
+    today = hydra_setup.plain(after)
+    changed = carry_over.carry_over(frozen, hydra_setup.plain(before), today)
     return carry_over.imposed(changed, today, {hydra_setup.key_of(o) for o in overrides})
 
 
 def _examine_changed(
-    frozen: dict[str, Any],
-    changed: Any,
+    frozen: dict[str, object],
+    changed: Mapping[str, object],
     job: Job,
     problems: Sequence[Problem],
     merged: Sequence[str],
@@ -160,20 +158,12 @@ def _examine_changed(
     return Examined(found, [*problems, *wrong, *kept], tuple(merged), job.config_name)
 
 
-def _plain(config: DictConfig) -> dict[str, Any]:
-    return hydra_setup.plain(config) if len(config) else {}
-
-
 def to_yaml(found: Recipe) -> str:
     """Return a recipe as YAML: every key with its value."""
     return OmegaConf.to_yaml(OmegaConf.create(serialization.to_plain(found)))
 
 
 def require(examined: Examined) -> Recipe:
-    """Return the recipe, or raise everything that is wrong with it.
-
-    Raises:
-        ConfigError: if there is anything.
-    """
+    """Return the recipe, or raise a ConfigError of everything that is wrong with it."""
     ConfigError.raise_if(examined.problems)
     return examined.recipe

@@ -13,7 +13,7 @@ from typing import Any
 from hydra.core.global_hydra import GlobalHydra
 from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 
-from accel.errors import Problem, nearest
+from accel.errors import Problem, Problems, nearest
 from runner.config import keys, paths
 from runner.config.schema import Recipe
 from runner.factories import static_checks
@@ -48,14 +48,14 @@ def file_of(name: str) -> Path | None:
 
 def undecodable() -> list[Problem]:
     """Return a problem for each file of the user's that is no UTF-8."""
-    problems = []
+    problems = Problems()
     for path, name in own_files():
         try:
             path.read_bytes().decode("utf-8")
         except UnicodeDecodeError as error:
             line = path.read_bytes()[: error.start].count(b"\n") + 1
             rule = f"line {line} is not UTF-8 text (byte 0x{error.object[error.start]:02x})"
-            problems.append(Problem(f"conf/{name}.yaml", rule, "Save the file as UTF-8."))
+            problems.add(f"conf/{name}.yaml", rule, "Save the file as UTF-8.")
     return problems
 
 

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from accel.errors import ConfigError, Problem, nearest
+from accel.errors import ConfigError, Problem, closest, did_you_mean, nearest
 from runner.compose import conf_files, hydra_setup
 from runner.config import habits, keys, mistyped, paths
 from runner.config.schema import PLUGINS, Recipe
@@ -34,25 +34,10 @@ MISTAKES = (
 NODE = "it is a node with keys of its own"
 
 
-def compose(overrides: Sequence[str], config_name: str, number: int = 0) -> DictConfig:
-    """Compose a recipe inside a session, as `hydra_setup.compose` does.
-
-    Raises:
-        ConfigError: naming everything that is wrong with the overrides and the recipe.
-    """
-    config, problems = examine(overrides, config_name, number)
-    ConfigError.raise_if(problems)
-    return config
-
-
 def examine(
     overrides: Sequence[str], config_name: str, number: int = 0
 ) -> tuple[DictConfig, list[Problem]]:
-    """Compose as much of a recipe as can be, and return what is wrong with the overrides.
-
-    Returns:
-        The configuration of all that is right, and the problems.
-    """
+    """Compose as much of a recipe as can be; return it, and what is wrong with the overrides."""
     overrides, problems = mistyped.pairs(overrides)
     problems += [*hydra_setup.hydra_problems(overrides), *_switches(overrides)]
     accepted = [o for o in unique(overrides) if not hydra_setup.hydra_problems([o])]
@@ -101,11 +86,7 @@ def unreadable(overrides: Sequence[str]) -> list[Problem]:
 def explain(
     overrides: Sequence[str], config_name: str, error: Exception
 ) -> tuple[DictConfig, list[Problem]]:
-    """Find out what is wrong, after composing `overrides` has failed with `error`.
-
-    Returns:
-        The configuration of all that is right, and the problems.
-    """
+    """Return all that is right, and what is wrong, after composing failed with `error`."""
     problems: list[Problem] = []
     choices: list[str] = []
     values: list[Override] = []
@@ -136,7 +117,9 @@ def explain(
     return config, problems or translate(error, config_name)
 
 
-def applied(overrides: Sequence[str], plain: Mapping[str, Any]) -> tuple[DictConfig, list[Problem]]:
+def applied(
+    overrides: Sequence[str], plain: Mapping[str, object]
+) -> tuple[DictConfig, list[Problem]]:
     """Set values in a recipe, inside a session.
 
     Args:
@@ -184,7 +167,6 @@ def _unreadable(override: str, failure: HydraException) -> Problem:
 
 
 def _choice_problem(parsed: Override, override: str) -> Problem | None:
-    """Return what is wrong with the choice of a group's file."""
     group, known = parsed.key_or_group, options_of(parsed.key_or_group)
     if parsed.package is not None:
         return Problem(override, f"{group} has one place in a recipe", f"Write {group}=…")
@@ -193,7 +175,7 @@ def _choice_problem(parsed: Override, override: str) -> Problem | None:
         meant = habits.option(group, option)
         if meant is not None and option not in known:
             rule = f"{group} is one of {', '.join(known)}"
-            return Problem(f"{group}={option}", rule, f"Did you mean {meant!r}?")
+            return Problem(f"{group}={option}", rule, did_you_mean(meant))
         if not isinstance(option, str):
             rule = f"{group}= takes the name of a file of conf/{group}"
             remedy = f"Choose one of {', '.join(known)}; set single values with {group}.key=…"
@@ -219,7 +201,6 @@ def _has_place(group: str) -> bool:
 
 
 def _switches(overrides: Sequence[str]) -> list[Problem]:
-    """Return the problems of numbers that were given for true or false."""
     values: dict[str, object] = {}
     for override in overrides:
         key, _, value = override.partition("=")
@@ -251,7 +232,7 @@ def _apply(parsed: Override, config: DictConfig) -> list[Problem]:
     if parsed.is_add() and key in known and not free:
         return [Problem(line, "there is such a key already", f"Leave out the +: {line[1:]}")]
     if not free and key not in known:
-        return [keys.unknown_key(key, known, f"={_value(line)}")]
+        return [keys.unknown_key(key, known, f"={line.partition('=')[2]}")]
     if parsed.is_delete():
         return _take_out(key, line, known, config)
     try:
@@ -269,7 +250,7 @@ def _take_out(key: str, line: str, known: Sequence[str], config: DictConfig) -> 
     parent, _, leaf = key.rpartition(".")
     if key not in known:
         names = [name.rpartition(".")[2] for name in known if name.startswith(f"{parent}.")]
-        close = keys.closest(leaf, names)
+        close = closest(leaf, names)
         remedy = f"Did you mean '~{parent}.{close}'?" if close else "Leave it out."
         return [Problem(line, "there is no such key to take out", remedy)]
     OmegaConf.set_struct(config, False)
@@ -318,12 +299,7 @@ def _instead(key: str) -> str:
 
 
 def _typed(value: float | str) -> str:
-    """Return a plain value as a command line has it."""
     return str(value) if isinstance(value, str) else json.dumps(value)
-
-
-def _value(line: str) -> str:
-    return line.partition("=")[2]
 
 
 def translate(error: Exception, config_name: str) -> list[Problem]:

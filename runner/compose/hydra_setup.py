@@ -25,7 +25,8 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems
+from runner.compose import conf_files
 from runner.config import keys, paths, text_values
 from runner.config.schema import PLUGINS, Recipe
 from runner.config.serialization import to_plain
@@ -115,13 +116,8 @@ def compose(overrides: Sequence[str], config_name: str = PRIMARY, number: int = 
         Exception: Hydra's and OmegaConf's own for anything else; `diagnose` translates them.
     """
     config = _compose(overrides, config_name)
-    ConfigError.raise_if(
-        [
-            *_shadowed(config.hydra),
-            *_forbidden_settings(config.hydra),
-            *_misread_texts(config.hydra, config_name),
-        ]
-    )
+    misread = _misread_texts(config.hydra, config_name)
+    ConfigError.raise_if([*_shadowed(), *_forbidden_settings(config.hydra), *misread])
     OmegaConf.set_struct(config, False)
     for node in _nodes_of_other_factories(config):
         others = [override for override in overrides if key_of(override) != node]
@@ -141,14 +137,11 @@ def _compose(overrides: Sequence[str], config_name: str) -> DictConfig:
 
 
 def _nodes_of_other_factories(config: DictConfig) -> list[str]:
-    """Return the nodes that name another factory than the file that was chosen for them.
-
-    The other arguments of such a file are not for that factory.
-    """
+    """Return the nodes whose chosen file has arguments for another factory than they name."""
     renamed = []
     for node in keys.FACTORY_NODES:
         chosen = config.hydra.runtime.choices.get(node)
-        own = _named(_file_of(config.hydra, node, chosen)) if chosen else (None, None)
+        own = _named(_file_of(node, chosen)) if chosen else (None, None)
         if any(own) and own != _named(config[node]):
             renamed.append(node)
     return renamed
@@ -160,28 +153,15 @@ def _missing_values(config: DictConfig) -> Iterator[tuple[str, str]]:
     The composed node has the schema's default there: OmegaConf merges no missing value over one.
     """
     for node, chosen in config.hydra.runtime.choices.items():
-        own = _file_of(config.hydra, node, chosen) if chosen and node in config else None
+        own = _file_of(node, chosen) if chosen and node in config else None
         for name in own if isinstance(own, DictConfig) else ():
             if OmegaConf.is_missing(own, name) and config[node][name] is None:
                 yield node, str(name)
 
 
-def _file_of(hydra: DictConfig, group: str, option: str) -> Any:
-    """Return the content of a group's file, from the first folder that has it."""
-    path = _path_of(hydra, group, option)
+def _file_of(group: str, option: str) -> object:
+    path = conf_files.file_of(f"{group}/{option}")
     return None if path is None else OmegaConf.load(path)
-
-
-def _folders(hydra: DictConfig) -> list[Path]:
-    """Return the folders that files are read from, in Hydra's order."""
-    sources = hydra.runtime.config_sources
-    return [Path(source.path) for source in sources if source.schema == "file"]
-
-
-def _path_of(hydra: DictConfig, group: str, option: str) -> Path | None:
-    """Return the file of a group; group "" has the primary files."""
-    found = (folder / group / f"{option}.yaml" for folder in _folders(hydra))
-    return next((path for path in found if path.is_file()), None)
 
 
 def _named(node: object) -> tuple[object, object]:
@@ -190,7 +170,7 @@ def _named(node: object) -> tuple[object, object]:
     )
 
 
-def plain(config: DictConfig) -> dict[str, Any]:
+def plain(config: DictConfig) -> dict[str, object]:
     """Return a composed recipe as plain containers, interpolations resolved."""
     content = to_plain(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
     return dict(content)
@@ -198,16 +178,10 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 def merge(own: Sequence[str], new: Sequence[str]) -> list[str]:
     """Return `own` overrides and then `new` ones, which replace those of their keys and below."""
-    chosen = {key_of(override) for override in new}
+    chosen = tuple(f"{key_of(override)}." for override in new)
     out = {key_of(override) for override in new if takes_out(override)}
-    kept = [
-        o for o in own if key_of(o) in out or not any(_covers(key, key_of(o)) for key in chosen)
-    ]
+    kept = [o for o in own if key_of(o) in out or not f"{key_of(o)}.".startswith(chosen)]
     return [*kept, *new]
-
-
-def _covers(chosen: str, key: str) -> bool:
-    return key == chosen or key.startswith(f"{chosen}.")
 
 
 def key_of(override: str) -> str:
@@ -243,12 +217,8 @@ def _opened(override: str) -> str:
     return f"++{override}" if known and (keys.is_free(key) or mapping) else override
 
 
-def closed(overrides: Sequence[str]) -> list[str]:
-    """Return overrides of `opened` as they are written on a command line."""
-    return [_closed(override) for override in overrides]
-
-
-def _closed(override: str) -> str:
+def closed(override: str) -> str:
+    """Return an override of `opened` as it is written on a command line."""
     if override.startswith("~"):
         return f"{key_of(override)}=null"
     if override == "callbacks=[]":
@@ -285,9 +255,10 @@ def probes(overrides: Sequence[str]) -> list[list[str]]:
             key = override.get_key_element()
             values.append([f"{key}={value}" for value in override.sweep_string_iterator()])
         else:
-            start: Any = getattr(override.value(), "start", None)
-            is_integer = isinstance(start, float) and start.is_integer()
-            values.append([f"{override.get_key_element()}={int(start) if is_integer else start}"])
+            start = getattr(override.value(), "start", None)
+            if isinstance(start, float) and start.is_integer():
+                start = int(start)
+            values.append([f"{override.get_key_element()}={start}"])
     first = [found[0] for found in values]
     others = [
         [*first[:index], value, *first[index + 1 :]]
@@ -310,22 +281,22 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
         ConfigError: if a value is a range without steps or values, or would switch a group off.
     """
     choices: list[list[str]] = []
-    problems = []
+    problems = Problems()
     for override in parse(text_values.quoted(overrides)):
         line, key = str(override.input_line), override.get_key_element()
         if not override.is_sweep_override():
             choices.append([line])
         elif not override.is_discrete_sweep():
             rule = "the basic sweeper goes through lists of values"
-            problems.append(Problem(line, rule, f"Give {key}=a,b,c."))
+            problems.add(line, rule, f"Give {key}=a,b,c.")
         else:
             choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
             if not choices[-1]:
-                problems.append(Problem(line, "it has no values", f"Give {key}=a,b,c."))
+                problems.add(line, "it has no values", f"Give {key}=a,b,c.")
             elif override.key_or_group in groups() and f"{key}=null" in choices[-1]:
                 rule = "a sweep goes through the files of a group"
-                problems.append(Problem(line, rule, f"Start the job with {key}=null by itself."))
-    ConfigError.raise_if(problems)
+                problems.add(line, rule, f"Start the job with {key}=null by itself.")
+    problems.raise_if()
     return [list(job) for job in itertools.product(*choices)]
 
 
@@ -382,19 +353,18 @@ def _log_settings(node: Mapping[str, object]) -> dict[str, object]:
 
 
 def _misread_texts(hydra: DictConfig, config_name: str) -> Iterator[Problem]:
-    """Yield text values of the user's chosen files that YAML reads as something else."""
     chosen = [(group, str(option)) for group, option in hydra.runtime.choices.items() if option]
     for group, option in [("", config_name), *chosen]:
-        path = _path_of(hydra, group, option)
+        path = conf_files.file_of(f"{group}/{option}" if group else option)
         if path is not None and not path.is_relative_to(paths.conf_folder()):
             is_global = "@package _global_" in path.read_text(encoding="utf-8") or not group
             yield from text_values.problems_of(path, "" if is_global else f"{group}.")
 
 
-def _shadowed(hydra: DictConfig) -> Iterator[Problem]:
+def _shadowed() -> Iterator[Problem]:
     """Yield files of the user's that would never be read, since an earlier folder has that name."""
     seen: dict[str, Path] = {}
-    for folder in _folders(hydra):
+    for folder in conf_files.folders():
         for path in sorted(folder.rglob("*.yaml")) if folder.is_dir() else ():
             name = path.relative_to(folder).as_posix()
             first = seen.setdefault(name, path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel.errors import ConfigError, Problem
+from accel.errors import Problem, Problems
 from runner.config.counts import counted, nearest_multiples
 from runner.config.schema import Trainer
 
@@ -50,10 +50,10 @@ def plan_batches(trainer: Trainer, dp_size: int, num_samples: int | None) -> Bat
     Raises:
         ConfigError: naming every size that does not divide or leaves no step, with valid ones.
     """
-    problems: list[Problem] = []
+    problems = Problems()
     micro, accumulation = _micro_and_accumulation(trainer, dp_size, problems)
     steps = None if num_samples is None else _steps_per_epoch(trainer, num_samples, problems)
-    ConfigError.raise_if(problems)
+    problems.raise_if()
     return BatchPlan(
         global_batch=trainer.global_batch_size,
         micro_batch=micro,
@@ -72,9 +72,7 @@ def limited(limit: int | float | None, count: int) -> int:
     return min(count, max(1, int(limit * count)) if isinstance(limit, float) else limit)
 
 
-def _micro_and_accumulation(
-    trainer: Trainer, dp_size: int, problems: list[Problem]
-) -> tuple[int, int]:
+def _micro_and_accumulation(trainer: Trainer, dp_size: int, problems: Problems) -> tuple[int, int]:
     """Return (micro-batch, accumulation); add a problem for sizes that do not divide."""
     total, micro = trainer.global_batch_size, trainer.micro_batch_size
     accumulation = trainer.accumulation.num_steps
@@ -82,14 +80,12 @@ def _micro_and_accumulation(
     if micro is not None and accumulation is not None:
         product = micro * accumulation * dp_size
         if product != total:
-            problems.append(
-                Problem(
-                    f"{given} with trainer.micro_batch_size={micro}, "
-                    f"trainer.accumulation.num_steps={accumulation} and "
-                    f"{counted(dp_size, 'process', 'processes')}",
-                    "it is their product",
-                    f"Set trainer.global_batch_size={product}, or leave one of the two out.",
-                )
+            problems.add(
+                f"{given} with trainer.micro_batch_size={micro}, "
+                f"trainer.accumulation.num_steps={accumulation} and "
+                f"{counted(dp_size, 'process', 'processes')}",
+                "it is their product",
+                f"Set trainer.global_batch_size={product}, or leave one of the two out.",
             )
         return micro, accumulation
     divisor = dp_size * (micro or accumulation or 1)
@@ -116,18 +112,16 @@ def _indivisible(trainer: Trainer, dp_size: int, divisor: int) -> Problem:
     )
 
 
-def _steps_per_epoch(trainer: Trainer, num_samples: int, problems: list[Problem]) -> int:
+def _steps_per_epoch(trainer: Trainer, num_samples: int, problems: Problems) -> int:
     total = trainer.global_batch_size
     steps = num_samples // total if trainer.drop_last else -(-num_samples // total)
     if steps == 0:
-        problems.append(
-            Problem(
-                f"{num_samples} training samples with trainer.global_batch_size={total}",
-                "an epoch has at least one step",
-                "Give more data, a smaller batch, or trainer.drop_last=false."
-                if num_samples
-                else "Give training data that is not empty.",
-            )
+        problems.add(
+            f"{num_samples} training samples with trainer.global_batch_size={total}",
+            "an epoch has at least one step",
+            "Give more data, a smaller batch, or trainer.drop_last=false."
+            if num_samples
+            else "Give training data that is not empty.",
         )
     steps = limited(trainer.limit_train_batches, steps)
     return limited(trainer.overfit_batches, steps)

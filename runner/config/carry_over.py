@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accel.errors import Problem
+from accel.errors import Problem, Problems
 from runner.config.schema import PLUGINS
 
 # These say when one invocation stops; a resumed run does not inherit them.
@@ -99,31 +99,23 @@ def verdict(key: str) -> str | Refused:
     raise KeyError(key)
 
 
-def refusals(frozen: Mapping[str, Any], changed: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of what a resumed run changes in its recipe and cannot.
-
-    Args:
-        frozen: the run's recipe as plain containers.
-        changed: the recipe that it is to be resumed with.
-    """
-    problems = []
-    for key, before, after in differences(frozen, changed):
+def refusals(frozen: Mapping[str, object], changed: Mapping[str, object]) -> list[Problem]:
+    """Return the problems of what a resumed run changes in its recipe and cannot."""
+    problems = Problems()
+    changes = differences(frozen, changed)
+    # A scaler that the run has not had begins as the recipe says.
+    fresh = "precision.scaler." if any(key == "precision.mode" for key, *_ in changes) else None
+    for key, before, after in changes:
         found = verdict(key)
-        # A scaler that the run has not had begins as the recipe says.
-        new_scaler = key.startswith("precision.scaler.") and _mode(frozen) != _mode(changed)
-        if isinstance(found, Refused) and not new_scaler:
+        if isinstance(found, Refused) and not (fresh and key.startswith(fresh)):
             rule, remedy = (
                 text.format(key=key, before=before) for text in (found.rule, found.remedy)
             )
-            problems.append(Problem(f"{key}={after} with resume", rule, remedy))
+            problems.add(f"{key}={after} with resume", rule, remedy)
     return problems
 
 
-def _mode(recipe: Mapping[str, Any]) -> Any:
-    return recipe["precision"]["mode"]
-
-
-def carry_over(frozen: Any, before: Any, after: Any) -> Any:
+def carry_over(frozen: object, before: object, after: object) -> Any:
     """Return `frozen` with what differs between `before` and `after` taken from `after`.
 
     A run goes on with the recipe it was started with, even if files of `conf/` have changed since.
@@ -136,7 +128,9 @@ def carry_over(frozen: Any, before: Any, after: Any) -> Any:
     """
     if before == after:
         return frozen
-    if not all(isinstance(node, Mapping) for node in (frozen, before, after)):
+    if not isinstance(frozen, Mapping) or not isinstance(before, Mapping):
+        return after
+    if not isinstance(after, Mapping):
         return after
     missing = object()
     result = {}
@@ -149,7 +143,7 @@ def carry_over(frozen: Any, before: Any, after: Any) -> Any:
     return result
 
 
-def imposed(changed: Any, after: Any, keys: Iterable[str]) -> Any:
+def imposed(changed: Mapping[str, Any], after: object, keys: Iterable[str]) -> Mapping[str, Any]:
     """Return `changed` with the values of dotted keys taken from `after`, where it has them.
 
     `carry_over` keeps what two compositions of today have in common; a key that the new command
@@ -180,7 +174,7 @@ def absolute(path: str | None, cwd: str | os.PathLike[str]) -> str | None:
     return None if path is None else os.path.abspath(os.path.join(cwd, os.path.expanduser(path)))
 
 
-def same_places(there: Any, cwd: str, here: Any) -> Any:
+def same_places(there: object, cwd: str, here: object) -> Any:
     """Return `here` with each folder that is the same one as in `there` written as there.
 
     Args:
@@ -212,8 +206,8 @@ def without_limits(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(
-    there: Any, here: Any, but_for: Sequence[tuple[str, ...]] = (), key: tuple[str, ...] = ()
-) -> list[tuple[str, Any, Any]]:
+    there: object, here: object, but_for: Sequence[tuple[str, ...]] = (), key: tuple[str, ...] = ()
+) -> list[tuple[str, object, object]]:
     """Return (dotted key, value there, value here) of what two recipes do not have in common.
 
     Args:

@@ -8,11 +8,7 @@ from accel.errors import ConfigError, Problem
 
 
 def parse_duration(value: object, name: str = "trainer.max_time") -> float | None:
-    """Return `value`, seconds or "HH:MM:SS" (or "D:HH:MM:SS"), in seconds; None stays None.
-
-    Raises:
-        ConfigError: if it is neither.
-    """
+    """Return seconds, given as such or as "[D:]HH:MM:SS"; None stays None; else a ConfigError."""
     if value is None:
         return None
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:

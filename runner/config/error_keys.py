@@ -72,11 +72,7 @@ def of_the_recipe() -> Iterator[None]:
 
 
 def translated(text: str) -> str:
-    """Return a sentence with ``fsdp.x=1`` in the place of ``FullyShardedDataParallelPlugin(x=1)``.
-
-    Args:
-        text: a part of an error of the engine.
-    """
+    """Return an engine's sentence with ``fsdp.x=1`` for ``FullyShardedDataParallelPlugin(x=1)``."""
     for words, instead in CALLS:
         text = text.replace(words, instead)
     for name, key in _owners():

@@ -86,14 +86,9 @@ def option(group: str, value: object) -> str | None:
     return _OPTIONS.get(group, {}).get(str(value).lower())
 
 
-def plugin_package(group: str, value: str) -> str | None:
-    """Return the package that brings a launcher or sweeper of Hydra, or None."""
-    return _PLUGINS.get(group, {}).get(value)
-
-
 def plugin(group: str, value: str) -> Problem | None:
     """Return the problem that a plugin of Hydra's is not installed, with the package to install."""
-    package = plugin_package(group, value)
+    package = _PLUGINS.get(group, {}).get(value)
     if package is None:
         return None
     rule = "it is a plugin of Hydra's that is not installed"

@@ -8,17 +8,16 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from accel.errors import Problem
-from accel.errors import closest as closest
+from accel.errors import Problem, closest, did_you_mean
 from runner.config import habits
 from runner.config.schema import Recipe
 
-_NODES: dict[type[Any], dict[str, type | None]] = {}  # cache of `nodes`
+_NODES: dict[type, dict[str, type | None]] = {}  # cache of `nodes`
 # Nodes that name a factory: their other keys are its arguments, checked against its signature.
 FACTORY_NODES = ("step", "model", "data", "objective", "optimizer", "scheduler")
 
 
-def nodes(kind: type[Any]) -> dict[str, type | None]:
+def nodes(kind: type[Any]) -> Mapping[str, type | None]:
     """Return by field name the dataclass of each nested node of `kind`; None for a plain value."""
     if kind not in _NODES:
         hints = typing.get_type_hints(kind)
@@ -26,7 +25,7 @@ def nodes(kind: type[Any]) -> dict[str, type | None]:
     return _NODES[kind]
 
 
-def _dataclass_in(hint: Any) -> type | None:
+def _dataclass_in(hint: object) -> type | None:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return hint
     if isinstance(hint, types.UnionType):
@@ -58,11 +57,16 @@ def node_of(key: str) -> type | None:
     return kind
 
 
-def hint_of(key: str) -> Any:
+def hint_of(key: str) -> object:
     """Return the type of the field at a dotted key of the schema; None if there is none."""
     parent, _, leaf = key.rpartition(".")
     kind = node_of(parent) if parent else Recipe
     return typing.get_type_hints(kind).get(leaf) if kind is not None else None
+
+
+def is_switch(key: str) -> bool:
+    """Return whether a dotted key of the schema is true or false."""
+    return hint_of(key) in (bool, bool | None)
 
 
 def typed_keys(kind: type = Recipe, prefix: str = "") -> Iterator[str]:
@@ -86,13 +90,7 @@ def _keys_of(node: Mapping[str, object], prefix: str = "") -> Iterator[str]:
 
 
 def unknown_key(key: str, known: Sequence[str], value: str = "") -> Problem:
-    """Return the problem that no recipe has `key`, with the key that was probably meant.
-
-    Args:
-        key: dotted.
-        known: every valid dotted key.
-        value: the value it was set to, for the message.
-    """
+    """Return the problem that no recipe has `key`, with the key that was probably meant."""
     return Problem(f"{key}{value}", "a recipe has no such key", suggestion(key, known))
 
 
@@ -107,7 +105,7 @@ def suggestion(key: str, known: Sequence[str]) -> str:
     corrected = _corrected(key, known)
     for candidates in (longer, corrected, same_leaf) if parent else (same_leaf, longer, corrected):
         if candidates:
-            return f"Did you mean {' or '.join(map(repr, candidates[:3]))}?"
+            return did_you_mean(*candidates[:3])
     while parent and parent not in known:
         parent = parent.rpartition(".")[0]
     place = f"The keys of {parent}" if parent else "The keys"
@@ -136,7 +134,7 @@ def _corrected(key: str, known: Sequence[str]) -> list[str]:
 def switched_off(key: str, recipe: Mapping[str, object]) -> str | None:
     """Return the node above `key` that is null in `recipe`, or None if there is none."""
     parts = key.split(".")
-    node: Any = recipe
+    node: object = recipe
     for depth, part in enumerate(parts[:-1], start=1):
         if not isinstance(node, Mapping) or part not in node:
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from accel.errors import Problem
+from accel.errors import Problem, Problems
 from runner.config import habits, keys
 
 COMMANDS = ("eval", "predict")
@@ -26,7 +26,7 @@ def key_for(name: str) -> str | None:
 def pairs(overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
     """Return the overrides without words such as ``seed 3``, and the problems of those."""
     kept: list[str] = []
-    problems: list[Problem] = []
+    problems = Problems()
     words = list(overrides)
     while words:
         word = words.pop(0)
@@ -38,7 +38,7 @@ def pairs(overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
         shown = " ".join([word, *words[:num_words]])
         del words[:num_words]
         rule = "a value is given as key=value, without spaces"
-        problems.append(Problem(shown, rule, f"Write {key_for(word)}={written}"))
+        problems.add(shown, rule, f"Write {key_for(word)}={written}")
     return kept, problems
 
 
@@ -56,10 +56,8 @@ def _value_of(word: str, following: Sequence[str]) -> tuple[str, int] | None:
 
 def no_switch(key: str, value: object) -> bool:
     """Return whether a number other than 0 and 1 was given for a key that is true or false."""
-    hint = keys.hint_of(key)
-    is_switch = hint is bool or hint == (bool | None)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_switch and number and value not in (0, 1)
+    return number and value not in (0, 1) and keys.is_switch(key)
 
 
 def switches(values: Mapping[str, object]) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from accel import env
 from accel.env import Environment
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems
 from accel.planning.strategy import selected
 from runner.config.error_keys import of_the_recipe
 from runner.config.schema import Distributed, Recipe
@@ -60,20 +60,18 @@ def count(distributed: Distributed) -> int:
     Raises:
         ConfigError: if the recipe contradicts itself, the machine or the launcher.
     """
-    problems: list[Problem] = []
+    problems = Problems()
     number = _wanted(distributed, problems)
     place = adopted()
     if place is not None:
         if distributed.num_processes not in (None, place.world_size):
-            problems.append(
-                Problem(
-                    f"distributed.num_processes={distributed.num_processes}",
-                    f"the launcher has started {place.world_size} processes",
-                    "Leave distributed.num_processes out, or start as many.",
-                )
+            problems.add(
+                f"distributed.num_processes={distributed.num_processes}",
+                f"the launcher has started {place.world_size} processes",
+                "Leave distributed.num_processes out, or start as many.",
             )
         number = place.world_size
-    ConfigError.raise_if(problems)
+    problems.raise_if()
     return number
 
 
@@ -95,15 +93,7 @@ def check_interface(distributed: Distributed) -> None:
 
 
 def dp_size(recipe: Recipe, num_processes: int) -> int:
-    """Return the data-parallel size: into how many parts a step of a recipe is divided.
-
-    Args:
-        recipe: the recipe.
-        num_processes: processes of the run.
-
-    Raises:
-        ConfigError: if the recipe's strategy does not fit so many processes.
-    """
+    """Return the data-parallel size of a recipe; a ConfigError if its strategy does not fit."""
     found = selected(recipe.plugins, num_processes)
     with of_the_recipe():
         return found.spec.dims(found.plugins, Environment(world_size=num_processes)).dp_size
@@ -135,7 +125,7 @@ def device(distributed: Distributed) -> str | None:
     return None if distributed.device == "auto" else distributed.device
 
 
-def _wanted(distributed: Distributed, problems: list[Problem]) -> int:
+def _wanted(distributed: Distributed, problems: Problems) -> int:
     number = distributed.num_processes
     kind = distributed.kind
     if kind == "auto":
@@ -150,37 +140,31 @@ def _wanted(distributed: Distributed, problems: list[Problem]) -> int:
             )
         return DEFAULT_CPU_PROCESSES if number is None else number
     if number not in (None, 1):
-        problems.append(
-            Problem(
-                f"distributed.num_processes={number} with distributed=none",
-                "distributed=none is one process",
-                "Say where the processes run: distributed=multi_cpu or distributed=multi_gpu.",
-            )
+        problems.add(
+            f"distributed.num_processes={number} with distributed=none",
+            "distributed=none is one process",
+            "Say where the processes run: distributed=multi_cpu or distributed=multi_gpu.",
         )
     return 1
 
 
-def _on_accelerators(distributed: Distributed, problems: list[Problem]) -> int:
+def _on_accelerators(distributed: Distributed, problems: Problems) -> int:
     if distributed.device == "cpu":
         problems.append(_contradiction(distributed, "computes on GPUs", "distributed=multi_cpu"))
         return 1
     present = num_accelerators()
     number = present if distributed.num_processes is None else distributed.num_processes
     if present == 0:
-        problems.append(
-            Problem(
-                "distributed=multi_gpu",
-                "torch finds no GPU on this machine",
-                "Use distributed=multi_cpu for several processes on the CPU, or distributed=none.",
-            )
+        problems.add(
+            "distributed=multi_gpu",
+            "torch finds no GPU on this machine",
+            "Use distributed=multi_cpu for several processes on the CPU, or distributed=none.",
         )
     elif number > present:
-        problems.append(
-            Problem(
-                f"distributed.num_processes={number}",
-                f"each process has a GPU of its own, and this machine has {present}",
-                f"Set distributed.num_processes={present} or leave it out.",
-            )
+        problems.add(
+            f"distributed.num_processes={number}",
+            f"each process has a GPU of its own, and this machine has {present}",
+            f"Set distributed.num_processes={present} or leave it out.",
         )
     return max(1, number)
 

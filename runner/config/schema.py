@@ -26,7 +26,7 @@ from accel.config.training import (
     TorchDynamoPlugin,
 )
 from accel.enums import LoggerType, PrecisionType, RNGType
-from accel.errors import ConfigError, Problem, nearest
+from accel.errors import ConfigError, Problem, Problems, did_you_mean, nearest
 from accel.planning.spec import PluginSpec
 from accel.planning.strategy import conflicts
 from accel.strategies.table import plugins
@@ -35,28 +35,24 @@ from runner.config.durations import parse_duration
 
 DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu")
 SEEDS = 2**32  # NumPy takes no larger ones
+SPLITS = ("train", "validation", "test")  # the data sets of a run: fields of `runner.Data`
 
 
-def check_each(owner: object, name: str, known: list[str], problems: list[Problem]) -> None:
+def check_each(owner: object, name: str, known: list[str], problems: Problems) -> None:
     """Add a problem for each element of the list field `name` of `owner` that is not in `known`."""
     for value in getattr(owner, name) or ():
         if str(value) not in known:
-            problems.append(
-                Problem(
-                    f"{type(owner).__name__}.{name}: {value!r}",
-                    f"each is one of {', '.join(known)}",
-                    nearest(str(value), known),
-                )
+            problems.add(
+                f"{type(owner).__name__}.{name}: {value!r}",
+                f"each is one of {', '.join(known)}",
+                nearest(str(value), known),
             )
 
 
-def check_given(owner: object, names: tuple[str, ...], problems: list[Problem]) -> None:
-    """Add a problem for each field of `names` that is null."""
-    for name in names:
-        if getattr(owner, name) is None:
-            problems.append(
-                Problem(f"{type(owner).__name__}.{name}=null", "it has a value", f"Give {name}=…")
-            )
+def check_given(owner: object, name: str, problems: Problems) -> None:
+    """Add a problem if the field `name` is null."""
+    if getattr(owner, name) is None:
+        problems.add(f"{type(owner).__name__}.{name}=null", "it has a value", f"Give {name}=…")
 
 
 @dataclass
@@ -80,12 +76,12 @@ class Distributed:
     init: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
 
     def __post_init__(self) -> None:
-        problems: list[Problem] = []
-        check_given(self, ("kind",), problems)
+        problems = Problems()
+        check_given(self, "kind", problems)
         check_choice(self, "kind", DISTRIBUTED_KINDS, problems)
         check_minimum(self, "num_processes", 1, problems)
         check_minimum(self, "num_threads", 1, problems)
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
 
 @dataclass
@@ -107,17 +103,15 @@ class Precision:
     def __post_init__(self) -> None:
         if self.mode is False:  # YAML reads a bare `no` so
             self.mode = "no"
-        problems: list[Problem] = []
-        check_given(self, ("mode",), problems)
+        problems = Problems()
+        check_given(self, "mode", problems)
         meant = habits.option("precision", self.mode)
         if meant is not None:
             rule = f"it is one of {', '.join(PrecisionType.list())}"
-            problems.append(
-                Problem(f"Precision.mode={self.mode!r}", rule, f"Did you mean {meant!r}?")
-            )
+            problems.add(f"Precision.mode={self.mode!r}", rule, did_you_mean(meant))
         else:
             check_choice(self, "mode", PrecisionType.list(), problems)
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
 
 @dataclass
@@ -141,19 +135,17 @@ class DataLoader(DataLoaderConfiguration):
     seed_samples: bool = True
 
     def __post_init__(self) -> None:
-        problems: list[Problem] = []
+        problems = Problems()
         check_minimum(self, "num_workers", 0, problems)
         check_minimum(self, "prefetch_factor", 1, problems)
         for name, unset in (("prefetch_factor", None), ("persistent_workers", False)):
             if self.num_workers == 0 and getattr(self, name) != unset:
-                problems.append(
-                    Problem(
-                        f"DataLoader.{name}={getattr(self, name)} with num_workers=0",
-                        "it concerns reader processes, and there are none",
-                        f"Set num_workers to 1 or more, or leave {name} out.",
-                    )
+                problems.add(
+                    f"DataLoader.{name}={getattr(self, name)} with num_workers=0",
+                    "it concerns reader processes, and there are none",
+                    f"Set num_workers to 1 or more, or leave {name} out.",
                 )
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
 
 @dataclass
@@ -218,7 +210,7 @@ class Trainer:
     check_gradients: bool = False
 
     def __post_init__(self) -> None:
-        problems: list[Problem] = []
+        problems = Problems()
         for name in (
             "epochs",
             "max_steps",
@@ -236,18 +228,16 @@ class Trainer:
             if value is not None and not value > 0:
                 rule = "it is greater than 0: a limit of 0 would stop training"
                 remedy = f"Set trainer.{name}=null for no clipping."
-                problems.append(Problem(f"Trainer.{name}={value}", rule, remedy))
+                problems.add(f"Trainer.{name}={value}", rule, remedy)
         for name in ("limit_train_batches", "limit_eval_batches"):
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             fraction = isinstance(value, float) and 0.0 < value <= 1.0
             if value is not None and not whole and not fraction:
-                problems.append(
-                    Problem(
-                        f"Trainer.{name}={value!r}",
-                        "it is a count of at least 1 or a fraction in (0, 1]",
-                        f"Give trainer.{name}=10 for ten batches or 0.1 for a tenth.",
-                    )
+                problems.add(
+                    f"Trainer.{name}={value!r}",
+                    "it is a count of at least 1 or a fraction in (0, 1]",
+                    f"Give trainer.{name}=10 for ten batches or 0.1 for a tenth.",
                 )
         check_each(self, "rng_types", RNGType.list(), problems)
         for name in ("max_time", "hang_timeout"):
@@ -256,14 +246,12 @@ class Trainer:
             except ConfigError as error:
                 problems += error.problems
         if self.epochs is None and self.max_steps is None:
-            problems.append(
-                Problem(
-                    "Trainer.epochs=null with trainer.max_steps=null",
-                    "a run needs an end",
-                    "Set one of them.",
-                )
+            problems.add(
+                "Trainer.epochs=null with trainer.max_steps=null",
+                "a run needs an end",
+                "Set one of them.",
             )
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
 
 @dataclass
@@ -294,11 +282,11 @@ class Checkpoint:
     save_best: bool = True
 
     def __post_init__(self) -> None:
-        problems: list[Problem] = []
+        problems = Problems()
         check_minimum(self, "every_steps", 1, problems)
         check_minimum(self, "every_epochs", 1, problems)
         check_choice(self, "mode", ("min", "max"), problems)
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
 
 @dataclass
@@ -316,18 +304,16 @@ class Tracker:
     init_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        problems: list[Problem] = []
+        problems = Problems()
         check_each(self, "log_with", LoggerType.list(), problems)
         for name in self.init_kwargs:
             if name not in self.log_with and "all" not in self.log_with:
-                problems.append(
-                    Problem(
-                        f"Tracker.init_kwargs.{name}",
-                        "these are arguments of a tracker that is on",
-                        f"Add {name} to tracker.log_with, or leave them out.",
-                    )
+                problems.add(
+                    f"Tracker.init_kwargs.{name}",
+                    "these are arguments of a tracker that is on",
+                    f"Add {name} to tracker.log_with, or leave them out.",
                 )
-        ConfigError.raise_if(problems)
+        problems.raise_if()
 
 
 # The plugins of strategies: each has a node in a recipe, null where it is off.
@@ -336,11 +322,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def _with_plugins(recipe: Class) -> Class:
-    """Declare a field for each plugin, behind the one that says how batches are divided.
-
-    Raises:
-        ConfigError: if another package's plugin has the name of a key of every recipe.
-    """
+    """Declare a field for each plugin, behind the one that says how batches are divided."""
     own, fields = recipe.__annotations__, {}
     rule = "a recipe has another key of that name"
     ConfigError.raise_if(
@@ -408,18 +390,16 @@ class Recipe:
     profile: ProfileKwargs | None = None
 
     def __post_init__(self) -> None:
-        problems: list[Problem] = []
+        problems = Problems()
         if not self.name or self.name.startswith(".") or "/" in self.name:
-            problems.append(
-                Problem(
-                    f"name={self.name!r}",
-                    "it names a folder, so it is not empty, has no slash and starts with no dot",
-                    "Give name=my_run.",
-                )
+            problems.add(
+                f"name={self.name!r}",
+                "it names a folder, so it is not empty, has no slash and starts with no dot",
+                "Give name=my_run.",
             )
         if not 0 <= self.seed < SEEDS:
-            problems.append(
-                Problem(f"seed={self.seed}", f"it is from 0 to {SEEDS - 1}", "Give seed=0 or more.")
+            problems.add(
+                f"seed={self.seed}", f"it is from 0 to {SEEDS - 1}", "Give seed=0 or more."
             )
         problems += [
             Problem(
@@ -431,8 +411,8 @@ class Recipe:
         ]
         if self.precision.mode == "fp8" or self.precision.fp8 is not None:
             rule = "this version does not offer it yet"
-            problems.append(Problem("precision=fp8", rule, "Use precision=bf16."))
-        ConfigError.raise_if(problems)
+            problems.add("precision=fp8", rule, "Use precision=bf16.")
+        problems.raise_if()
 
     @property
     def plugins(self) -> dict[str, Any]:

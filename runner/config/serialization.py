@@ -22,7 +22,7 @@ CALLABLES = (
 )
 
 
-def from_plain(plain: Mapping[str, Any]) -> Recipe:
+def from_plain(plain: Mapping[str, object]) -> Recipe:
     """Build a recipe from plain containers whose types are right.
 
     Args:
@@ -36,12 +36,8 @@ def from_plain(plain: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
-def examine(plain: Mapping[str, Any]) -> tuple[Recipe, list[Problem]]:
-    """Build as much of a recipe as possible, and return the problems of the rest.
-
-    Returns:
-        The recipe, with defaults for the nodes that have problems, and the problems.
-    """
+def examine(plain: Mapping[str, object]) -> tuple[Recipe, list[Problem]]:
+    """Build a recipe, with defaults for nodes that have problems, and return those, too."""
     distrusted = {key: wrong for key in CALLABLES if (wrong := _distrust(plain, key)) is not None}
     problems = list(distrusted.values())
     dropped = {key.partition(".")[0] for key in distrusted}
@@ -52,8 +48,8 @@ def examine(plain: Mapping[str, Any]) -> tuple[Recipe, list[Problem]]:
     return recipe, problems
 
 
-def _distrust(plain: Mapping[str, Any], key: str) -> Problem | None:
-    node: Any = plain
+def _distrust(plain: Mapping[str, object], key: str) -> Problem | None:
+    node: object = plain
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
     try:
@@ -66,7 +62,7 @@ def _distrust(plain: Mapping[str, Any], key: str) -> Problem | None:
 
 def _node(
     kind: type[Node],
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     prefix: str,
     problems: list[Problem],
     known: list[str],
@@ -95,7 +91,7 @@ def _node(
         return fallback
 
 
-def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
+def _first_leaf(key: str, value: object) -> tuple[str, object]:
     while isinstance(value, Mapping) and value:
         name, value = next(iter(value.items()))
         key = f"{key}.{name}"
@@ -103,7 +99,6 @@ def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
 
 
 def _with_recipe_key(problem: Problem, kind: type, prefix: str) -> Problem:
-    """Return `problem` with the key of the recipe in place of the name of the class."""
     return dataclasses.replace(problem, value=problem.value.replace(f"{kind.__name__}.", prefix))
 
 
@@ -126,16 +121,14 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def frozen_plain(recipe: Recipe) -> dict[str, Any]:
+def frozen_plain(recipe: Recipe) -> dict[str, object]:
     """Return a recipe as it is frozen with a run.
 
     The content of a file that a plugin names goes into it: the file may change, and the run may
     be resumed from another directory, where strategies that it does not use may not be installed.
     """
-    given: dict[str, Any] = to_plain(recipe)
-    plain = {
-        key: node for key, node in given.items() if key in recipe.plugins or key not in PLUGINS
-    }
+    off = PLUGINS.keys() - recipe.plugins.keys()
+    plain = {key: node for key, node in to_plain(recipe).items() if key not in off}
     for name, plugin in recipe.plugins.items():
         fields = PLUGINS[name].frozen_fields
         if fields is not None:
@@ -143,64 +136,40 @@ def frozen_plain(recipe: Recipe) -> dict[str, Any]:
     return plain
 
 
-def yaml_text(plain: Any) -> str:
+def yaml_text(plain: dict[str, object] | list[str]) -> str:
     """Return plain containers as YAML that reads back as the same."""
     from omegaconf import OmegaConf
 
     return str(OmegaConf.to_yaml(OmegaConf.create(plain)))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def parse_yaml(text: str, path: Path) -> dict[str, object]:
     """Return a frozen recipe as plain containers, checked against the types of the schema.
-
-    Raises:
-        ConfigError: if the file is no recipe.
-    """
-    try:
-        return parse_yaml(path.read_text(encoding="utf-8"), path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(_invalid_recipe(path, error)) from error
-
-
-def parse_yaml(text: str, path: Path) -> dict[str, Any]:
-    """Return a frozen recipe as plain containers, checked against the types of the schema.
-
-    Args:
-        text: content of the file.
-        path: the file, for messages.
 
     Raises:
         ConfigError: if it is no recipe.
     """
+    return dict(_parsed(text, path, as_recipe=True))
+
+
+def parse_list(text: str, path: Path) -> list[str]:
+    """Return a list of words that a file holds; else raise a ConfigError."""
+    found = _parsed(text, path)
+    return [str(item) for item in found] if isinstance(found, list) else []
+
+
+def _parsed(text: str, path: Path, as_recipe: bool = False) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]
 
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(text))
-        return dict(to_plain(OmegaConf.to_container(merged, resolve=True)))
+        found = OmegaConf.create(text)
+        if as_recipe:
+            found = OmegaConf.merge(OmegaConf.structured(Recipe), found)
+        return to_plain(OmegaConf.to_container(found, resolve=as_recipe))
     except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
-        raise ConfigError(_invalid_recipe(path, error)) from error
-
-
-def parse_list(text: str, path: Path) -> list[str]:
-    """Return a list of words that a file holds.
-
-    Raises:
-        ConfigError: if it holds anything else.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    try:
-        found = OmegaConf.to_container(OmegaConf.create(text))
-    except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
-        raise ConfigError(_invalid_recipe(path, error)) from error
-    return [str(item) for item in found] if isinstance(found, list) else []
-
-
-def _invalid_recipe(path: Path, error: Exception) -> Problem:
-    reason = next(iter(str(error).splitlines()), type(error).__name__)
-    remedy = "Correct the file, or name another run."
-    return Problem(str(path), f"it is not the recipe of a run: {reason}", remedy)
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        remedy = "Correct the file, or name another run."
+        rule = f"it is not the recipe of a run: {reason}"
+        raise ConfigError(Problem(str(path), rule, remedy)) from error

@@ -13,7 +13,6 @@ import typing
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf._utils import get_yaml_loader
@@ -33,7 +32,7 @@ def text_keys() -> frozenset[str]:
     return frozenset(key for key in keys.typed_keys() if _is_text(keys.hint_of(key)))
 
 
-def _is_text(hint: Any) -> bool:
+def _is_text(hint: object) -> bool:
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return all(_is_text(part) for part in typing.get_args(hint) if part is not type(None))
     return hint is str or hint == list[str]
@@ -92,7 +91,7 @@ def problems_of(path: Path, prefix: str) -> Iterator[Problem]:
             )
 
 
-def _scalars(node: Any, key: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
+def _scalars(node: object, key: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             yield from _scalars(value, f"{key}{name.value}.")

@@ -15,12 +15,11 @@ import importlib.util
 import sys
 import tomllib
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from accel import env
-from accel.errors import ConfigError, Problem, closest
+from accel.errors import ConfigError, Problem, Problems, closest, did_you_mean
 from runner.config import paths
 
 VARIABLE = "RUNNER_IMPORTS"
@@ -63,19 +62,17 @@ def _table_imports(path: Path) -> list[str]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(Problem(str(path), f"it is no TOML: {error}", "Correct it.")) from error
     imports = table.get("imports", [])
-    problems = [
-        Problem(f"[tool.runner] {key} in {path}", "its one key is imports", 'imports = ["mypkg"]')
-        for key in sorted(set(table) - {"imports"})
-    ]
+    problems = Problems()
+    for key in sorted(set(table) - {"imports"}):
+        where = f"[tool.runner] {key} in {path}"
+        problems.add(where, "its one key is imports", 'imports = ["mypkg"]')
     if not isinstance(imports, list) or not all(isinstance(name, str) for name in imports):
-        problems.append(
-            Problem(
-                f"[tool.runner] imports = {imports!r} in {path}",
-                "it is a list of package names",
-                'Write imports = ["mypkg"].',
-            )
+        problems.add(
+            f"[tool.runner] imports = {imports!r} in {path}",
+            "it is a list of package names",
+            'Write imports = ["mypkg"].',
         )
-    ConfigError.raise_if(problems)
+    problems.raise_if()
     return list(imports)
 
 
@@ -85,11 +82,11 @@ def import_packages() -> None:
     Raises:
         ConfigError: naming every missing package, and where it is requested.
     """
-    problems = []
+    problems = Problems()
     for name, place in trusted().items():
         if not all(part.isidentifier() for part in name.split(".")):
             rule, remedy = "it is no name of a package", "Write the name that `import` takes."
-            problems.append(Problem(f"{name!r}, named by {place}", rule, remedy))
+            problems.add(f"{name!r}, named by {place}", rule, remedy)
             continue
         try:
             _import(name, f"{name!r}, named by {place}")
@@ -103,20 +100,12 @@ def import_packages() -> None:
             remedy = f"Install {error.name!r}" + (
                 ", or run from the folder that it lies in." if own else "."
             )
-            problems.append(Problem(f"{name!r}, named by {place}", rule, remedy))
-    ConfigError.raise_if(problems)
+            problems.add(f"{name!r}, named by {place}", rule, remedy)
+    problems.raise_if()
 
 
 def _import(module: str, value: str) -> types.ModuleType:
-    """Import a module of the user's.
-
-    Args:
-        module: dotted name.
-        value: the first part of an error message.
-
-    Raises:
-        ConfigError: if the module ends the process.
-    """
+    """Import a module of the user's; a ConfigError about `value` if it ends the process."""
     try:
         return importlib.import_module(module)
     except SystemExit as error:  # with 0 an untrained run would look complete
@@ -174,12 +163,8 @@ def _how_to_trust(package: str) -> str:
     )
 
 
-def resolve(name: str, key: str) -> Any:
+def resolve(name: str, key: str) -> Callable[..., object]:
     """Import an object that a recipe names, if both the name and the object are trusted.
-
-    Args:
-        name: ``package.module.attribute``.
-        key: where the recipe names it.
 
     Raises:
         ConfigError: if it is not trusted, or there is no such thing.
@@ -198,10 +183,7 @@ def resolve(name: str, key: str) -> Any:
 
 
 def _defining_name(found: object) -> str | None:
-    """Return the dotted name under which an object is defined, if it has one.
-
-    For a `functools.partial` it is that of the function; for any other object, that of its class.
-    """
+    """Return the dotted name that defines an object, or a partial's function, or else its class."""
     if isinstance(found, functools.partial):
         return _defining_name(found.func)
     if not hasattr(found, "__qualname__"):
@@ -213,7 +195,7 @@ def _defining_name(found: object) -> str | None:
     return f"{module}.{name}"
 
 
-def _locate(name: str, key: str) -> Any:
+def _locate(name: str, key: str) -> object:
     """Import the longest module that `name` starts with, and follow the rest as attributes."""
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
@@ -236,12 +218,12 @@ def _locate(name: str, key: str) -> Any:
     )
 
 
-def _attribute(found: Any, parts: list[str], name: str, key: str) -> Any:
+def _attribute(found: object, parts: list[str], name: str, key: str) -> object:
     for part in parts:
         if not hasattr(found, part):
             place = getattr(found, "__name__", str(found))
             close = closest(part, _public(found))
-            remedy = f"Did you mean {close!r}?" if close else "Name one that is there."
+            remedy = did_you_mean(close) if close else "Name one that is there."
             raise ConfigError(Problem(f"{key}={name}", f"{place} has no {part!r}", remedy))
         found = getattr(found, part)
     return found

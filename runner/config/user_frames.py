@@ -22,7 +22,7 @@ VARIABLE = "RUNNER_FULL_TRACEBACK"
 # How torch begins an error that it brings from a loader worker.
 IN_LOADER_WORKER = re.compile(r"Caught \w+ in DataLoader (worker process \d+)\.")
 _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
-_FRAME = re.compile(r'^ *File "([^"]+)", line \d+')
+FRAME = re.compile(r'^ *File "([^"]+)", line \d+')
 
 
 def one_line(error: BaseException) -> str:
@@ -132,7 +132,7 @@ def without_inner(lines: list[str]) -> list[str]:
     kept: list[str] = []
     inner, indent = False, 0
     for line in lines:
-        found = _FRAME.match(line)
+        found = FRAME.match(line)
         if found:
             inner, indent = not is_own(found.group(1)), len(line) - len(line.lstrip())
         elif len(line) - len(line.lstrip()) <= indent:
@@ -148,5 +148,5 @@ def shortened(stack: str) -> str:
     own = without_inner(stack.splitlines())
     if own:
         return "\n".join(own)
-    starts = [at for at, line in enumerate(stack.splitlines()) if _FRAME.match(line)]
+    starts = [at for at, line in enumerate(stack.splitlines()) if FRAME.match(line)]
     return "\n".join(stack.splitlines()[starts[-1] :]) if starts else stack

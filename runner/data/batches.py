@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
 from accel.data.batch_layout import batch_length, num_samples
 from accel.data.prepare import prepare_data_loader, prepare_for
 from accel.data.samplers import mix_seeds
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems
 from runner.config.batch_plan import BatchPlan, limited, plan_batches
+from runner.config.schema import SPLITS
 from runner.data.datasets import (
     Data,
     SeededDataset,
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from runner.config.schema import Recipe
 
 logger = logging.getLogger(__name__)
-
-_STREAMS = {"train": 0, "validation": 1, "test": 2}  # of random draws in the data set
 
 
 class TrainBatches:
@@ -63,24 +62,19 @@ class TrainBatches:
         self.plan = plan
         self.streamed = isinstance(data.train, IterableDataset)
         config = recipe.dataloader
-        ConfigError.raise_if(
-            stream_problems(data.train, recipe, plan)
-            if self.streamed
-            else ragged_problems(len(data.train), recipe, plan)  # type: ignore[arg-type]
-        )
         size = plan.round_size if config.split_batches else plan.micro_batch
-        self._dataset: SeededDataset | SeededStream
-        arguments: dict[str, Any]
+        dataset: SeededDataset | SeededStream
+        arguments: dict[str, object]
         if self.streamed:
-            self._dataset = SeededStream(data.train, recipe.seed, config.seed_samples)
+            ConfigError.raise_if(stream_problems(data.train, recipe, plan))
+            dataset = self._stream = SeededStream(data.train, recipe.seed, config.seed_samples)
             arguments = {"batch_size": size}
         else:
-            self._dataset = SeededDataset(data.train, recipe.seed, config.seed_samples)
-            self._sampler = self._make_sampler(data.train, size)
+            dataset = SeededDataset(data.train, recipe.seed, config.seed_samples)
+            ConfigError.raise_if(ragged_problems(len(dataset), recipe, plan))
+            self._sampler = self._make_sampler(dataset, size)
             arguments = {"batch_sampler": self._sampler}
-        loader = make_loader(
-            self._dataset, config, accelerator.device.type, data.collate_fn, **arguments
-        )
+        loader = make_loader(dataset, config, accelerator.device.type, data.collate_fn, **arguments)
         # Micro-batches move to the device one at a time, unless they came over the process group.
         sent = self.streamed if config.dispatch_batches is None else config.dispatch_batches
         self.loader = prepare_for(
@@ -90,7 +84,7 @@ class TrainBatches:
             put_on_device=sent and recipe.trainer.device_placement,
         )
 
-    def _make_sampler(self, dataset: Any, batch_size: int) -> WindowSampler:
+    def _make_sampler(self, dataset: Sized, batch_size: int) -> WindowSampler:
         plan = self.plan
         steps = plan.steps_per_epoch
         if steps is None:
@@ -103,7 +97,7 @@ class TrainBatches:
             multiple=plan.round_size if plan.dp_size > 1 else 1,
         )
 
-    def epoch(self, epoch: int, skip_steps: int = 0) -> Iterator[Window]:
+    def epoch(self, epoch: int, skip_steps: int = 0) -> Generator[Window, None, None]:
         """Yield the windows of an epoch, each with all its micro-batches fetched.
 
         Args:
@@ -121,7 +115,7 @@ class TrainBatches:
 
     # -- map-style data ------------------------------------------------------------------------
 
-    def _map_epoch(self, skip_steps: int) -> Iterator[Window]:
+    def _map_epoch(self, skip_steps: int) -> Generator[Window, None, None]:
         total, window = self._sampler.num_samples, self.plan.global_batch
         self._sampler.start = skip_steps
         batches = iter(self.loader)
@@ -135,19 +129,13 @@ class TrainBatches:
         finally:
             batches.close()
 
-    def _micro(self, batch: Any, real: int, index: int) -> MicroBatch:
+    def _micro(self, batch: object, real: int, index: int) -> MicroBatch:
         """Return micro-batch `index` of a window of `real` samples."""
         micro, plan = self.plan.micro_batch, self.plan
         if plan.dp_size == 1:
             return MicroBatch(batch)
         start = index * plan.round_size + self.dims.dp_rank * micro
-        return MicroBatch(batch, self._valid(real - start, micro))
-
-    def _valid(self, real: int, size: int) -> torch.Tensor | None:
-        """Return a mask [size] of which the first `real` are true; None if all are."""
-        if real >= size:
-            return None
-        return torch.arange(size) < real
+        return MicroBatch(batch, _valid(real - start, micro))
 
     def _window(self, micro_batches: list[MicroBatch], num_samples: int) -> Window:
         if not self.recipe.trainer.device_placement:
@@ -156,13 +144,10 @@ class TrainBatches:
 
     # -- streams -------------------------------------------------------------------------------
 
-    def _stream_epoch(self, skip_steps: int) -> Iterator[Window]:
-        stream: Any = self._dataset
-        stream.skip = skip_steps * self.plan.global_batch
-        if stream.skip:
-            logger.warning(
-                "A stream is resumed by reading its first %d samples again.", stream.skip
-            )
+    def _stream_epoch(self, skip_steps: int) -> Generator[Window, None, None]:
+        self._stream.skip = skipped = skip_steps * self.plan.global_batch
+        if skipped:
+            logger.warning("A stream is resumed by reading its first %d samples again.", skipped)
         left = None if self._stream_steps is None else max(0, self._stream_steps - skip_steps)
         batches = iter(self.loader)
         try:
@@ -179,7 +164,7 @@ class TrainBatches:
         limits = (trainer.limit_train_batches, trainer.overfit_batches)
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def _stream_windows(self, batches: Iterator[Any]) -> Iterator[Window]:
+    def _stream_windows(self, batches: Iterator[object]) -> Iterator[Window]:
         plan, drop_last = self.plan, self.recipe.trainer.drop_last
         micros = self._stream_micros(batches)
         while fetched := list(itertools.islice(micros, plan.accumulation)):
@@ -187,7 +172,7 @@ class TrainBatches:
             if samples == plan.global_batch or not drop_last:
                 yield self._window([micro for micro, _ in fetched], samples)
 
-    def _stream_micros(self, batches: Iterator[Any]) -> Iterator[tuple[MicroBatch, int]]:
+    def _stream_micros(self, batches: Iterator[object]) -> Iterator[tuple[MicroBatch, int]]:
         """Yield this process's micro-batches, each with the real samples on all processes."""
         plan = self.plan
         for batch in batches:
@@ -200,7 +185,12 @@ class TrainBatches:
                 continue
             real = self.loader.remainder or plan.round_size
             mine = real - self.dims.dp_rank * size
-            yield MicroBatch(batch, self._valid(mine, size)), real
+            yield MicroBatch(batch, _valid(mine, size)), real
+
+
+def _valid(real: int, size: int) -> torch.Tensor | None:
+    """Return a mask [size] of which the first `real` are true; None if all are."""
+    return None if real >= size else torch.arange(size) < real
 
 
 class EvalBatches:
@@ -226,20 +216,20 @@ class EvalBatches:
     def __init__(
         self,
         accelerator: Accelerator,
-        dataset: Any,
+        dataset: Dataset[object],
         recipe: Recipe,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[list[Any]], object] | None = None,
         split: str = "validation",
     ) -> None:
         self.recipe = recipe
-        stream = _STREAMS[split]
+        stream = SPLITS.index(split)  # of random draws in the data set
         seed = mix_seeds(recipe.seed, stream) if stream else recipe.seed
         config, trainer = recipe.dataloader, recipe.trainer
         dims = accelerator.parallel_dims
         size = plan_batches(trainer, dims.dp_size, None).eval_batch
         self._total = size * dims.dp_size
         self._streamed = isinstance(dataset, IterableDataset)
-        reader = {"batch_size": self._total if config.split_batches else size}
+        reader: dict[str, object] = {"batch_size": self._total if config.split_batches else size}
         self.num_batches: int | None = None
         self.num_samples: int | None = None
         seeded: SeededDataset | SeededStream
@@ -249,8 +239,8 @@ class EvalBatches:
             self._count_stream(dataset)
         else:
             seeded = SeededDataset(dataset, seed, config.seed_samples)
-            self._count(len(dataset))
-            reader["sampler"] = SequentialSampler(range(self.num_samples or 0))  # type: ignore[assignment]
+            self._count(len(seeded))
+            reader["sampler"] = SequentialSampler(range(self.num_samples or 0))
         loader = make_loader(seeded, config, accelerator.device.type, collate_fn, **reader)
         self.loader: Any = prepare_data_loader(
             loader,
@@ -264,7 +254,7 @@ class EvalBatches:
             use_stateful_dataloader=config.use_stateful_dataloader,
         )
 
-    def size_of(self, index: int, batch: Any) -> int | None:
+    def size_of(self, index: int, batch: object) -> int | None:
         """Return the samples of batch `index` over all processes; None: they cannot be told.
 
         Args:
@@ -280,7 +270,7 @@ class EvalBatches:
         self.num_batches = limited(self.recipe.trainer.limit_eval_batches, batches)
         self.num_samples = min(length, self.num_batches * self._total)
 
-    def _count_stream(self, dataset: Any) -> None:
+    def _count_stream(self, dataset: object) -> None:
         limit = self.recipe.trainer.limit_eval_batches
         if hasattr(dataset, "__len__"):
             self._count(len(dataset))
@@ -290,7 +280,7 @@ class EvalBatches:
             self.num_batches = None if limit is None else int(limit)
             self.num_samples = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         self.loader.generator.manual_seed(self.recipe.seed)
         self.loader.set_epoch(0)
         return itertools.islice(self.loader, self.num_batches)
@@ -323,16 +313,14 @@ def ragged_problems(num_samples: int, recipe: Recipe, plan: BatchPlan) -> list[P
     ]
 
 
-def stream_problems(dataset: Any, recipe: Recipe, plan: BatchPlan) -> list[Problem]:
+def stream_problems(dataset: object, recipe: Recipe, plan: BatchPlan) -> list[Problem]:
     """Return what is wrong with training on an iterable data set."""
     config, problems = recipe.dataloader, worker_problems(dataset, recipe, plan.dp_size)
     if plan.dp_size > 1 and not config.even_batches:
-        problems.append(
-            Problem(
-                "dataloader.even_batches=false with a stream",
-                "processes would run out of samples at different steps",
-                "Set dataloader.even_batches=true (what is added is left out of the loss).",
-            )
+        problems.add(
+            "dataloader.even_batches=false with a stream",
+            "processes would run out of samples at different steps",
+            "Set dataloader.even_batches=true (what is added is left out of the loss).",
         )
     limit = recipe.trainer.limit_train_batches
     if isinstance(limit, float) and plan.steps_per_epoch is None:
@@ -340,34 +328,27 @@ def stream_problems(dataset: Any, recipe: Recipe, plan: BatchPlan) -> list[Probl
     return problems
 
 
-def worker_problems(dataset: Any, recipe: Recipe, num_processes: int) -> list[Problem]:
+def worker_problems(dataset: object, recipe: Recipe, num_processes: int) -> Problems:
     """Return what is wrong with the loader workers that read an iterable data set."""
-    config, problems = recipe.dataloader, []
+    config, problems = recipe.dataloader, Problems()
     if config.num_workers > 1:
-        problems.append(
-            Problem(
-                f"dataloader.num_workers={config.num_workers} with the stream "
-                f"{type(dataset).__name__}",
-                "its order would depend on the number of workers",
-                "Set dataloader.num_workers=1 (or 0), or give a map-style data set.",
-            )
+        problems.add(
+            f"dataloader.num_workers={config.num_workers} with the stream {type(dataset).__name__}",
+            "its order would depend on the number of workers",
+            "Set dataloader.num_workers=1 (or 0), or give a map-style data set.",
         )
     if config.num_workers and config.persistent_workers:
-        problems.append(
-            Problem(
-                "dataloader.persistent_workers=true with a stream",
-                "a worker that lives on does not learn the epoch",
-                "Set dataloader.persistent_workers=false.",
-            )
+        problems.add(
+            "dataloader.persistent_workers=true with a stream",
+            "a worker that lives on does not learn the epoch",
+            "Set dataloader.persistent_workers=false.",
         )
     if config.num_workers and config.dispatch_batches is False and num_processes > 1:
-        problems.append(
-            Problem(
-                f"dataloader.dispatch_batches=false with a stream and "
-                f"dataloader.num_workers={config.num_workers}",
-                "where the stream ends is then known in the worker alone",
-                "Leave dispatch_batches=null, or set dataloader.num_workers=0.",
-            )
+        problems.add(
+            f"dataloader.dispatch_batches=false with a stream and "
+            f"dataloader.num_workers={config.num_workers}",
+            "where the stream ends is then known in the worker alone",
+            "Leave dispatch_batches=null, or set dataloader.num_workers=0.",
         )
     return problems
 

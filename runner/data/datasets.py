@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,6 @@ from runner.data import user_code
 
 # NumPy's global generator takes seeds of 32 bits.
 _NUMPY_SEEDS = 1 << 32
-SPLITS = ("train", "validation", "test")  # the fields of `Data` that are data sets
 
 
 @dataclass
@@ -44,10 +43,10 @@ class Data:
         collate_fn: joins samples into a batch; None: torch's default.
     """
 
-    train: Dataset[Any]
-    validation: Dataset[Any] | None = None
-    test: Dataset[Any] | None = None
-    collate_fn: Callable[[list[Any]], Any] | None = None
+    train: Dataset[object]
+    validation: Dataset[object] | None = None
+    test: Dataset[object] | None = None
+    collate_fn: Callable[[list[Any]], object] | None = None
 
 
 # -- random draws in a data set -------------------------------------------------------------------
@@ -76,7 +75,7 @@ def draws_nothing(dataset: object) -> bool:
     return type(dataset) is TensorDataset
 
 
-class SeededDataset(Dataset[Any]):
+class SeededDataset(Dataset[object]):
     """A map-style data set whose random draws are a function of (seed, epoch, index).
 
     It is indexed by (epoch, index), so that persistent workers learn the epoch, or by an index of
@@ -97,15 +96,15 @@ class SeededDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, key: int | tuple[int, int]) -> Any:
+    def __getitem__(self, key: int | tuple[int, int]) -> object:
         return self.__getitems__([key])[0]
 
-    def __getitems__(self, keys: Sequence[int | tuple[int, int]]) -> list[Any]:
+    def __getitems__(self, keys: Sequence[int | tuple[int, int]]) -> list[object]:
         """Return the samples of a batch."""
         with user_code.UserCode(f"the data set {type(self.dataset).__name__}"):
             return self._read_all(keys)
 
-    def _read_all(self, keys: Sequence[int | tuple[int, int]]) -> list[Any]:
+    def _read_all(self, keys: Sequence[int | tuple[int, int]]) -> list[object]:
         pairs = [key if isinstance(key, tuple) else (0, key) for key in keys]
         if self.seed_samples:
             with training_draws_preserved():
@@ -117,7 +116,7 @@ class SeededDataset(Dataset[Any]):
             return self.dataset.__getitems__(indices)
         return [self.dataset[index] for index in indices]
 
-    def _read(self, epoch: int, index: int) -> Any:
+    def _read(self, epoch: int, index: int) -> object:
         self._set_epoch(epoch)
         seed_draws(self.seed, epoch, index)
         return self.dataset[index]
@@ -129,7 +128,7 @@ class SeededDataset(Dataset[Any]):
                 self.dataset.set_epoch(epoch)
 
 
-class SeededStream(IterableDataset[Any]):
+class SeededStream(IterableDataset[object]):
     """An iterable data set whose random draws are a function of (seed, epoch, position).
 
     Args:
@@ -157,7 +156,7 @@ class SeededStream(IterableDataset[Any]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         epoch, skip = self.epoch, self.skip
         who, end = user_code.UserCode(f"the stream {type(self.dataset).__name__}"), object()
         with who:
@@ -170,17 +169,15 @@ class SeededStream(IterableDataset[Any]):
             if position >= skip:
                 yield sample
 
-    def _seeded(self, epoch: int) -> Iterator[Any]:
-        end = object()
-        samples, position = iter(self.dataset), 0
-        while True:
+    def _seeded(self, epoch: int) -> Iterator[object]:
+        samples, end = iter(self.dataset), object()
+        for position in itertools.count():
             with training_draws_preserved():
                 seed_draws(self.seed, epoch, position)
                 sample = next(samples, end)
             if sample is end:
                 return
             yield sample
-            position += 1
 
 
 # -- order ---------------------------------------------------------------------------------------
@@ -194,7 +191,7 @@ class ReplayedRandomSampler(RandomSampler):
         seed: the seed of the generator.
     """
 
-    def __init__(self, data_source: Any, seed: int) -> None:
+    def __init__(self, data_source: Sized, seed: int) -> None:
         super().__init__(data_source, generator=torch.Generator())
         self.seed = seed
         self.epoch = 0
@@ -210,7 +207,9 @@ class ReplayedRandomSampler(RandomSampler):
         return super().__iter__()
 
 
-def make_order(dataset: Any, seed: int, config: schema.DataLoader) -> RandomSampler:
+def make_order(
+    dataset: Sized, seed: int, config: schema.DataLoader
+) -> SeedableRandomSampler | ReplayedRandomSampler:
     """Return the sampler of the training data: one order per epoch, the same on every process."""
     seed = seed if config.data_seed is None else config.data_seed
     if config.use_seedable_sampler:
@@ -241,7 +240,12 @@ class WindowSampler(Sampler[list[tuple[int, int]]]):
     same_on_every_rank = True  # the engine does not check it
 
     def __init__(
-        self, order: Any, batch_size: int, window: int, num_windows: int, multiple: int = 1
+        self,
+        order: SeedableRandomSampler | ReplayedRandomSampler,
+        batch_size: int,
+        window: int,
+        num_windows: int,
+        multiple: int = 1,
     ) -> None:
         self.sampler = order
         self.batch_size = batch_size
@@ -278,12 +282,12 @@ class WindowSampler(Sampler[list[tuple[int, int]]]):
 
 
 def make_loader(
-    dataset: Any,
+    dataset: Dataset[object],
     config: schema.DataLoader,
     device_type: str,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
+    collate_fn: Callable[[list[Any]], object] | None = None,
     **kwargs: Any,
-) -> DataLoader[Any]:
+) -> DataLoader[object]:
     """Return torch's loader as the `dataloader` node describes it.
 
     It has a generator of its own, so that making an iterator never draws from the one that training

@@ -49,7 +49,6 @@ class UserCode:
 
 
 def _is_picklable(error: BaseException) -> bool:
-    """Return whether torch hands `error` on from a worker to the training process."""
     try:
         pickle.dumps(type(error))
         str(error)
@@ -65,16 +64,16 @@ class Collate:
         function: joins samples into a batch.
     """
 
-    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, function: Callable[[list[Any]], object]) -> None:
         self.function = function
 
-    def __call__(self, samples: list[Any]) -> Any:
+    def __call__(self, samples: list[object]) -> object:
         """Return the batch of `samples`."""
         with UserCode("collate_fn"):
             return self.function(samples)
 
 
-def collate(samples: list[Any]) -> Any:
+def collate(samples: list[object]) -> object:
     """Return the batch of `samples`, as torch joins them by default.
 
     Raises:

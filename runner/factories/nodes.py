@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from accel.errors import ConfigError, Problem
 from runner.config.keys import FACTORY_NODES
@@ -17,7 +16,7 @@ NUM_GIVEN = {"optimizer": (1, 1), "scheduler": (2, 1)}
 STEP_PARTS = ("model", "objective", "optimizer", "scheduler")
 
 
-def nodes_of(recipe: Recipe, problems: list[Problem]) -> Iterator[tuple[str, Any, Registry]]:
+def nodes_of(recipe: Recipe, problems: list[Problem]) -> Iterator[tuple[str, object, Registry]]:
     """Yield (key, node, registry) of each node that names a factory and is not null."""
     for key in FACTORY_NODES:
         if getattr(recipe, key) is not None:
@@ -35,7 +34,7 @@ def nodes_of(recipe: Recipe, problems: list[Problem]) -> Iterator[tuple[str, Any
             yield f"callbacks.{name}", _named(node, str(name)), register.callback
 
 
-def _named(node: Any, name: str) -> Any:
+def _named(node: object, name: str) -> object:
     """Return a callback's node; where it names no factory, it is the one called as the node is."""
     if isinstance(node, Mapping) and not {"name", "_target_"} & set(node):
         return {"name": name, **node}
@@ -43,13 +42,9 @@ def _named(node: Any, name: str) -> Any:
 
 
 def name_and_arguments(
-    key: str, node: Any, registry: Registry
-) -> tuple[Any, str | None, dict[str, Any]]:
-    """Return the name or the `_target_` of a node, one of them None, and its arguments.
-
-    Raises:
-        ConfigError: if it has neither, or both.
-    """
+    key: str, node: object, registry: Registry
+) -> tuple[object, str | None, dict[str, object]]:
+    """Return name or `_target_` of a node (the other is None) and its arguments, or raise."""
     if not isinstance(node, Mapping):
         raise ConfigError(
             Problem(
@@ -90,13 +85,7 @@ def with_node_key(error: ConfigError, kind: str, key: str) -> ConfigError:
 
 
 def step_problems(recipe: Recipe, label: str, signature: Signature) -> Iterator[Problem]:
-    """Yield parts that the step needs and lacks, and those that it would not use.
-
-    Args:
-        recipe: whose parts they are.
-        label: name of the step.
-        signature: of its factory.
-    """
+    """Yield parts that the step needs and lacks, and those that it would not use."""
     for key in STEP_PARTS:
         parameter = signature.parameters.get(key)
         given = getattr(recipe, key) is not None

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from accel.errors import ConfigError, Problem, nearest
 from accel.imports import load_attribute
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 class Registry:
@@ -28,7 +28,7 @@ class Registry:
     def __init__(self, kind: str, builtin: dict[str, str] | None = None) -> None:
         self.kind = kind
         self._builtin = dict(builtin or {})
-        self._factories: dict[str, Callable[..., Any]] = {}
+        self._factories: dict[str, Callable[..., object]] = {}
 
     def __call__(self, name: str) -> Callable[[F], F]:
         """Return a decorator that registers a function, class or other callable as `name`.
@@ -59,7 +59,7 @@ class Registry:
         """Return every known name, sorted."""
         return sorted({*self._builtin, *self._factories})
 
-    def get(self, name: str) -> Callable[..., Any]:
+    def get(self, name: str) -> Callable[..., object]:
         """Return the factory called `name`, importing it if it is built in.
 
         Raises:
@@ -92,8 +92,7 @@ class Registry:
             )
 
 
-def _origin(factory: Any) -> str:
-    """Return where a factory is defined; of a partial function with its bound arguments."""
+def _origin(factory: object) -> str:
     if isinstance(factory, functools.partial):
         given = [repr(value) for value in factory.args]
         given += [f"{name}={value!r}" for name, value in factory.keywords.items()]

@@ -13,6 +13,7 @@ from typing import Any
 
 from accel.errors import Problem, nearest
 
+Factory = Callable[..., object]  # a function or a class
 SCALARS = (bool, int, float, str)
 SEQUENCES = (list, tuple, Sequence)
 # Packages whose decorators keep the signature of a function, as `torch.no_grad` does.
@@ -31,10 +32,10 @@ class Signature:
 
     parameters: Mapping[str, Parameter]
     open: bool
-    hints: Mapping[str, Any]
+    hints: Mapping[str, object]
 
 
-def read(factory: Callable[..., Any], num_given: int = 0, given: Collection[str] = ()) -> Signature:
+def read(factory: Factory, num_given: int = 0, given: Collection[str] = ()) -> Signature:
     """Return the arguments of `factory` that a recipe can set.
 
     Args:
@@ -55,7 +56,7 @@ def read(factory: Callable[..., Any], num_given: int = 0, given: Collection[str]
     return Signature(own, is_open, hints)
 
 
-def _has_unknown_decorator(factory: Callable[..., Any]) -> bool:
+def _has_unknown_decorator(factory: Factory) -> bool:
     """Return whether a decorator of the user's stands before a factory: it may take others."""
     function: Any = _function(factory)
     while hasattr(function, "__wrapped__") and not hasattr(function, "__signature__"):
@@ -66,7 +67,7 @@ def _has_unknown_decorator(factory: Callable[..., Any]) -> bool:
     return False
 
 
-def _decorated_parameters(factory: Callable[..., Any], wrapped: list[Parameter]) -> list[Parameter]:
+def _decorated_parameters(factory: Factory, wrapped: list[Parameter]) -> list[Parameter]:
     """Return the parameters of a decorator, with those of its function if it takes ``**kwargs``.
 
     It may give some of those itself: none is required.
@@ -84,8 +85,7 @@ def _decorated_parameters(factory: Callable[..., Any], wrapped: list[Parameter])
     ]
 
 
-def _function(factory: Any) -> Any:
-    """Return the function that a factory's arguments go to."""
+def _function(factory: object) -> Any:
     if isinstance(factory, functools.partial):
         return _function(factory.func)
     if isinstance(factory, type):
@@ -93,7 +93,7 @@ def _function(factory: Any) -> Any:
     return factory if hasattr(factory, "__qualname__") else type(factory).__call__
 
 
-def _hints(factory: Callable[..., Any]) -> Mapping[str, Any]:
+def _hints(factory: Factory) -> Mapping[str, object]:
     try:
         return typing.get_type_hints(_function(factory))
     except (NameError, TypeError, AttributeError, SyntaxError):  # for type checkers only
@@ -161,7 +161,6 @@ def _mistyped(signature: Signature, arguments: Mapping[str, object], key: str) -
 
 
 def _as_yaml(text: str) -> object:
-    """Return the value of a text in YAML."""
     from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 
     try:
@@ -171,7 +170,7 @@ def _as_yaml(text: str) -> object:
         return text
 
 
-def fits(value: object, hint: Any) -> bool:
+def fits(value: object, hint: object) -> bool:
     """Return whether a value of YAML may be of a type; types that YAML does not have always fit."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return any(fits(value, part) for part in typing.get_args(hint))
@@ -188,8 +187,7 @@ def fits(value: object, hint: Any) -> bool:
     return type(value) is hint
 
 
-def _fits_sequence(value: object, hint: Any) -> bool:
-    """Return whether a value of YAML may be of a type such as ``Sequence[float]``."""
+def _fits_sequence(value: object, hint: object) -> bool:
     if isinstance(value, Mapping):  # nodes with a `_target_` become anything
         return True
     if not isinstance(value, (list, tuple)):

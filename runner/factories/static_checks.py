@@ -21,7 +21,7 @@ from runner.factories.registry import Registry
 from runner.factories.signatures import Signature
 from runner.factories.source_text import Module
 
-TYPES: dict[str, Any] = {
+TYPES: dict[str, object] = {
     **{kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict)},
     **{"None": None, "Sequence": Sequence, "Mapping": Mapping, "Callable": Callable, "Any": Any},
     **{"Optional": typing.Optional, "Union": typing.Union, "Literal": typing.Literal},
@@ -49,7 +49,7 @@ def unknown(recipe: Recipe) -> bool:
     )
 
 
-def _problems(recipe: Recipe, key: str, node: Any, registry: Registry) -> list[Problem]:
+def _problems(recipe: Recipe, key: str, node: object, registry: Registry) -> list[Problem]:
     name, target, arguments = nodes.name_and_arguments(key, node, registry)
     if target is not None:
         distrusted = trust.distrust(target, f"{key}._target_")
@@ -81,12 +81,7 @@ def arguments_of(registry: Registry, name: str, key: str) -> list[str]:
 
 @cache
 def signature_of(dotted: str, num_given: int = 0) -> Signature | None:
-    """Return the signature of a function or class; None where its text does not determine it.
-
-    Args:
-        dotted: ``package.module.attribute``.
-        num_given: how many first parameters the runner gives.
-    """
+    """Return the signature of a function or class; None where its text does not determine it."""
     found = source_text.definition(dotted)
     function = None if found is None else source_text.called(*found)
     if found is None or function is None:
@@ -122,14 +117,13 @@ def _signature(function: ast.FunctionDef, module: Module, num_given: int) -> Sig
 
 
 def _default(node: ast.expr | None) -> object:
-    """Return the value of a default, None where there is none."""
     try:
         return None if node is None else ast.literal_eval(node)
     except (ValueError, TypeError):
         return UNKNOWN
 
 
-def _hint(annotation: ast.expr, module: Module) -> Iterator[Any]:
+def _hint(annotation: ast.expr, module: Module) -> Iterator[object]:
     """Yield the type that an annotation of plain names stands for; nothing for any other."""
     names = [node for node in ast.walk(annotation) if isinstance(node, ast.Name)]
     known = all(

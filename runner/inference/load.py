@@ -61,10 +61,6 @@ def restored_step(path: Path, recipe: Recipe) -> Step:
 
     The random generators are afterwards as they were.
 
-    Args:
-        path: as `find_checkpoint` returned it.
-        recipe: the recipe.
-
     Raises:
         CheckpointError: if the checkpoint does not fit.
     """

@@ -17,8 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from accel.checkpoint import directory as checkpoints
 from accel.errors import ConfigError, Problem
+from runner.build import parts
 from runner.compose import composition, diagnose, hydra_setup
+from runner.config.batch_plan import plan_batches
 from runner.config.schema import PLUGINS, Distributed, Recipe
 from runner.inference.load import described, find_checkpoint, restored_step
 from runner.reporting import startup
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
     from runner.data.batches import EvalBatches
     from runner.training.step import Step
 
-SPLITS = ("train", "validation", "test")
 MEASURED = ("validation", "test")
 # Keys that change nothing of an evaluation or a prediction: what only training reads. A strategy is
 # switched off: checkpoints hold full tensors.
@@ -111,18 +113,14 @@ def write_predictions(request: Request) -> int:
         with _opened(output, output) as file:
             return _write_lines(request, file)
     output = Path(os.path.realpath(output))  # a link stays one
-    partial = output.parent / f".{output.name}.partial"
-    from accel.checkpoint import directory as checkpoints
     from accel.checkpoint import disk_space
 
-    try:
-        with disk_space.told("the predictions", output.parent):
-            with _opened(partial, output) as file:
-                count = _write_lines(request, file)
-            checkpoints.replace_file(partial, output)
-    finally:
-        partial.unlink(missing_ok=True)
-    return count
+    with (
+        disk_space.told("the predictions", output.parent),
+        checkpoints.replacing(output) as partial,
+        _opened(partial, output) as file,
+    ):
+        return _write_lines(request, file)
 
 
 def _write_lines(request: Request, file: TextIO) -> int:
@@ -141,7 +139,7 @@ def is_stream(output: Path) -> bool:
 
 
 def _require_output(output: Path | None) -> Path:
-    if output is None or not output.parent.is_dir():
+    if output is None or not output.parent.is_dir() or output.is_dir():
         rule = "predictions are written to a file in a folder that exists"
         raise ConfigError(Problem(f"--output {output}", rule, "Give --output predictions.jsonl."))
     return output
@@ -150,8 +148,6 @@ def _require_output(output: Path | None) -> Path:
 def _opened(partial: Path, output: Path) -> TextIO:
     """Open the file that predictions are written to, before anything is computed."""
     try:
-        if output.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if output.exists() and not output.is_file() and not is_stream(output):
             raise OSError(errno.EINVAL, "it is neither a file nor a pipe")
         return partial.open("w", encoding="utf-8")
@@ -161,8 +157,7 @@ def _opened(partial: Path, output: Path) -> TextIO:
         raise ConfigError(Problem(f"--output {output}", rule, remedy)) from error
 
 
-def _predictions(session: Session) -> Iterator[dict[str, Any]]:
-    """Yield the prediction of each sample."""
+def _predictions(session: Session) -> Iterator[dict[str, object]]:
     import torch
 
     from runner.training import return_checks
@@ -230,18 +225,12 @@ def _overridden(request: Request) -> Recipe:
         recipe = composition.require(
             composition.resumed(request.run_dir, request.overrides, trains=False)
         )
-    from runner.build import parts
-
     ConfigError.raise_if(parts.check_factories(recipe))
     return recipe
 
 
 def _require_effect(overrides: Sequence[str]) -> None:
-    """Refuse overrides of what only training reads.
-
-    Raises:
-        ConfigError: naming every one.
-    """
+    """Refuse overrides of what only training reads."""
     rule = "only training reads it: no metric and no prediction depends on it"
     ConfigError.raise_if(
         [
@@ -271,7 +260,6 @@ def _in_one_process(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 def _engine(recipe: Recipe, run_dir: Path) -> Iterator[Accelerator]:
     from accel.rng import set_seed
     from runner.build.accelerator import running
-    from runner.config.batch_plan import plan_batches
 
     # Nothing is logged, and no state is saved.
     recipe.tracker = replace(recipe.tracker, log_with=[])
@@ -283,7 +271,6 @@ def _engine(recipe: Recipe, run_dir: Path) -> Iterator[Accelerator]:
 def _batches(
     accelerator: Accelerator, recipe: Recipe, splits: tuple[str, ...]
 ) -> dict[str, EvalBatches]:
-    from runner.build import parts
     from runner.data.batches import EvalBatches
 
     data = parts.build_data(recipe)

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from accel.errors import AccelError
 from runner.exit_codes import FAILED
@@ -46,7 +46,7 @@ def silent_exit_refused() -> Iterator[None]:
         exit_now(status)
 
     def replacing(replace: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-        def call(*arguments: Any) -> NoReturn:
+        def call(*arguments: object) -> NoReturn:
             if os.getpid() == owner:
                 raise EndedByOwnCodeError(
                     f"os.{replace.__name__}({arguments[0]!r}, …) would replace the training process"
@@ -73,9 +73,6 @@ def explained(stop: StopFlag) -> Iterator[None]:
 
     Raises an `EndedByOwnCodeError` where `silent_exit_refused` does, and for a KeyboardInterrupt
     without a Ctrl-C; a `LoaderWorkerError` where torch only reports that a loader worker exited.
-
-    Args:
-        stop: knows whether Ctrl-C was pressed.
     """
     try:
         with silent_exit_refused():

@@ -8,7 +8,6 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Iterable
 from pathlib import Path
 
 from accel.errors import AccelError, ConfigError, DiskFullError, MissingPackageError, text_of
@@ -60,15 +59,6 @@ def outcome_of(error: BaseException, rank: int) -> Outcome:
     return Outcome(
         rank, time.time(), FAILED, *texts, is_consequence=_is_communication_error(error), full=full
     )
-
-
-def by_cause(causes: Iterable[Outcome]) -> list[Outcome]:
-    """Return how processes ended, the first cause first.
-
-    The end of one rank causes errors of communication on the others, which may be recorded before
-    that end is seen. So these come last.
-    """
-    return sorted(causes, key=lambda outcome: (outcome.is_consequence, outcome.time))
 
 
 def _is_communication_error(error: BaseException) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,6 @@ class Report:
     def from_plain(cls, plain: dict[str, Any]) -> Report:
         """Return the report that `plain` describes."""
         return cls(**{**plain, "stack": Stack.from_plain(plain["stack"])})
-
-    def plain(self) -> dict[str, Any]:
-        """Return this as plain containers."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,6 @@ def judge(
 
 
 def _same(now: Report, before: Report | None) -> bool:
-    """Return whether a rank has not moved."""
     return before is not None and (now.count, now.collectives, now.stack) == (
         before.count,
         before.collectives,
@@ -129,7 +124,6 @@ def _out_of_step_text(reports: Mapping[int, Report], rank: int) -> str:
 
 
 def _first(reports: Mapping[int, Report], silent: Mapping[int, str], deadlocked: bool) -> int:
-    """Return the rank that the others wait for."""
     if silent:
         return min(silent)
     if deadlocked:

@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import signal
+import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,16 +40,13 @@ BOOTSTRAP = (
 
 
 def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
-    """Run a job and return the exit code of the command.
+    """Run a job, print the cause of a failure, and return the exit code of the command.
 
     Args:
         job: the claimed run directory and where it was started from; saved or staged already.
         recipe: the frozen recipe.
         fresh: whether a run of one process gets a process of its own, too (a sweep: no state of one
             job reaches the next). Else it runs in this process, where a debugger can reach it.
-
-    Returns:
-        The exit code, after the cause of a failure has been printed.
 
     Raises:
         ConfigError: if the number of processes contradicts the machine or the launcher.
@@ -68,11 +66,7 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
 
 
 def follow(place: Adopted) -> int:
-    """Join the run that rank 0 composes, as another rank that a launcher has started.
-
-    Returns:
-        The exit code.
-    """
+    """Join the run that rank 0 composes, as another rank that a launcher has started."""
     from runner.launch import rendezvous
 
     folder = rendezvous.receive()
@@ -107,14 +101,11 @@ def run_adopted(folder: Path, place: Adopted) -> int:
 
 
 def run_here(folder: Path, rank: int = 0) -> int:
-    """Run a job in this process.
+    """Run a job in this process, print the cause of a failure, and return the exit code.
 
     Args:
         folder: the run directory with the frozen job, or an attempt in it.
         rank: this process among those of a launcher.
-
-    Returns:
-        The exit code, after the cause of a failure has been printed.
     """
     from runner.launch import worker
 
@@ -135,16 +126,13 @@ def run_here(folder: Path, rank: int = 0) -> int:
 
 
 def run_group(folder: Path, num_processes: int, cwd: Path, target: str = TRAIN) -> int:
-    """Run a job in fresh worker processes.
+    """Run a job in fresh processes, print the cause of a failure, and return the exit code.
 
     Args:
         folder: the run directory with the frozen job, or an attempt in it.
         num_processes: number of workers.
         cwd: the user's directory; code there can be imported.
         target: ``module:function`` that each worker calls with that folder and its stop flag.
-
-    Returns:
-        The exit code, after the cause of a failure has been printed.
     """
     from runner.launch import worker_group
 
@@ -157,7 +145,7 @@ def run_group(folder: Path, num_processes: int, cwd: Path, target: str = TRAIN) 
         "parent": os.getpid(),
         "path": [str(Path(__file__).resolve().parents[2]), str(cwd)],
     }
-    command = worker_group.worker_command(BOOTSTRAP, json.dumps(order))
+    command = [sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(order)]
     try:
         failed = worker_group.run_group(
             command, num_processes, lambda rank: _has_outcome(run_dir, launch_id, rank)
@@ -169,14 +157,12 @@ def run_group(folder: Path, num_processes: int, cwd: Path, target: str = TRAIN) 
 
 
 def _has_outcome(run_dir: Path, launch_id: str, rank: int) -> bool:
-    """Return whether a rank has written down how it ended."""
     return any(outcome.rank == rank for outcome in outcomes.read_outcomes(run_dir, launch_id))
 
 
 def _conclude(
     run_dir: Path, launch_id: str, failed: Mapping[int, Failure], num_processes: int
 ) -> int:
-    """Return the exit code of a group, and print the first cause of a failure."""
     left = outcomes.read_outcomes(run_dir, launch_id)
     # A process that left no word died in native code or was killed.
     silent = failed.keys() - {outcome.rank for outcome in left}
@@ -191,7 +177,8 @@ def _conclude(
         causes.append(hang)
     if not causes:
         return STOPPED if any(outcome.code == STOPPED for outcome in left) else DONE
-    cause = failures.by_cause(causes)[0]
+    # The end of one rank causes errors of communication on the others, perhaps recorded earlier.
+    cause = min(causes, key=lambda outcome: (outcome.is_consequence, outcome.time))
     if cause.code == INTERRUPTED:
         failures.print_interrupted(run_dir)
     else:
@@ -200,14 +187,7 @@ def _conclude(
 
 
 def _outcome_from_status(run_dir: Path, rank: int, failure: Failure, ended: bool) -> Outcome:
-    """Describe the end of a process by its exit status and the last lines of its log.
-
-    Args:
-        run_dir: the run directory.
-        rank: the process.
-        failure: its exit status and when that was seen.
-        ended: whether the watchdog has ended the run.
-    """
+    """Describe the end of a process; `ended`: the watchdog has ended the run."""
     status = failure.status
     if status == INTERRUPTED:  # SIGINT was sent only to this process
         return Outcome(rank, failure.time, INTERRUPTED, "it was interrupted")

@@ -17,38 +17,19 @@ from collections.abc import Callable
 POLL_SECONDS = 0.5
 
 
-def lead_own_group() -> None:
-    """Make this process the leader of a process group, unless it is one."""
-    if os.getpgid(0) != os.getpid():
-        os.setpgid(0, 0)
-
-
 def die_with(parent: int) -> threading.Thread:
-    """Kill this process's group as soon as the process `parent`, which started it, has ended.
-
-    Args:
-        parent: process id of the parent.
-
-    Returns:
-        The thread that waits.
-    """
+    """Kill this process's group once its parent has ended; return the thread that waits."""
     return _kill_group_after(parent, lambda: os.getppid() == parent)
 
 
 def die_with_ancestor(ancestor: int) -> threading.Thread:
-    """Kill this process's group as soon as `ancestor`, which need not be its parent, has ended.
-
-    Args:
-        ancestor: process id.
-
-    Returns:
-        The thread that waits.
-    """
+    """Kill this process's group once `ancestor`, perhaps not its parent, has ended."""
     return _kill_group_after(ancestor, lambda: _exists(ancestor))
 
 
 def _kill_group_after(process: int, is_alive: Callable[[], bool]) -> threading.Thread:
-    lead_own_group()
+    if os.getpgid(0) != os.getpid():
+        os.setpgid(0, 0)
 
     def wait_and_kill() -> None:
         wait_for_end(process, is_alive)
@@ -68,12 +49,7 @@ def _exists(process: int) -> bool:
 
 
 def wait_for_end(process: int, is_alive: Callable[[], bool]) -> None:
-    """Return when a process has ended.
-
-    Args:
-        process: process id.
-        is_alive: whether that id still belongs to the process.
-    """
+    """Return when a process has ended; `is_alive`: whether the id is still its own."""
     try:
         file = os.pidfd_open(process)
     except (AttributeError, OSError):  # not Linux, an old kernel, a sandbox; or it has ended

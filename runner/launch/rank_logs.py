@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -20,7 +18,6 @@ _TERMINAL: list[TextIO] = []
 # Where the report of `faulthandler` begins.
 CRASH = "Fatal Python error"
 CURRENT_THREAD = "Current thread "
-_FRAME = re.compile(r' *File "([^"]+)", line \d+')
 # Begins the first line of each process in a log: a resumed run adds to it.
 BEGIN = "--- rank"
 
@@ -42,12 +39,11 @@ def leave_terminal_to_rank_zero(run_dir: Path, rank: int) -> None:
     sys.stderr.flush()
     _TERMINAL.append(os.fdopen(os.dup(sys.stderr.fileno()), "w"))
     file = os.open(log_file(run_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in _standard_streams():
+    for stream in (sys.stdout, sys.stderr):
         os.dup2(file, stream.fileno())
-    os.close(file)
-    for stream in _standard_streams():
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
+    os.close(file)
     print(f"{BEGIN} {rank}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}")
 
 
@@ -85,7 +81,8 @@ def crash(path: Path, num_lines: int = 20) -> list[str]:
     if first is None:
         return lines[:num_lines]
     stack = list(itertools.takewhile(str.strip, lines[first + 1 :]))
-    own = [line for line in stack if (place := _FRAME.match(line)) and user_frames.is_own(place[1])]
+    places = ((line, user_frames.FRAME.match(line)) for line in stack)
+    own = [line for line, place in places if place and user_frames.is_own(place[1])]
     return [lines[0], lines[first], *(own or stack)[:num_lines]]
 
 
@@ -97,8 +94,3 @@ def _text(path: Path) -> str:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         text = file.read().decode(errors="replace")
     return text.rpartition(f"\n{BEGIN}")[2]
-
-
-def _standard_streams() -> Iterator[TextIO]:
-    yield sys.stdout
-    yield sys.stderr

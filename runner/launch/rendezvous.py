@@ -38,12 +38,7 @@ def receive() -> Path | None:
 
 
 def connect(prefix: str = "job", timeout: timedelta = WAIT) -> Store:
-    """Return the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it where the agent does not.
-
-    Args:
-        prefix: of all keys.
-        timeout: of each operation.
-    """
+    """Return the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it where the agent does not."""
     here = Environment.read()
     if here.master_addr is None or here.master_port is None:
         raise StateError("A launcher sets MASTER_ADDR and MASTER_PORT beside WORLD_SIZE.")

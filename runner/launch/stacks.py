@@ -6,7 +6,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +76,6 @@ class Stack:
     def from_plain(cls, plain: dict[str, Any]) -> Stack:
         """Return the stack that `plain` describes."""
         return cls(tuple(Place(**place) for place in plain["places"]), plain["text"])
-
-    def plain(self) -> dict[str, Any]:
-        """Return this as plain containers."""
-        return asdict(self)
 
     @property
     def own(self) -> Place:

@@ -48,9 +48,6 @@ def start(
         auto: whether `resume=auto` has found the run to resume.
         on_claimed: called with the run directory.
 
-    Returns:
-        The exit code.
-
     Raises:
         ConfigError: if the number of processes contradicts the machine, another command trains in
             the run, nothing is left that an override would change, or there is no checkpoint.

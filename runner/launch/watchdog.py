@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -151,7 +152,7 @@ class Watchdog:
             Stack.of_main_thread(),
             self._progress.ending,
         )
-        self._store.set(f"{self._round}/{self._rank}", json.dumps(report.plain()))
+        self._store.set(f"{self._round}/{self._rank}", json.dumps(asdict(report)))
         if seconds >= self._limit / 2:
             self._write(f"No progress for {seconds:.0f} s in {report.phase}. All threads:")
             self._dump()
@@ -207,7 +208,6 @@ class Watchdog:
         self._apply_verdict(ends)
 
     def _reports(self, number: int) -> dict[int, Report]:
-        """Return the reports of the ranks in a round."""
         keys = {rank: f"{number}/{rank}" for rank in range(self._world_size)}
         return {
             rank: Report.from_plain(json.loads(self._store.get(key)))

@@ -28,7 +28,7 @@ from runner.run_dir.job import Job
 from runner.run_dir.numerics import read as read_numerics
 from runner.run_dir.outcomes import Outcome
 from runner.run_dir.transaction import run_dir_of
-from runner.training.stopping import STOP_SIGNALS, TORCHS_SIGNALS, StopFlag, unblock_signals
+from runner.training.stopping import STOP_SIGNALS, TORCHS_SIGNALS, StopFlag
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -62,8 +62,8 @@ def main(order: Mapping[str, Any]) -> None:
 
 
 def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag) -> int:
-    """Run the target and return the exit status of this process."""
-    unblock_signals((*STOP_SIGNALS, signal.SIGINT))
+    # The parent held them back while it started this process.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGINT))
     try:
         with endings.explained(stop):
             code = load_attribute(order["target"])(Path(order["job"]), stop)

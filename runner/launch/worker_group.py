@@ -19,7 +19,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -143,7 +142,7 @@ class GroupAgent(LocalElasticAgent):
         self._seen: dict[int, float] = {}  # when each rank was last seen alive
         self.failed: dict[int, Failure] = {}
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
         # A signal that comes before a worker can handle it would kill it. So signals are held back
         # here and, by inheritance, in the workers, which release them when they are ready. Other
         # threads of this process may take one meanwhile: torch does not change the handlers.
@@ -205,7 +204,7 @@ class GroupAgent(LocalElasticAgent):
                 process.wait()
 
     def _construct_event(
-        self, state: str, source: EventSource, *args: Any, **options: Any
+        self, state: str, source: EventSource, *args: object, **options: object
     ) -> Event:
         # The agent's own looks up this host's full name each time, which takes seconds where no
         # name server answers. Nobody reads these events.
@@ -264,8 +263,3 @@ def quiet_agent() -> Iterator[None]:
     finally:
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
-
-
-def worker_command(code: str, order: str) -> list[str]:
-    """Return the command of a worker: no directory of the user's comes before our packages."""
-    return [sys.executable, "-P", "-c", code, order]

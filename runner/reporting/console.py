@@ -65,8 +65,16 @@ class Display:
     # -- before ----------------------------------------------------------------------------
 
     def header(self, title: str, rows: Rows) -> None:
-        """Show the header: a title and labelled lines."""
-        self._table(title, rows)
+        """Show a table: a title and labelled lines."""
+        if not self.enabled:
+            return
+        if self.live:
+            self.console.print(_panel(title, rows))
+            return
+        self._print(title)
+        width = max((len(label) for label, _ in rows), default=0)
+        for label, value in rows:
+            self._print(f"  {label:<{width}}  {value}")
 
     def start(
         self, step: int, total: int | None, epochs: int | None, seconds: float | None = None
@@ -120,10 +128,7 @@ class Display:
         """Show how far an evaluation is."""
         if self._progress is None or time.monotonic() < self._next:
             return
-        self._next = time.monotonic() + self._every
-        status = f"{split}: batch {_count(batch, num_batches)}"
-        task = self._progress.task_ids[0]
-        self._progress.update(task, completed=self._step, status=status, refresh=True)
+        self._draw(f"{split}: batch {_count(batch, num_batches)}")
 
     def evaluation(
         self, split: str, step: int, epoch: int, metrics: Mapping[str, float], mark: str = ""
@@ -199,19 +204,16 @@ class Display:
     def final(self, title: str, rows: Rows) -> None:
         """Show the final table of the run."""
         self.close()
-        self._table(title, rows)
+        self.header(title, rows)
 
     # -- parts -----------------------------------------------------------------------------
 
-    def _draw(self) -> None:
+    def _draw(self, status: str | None = None) -> None:
         self._next = time.monotonic() + self._every
         if self._progress is not None:
-            self._progress.update(
-                self._progress.task_ids[0],
-                completed=self._step,
-                status=self.status(self.console.width - len(self._steps()) - BAR_WIDTH),
-                refresh=True,
-            )
+            room = self.console.width - len(self._steps()) - BAR_WIDTH
+            status, task = status or self.status(room), self._progress.task_ids[0]
+            self._progress.update(task, completed=self._step, status=status, refresh=True)
 
     def _epoch_of(self, epoch: int) -> str:
         # Behind the last epoch there is none.
@@ -229,17 +231,6 @@ class Display:
 
     def _print(self, line: str | Text) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=not self.live)
-
-    def _table(self, title: str, rows: Rows) -> None:
-        if not self.enabled:
-            return
-        if self.live:
-            self.console.print(_panel(title, rows))
-            return
-        self._print(title)
-        width = max((len(label) for label, _ in rows), default=0)
-        for label, value in rows:
-            self._print(f"  {label:<{width}}  {value}")
 
 
 class _Steps(ProgressColumn):

@@ -53,7 +53,7 @@ class Recorder:
         self._run_dir = run_dir
         self._state = state
         self._file: MetricsFile | None = None
-        self._early: list[dict[str, Any]] | None = []
+        self._early: list[dict[str, object]] | None = []
         self._resumed_at: int | None = None
 
     def open(self, resumed: bool) -> None:
@@ -77,13 +77,7 @@ class Recorder:
                 self._file.write(record)
 
     def write(self, split: str, values: Mapping[str, float], seconds: float) -> None:
-        """Write the values of a log point or of an evaluation.
-
-        Args:
-            split: train, validation or test.
-            values: by name.
-            seconds: time spent on the run so far.
-        """
+        """Write the values of a log point or of an evaluation."""
         state = self._state
         where = {"step": state.step, "epoch": state.epoch_number, "samples": state.samples}
         record = {**where, "split": split, **values, "time": round(seconds, 3)}

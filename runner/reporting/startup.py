@@ -9,9 +9,6 @@ def announce(name: str) -> None:
     """Print the name of a run on standard error, if torch is still to be loaded.
 
     On a terminal the next line replaces it.
-
-    Args:
-        name: of the run.
     """
     if "torch" in sys.modules:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -24,10 +25,6 @@ logger = logging.getLogger(__name__)
 def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
     """Create and return a directory that no other run has: ``<output_dir>/<name>/<time>-<id>``.
 
-    Args:
-        output_dir: folder of all runs.
-        name: name of the run.
-
     Raises:
         ConfigError: if the name is no single folder name, or the place cannot be written.
     """
@@ -39,7 +36,8 @@ def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
             path = folder / f"{_stamp()}-{secrets.token_hex(2)}"
-            if _created(path):
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
                 return path
     except OSError as error:
         rule = f"runs are written there, and that failed ({paths.failure(error)})"
@@ -49,14 +47,6 @@ def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
 
 def _stamp() -> str:
     return f"{datetime.now():%Y%m%d-%H%M%S}"
-
-
-def _created(path: Path) -> bool:
-    try:
-        path.mkdir(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
 
 
 def claimed(output_dir: str | os.PathLike[str], name: str) -> list[Path]:
@@ -80,11 +70,6 @@ def is_run(path: Path) -> bool:
 def fingerprint(run_dir: Path) -> bytes:
     """Return the content of the files from which a resume composes its recipe."""
     return b"\0".join(transaction.read(run_dir, name) or b"" for name in (CONFIG, JOB))
-
-
-def find_newest(output_dir: str | os.PathLike[str], name: str) -> Path | None:
-    """Return the directory of the newest run called `name`; None if there is none."""
-    return next(filter(is_run, reversed(claimed(output_dir, name))), None)
 
 
 def checkpoint_folder(run_dir: str | os.PathLike[str]) -> Path:
@@ -139,7 +124,6 @@ def run_of(path: Path) -> str | None:
 
 
 def _run_names(run_dir: Path) -> set[str | None]:
-    """Return the names of a run: of its directory now, and when it was started."""
     try:
         recorded = Path(json.loads(transaction.read(run_dir, JOB) or b"{}")["run_dir"]).name
     except (ValueError, KeyError, TypeError):

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from accel.env import read
 from accel.strategies.table import specs
@@ -32,17 +31,10 @@ GIT_SECONDS = 20.0
 MOST_UNTRACKED = 200
 
 
-def write_environment(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Write `environment.json` (versions, machine, device, git) and, if there is one, `git.diff`.
-
-    Args:
-        run_dir: the run directory, or an attempt in it.
-
-    Returns:
-        The content that was written.
-    """
+def write_environment(run_dir: str | os.PathLike[str]) -> dict[str, object]:
+    """Write `environment.json` and any `git.diff` to a run, or an attempt in it; return it."""
     root = Path(run_dir)
-    found = {
+    found: dict[str, object] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "hostname": platform.node(),
@@ -68,26 +60,24 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _device() -> dict[str, Any]:
+def _device() -> dict[str, object]:
     """Return the machine's accelerator; asks no driver for more than how many there are."""
     import torch
 
     if not torch.accelerator.is_available():
         return {"type": "cpu", "count": 1}
-    kind = torch.accelerator.current_accelerator()
-    found: dict[str, Any] = {
-        "type": "cpu" if kind is None else kind.type,
-        "count": torch.accelerator.device_count(),
-    }
-    if found["type"] == "cuda":
+    device, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+    kind = "cpu" if device is None else device.type
+    found: dict[str, object] = {"type": kind, "count": count}
+    if kind == "cuda":
         found["cuda"] = torch.version.cuda
         # Asking for names would make a context on the device in a process that may not need one.
         if torch.cuda.is_initialized():
-            found["names"] = [torch.cuda.get_device_name(i) for i in range(found["count"])]
+            found["names"] = [torch.cuda.get_device_name(i) for i in range(count)]
     return found
 
 
-def _git(run_dir: Path) -> dict[str, Any] | None:
+def _git(run_dir: Path) -> dict[str, object] | None:
     """Return commit and branch of the working directory, and write uncommitted changes."""
     sha = _git_output("rev-parse", "HEAD")
     if sha is None:

@@ -133,11 +133,7 @@ def mend(run_dir: Path) -> None:
 
 
 def _job_and_recipe(folder: Path) -> tuple[dict[str, Any], str]:
-    """Return the arguments of a run's `Job`, and the text of its recipe.
-
-    Raises:
-        ConfigError: if it is no run directory.
-    """
+    """Return the arguments of a run's `Job` and the text of its recipe, or raise a ConfigError."""
     content, wrong = _job_content(folder)
     text = _decoded(transaction.read(folder, CONFIG))
     kept = None if content is None else content.pop(RECIPE, None)
@@ -171,12 +167,7 @@ def _job_content(folder: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def _checked(content: object) -> dict[str, Any]:
-    """Return the content of job.json with the types of a `Job`.
-
-    Raises:
-        KeyError: if something is missing.
-        TypeError: if something is of another type, or unknown.
-    """
+    """Return job.json's content in the types of a `Job`; raises KeyError or TypeError."""
     if not isinstance(content, Mapping):
         raise TypeError("it is no mapping")
     checked = dict(content)
@@ -197,7 +188,7 @@ def _checked(content: object) -> dict[str, Any]:
 
 def _from_other_files(folder: Path) -> dict[str, Any]:
     """Return the fields of a job that overrides.yaml and environment.json contain."""
-    overrides: Any = []
+    overrides: list[str] = []
     found = _decoded(transaction.read(folder, OVERRIDES))
     if found is not None:
         overrides = serialization.parse_list(found, folder / OVERRIDES)

@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 from accel.checkpoint import directory as checkpoints
 
@@ -16,11 +15,6 @@ logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
-
-
-def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, object]) -> None:
-    """Write `summary.json` in one piece."""
-    write_json(Path(run_dir) / SUMMARY, summary)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -57,17 +51,6 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file; calling it twice is fine."""
         self._file.close()
-
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _belongs(line: str, step: int) -> bool:

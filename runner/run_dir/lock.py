@@ -201,7 +201,6 @@ def _close_all() -> None:
 
 
 def _write_holder(descriptor: int, me: Holder, run_dir: Path) -> None:
-    """Write into a locked file who holds it."""
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{json.dumps(asdict(me))}\n".encode(errors="replace"), 0)
@@ -240,11 +239,7 @@ def _acquire(descriptor: int, run_dir: Path) -> None:
 
 
 def _try_lock(descriptor: int, byte: int, exclusive: bool, seconds: float) -> bool:
-    """Return whether a lock could be taken within some seconds.
-
-    Raises:
-        OSError: where the file system or the system offers no locks.
-    """
+    """Return whether a lock could be taken in time; OSError: none are offered here."""
     deadline, kind = time.monotonic() + seconds, "F_WRLCK" if exclusive else "F_RDLCK"
     while True:
         try:
@@ -259,11 +254,7 @@ def _try_lock(descriptor: int, byte: int, exclusive: bool, seconds: float) -> bo
 
 
 def _lock(descriptor: int, kind: str, byte: int) -> None:
-    """Set or drop the lock of a byte, without waiting: F_WRLCK, F_RDLCK or F_UNLCK.
-
-    Raises:
-        OSError: if another has it, or there are no locks.
-    """
+    """Set or drop the lock of a byte without waiting; OSError: it is taken, or there are none."""
     records = _fcntl()
     if sys.platform == "linux" and struct.calcsize("l") == 8:
         order = struct.pack(_FLOCK, getattr(records, kind), os.SEEK_SET, byte, 1, 0)
@@ -278,11 +269,6 @@ def _lock(descriptor: int, kind: str, byte: int) -> None:
 
 
 def _fcntl() -> ModuleType:
-    """Return the module of record locks.
-
-    Raises:
-        OSError: on a system without them.
-    """
     try:
         import fcntl
     except ImportError as error:  # Windows

@@ -132,11 +132,7 @@ def read(run_dir: Path) -> Numerics:
 
 
 def _checked(content: object) -> Numerics:
-    """Return the content of the file, checked.
-
-    Raises:
-        TypeError: if something is missing, unknown or of another type.
-    """
+    """Return the content of the file, or raise a TypeError."""
     if not isinstance(content, dict):
         raise TypeError("it is no mapping")
     found = Numerics(**content)

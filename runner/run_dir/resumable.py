@@ -6,10 +6,9 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from accel.checkpoint import directory as checkpoints
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems
 from runner.config import carry_over, serialization
 from runner.config.schema import Recipe
 from runner.run_dir import directory, json_files, lock, transaction
@@ -27,9 +26,6 @@ def newest(wanted: Recipe) -> Path | None:
 
     It is the newest run of that name whose recipe is the same but for `resume.SAME_RUN` and which
     has a complete checkpoint, or is finished. The skipped runs are named, with the reason.
-
-    Args:
-        wanted: the recipe of the command line.
 
     Raises:
         ConfigError: if another command trains in that run, or the recipe of a run that has
@@ -53,7 +49,6 @@ def newest(wanted: Recipe) -> Path | None:
 
 
 def _reason_to_skip(run_dir: Path, wanted: Recipe) -> str | None:
-    """Return why `resume=auto` does not resume a run; None if it does."""
     if not directory.is_run(run_dir) and not _has_checkpoints(run_dir, wanted):
         return "it was killed before its recipe was written"
     try:
@@ -90,12 +85,7 @@ def _has_checkpoints(run_dir: Path, wanted: Recipe) -> bool:
 
 
 def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
-    """Return why nothing is left to do in a run; None if something is.
-
-    Args:
-        run_dir: the run.
-        wanted: the recipe that it would be resumed with.
-    """
+    """Return why nothing is left to do in a run; None if something is."""
     summary = _summary(run_dir)
     if summary.get("complete") is not True:
         return None  # the work after the last step is not done, either
@@ -139,19 +129,10 @@ def require_effect(run_dir: Path, wanted: Recipe, reason: str, auto: bool = Fals
 
 
 def require_reach(run_dir: Path, checkpoint: Path, wanted: Recipe) -> None:
-    """Refuse limits that a run has passed already: training is never undone.
-
-    Args:
-        run_dir: the run, which is not finished.
-        checkpoint: the one it would be resumed from.
-        wanted: the recipe that it would be resumed with.
-
-    Raises:
-        ConfigError: naming the limits.
-    """
+    """Refuse limits that are passed already by the checkpoint: training is never undone."""
     found = checkpoints.read_manifest(checkpoint).metadata
     step, epoch = found.get("step"), found.get("epoch")
-    trainer, problems = wanted.trainer, []
+    trainer, problems = wanted.trainer, Problems()
     within = bool(found.get("samples_in_epoch"))
     for key, limit, reached, beyond in (
         ("max_steps", trainer.max_steps, step, False),
@@ -161,8 +142,8 @@ def require_reach(run_dir: Path, checkpoint: Path, wanted: Recipe) -> None:
             rule = f"the run is at step {step}, epoch {epoch} completed: it continues from there"
             remedy = f"Give trainer.{key} at least {reached + beyond}, or leave it out."
             value = f"trainer.{key}={limit} with resume={str(run_dir)!r}"
-            problems.append(Problem(value, rule, remedy))
-    ConfigError.raise_if(problems)
+            problems.add(value, rule, remedy)
+    problems.raise_if()
 
 
 def _changed(run_dir: Path, wanted: Recipe) -> bool:
@@ -172,7 +153,7 @@ def _changed(run_dir: Path, wanted: Recipe) -> bool:
 
 def _differences(
     run_dir: Path, wanted: Recipe, but_for: Sequence[tuple[str, ...]]
-) -> list[tuple[str, Any, Any]]:
+) -> list[tuple[str, object, object]]:
     job, plain = Job.read(run_dir)
     here = carry_over.same_places(plain, job.cwd, serialization.frozen_plain(wanted))
     return carry_over.differences(plain, here, but_for)
@@ -190,7 +171,7 @@ def mark_incomplete(run_dir: Path, folder: Path) -> None:
         json_files.write_json(folder / json_files.SUMMARY, {**summary, "complete": False})
 
 
-def _summary(run_dir: Path) -> Mapping[str, Any]:
+def _summary(run_dir: Path) -> Mapping[str, object]:
     path = run_dir / json_files.SUMMARY
     try:
         content = transaction.read(run_dir, json_files.SUMMARY)

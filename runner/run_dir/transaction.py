@@ -56,11 +56,7 @@ def stage(run_dir: Path) -> Path:
 
 
 def commit(folder: Path) -> None:
-    """Make the files of an attempt those of the run.
-
-    Args:
-        folder: as `stage` returned it, with the files.
-    """
+    """Make the files of an attempt those of the run."""
     run_dir = folder.parent
     for file in folder.iterdir():
         checkpoints.flush_file(file)
@@ -88,16 +84,15 @@ def recover(run_dir: Path) -> None:
 
 def kept_recipes(run_dir: Path) -> list[Path]:
     """Return the earlier recipes of a run, ``config.<n>.yaml``, oldest first."""
-    found = [(int(match[1]), path) for path in run_dir.iterdir() if (match := _kept(path))]
-    return [path for _, path in sorted(found)]
+    return [path for _, path in _kept(run_dir)]
 
 
-def _kept(path: Path) -> re.Match[str] | None:
-    return _KEPT.fullmatch(path.name)
+def _kept(run_dir: Path) -> list[tuple[int, Path]]:
+    found = ((_KEPT.fullmatch(path.name), path) for path in run_dir.iterdir())
+    return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def _finish(run_dir: Path) -> None:
-    """Move committed files to the run directory."""
     committed = run_dir / COMMITTED
     if not committed.is_dir():
         return
@@ -112,11 +107,10 @@ def _keep_recipe(run_dir: Path, new: Path) -> None:
     current = run_dir / CONFIG
     if not current.exists() or current.read_bytes() == new.read_bytes():
         return
-    earlier = kept_recipes(run_dir)
-    if earlier and earlier[-1].read_bytes() == current.read_bytes():
+    number, last = max(_kept(run_dir), default=(0, None))
+    if last is not None and last.read_bytes() == current.read_bytes():
         return  # an earlier commit was killed after this function
-    number = 1 + max((int(match[1]) for path in earlier if (match := _kept(path))), default=0)
-    target = run_dir / f"config.{number:04}.yaml"
+    target = run_dir / f"config.{number + 1:04}.yaml"
     try:
         os.link(current, target)
     except OSError:  # a file system without hard links

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -20,9 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems
+from runner.compose import composition, diagnose, hydra_setup
 from runner.config import habits
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, parent_watch
@@ -72,8 +72,6 @@ def plan(overrides: Sequence[str], config_name: str) -> Plan:
     Raises:
         ConfigError: if the launcher or the sweeper cannot be used, or the sweep resumes a run.
     """
-    from runner.compose import composition, diagnose, hydra_setup
-
     if any(hydra_setup.key_of(override) == "resume" for override in overrides):
         raise ConfigError(_no_resume("resume with --multirun"))
     ConfigError.raise_if(diagnose.unreadable(overrides))
@@ -106,8 +104,6 @@ def _shared_folders(jobs: Sequence[Examined]) -> list[Problem]:
 
 def misplaced(overrides: Sequence[str]) -> list[Problem]:
     """Return the problems of overrides that only a sweep has a use for."""
-    from runner.compose import hydra_setup
-
     return [
         Problem(override, "launchers and sweepers are for sweeps", "Add -m, or leave it out.")
         for override in overrides
@@ -119,10 +115,7 @@ HYDRA_NODES = tuple(f"hydra.{kind}" for kind in KINDS)
 
 
 def _not_installed(overrides: Sequence[str]) -> list[Problem]:
-    """Return the problems of launchers and sweepers that Hydra does not find here."""
-    from runner.compose import diagnose, hydra_setup
-
-    problems = []
+    problems = Problems()
     for override in overrides:
         key, _, name = override.partition("=")
         kind = key.rpartition("/")[2]
@@ -131,15 +124,12 @@ def _not_installed(overrides: Sequence[str]) -> list[Problem]:
         known = diagnose.options_of(key)
         if name in known:
             continue
-        package = habits.plugin_package(key, name)
-        rule = f"there is no such {kind} here"
-        remedy = f"Choose one of {', '.join(sorted(known))}."
         if kind == "launcher" and name not in LAUNCHERS:
             problems += _unverified(name)
             continue
-        if package is not None:
-            remedy = f"Install its package: pip install {package}."
-        problems.append(Problem(override, rule, remedy))
+        remedy = f"Choose one of {', '.join(sorted(known))}."
+        unknown = Problem(override, f"there is no such {kind} here", remedy)
+        problems.append(habits.plugin(key, name) or unknown)
     return [*problems, *hydra_setup.hydra_problems(overrides)]
 
 
@@ -188,11 +178,9 @@ class Task:
         """
         from hydra.core.hydra_config import HydraConfig
 
-        from runner.compose import hydra_setup
-
         job = HydraConfig.get()
         number = int(job.job.num)
-        overrides = hydra_setup.closed(list(job.overrides.task))
+        overrides = [hydra_setup.closed(override) for override in job.overrides.task]
         own_process = os.getpid() == self.parent
         if (Path(self.folder) / STOP_FILE).exists():
             self._raise_to_sweeper("the sweep was stopped before this job")
@@ -214,11 +202,6 @@ class Task:
         return self._objective(number, run_dir)
 
     def _objective(self, number: int, run_dir: Path) -> float:
-        """Return the metric that the sweeper chooses by.
-
-        Raises:
-            JobFailed: if the run has measured none.
-        """
         value = objective(run_dir)
         if value is not None:
             return value
@@ -262,9 +245,7 @@ def _stop_here(number: int, frame: FrameType | None) -> None:
 
 
 def _attempt(overrides: Sequence[str], config_name: str, number: int) -> tuple[int, Path | None]:
-    """Examine and train one job; return its exit code and its run directory."""
     from runner.build import parts
-    from runner.compose import composition, hydra_setup
     from runner.config import trust
     from runner.launch import start
 
@@ -294,7 +275,7 @@ def objective(run_dir: Path) -> float | None:
     """Return the best value of a run's monitored validation metric, else its last; None: none."""
     from runner.run_dir.json_files import SUMMARY
 
-    summary: dict[str, Any] = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
+    summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
     if summary["best"] is not None:
         return float(summary["best"]["value"])
     value = summary["metrics"].get("validation", {}).get(summary["monitor"])
@@ -355,8 +336,3 @@ def conclude(folder: Path, total: int | None) -> int:
         numbers = ", ".join(map(str, failed))
         print(f"{len(failed)} of {len(codes)} jobs failed: {numbers}", file=sys.stderr)
     return max(codes.values(), default=FAILED)
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove the folder of a sweep; a launcher's process may be writing its last file there."""
-    shutil.rmtree(folder, ignore_errors=True)

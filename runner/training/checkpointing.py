@@ -30,9 +30,9 @@ OWN = "recipe"  # the runner's own part, which checkpoints of earlier versions l
 class Stateful(Protocol):
     """An object with state: schedulers, callbacks, counters."""
 
-    def state_dict(self) -> Mapping[str, Any]: ...
+    def state_dict(self) -> Mapping[str, object]: ...
 
-    def load_state_dict(self, state: Any) -> Any: ...
+    def load_state_dict(self, state: Any) -> object: ...
 
 
 class RunState:
@@ -49,11 +49,11 @@ class RunState:
         self.added: list[str] = []
         self.dropped: list[str] = []
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the state of each part."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore each part that has a state; `added` and `dropped` then name the others."""
         self.added = sorted(self.parts.keys() - state.keys() - {OWN})
         self.dropped = sorted(state.keys() - self.parts.keys())
@@ -83,11 +83,7 @@ class Best:
         checkpoints.write_atomically(folder / POINTER, text.encode())
 
 
-def _any(path: Path) -> bool:
-    return True
-
-
-def read_best(folder: Path, owns: Callable[[Path], bool] = _any) -> Best | None:
+def read_best(folder: Path, owns: Callable[[Path], bool] = lambda path: True) -> Best | None:
     """Return the best checkpoint that `folder` names; None if it names none that is there.
 
     Where its pointer is missing or damaged, or names the checkpoint of another run, the best state
@@ -102,7 +98,7 @@ def read_best(folder: Path, owns: Callable[[Path], bool] = _any) -> Best | None:
     """
     pointer, known = folder / POINTER, _best_in_newest(folder, owns)
     try:
-        best = _pointed(json.loads(pointer.read_text(encoding="utf-8")))
+        best = _pointed(pointer)
     except FileNotFoundError:
         return known
     except (OSError, ValueError, TypeError) as error:
@@ -118,13 +114,9 @@ def read_best(folder: Path, owns: Callable[[Path], bool] = _any) -> Best | None:
     return best if pointed.is_dir() and owns(pointed) else known
 
 
-def _pointed(content: object) -> Best:
-    """Return the content of a pointer file.
-
-    Raises:
-        TypeError: if something is missing, unknown or of another type.
-        ValueError: if it names no folder beside it.
-    """
+def _pointed(pointer: Path) -> Best:
+    """Return the content of a pointer file; raises OSError, TypeError or ValueError."""
+    content = json.loads(pointer.read_text(encoding="utf-8"))
     if not isinstance(content, Mapping):
         raise TypeError("it is no mapping")
     best = Best(**content)
@@ -135,14 +127,6 @@ def _pointed(content: object) -> Best:
     if best.checkpoint in ("", ".", "..") or Path(best.checkpoint).name != best.checkpoint:
         raise ValueError(f"checkpoint={best.checkpoint!r} is no folder beside it")
     return best
-
-
-def _read_pointer(pointer: Path) -> Best | None:
-    """Return the content of a pointer file; None if it cannot be read."""
-    try:
-        return _pointed(json.loads(pointer.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 def _best_in_newest(folder: Path, owns: Callable[[Path], bool]) -> Best | None:
@@ -202,7 +186,7 @@ class Saver:
             and state.epoch % settings.every_epochs == 0
         )
 
-    def save(self, metadata: Mapping[str, Any]) -> str:
+    def save(self, metadata: Mapping[str, object]) -> str:
         """Write a checkpoint; return its path. Every process must call this together.
 
         Raises:
@@ -223,7 +207,7 @@ class Saver:
         self.saved_step = self._state.step
         return self.last
 
-    def _known_best(self, metric: str) -> dict[str, Any] | None:
+    def _known_best(self, metric: object) -> dict[str, object] | None:
         """Return the best state so far, for a checkpoint; None: the run keeps none."""
         step, value = self._state.best_step, self._state.best
         if step is None or not self._settings.save_best:
@@ -281,11 +265,7 @@ class Saver:
             self.best.write(path.parent)
 
     def find_best(self, checkpoint: str) -> bool:
-        """Find the checkpoint that holds the best state, after a resume.
-
-        Returns:
-            Whether it was found, or there is none to find.
-        """
+        """Find the best checkpoint after a resume; return whether it is found or not needed."""
         self.last, self.saved_step = checkpoint, self._state.step
         if self._state.best_step is None or not self._settings.save_best:
             return True
@@ -299,8 +279,10 @@ class Saver:
         """Write the best state that `find_best` has found to the pointer, if that differs."""
         if self.best is None or not self._accelerator.is_main_process:
             return
-        if _read_pointer(self.folder / POINTER) != self.best:
-            self.best.write(self.folder)
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            if _pointed(self.folder / POINTER) == self.best:
+                return
+        self.best.write(self.folder)
 
     def _best_of_state(self) -> Best | None:
         """Return the checkpoint of the best step that the resumed state knows."""

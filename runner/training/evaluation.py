@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,16 +25,7 @@ class Interrupted(Exception):
 def monitored_value(
     metrics: Mapping[str, float], monitor: str | None, key: str = "checkpoint.monitor"
 ) -> float:
-    """Return the monitored metric.
-
-    Args:
-        metrics: of an evaluation, by name.
-        monitor: the metric.
-        key: the key of the recipe that names it.
-
-    Raises:
-        ConfigError: if the evaluation does not measure it.
-    """
+    """Return the monitored metric; a ConfigError about `key` if it was not measured."""
     if monitor is None or monitor not in metrics:
         rule = f"the evaluation measures {', '.join(metrics)}"
         raise ConfigError(Problem(f"{key}={monitor!r}", rule, nearest(str(monitor), metrics)))
@@ -44,7 +35,7 @@ def monitored_value(
 def evaluate(
     accelerator: Accelerator,
     step: Step,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     on_batch: Callable[[int], bool] = lambda index: False,
     num_samples: int | None = None,
 ) -> dict[str, float]:
@@ -79,7 +70,7 @@ def evaluate(
 def _measure(
     accelerator: Accelerator,
     step: Step,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     on_batch: Callable[[int], bool],
 ) -> dict[str, torch.Tensor]:
     """Return each value of all samples: [N, ...]."""

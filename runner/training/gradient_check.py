@@ -46,9 +46,6 @@ def check(loop: Run) -> None:
     The run is unchanged by it. Models are in eval mode meanwhile, so that dropout and batch
     statistics do not differ. It needs one process, and a step that draws nothing at random itself.
 
-    Args:
-        loop: prepared, before its first step.
-
     Raises:
         ConfigError: if they differ by more than rounding.
     """
@@ -80,7 +77,6 @@ def check(loop: Run) -> None:
 def _require_equal(
     name: str, one: list[list[torch.Tensor]], two: list[list[torch.Tensor]], limit: float
 ) -> None:
-    """Raise if the gradients of one and of two micro-batches differ by more than `limit`."""
     if len(one) != len(two):
         value = f"{name}.train made {len(one)} updates of 1 micro-batch and {len(two)} of 2"
         raise ConfigError(Problem(value, "a window is one optimizer step", REMEDY))
@@ -92,16 +88,15 @@ def _require_equal(
         raise ConfigError(Problem(value, CONTRACT, REMEDY))
 
 
-def _samples(loop: Run) -> list[Any]:
+def _samples(loop: Run) -> list[object]:
     """Return the first samples of the training data, an even number of them."""
-    dataset: Any = loop.data.train
+    dataset = loop.data.train
     count = min(loop.plan.global_batch, MOST_SAMPLES)
     count = max(2, count - count % 2)
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        with preserved():
+    with preserved():
+        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             found = [dataset[index] for index in range(min(count, len(dataset)))]
-    else:
-        with preserved():
+        else:
             found = list(itertools.islice(iter(dataset), count))
     return found[: len(found) - len(found) % 2]
 
@@ -131,7 +126,7 @@ def _restored(loop: Run) -> Iterator[None]:
 
 
 def _gradients(
-    loop: Run, batches: list[Any], num_samples: int, seed: int
+    loop: Run, batches: list[object], num_samples: int, seed: int
 ) -> list[list[torch.Tensor]]:
     """Return the gradients that each call of an optimizer's step would have used."""
     accelerator = loop.accelerator
@@ -155,9 +150,7 @@ def _gradients(
 
 @contextlib.contextmanager
 def _recorded(optimizer: Any, seen: list[list[torch.Tensor]]) -> Iterator[None]:
-    """Note the gradients of an optimizer where it would update its parameters."""
-
-    def step(*arguments: Any, **named: Any) -> None:
+    def step(*arguments: object, **named: object) -> None:
         flat = (parameter for group in optimizer.param_groups for parameter in group["params"])
         seen.append([p.grad.detach().clone() for p in flat if p.grad is not None])
 

@@ -8,17 +8,23 @@ has been changed, and the change is applied to the restored state.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from accel.errors import ConfigError, Problem
+from runner.config.schema import SPLITS
 from runner.config.serialization import to_plain
-from runner.data.datasets import SPLITS
 from runner.training.schedule_state import ScheduleState, is_replayed, state_of
 from runner.training.summary import num_samples
 
 if TYPE_CHECKING:
+    from torch.amp import GradScaler
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
     from accel.config.handlers import GradScalerKwargs
     from runner.config.schema import Recipe
     from runner.data.datasets import Data
@@ -61,7 +67,7 @@ class Hyperparameters:
         self.now: dict[str, Any] = {
             "options": self.built,
             "schedule": to_plain([recipe.scheduler, recipe.step, total_steps]),
-            "samples": {split: _size(getattr(data, split)) for split in SPLITS},
+            "samples": {split: num_samples(getattr(data, split)) for split in SPLITS},
             "monitored": list(monitored),
             "measured": to_plain(
                 [recipe.data, recipe.objective, recipe.trainer.limit_eval_batches]
@@ -69,10 +75,10 @@ class Hyperparameters:
         }
         self.saved: dict[str, Any] | None = None
         self._scheduled: dict[str, Groups] = {}
-        self._schedules: dict[str, Any] = {}
+        self._schedules: dict[str, dict[str, object]] = {}
         self.parts: dict[str, ScheduleState] = {}
 
-    def scheduled(self, step: Step, schedulers: Mapping[str, Any]) -> None:
+    def scheduled(self, step: Step, schedulers: Mapping[str, LRScheduler]) -> None:
         """Record the options and schedules as they are before the first step."""
         self._scheduled = {
             name: _options(optimizer.param_groups) for name, optimizer in step.optimizers.items()
@@ -89,7 +95,7 @@ class Hyperparameters:
         name = part.removeprefix("scheduler.")
         return self.saved is not None and name != part and name in self._schedules
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the hyperparameters of the recipe, as plain values."""
         return self.now
 
@@ -123,7 +129,7 @@ class Hyperparameters:
                     f"The schedule of {name!r} monitored another metric: its best value is reset."
                 )
 
-    def apply(self, step: Step, schedulers: Mapping[str, Any], num_steps: int) -> None:
+    def apply(self, step: Step, schedulers: Mapping[str, LRScheduler], num_steps: int) -> None:
         """Apply changes of the recipe since the checkpoint to the restored state.
 
         Args:
@@ -148,8 +154,7 @@ class Hyperparameters:
             for group, new, options in zip(
                 optimizer.param_groups, self.built[name], changed, strict=True
             ):
-                for option in options - {"lr"}:
-                    group[option] = _as_type_of(group.get(option), new[option])
+                _give(group, new, options - {"lr"})
             scheduler = schedulers.get(name)
             scheduled = {"lr", "betas", "momentum"} if is_replayed(scheduler) else {"lr"}
             part = self.parts.get(name)
@@ -160,16 +165,14 @@ class Hyperparameters:
                 self._set_rates(name, optimizer, scheduler, before, num_steps)
 
     def _set_rates(
-        self, name: str, optimizer: Any, scheduler: Any, before: Groups, num_steps: int
+        self, name: str, optimizer: Optimizer, scheduler: Any, before: Groups, num_steps: int
     ) -> None:
         """Give an optimizer the rates that it has after `num_steps` under the recipe of now."""
         groups = optimizer.param_groups
         if scheduler is None:
             for group, new in zip(groups, self.built[name], strict=True):
                 group.pop("initial_lr", None)
-                for option in ("lr", *MOMENTA):
-                    if option in new:
-                        group[option] = _as_type_of(group.get(option), new[option])
+                _give(group, new, ("lr", *MOMENTA))
             return
         if not is_replayed(scheduler):
             # It monitors a metric, or is no schedule of torch's: its change of the rate so far is
@@ -181,9 +184,7 @@ class Hyperparameters:
         followed = self.parts[name].num_steps
         made = num_steps if followed is None else followed
         for group, start in zip(groups, self._scheduled[name], strict=True):
-            for option in (*RATES, *MOMENTA):
-                if option in start:
-                    group[option] = _as_type_of(group.get(option), start[option])
+            _give(group, start, (*RATES, *MOMENTA))
         scheduler.load_state_dict(copy.deepcopy(self._schedules[name]))
         scheduler.optimizer._opt_called = True  # torch would warn: no step was made here
         for _ in range(made):
@@ -238,25 +239,15 @@ class Hyperparameters:
 
 
 def limit_problems(stop_after: int | None, step: int) -> list[Problem]:
-    """Return the problem that a resumed run is past the step at which it is to stop.
-
-    Args:
-        stop_after: the step; None: none.
-        step: of the restored state.
-    """
+    """Return the problem that a resumed run is past the step at which it is to stop."""
     if stop_after is None or stop_after > step:
         return []
     value, rule = f"trainer.stop_after={stop_after} with resume", f"the run is at step {step}"
     return [Problem(value, rule, "Give a later step, or leave it out.")]
 
 
-def set_scaler(scaler: Any, settings: GradScalerKwargs) -> None:
-    """Give a restored gradient scaler the constants of the recipe; its scale is kept.
-
-    Args:
-        scaler: of the engine; None: there is none.
-        settings: the recipe's.
-    """
+def set_scaler(scaler: GradScaler | None, settings: GradScalerKwargs) -> None:
+    """Give a restored gradient scaler the constants of the recipe; its scale is kept."""
     if scaler is None or not scaler.is_enabled():
         return
     scaler.set_growth_factor(settings.growth_factor)
@@ -264,8 +255,7 @@ def set_scaler(scaler: Any, settings: GradScalerKwargs) -> None:
     scaler.set_growth_interval(settings.growth_interval)
 
 
-def _options(groups: list[dict[str, Any]]) -> Groups:
-    """Return the options of parameter groups that are plain values."""
+def _options(groups: Groups) -> Groups:
     found = []
     for group in groups:
         plain = {name: _plain(value) for name, value in group.items() if name != "params"}
@@ -285,11 +275,15 @@ def _plain(value: Any) -> object:
     return value if value is None or isinstance(value, (bool, int, float, str)) else _UNKNOWN
 
 
-def _as_type_of(present: Any, value: Any) -> Any:
-    """Return a plain value in the type that the group has it in."""
-    if hasattr(present, "fill_"):  # a rate on the device: kernels hold on to it
-        return present.fill_(value)
-    return tuple(value) if isinstance(value, list) else value
+def _give(group: dict[str, Any], options: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Set the options of a group that are among `names`, in the types that the group has."""
+    for name in names:
+        if name in options:
+            present, value = group.get(name), options[name]
+            if isinstance(present, Tensor):  # a rate on the device: kernels hold on to it
+                present.fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(value, list) else value
 
 
 def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> set[str]:
@@ -297,7 +291,6 @@ def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> set[str
 
 
 def _incompatible_options(changed: list[set[str]], before: Groups, now: Groups) -> list[Problem]:
-    """Return the options that a restored state cannot be given."""
     problems = {}
     for options, old, new in zip(changed, before, now, strict=True):
         for name in sorted(options):
@@ -315,10 +308,6 @@ def _incompatible_options(changed: list[set[str]], before: Groups, now: Groups) 
 def _are_numbers(*values: object) -> bool:
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
     return all(isinstance(item, Number) and not isinstance(item, bool) for item in flat)
-
-
-def _size(dataset: object) -> int | None:
-    return None if dataset is None else num_samples(dataset)
 
 
 def _size_text(size: int | None) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,7 +22,7 @@ from runner.config.durations import parse_duration
 from runner.data.micro_batch import with_last
 from runner.reporting.console import Display
 from runner.reporting.recorder import Recorder
-from runner.run_dir.json_files import write_summary
+from runner.run_dir.json_files import SUMMARY, write_json
 from runner.training import profiling, return_checks, torch_errors
 from runner.training import summary as summaries
 from runner.training.callback import Callback
@@ -36,6 +36,9 @@ from runner.training.train_log import TrainLog
 from runner.training.validation import Evaluations
 
 if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.profiler import profile
+
     from accel import Accelerator
     from runner.config.batch_plan import BatchPlan
     from runner.config.schema import Recipe
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class Loop:
-    """Trains, evaluates and saves one run.
+    """Trains, evaluates and saves one run; its attributes are those of `Run`.
 
     Args:
         recipe: the run.
@@ -60,16 +63,6 @@ class Loop:
         display: shows the run; None: on standard output of rank 0.
         on_begin: called on every process once the state is loaded and the first step is made, or
             none is to be made; before that, nothing of the run directory changes.
-
-    Attributes:
-        state: where the run stands.
-        stopped: why training ended, None before.
-        metrics: the last evaluation of each split.
-        schedulers: by the name of their optimizer.
-        results: entries that callbacks add to summary.json.
-        rows: (label, text) that callbacks add to the final table.
-        remeasured: whether a resume changed the data or the objective that evaluations measure by.
-        deadline: when `time.monotonic` says so, time is up; None: never.
     """
 
     def __init__(
@@ -102,8 +95,8 @@ class Loop:
         self.state = TrainState()
         self.stopped: Stop | None = None
         self.metrics: dict[str, dict[str, float]] = {}
-        self.schedulers: dict[str, Any] = {}
-        self.results: dict[str, Any] = {}
+        self.schedulers: Mapping[str, LRScheduler] = {}
+        self.results: dict[str, object] = {}
         self.rows: list[tuple[str, str]] = []
         self.meter = StepMeter(accelerator.comm)
         self.watch = Stopwatch()
@@ -121,11 +114,7 @@ class Loop:
         self.deadline = None if max_time is None else time.monotonic() + max_time
 
     def stop(self, reason: str) -> None:
-        """End training at this step boundary. Every process must call this together.
-
-        Args:
-            reason: one sentence, for the summary.
-        """
+        """End training at this step boundary. Every process must call this together."""
         self._end("callback", reason)
 
     @property
@@ -145,7 +134,7 @@ class Loop:
 
     # -- the run ---------------------------------------------------------------------------
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, object]:
         """Train until the end and return the content of `summary.json`.
 
         Its `stopped` names why the run ended: max_steps, epochs, max_time or callback when it is
@@ -174,11 +163,11 @@ class Loop:
             while self.stopped is None:
                 self._train_epoch(profiler)
 
-    def _train_epoch(self, profiler: Any) -> None:
+    def _train_epoch(self, profiler: profile | None) -> None:
         """Train to the end of the epoch under way, or to a stop within it."""
         state = self.state
         before, skipped = state.step, state.step_in_epoch
-        windows: Any = self._prepared.train_batches.epoch(state.epoch, skip_steps=skipped)
+        windows = self._prepared.train_batches.epoch(state.epoch, skip_steps=skipped)
         with contextlib.closing(windows):
             for window, last in with_last(windows, skipped, self.plan.steps_per_epoch):
                 self._train_step(window)
@@ -277,7 +266,6 @@ class Loop:
             self.display.note(f"Not in the recipe, dropped: {', '.join(saved.dropped)}.")
 
     def _open(self) -> None:
-        """Open the trackers, and show the header."""
         self.recorder.open(resumed=self.resume_from is not None)
         self.display.header(self.recipe.name, summaries.header_rows(self))
 
@@ -290,7 +278,7 @@ class Loop:
         self._mark_best()  # the resumed state may have been evaluated here for the first time
         self.recorder.begin()
 
-    def _notify(self, event: str, *values: Any) -> None:
+    def _notify(self, event: str, *values: object) -> None:
         """Call `event` of the callbacks that define it, with the random generators preserved."""
         for callback in self.callbacks.values():
             if getattr(type(callback), event) is not getattr(Callback, event):
@@ -300,7 +288,6 @@ class Loop:
     # -- why it ends -----------------------------------------------------------------------
 
     def _end(self, kind: str, reason: str) -> None:
-        """Set why training ends; the first reason stays."""
         if self.stopped is None:
             self.stopped = Stop(kind, reason)
             self.stop_flag.progress.ending = f"after step {self.state.step} ({reason})"
@@ -349,14 +336,13 @@ class Loop:
             self._notify("on_checkpoint", path)
 
     def _mark_best(self) -> None:
-        """Make the newest checkpoint the best one, if its state was measured to be."""
         if self._evaluations.improved and self.state.best is not None:
             self.saver.mark_best(self.monitor, self.state.best)
         self._evaluations.improved = False
 
     # -- the end ---------------------------------------------------------------------------
 
-    def _finish(self) -> dict[str, Any]:
+    def _finish(self) -> dict[str, object]:
         """Evaluate and save where due, test the best state, and write the summary."""
         if not self._begun:  # there was no step to make
             self._begin()
@@ -370,7 +356,7 @@ class Loop:
         self._notify("on_end")
         summary = summaries.summary_of(self)
         if self.accelerator.is_main_process:
-            write_summary(self.run_dir, summary)
+            write_json(self.run_dir / SUMMARY, summary)
         self.display.final(self.recipe.name, summaries.final_rows(self, summary))
         return summary
 

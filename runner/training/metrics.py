@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,10 +35,7 @@ class StepMeter:
     def add(self, shares: Mapping[str, torch.Tensor]) -> None:
         """Keep this process's share of each value of one step, 0-d; never waits for the device."""
         for name, share in shares.items():
-            kept = self._waiting.get(name)
-            if kept is None:
-                kept = self._waiting[name] = []
-            kept.append(share.detach())
+            self._waiting.setdefault(name, []).append(share.detach())
 
     def drain(self) -> None:
         """Sum the shares over processes and read them. Every process must call this together."""
@@ -64,17 +61,14 @@ class StepMeter:
         for name, values in self._read.items():
             for index, value in enumerate(values):
                 if not math.isfinite(value):
-                    raise NonFiniteError(
-                        str(
-                            Problem(
-                                f"{name}={value} at step {step - len(values) + 1 + index}",
-                                "with trainer.stop_on_nan=true it must be finite",
-                                "Lower the learning rate, set trainer.clip_grad_norm=1.0, or find "
-                                "the operation with trainer.detect_anomaly=true; to go on "
-                                "regardless, set trainer.stop_on_nan=false.",
-                            )
-                        )
+                    problem = Problem(
+                        f"{name}={value} at step {step - len(values) + 1 + index}",
+                        "with trainer.stop_on_nan=true it must be finite",
+                        "Lower the learning rate, set trainer.clip_grad_norm=1.0, or find the "
+                        "operation with trainer.detect_anomaly=true; to go on regardless, set "
+                        "trainer.stop_on_nan=false.",
                     )
+                    raise NonFiniteError(str(problem))
 
     def take(self) -> dict[str, float]:
         """Return the mean of each value over the steps that were read, and forget them.
@@ -95,13 +89,13 @@ class StepMeter:
         """Whether nothing was added since the last `take`."""
         return not self._waiting and not self._read
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, list[float]]:
         """Return the values that the next log point averages, after `drain`."""
         if self._waiting:
             raise CheckpointError("StepMeter.state_dict before drain: values are on the device.")
         return {name: list(values) for name, values in self._read.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Iterable[float]]) -> None:
         """Restore a state of `state_dict`."""
         self._waiting.clear()
         self._read = {name: list(values) for name, values in state.items()}

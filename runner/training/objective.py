@@ -48,7 +48,7 @@ class Objective:
         losses, weights = (values[name].detach().cpu().double() for name in ("loss", "weight"))
         return {"loss": float(losses.sum() / weights.sum())}
 
-    def predict(self, model: torch.nn.Module, batch: Any) -> Any:
+    def predict(self, model: torch.nn.Module, batch: Any) -> object:
         """Return predictions as nested tensors, each [B, ...].
 
         By default the output of the model in the call that `losses` makes.
@@ -58,7 +58,7 @@ class Objective:
         """
         if type(self).losses is Objective.losses:
             return model(batch)
-        outputs: list[Any] = []
+        outputs: list[object] = []
         hook = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
         try:
             self.losses(model, batch)
@@ -75,7 +75,7 @@ class Objective:
         return _per_sample(outputs[0])
 
 
-def _per_sample(output: Any) -> Any:
+def _per_sample(output: object) -> object:
     """Return an output without its entries that have no batch dim, such as a loss."""
     if not isinstance(output, Mapping):
         return output

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch.profiler import profile
+
     from runner.training.run import Run
 
 
-def profiler(loop: Run) -> AbstractContextManager[Any]:
+def profiler(loop: Run) -> AbstractContextManager[profile | None]:
     """Return the context of a loop's profiler; its traces go below the run directory."""
     handler = loop.recipe.profile
     if handler is None:

@@ -51,11 +51,7 @@ def losses(objective: object, value: object) -> torch.Tensor:
 
 
 def weights(objective: object, value: object) -> torch.Tensor | None:
-    """Return the weights of an objective's samples: [B], or None for one each.
-
-    Raises:
-        ConfigError: if they are neither.
-    """
+    """Return the weights of samples, [B], or None for one each; else a ConfigError."""
     if value is None or (isinstance(value, torch.Tensor) and value.dim() == 1):
         return value
     found = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
@@ -64,16 +60,7 @@ def weights(objective: object, value: object) -> torch.Tensor | None:
 
 
 def tensors(owner: object, method: str, value: object) -> dict[str, torch.Tensor]:
-    """Return values by name, each a tensor.
-
-    Args:
-        owner: the step or objective that was called.
-        method: of it.
-        value: the returned value.
-
-    Raises:
-        ConfigError: if they are none.
-    """
+    """Return values by name, each a tensor; else a ConfigError about the method of `owner`."""
     rule = "it returns tensors by name"
     if not isinstance(value, Mapping):
         raise _refused(owner, method, shown(value), rule, 'Return {"loss": …}.')
@@ -85,11 +72,7 @@ def tensors(owner: object, method: str, value: object) -> dict[str, torch.Tensor
 
 
 def metrics(owner: object, value: object) -> dict[str, float]:
-    """Return the result of `summarize` as numbers by name.
-
-    Raises:
-        ConfigError: if it is something else.
-    """
+    """Return the result of `summarize` as numbers by name; else raise a ConfigError."""
     rule = "it returns the metrics of the data set, numbers by name"
     remedy = 'Return {"loss": 0.5, …}.'
     if not isinstance(value, Mapping):
@@ -150,7 +133,6 @@ def rows(
 
 
 def _json_rows(owner: object, column: object, shown_value: str) -> list[object]:
-    """Return the rows of a column in types of JSON."""
     try:
         return [_plain(row) for row in _listed(column)]
     except TypeError as error:
@@ -192,7 +174,6 @@ def _is_array(value: object) -> TypeGuard[_Array]:
 
 
 def _num_rows(column: object) -> int | None:
-    """Return the length of a column; None: it has no rows."""
     if _is_array(column):
         return int(column.shape[0]) if len(column.shape) else None
     return len(column) if isinstance(column, (list, tuple)) else None
@@ -214,11 +195,7 @@ def _listed(column: object) -> list[object]:
 
 
 def _plain(value: object) -> object:
-    """Return a value in types of JSON; numbers that it does not know stay.
-
-    Raises:
-        TypeError: naming a type that JSON does not have.
-    """
+    """Return a value in types of JSON; raises TypeError, naming a type that JSON lacks."""
     if value is None or isinstance(value, (bool, int, float, str, os.PathLike)):
         return value
     if isinstance(value, Mapping):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
     from accel import Accelerator
     from runner.config.batch_plan import BatchPlan
     from runner.config.schema import Recipe
@@ -58,9 +61,9 @@ class Run(Protocol):
     mode: str
     metrics: dict[str, dict[str, float]]
     remeasured: bool
-    results: dict[str, Any]
+    results: dict[str, object]
     rows: list[tuple[str, str]]
-    schedulers: dict[str, Any]
+    schedulers: Mapping[str, LRScheduler]
     saver: Saver
     display: Display
     watch: Stopwatch

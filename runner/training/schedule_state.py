@@ -27,18 +27,15 @@ class ScheduleState:
 
     NOTE = "runner"  # checkpoints of earlier versions lack it
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler = scheduler
-        self._fresh = {
-            name: value
-            for name, value in (state_of(scheduler) if is_plateau(scheduler) else {}).items()
-            if name not in MEASURED
-        }
+        options = state_of(scheduler) if isinstance(scheduler, ReduceLROnPlateau) else {}
+        self._fresh = {name: value for name, value in options.items() if name not in MEASURED}
         self.replaced = False
         self.num_steps: int | None = None
         self._restored_mode: str | None = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the scheduler's state, its class, and how many steps it has followed."""
         scheduler = self._scheduler
         steps = getattr(scheduler, "last_epoch", None) if is_replayed(scheduler) else None
@@ -74,7 +71,9 @@ class ScheduleState:
             Whether it was reset.
         """
         scheduler = self._scheduler
-        if not is_plateau(scheduler) or self.replaced or self._restored_mode is None:
+        if not isinstance(scheduler, ReduceLROnPlateau) or self.replaced:
+            return False
+        if self._restored_mode is None:
             return False
         if not remeasured and scheduler.mode == self._restored_mode:
             return False
@@ -88,16 +87,11 @@ class ScheduleState:
         return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def is_replayed(scheduler: Any) -> bool:
+def is_replayed(scheduler: object) -> bool:
     """Return whether the rates of a scheduler depend only on the number of steps."""
-    return isinstance(scheduler, LRScheduler) and not is_plateau(scheduler)
+    return isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
 
 
-def is_plateau(scheduler: Any) -> bool:
-    """Return whether a scheduler monitors a metric."""
-    return isinstance(scheduler, ReduceLROnPlateau)
-
-
-def state_of(scheduler: Any) -> dict[str, Any]:
+def state_of(scheduler: LRScheduler) -> dict[str, Any]:
     """Return a copy of the state dict of a scheduler."""
     return copy.deepcopy(dict(scheduler.state_dict()))

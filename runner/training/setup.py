@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accel.errors import ConfigError, Problem
 from runner.data.batches import EvalBatches, TrainBatches
@@ -36,8 +36,8 @@ class Prepared:
     train_batches: TrainBatches
     eval_batches: dict[str, EvalBatches]
     hyperparameters: Hyperparameters
-    schedulers: dict[str, Any]
-    stepping: list[tuple[Any, Any]]
+    schedulers: Mapping[str, LRScheduler]
+    stepping: list[tuple[LRScheduler, Any]]
     plateaus: list[ReduceLROnPlateau]
     saved: RunState
 
@@ -78,7 +78,6 @@ def prepare(run: Run, callbacks: Mapping[str, Callback], meter: StepMeter) -> Pr
 
 
 def _prepare_models(run: Run) -> None:
-    """Replace the models and optimizers of the step by the prepared ones."""
     step = run.step
     for model in step.models.values():
         if not model.training:  # as `from_pretrained` of several libraries returns it
@@ -89,7 +88,7 @@ def _prepare_models(run: Run) -> None:
     step.optimizers = {name: next(objects) for name in step.optimizers}
 
 
-def _make_schedulers(run: Run) -> dict[str, Any]:
+def _make_schedulers(run: Run) -> Mapping[str, LRScheduler]:
     total = run.plan.total_steps
     # A stream without trainer.max_steps has no known end to plan a schedule for.
     schedulers = run.step.make_schedulers(total or 1)

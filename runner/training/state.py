@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 from accel.errors import CheckpointError, ConfigError, Problem
 
@@ -98,11 +97,11 @@ class TrainState:
             )
         self.step_in_epoch = steps
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the counters as plain values."""
         return asdict(self)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore counters that `state_dict` returned.
 
         Raises:

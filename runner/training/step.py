@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from accel.errors import ConfigError, Problem
 from runner.training import return_checks
@@ -52,7 +53,7 @@ class Step(ABC):
     models: dict[str, torch.nn.Module]
     optimizers: dict[str, torch.optim.Optimizer]
 
-    def make_schedulers(self, num_steps: int) -> dict[str, Any]:
+    def make_schedulers(self, num_steps: int) -> Mapping[str, LRScheduler]:
         """Return a learning-rate scheduler per optimizer name, for a run of `num_steps` steps."""
         return {}
 
@@ -76,7 +77,7 @@ class Step(ABC):
     def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Return the metrics of a data set from the values of all its samples: each [N, ...]."""
 
-    def predict(self, batch: Any) -> Any:
+    def predict(self, batch: Any) -> object:
         """Return predictions as nested tensors, each [B, ...]."""
         name = type(self).__name__
         remedy = f"Define {name}.predict(batch), which returns tensors [B, ...]."
@@ -100,7 +101,7 @@ class SupervisedStep(Step):
         model: torch.nn.Module,
         objective: Objective,
         optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
-        scheduler: Callable[[torch.optim.Optimizer, int], Any] | None = None,
+        scheduler: Callable[[torch.optim.Optimizer, int], LRScheduler] | None = None,
     ) -> None:
         self.objective = objective
         self.monitor, self.mode = objective.monitor, objective.mode
@@ -108,7 +109,7 @@ class SupervisedStep(Step):
         self.optimizers = {"optimizer": optimizer(model)}
         self._make_scheduler = scheduler
 
-    def make_schedulers(self, num_steps: int) -> dict[str, Any]:
+    def make_schedulers(self, num_steps: int) -> Mapping[str, LRScheduler]:
         """Return the schedule of the one optimizer, if the recipe has any."""
         if self._make_scheduler is None:
             return {}
@@ -124,10 +125,10 @@ class SupervisedStep(Step):
         """
         model, objective = self.models["model"], self.objective
 
-        def losses(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        def losses(model: torch.nn.Module, batch: object) -> torch.Tensor:
             return return_checks.losses(objective, objective.losses(model, batch))
 
-        def weights(batch: Any) -> torch.Tensor | None:
+        def weights(batch: object) -> torch.Tensor | None:
             return return_checks.weights(objective, objective.weights(batch))
 
         optimizer = self.optimizers["optimizer"]
@@ -141,6 +142,6 @@ class SupervisedStep(Step):
         """Return the objective's metrics of a data set, from values [N, ...]."""
         return self.objective.summarize(values)
 
-    def predict(self, batch: Any) -> Any:
+    def predict(self, batch: Any) -> object:
         """Return the objective's predictions, each [B, ...]."""
         return self.objective.predict(self.models["model"], batch)

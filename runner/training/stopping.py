@@ -22,7 +22,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -43,6 +44,7 @@ STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
 )
 # Names the signals that torch's agent handles; set only in the process of the agent.
+Handler = Callable[[int, FrameType | None], object] | int | None
 TORCHS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
@@ -73,7 +75,7 @@ class StopFlag:
         self._decided = ""
         self._interrupted = False
         self._hears_interrupts = False
-        self._clocks: dict[str, _Clock] = {}
+        self._clocks: defaultdict[str, _Clock] = defaultdict(_Clock)
         self._store: Store | None = None
 
     @property
@@ -116,9 +118,7 @@ class StopFlag:
         if processes.num_processes == 1:
             self._decided = self._requested
             return bool(self._decided)
-        clock = self._clocks.get(phase)
-        if clock is None:
-            clock = self._clocks[phase] = _Clock()
+        clock = self._clocks[phase]
         clock.tick += 1
         if clock.tick < clock.next_tick:
             return False
@@ -154,8 +154,7 @@ class StopFlag:
             finally:
                 self._hears_interrupts = False
 
-    def _install(self, before: Mapping[signal.Signals, Any]) -> None:
-        """Set handlers that note a signal and then call those of `before`."""
+    def _install(self, before: Mapping[signal.Signals, Handler]) -> None:
         owner = os.getpid()
 
         def handle(number: int, frame: FrameType | None) -> None:
@@ -233,13 +232,8 @@ def signals_blocked(numbers: Sequence[int]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def unblock_signals(numbers: Sequence[int]) -> None:
-    """Deliver signals that the parent held back while it started this process."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-
-
 @contextmanager
-def handlers_restored(numbers: Iterable[signal.Signals]) -> Iterator[dict[signal.Signals, Any]]:
+def handlers_restored(numbers: Iterable[signal.Signals]) -> Iterator[dict[signal.Signals, Handler]]:
     """Restore the handlers of `numbers` after the context, which gets them by signal."""
     before = {number: signal.getsignal(number) for number in numbers}
     try:

@@ -171,7 +171,7 @@ def length_line(loop: Run) -> str:
     return line if total == unlimited else f"{total} (of {line})"
 
 
-def summary_of(loop: Run) -> dict[str, Any]:
+def summary_of(loop: Run) -> dict[str, object]:
     """Return the content of `summary.json`."""
     state, stopped = loop.state, loop.stopped
     best = None
@@ -244,6 +244,5 @@ def final_rows(loop: Run, summary: Mapping[str, Any]) -> list[Row]:
 
 
 def _below(path: str | Path, folder: Path) -> str:
-    """Return `path` relative to `folder` where it lies in it."""
     inner, root = Path(path).resolve(), folder.resolve()
     return str(inner.relative_to(root)) if inner.is_relative_to(root) else str(path)

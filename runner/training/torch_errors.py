@@ -24,10 +24,6 @@ MOST_NAMES = 5
 def translated(models: Mapping[str, torch.nn.Module], step: Callable[[], int]) -> Iterator[None]:
     """Raise torch's errors of a training step with a remedy in the recipe.
 
-    Args:
-        models: of the run, by name, as prepared.
-        step: returns the number of optimizer steps that are made.
-
     Raises:
         NonFiniteError: if anomaly detection found a gradient that is not a number.
         ConfigError: if parameters get no gradient in every step under data parallelism.
@@ -74,7 +70,6 @@ def _quiet(origins: list[str]) -> Iterator[None]:
 
 
 def _unused(models: Mapping[str, torch.nn.Module], text: str) -> Problem:
-    """Return the problem that parameters got no gradient in a step, with their names."""
     found = INDICES.search(text)
     indices = [int(index) for index in found.group(1).split()] if found else []
     names: list[str] = []

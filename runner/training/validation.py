@@ -77,11 +77,7 @@ class Evaluations:
         self._report("validation", metrics, "best" if improved else "")
 
     def test(self, step: int) -> None:
-        """Evaluate the test data, if there is any.
-
-        Args:
-            step: optimizer step of the weights.
-        """
+        """Evaluate the test data, if there is any, with the weights of `step`."""
         if "test" not in self._prepared.eval_batches:
             return
         metrics = self._evaluate("test")

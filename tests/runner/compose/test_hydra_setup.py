@@ -35,7 +35,7 @@ def test_open_mappings_take_keys_with_and_without_a_plus(override: str, opened: 
 
 def test_what_was_opened_is_shown_as_it_was_written() -> None:
     written = ["model.width=3", "scheduler=null", "callbacks=null", "seed=1"]
-    assert hydra_setup.closed(hydra_setup.opened(written)) == written
+    assert [hydra_setup.closed(one) for one in hydra_setup.opened(written)] == written
 
 
 def test_a_sweep_is_the_product_of_its_values() -> None:

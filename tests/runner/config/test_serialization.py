@@ -83,11 +83,11 @@ def test_yaml_and_back_is_the_same_recipe(arguments: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "config.yaml")
         path.write_text(serialization.yaml_text(serialization.to_plain(changed)))
-        assert serialization.from_plain(serialization.read_yaml(path)) == changed
+        assert serialization.from_plain(serialization.parse_yaml(path.read_text(), path)) == changed
 
 
 def test_a_frozen_recipe_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("trainer: {epochs: many}\n")
     with pytest.raises(ConfigError, match="not the recipe of a run"):
-        serialization.read_yaml(path)
+        serialization.parse_yaml(path.read_text(), path)

@@ -37,7 +37,7 @@ def test_a_name_is_what_was_typed_also_where_it_is_read_again(word: str, tmp_pat
         assert [composition.new_run(job, "config").recipe.name for job in jobs] == [word, "b"]
     path = tmp_path / "config.yaml"
     path.write_text(serialization.yaml_text(serialization.to_plain(found)))
-    assert serialization.read_yaml(path)["name"] == word
+    assert serialization.parse_yaml(path.read_text(), path)["name"] == word
 
 
 @pytest.mark.parametrize("text", ["2 layers", "1e3 x", "@me", "*all"])

@@ -7,7 +7,6 @@ import os
 import posix
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,16 +15,8 @@ import pytest
 
 from runner.launch import endings
 from tests.helpers import alive, python
-from tests.signals.cells import children
+from tests.signals.cells import COMMAND, ROOT, children, wait_until
 
-ROOT = Path(__file__).resolve().parents[3]
-# A shell that starts tests in the background lets them ignore Ctrl-C.
-COMMAND = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from runner.cli import main
-sys.exit(main())
-"""
 RECIPE = (
     "trainer.epochs=10000",
     "trainer.log_every=1",
@@ -37,15 +28,6 @@ RECIPE = (
     "dataloader.num_workers=1",
     "dataloader.persistent_workers=true",
 )
-
-
-def wait_until(condition: object, within: float) -> bool:
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        if condition():  # type: ignore[operator]
-            return True
-        time.sleep(0.02)
-    return False
 
 
 class Training:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -152,4 +152,4 @@ def test_where_all_have_ended_the_one_that_does_not_wait_is_named() -> None:
 
 def test_reports_travel_as_plain_containers() -> None:
     made = report(1, GATHER, collectives=3)
-    assert Report.from_plain(made.plain()) == made
+    assert Report.from_plain(asdict(made)) == made

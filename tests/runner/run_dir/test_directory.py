@@ -72,19 +72,21 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_newest_run_of_a_name(tmp_path: Path) -> None:
-    assert directory.find_newest(tmp_path, "digits") is None
+    assert directory.claimed(tmp_path, "digits") == []
     new_run(tmp_path, stamp="20260101-000001-ffff")
     newest = new_run(tmp_path, stamp="20260101-000002-0000")
     new_run(tmp_path, name="other", stamp="20270101-000000-0000")
-    directory.claim(tmp_path, "digits")  # claimed, and cut off before its recipe was written
-    assert directory.find_newest(tmp_path, "digits") == newest
+    cut_off = directory.claim(tmp_path, "digits")  # before its recipe was written
+    assert directory.claimed(tmp_path, "digits")[1:] == [newest, cut_off]
+    assert directory.is_run(newest)
+    assert not directory.is_run(cut_off)
 
 
 def test_two_runs_of_one_second_are_told_apart_by_their_recipes(tmp_path: Path) -> None:
     later, earlier = (new_run(tmp_path, stamp=f"20260101-000000-{i}000") for i in range(2))
     for age, path in enumerate((earlier, later)):
         os.utime(path / "config.yaml", (1e9 + age, 1e9 + age))
-    assert directory.find_newest(tmp_path, "digits") == later
+    assert directory.claimed(tmp_path, "digits") == [earlier, later]
 
 
 def test_checkpoints_lie_where_the_recipe_says(tmp_path: Path) -> None:

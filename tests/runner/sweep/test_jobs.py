@@ -244,7 +244,8 @@ def test_overrides_come_back_as_a_person_writes_them() -> None:
     with hydra_setup.session():
         opened = hydra_setup.opened(lines)
     assert opened == ["~scheduler", "callbacks=[]", "++model.width=3", "seed=1"]
-    assert hydra_setup.closed([*opened, "~scheduler=null"]) == [*lines, "scheduler=null"]
+    closed = [hydra_setup.closed(one) for one in (*opened, "~scheduler=null")]
+    assert closed == [*lines, "scheduler=null"]
 
 
 def test_jobs_that_left_no_word_have_failed(
