@@ -259,11 +259,11 @@ class Accelerator(ProcessControl):
     @property
     def device_placement(self) -> bool:
         """Whether objects that are prepared from now on, and batches, are moved to the device."""
-        return self.preparation.device_placement
+        return self.accumulation.device_placement
 
     @device_placement.setter
     def device_placement(self, device_placement: bool) -> None:
-        self.preparation.device_placement = device_placement
+        self.accumulation.device_placement = device_placement
 
     @property
     def gradient_accumulation_steps(self) -> int:

@@ -33,6 +33,8 @@ class Accumulation:
         objects: what was prepared.
 
     Attributes:
+        device_placement: whether micro-batches, and objects that are prepared from now on, are
+            moved to the device.
         gradient_state: where the current window stands.
         scaler: the gradient scaler of fp16, or None.
     """
@@ -41,6 +43,7 @@ class Accumulation:
         self._plan = plan
         self._strategy = strategy
         self._objects = objects
+        self.device_placement = plan.device_placement
         self.gradient_state = GradientState(plan.accumulation)
         self.scaler: Any = strategy.gradients.scaler
         self._windows = Windows(self.gradient_state)

@@ -105,6 +105,10 @@ class Problems(list[Problem]):
         """
         self.not_built.append(Problem(value, "this version does not offer it yet", remedy))
 
+    def take(self, error: ConfigError) -> None:
+        """Add the problems of `error`."""
+        (self.not_built if isinstance(error, NotBuiltError) else self).extend(error.problems)
+
     def raise_if(self) -> None:
         """Raise one error that names all of it, or return if there is nothing.
 

@@ -36,7 +36,7 @@ class Preparation:
     Args:
         plan: the resolved configuration.
         strategy: how models are distributed.
-        accumulation: starts again when everything is released.
+        accumulation: says whether objects are moved; starts again when everything is released.
         objects: takes what is prepared.
     """
 
@@ -44,7 +44,6 @@ class Preparation:
         self, plan: Plan, strategy: Strategy, accumulation: Accumulation, objects: Objects
     ) -> None:
         self._plan = plan
-        self.device_placement = plan.device_placement
         self._strategy = strategy
         self._accumulation = accumulation
         self._num_loaders = 0  # each draws permutations of its own
@@ -150,7 +149,7 @@ class Preparation:
     def _prepare_one(self, kind: str, item: Any, place: bool | None, **options: Any) -> Any:
         if self._is_prepared(item):
             return item
-        placed = self.device_placement if place is None else place
+        placed = self._accumulation.device_placement if place is None else place
         new, placement = Objects(**{kind: [item]}), Objects(**{kind: [placed]})
         return getattr(self._prepare(new, placement, **options), kind)[0]
 
@@ -196,7 +195,7 @@ class Preparation:
         self, args: Sequence[object], given: Sequence[bool | None] | None
     ) -> Sequence[bool]:
         if given is None:
-            return [self.device_placement] * len(args)
+            return [self._accumulation.device_placement] * len(args)
         if len(given) != len(args):
             raise ConfigError(
                 Problem(
@@ -205,7 +204,7 @@ class Preparation:
                     "Give as many, or leave it out.",
                 )
             )
-        return [self.device_placement if place is None else place for place in given]
+        return [self._accumulation.device_placement if place is None else place for place in given]
 
     def _kind(self, item: object) -> str | None:
         """Return what `item` is, a field of `Objects`; None for what is left as it is."""

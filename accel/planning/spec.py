@@ -7,7 +7,7 @@ packages are found through the entry point group ``accel.strategies``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from accel.config.training import TorchDynamoPlugin
@@ -21,33 +21,6 @@ Plugins = Mapping[str, Any]
 # What a run decides beside its plugins: (value, source for messages) by name. The names are
 # micro_batch_size, global_batch_size, accumulation_steps and clip_grad_norm.
 Decided = Mapping[str, tuple[Any, str]]
-
-
-@dataclass
-class Findings:
-    """What is wrong, and what is merely not there yet."""
-
-    wrong: list[Problem] = field(default_factory=list)
-    not_built: list[Problem] = field(default_factory=list)
-
-    def add(self, value: str, rule: str, remedy: str) -> None:
-        """Note a mistake."""
-        self.wrong.append(Problem(value, rule, remedy))
-
-    def missing(self, value: str, remedy: str) -> None:
-        """Note something that this version does not offer."""
-        self.not_built.append(Problem(value, "this version does not offer it yet", remedy))
-
-    def take(self, error: ConfigError) -> None:
-        """Note the problems of an error that was raised."""
-        (self.not_built if isinstance(error, NotBuiltError) else self.wrong).extend(error.problems)
-
-    def raise_if_any(self) -> None:
-        """Raise what was noted, all of it."""
-        if self.wrong:
-            raise ConfigError(*self.wrong, *self.not_built)
-        if self.not_built:
-            raise NotBuiltError(*self.not_built)
 
 
 @dataclass(frozen=True)
@@ -107,7 +80,10 @@ class PluginSpec:
         if self.read is not None:
             return self.read(given, self.variables(environment))
         if self.kind is None:
-            rule, remedy = "this version does not offer it yet", "Leave it out, or use another."
+            rule, remedy = (
+                "this version does not offer it yet",
+                "Leave it out: the model is then replicated by DDP.",
+            )
             raise NotBuiltError(Problem(self.argument or self.name, rule, remedy))
         if given is None:
             return self.kind()

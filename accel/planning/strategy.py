@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.env import Environment
-from accel.errors import ConfigError, Problem, nearest
+from accel.errors import ConfigError, Problems, nearest
 from accel.parallel import ParallelDims
 from accel.planning.arguments import Arguments
-from accel.planning.spec import Findings, Plugins, PluginSpec, StrategySpec
+from accel.planning.spec import Plugins, PluginSpec, StrategySpec
 from accel.strategies.table import plugins, specs
 
 
@@ -35,7 +35,7 @@ class Choice:
         """What headers, manifests and messages call the run."""
         return self.spec.label(self.plugins)
 
-    def dims(self, environment: Environment, found: Findings) -> ParallelDims:
+    def dims(self, environment: Environment, found: Problems) -> ParallelDims:
         """Return the parallel dimensions, seen from rank 0; note where there are none."""
         try:
             if environment.world_size >= 1:
@@ -45,7 +45,7 @@ class Choice:
         return ParallelDims()
 
 
-def choose(arguments: Arguments, environment: Environment, found: Findings) -> Choice:
+def choose(arguments: Arguments, environment: Environment, found: Problems) -> Choice:
     """Return the strategy that is switched on.
 
     Args:
@@ -93,7 +93,7 @@ def _switched_on(plugin: PluginSpec, environment: Environment) -> bool:
     return bool(plugin.switch) and environment.flag(plugin.switch)
 
 
-def _given(arguments: Arguments, found: Findings) -> Mapping[str, Any]:
+def _given(arguments: Arguments, found: Problems) -> Mapping[str, Any]:
     """Return the plugins that were given, by name."""
     given: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -118,7 +118,7 @@ def _given(arguments: Arguments, found: Findings) -> Mapping[str, Any]:
             known = [plugin.kind.__name__ for plugin in kinds if plugin.kind]
             rule = f"each is one of {', '.join(known)}"
             remedy = nearest(type(value).__name__, known)
-            found.wrong.append(Problem(f"strategy_plugins: {value!r}", rule, remedy))
+            found.add(f"strategy_plugins: {value!r}", rule, remedy)
         else:
             put(owner, value, "strategy_plugins")
     return given

@@ -39,7 +39,13 @@ Batch = TypeVar("Batch")
 
 
 class Accumulation(Protocol):
-    """What `Strategy.forward_backward` needs of the run's gradient accumulation."""
+    """What `Strategy.forward_backward` needs of the run's gradient accumulation.
+
+    Attributes:
+        device_placement: whether micro-batches are moved to the device.
+    """
+
+    device_placement: bool
 
     def accumulate(
         self, *models: torch.nn.Module, sync_gradients: bool | None = None
@@ -293,16 +299,13 @@ class Strategy(ABC):
         last = len(micro_batches) - 1
         for index, micro_batch in enumerate(micro_batches):
             with accumulation.accumulate(model, sync_gradients=index == last):
-                loss = loss_fn(model, self._place(micro_batch))
+                loss = loss_fn(model, self._place(micro_batch, accumulation.device_placement))
                 accumulation.backward(loss)
                 losses.append(loss.detach())
         return losses
 
-    def _place(self, batch: Batch) -> Batch:
-        if not self.plan.device_placement:
-            return batch
-        placed: Batch = send_to_device(batch, self.device, copies_in_order(self.device))
-        return placed
+    def _place(self, batch: Batch, moves: bool) -> Batch:
+        return send_to_device(batch, self.device, copies_in_order(self.device)) if moves else batch
 
     # Bound once: at every step.
     backward: Callable[..., None] = staticmethod(torch.Tensor.backward)

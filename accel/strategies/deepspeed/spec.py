@@ -11,10 +11,9 @@ from accel.config.deepspeed_claims import Claims
 from accel.config.deepspeed_json import Config, HfDeepSpeedConfig
 from accel.config.deepspeed_plugins import active
 from accel.enums import DistributedType
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems
 from accel.planning.spec import (
     Decided,
-    Findings,
     Plugins,
     PluginSpec,
     Request,
@@ -37,7 +36,7 @@ def _read(given: Any, variables: Mapping[str, str]) -> Mapping[str, DeepSpeedPlu
     """Return the plugins by name, filled from the environment; one of them is selected."""
     given = DeepSpeedPlugin() if given is None else given
     named = dict(given) if isinstance(given, Mapping) else {"default": given}
-    found = Findings()
+    found = Problems()
     if not named:
         found.add("deepspeed_plugins={}", "there is one plugin at least", "Give one, or None.")
     for name, plugin in named.items():
@@ -45,16 +44,16 @@ def _read(given: Any, variables: Mapping[str, str]) -> Mapping[str, DeepSpeedPlu
             require_kind(f"deepspeed_plugins[{name!r}]", plugin, DeepSpeedPlugin)
         except ConfigError as error:
             found.take(error)
-    found.raise_if_any()
+    found.raise_if()
     for plugin in named.values():
-        found.wrong += plugin.fill(variables)
+        found += plugin.fill(variables)
         if plugin.enable_msamp:
-            found.missing("DeepSpeedPlugin(enable_msamp=True)", "Use mixed_precision='bf16'.")
+            found.add_not_built("DeepSpeedPlugin(enable_msamp=True)", "Use mixed_precision='bf16'.")
         try:
             plugin.check_config()
         except ConfigError as error:
             found.take(error)
-    found.raise_if_any()
+    found.raise_if()
     share_selection(list(named.values()))
     return named
 
