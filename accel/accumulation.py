@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from accel.errors import ConfigError, Problem, StateError
+from accel.errors import ConfigError, StateError
 from accel.optimizer import unwrap_optimizer
 from accel.precision.amp import StepScaler, has_gradients, parameters_of
 from accel.prepared import Objects
@@ -244,12 +244,10 @@ class Accumulation:
         """
         fused = [o for o in self._objects.optimizers if hasattr(o.optimizer, "fused_backward")]
         if not fused:
-            raise ConfigError(
-                Problem(
-                    "lomo_backward",
-                    "no prepared optimizer has a fused backward pass",
-                    "Prepare a LOMO optimizer, or call backward(loss).",
-                )
+            raise ConfigError.of(
+                "lomo_backward",
+                "no prepared optimizer has a fused backward pass",
+                "Prepare a LOMO optimizer, or call backward(loss).",
             )
         for optimizer in fused:
             optimizer.optimizer.fused_backward(loss, learning_rate)

@@ -123,12 +123,9 @@ class Collectives:
     def _without_repetitions(
         self, rows: Any, ended: Sequence[_LastBatch], even: bool = True
     ) -> Any:
-        """Return the rows [k * size, ...] of the real samples alone.
+        """Return the rows [k * size, ...] of the real samples; they belong to one of `ended`.
 
-        Args:
-            rows: a list or tensor.
-            ended: the batches one of which they belong to; none: all samples are real.
-            even: whether each process gave as many rows.
+        `even`: whether each process gave as many rows.
         """
         if not ended:
             if self._comm.world_size > 1:
@@ -221,7 +218,6 @@ class Collectives:
 
 
 def _only_tensors(data: object) -> bool:
-    """Return whether nested `data` holds tensors alone."""
     try:
         recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
     except TypeError:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import overload
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 
 _BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "y", "on", "t"), True),
@@ -43,12 +43,10 @@ def flag(name: str, variables: Mapping[str, str] = os.environ) -> bool:
     text = variables.get(name, "")
     value = parse_bool(text) if text.strip() else False
     if value is None:
-        raise ConfigError(
-            Problem(
-                f"{name}={text!r} (environment)",
-                "expected true or false",
-                f"Set {name}=1 or {name}=0.",
-            )
+        raise ConfigError.of(
+            f"{name}={text!r} (environment)",
+            "expected true or false",
+            f"Set {name}=1 or {name}=0.",
         )
     return value
 
@@ -78,12 +76,10 @@ def integer(name: str, default: int | None = None) -> int | None:
     try:
         return int(value)
     except ValueError:
-        raise ConfigError(
-            Problem(
-                f"{name}={value!r} (environment)",
-                "expected an integer",
-                f"Correct or unset {name}.",
-            )
+        raise ConfigError.of(
+            f"{name}={value!r} (environment)",
+            "expected an integer",
+            f"Correct or unset {name}.",
         ) from None
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ def unknown_choice(where: str, value: object, known: Iterable[str]) -> Problem:
     return Problem(f"{where}={value!r}", rule, nearest(str(value), names))
 
 
+def not_built(value: str, remedy: str) -> Problem:
+    """Return the problem that this version does not offer an option yet."""
+    return Problem(value, "this version does not offer it yet", remedy)
+
+
 class AccelError(Exception):
     """Base of every exception that `accel` raises on purpose."""
 
@@ -67,6 +73,11 @@ class ConfigError(AccelError, ValueError):
     def __init__(self, *problems: Problem) -> None:
         self.problems = problems
         super().__init__("\n".join(str(problem) for problem in problems))
+
+    @classmethod
+    def of(cls, value: str, rule: str, remedy: str) -> Self:
+        """Return the error of one problem: what was given, what holds instead, what to do."""
+        return cls(Problem(value, rule, remedy))
 
     @classmethod
     def raise_if(cls, problems: Sequence[Problem]) -> None:
@@ -87,23 +98,12 @@ class Problems(list[Problem]):
         self.not_built: list[Problem] = []
 
     def add(self, value: str, rule: str, remedy: str) -> None:
-        """Add a problem.
-
-        Args:
-            value: what was given and where.
-            rule: what holds instead.
-            remedy: what to do.
-        """
+        """Add a problem: what was given and where, what holds instead, what to do."""
         self.append(Problem(value, rule, remedy))
 
     def add_not_built(self, value: str, remedy: str) -> None:
-        """Add an option that this version does not offer yet.
-
-        Args:
-            value: what was given and where.
-            remedy: what to do.
-        """
-        self.not_built.append(Problem(value, "this version does not offer it yet", remedy))
+        """Add an option that this version does not offer yet: what was given, what to do."""
+        self.not_built.append(not_built(value, remedy))
 
     def take(self, error: ConfigError) -> None:
         """Add the problems of `error`."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from packaging.version import Version, parse
 
-from accel.errors import ConfigError, MissingPackageError, Problem, unknown_choice
+from accel.errors import ConfigError, MissingPackageError, unknown_choice
 
 OPERATORS: dict[str, Callable[[Version, Version], bool]] = {
     ">": operator.gt,
@@ -126,12 +126,10 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     Source: https://docs.pytorch.org/xla/release/r2.9/learn/api-guide.html
     """
     if check_is_tpu and check_is_gpu:
-        raise ConfigError(
-            Problem(
-                "check_is_tpu=True, check_is_gpu=True",
-                "torch_xla computes on one kind of device",
-                "Ask for one of them.",
-            )
+        raise ConfigError.of(
+            "check_is_tpu=True, check_is_gpu=True",
+            "torch_xla computes on one kind of device",
+            "Ask for one of them.",
         )
     if not is_available("torch_xla"):
         return False

@@ -16,6 +16,7 @@ from accel.data.prepare import prepare_for, skip_first_batches
 from accel.errors import ConfigError, Problem
 from accel.memory import release_memory
 from accel.optimizer import AcceleratedOptimizer
+from accel.precision.amp import parameters_of
 from accel.prepared import Objects
 from accel.scheduler import AcceleratedScheduler
 from accel.wrapping import extract_model_from_parallel
@@ -160,7 +161,6 @@ class Preparation:
         evaluation: bool = False,
         slice_fn: Callable[..., Any] | None = None,
     ) -> Objects:
-        """Prepare `new`, record the result and return it."""
         if new.models:
             self._refuse_device_maps(new.models)
         loaders = self._loaders(new.dataloaders, placement.dataloaders, slice_fn)
@@ -179,7 +179,6 @@ class Preparation:
         places: Iterable[bool],
         slice_fn: Callable[..., Any] | None,
     ) -> list[Any]:
-        """Return loaders that yield this rank's batches, on the device if `places` says so."""
         return [
             prepare_for(
                 self._plan,
@@ -197,12 +196,10 @@ class Preparation:
         if given is None:
             return [self._accumulation.device_placement] * len(args)
         if len(given) != len(args):
-            raise ConfigError(
-                Problem(
-                    f"prepare: device_placement has {len(given)} entries for {len(args)} objects",
-                    "there is one for each object",
-                    "Give as many, or leave it out.",
-                )
+            raise ConfigError.of(
+                f"prepare: device_placement has {len(given)} entries for {len(args)} objects",
+                "there is one for each object",
+                "Give as many, or leave it out.",
             )
         return [self._accumulation.device_placement if place is None else place for place in given]
 
@@ -238,12 +235,10 @@ class Preparation:
     def _refuse_device_maps(self, models: Iterable[torch.nn.Module]) -> None:
         dp_size = self._plan.parallel_dims.dp_size
         if dp_size > 1 and any(self.verify_device_map(model) for model in models):
-            raise ConfigError(
-                Problem(
-                    "prepare: a model with a device map over several devices",
-                    f"each of the {dp_size} processes computes on one device",
-                    "Load the model without device_map='auto', or start one process.",
-                )
+            raise ConfigError.of(
+                "prepare: a model with a device map over several devices",
+                f"each of the {dp_size} processes computes on one device",
+                "Load the model without device_map='auto', or start one process.",
             )
 
     def _check_parameters(
@@ -251,15 +246,12 @@ class Preparation:
     ) -> None:
         """Refuse optimizers that would update tensors which no model computes with (any more).
 
-        Args:
-            optimizers: those of this call, as they were given.
-            before: the parameters of the call's models, as they were given, by id.
+        `before`: the parameters of the call's models, as they were given, by id.
         """
         known = {id(p) for model in self.objects.models for p in model.parameters()}
         problems = []
         for index, optimizer in enumerate(optimizers):
-            entries = [p for group in optimizer.param_groups for p in group["params"]]
-            strange = [p for p in entries if id(p) not in known]
+            strange = [p for p in parameters_of(optimizer) if id(p) not in known]
             replaced = sum(id(p) in before for p in strange)
             apart = sum(
                 self._plan.world_size > 1 or p.device.type != self._plan.device.type

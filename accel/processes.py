@@ -201,10 +201,8 @@ class ProcessControl:
 
 def _require_index(name: str, value: int | None) -> None:
     if value is None:
-        raise ConfigError(
-            Problem(
-                f"{name}=None", "it names the process that runs the function", f"Give {name}=0."
-            )
+        raise ConfigError.of(
+            f"{name}=None", "it names the process that runs the function", f"Give {name}=0."
         )
 
 
@@ -245,6 +243,13 @@ class SharedState(ProcessControl):
     def default_device(self) -> torch.device:
         """The device kind that a run without wishes gets on this machine."""
         return torch.device(default_device_type())
+
+    def _cpu_problems(self, cpu: bool) -> list[Problem]:
+        if not cpu or self.device.type == "cpu":
+            return []
+        rule = f"this process was set up with {self.device}, and that cannot change"
+        remedy = "Give cpu=True to the first Accelerator or PartialState of the process."
+        return [Problem("cpu=True", rule, remedy)]
 
     def set_device(self) -> None:
         """Make this process's device the current one of its kind."""

@@ -39,35 +39,28 @@ class LocalCommunicator(Communicator):
         """Return at once."""
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `tensor`."""
         return tensor.detach().clone()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return `value` in a list."""
         return [value]
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp = "sum", scale: float = 1.0
     ) -> torch.Tensor:
-        """Return a copy of `tensor`, times `scale`."""
         tensor = tensor.detach()
         total = tensor.long() if tensor.dtype == torch.bool else tensor.clone()
         return scaled(total, op, 1, scale)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Return a copy of `tensor`."""
         return tensor.detach().clone()
 
     def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
-        """Return the same values in a new list."""
         return list(values)
 
     def post(self, key: str, value: str) -> None:
-        """Keep `value` under `key`."""
         self._posted[key] = value
 
     def posted(self, key: str) -> list[str] | None:
-        """Return what was posted under `key` in a list, None if nothing was."""
         return [self._posted[key]] if key in self._posted else None
 
     def close(self) -> None:

@@ -48,11 +48,9 @@ def import_callable(owner: object, name: str) -> None:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            Problem(
-                f"{type(owner).__name__}.{name}={value!r}",
-                "it is a callable or the dotted name of one",
-                f"Importing it failed with: {error}.",
-            )
+        raise ConfigError.of(
+            f"{type(owner).__name__}.{name}={value!r}",
+            "it is a callable or the dotted name of one",
+            f"Importing it failed with: {error}.",
         ) from error
     setattr(owner, name, found)

@@ -183,12 +183,10 @@ class DeepSpeedPlugin:
             self._read_from = copy.deepcopy(given) if isinstance(given, dict) else given
             self._config = HfDeepSpeedConfig({} if given is None else given).config
         elif self._read_from != self.hf_ds_config:
-            raise ConfigError(
-                Problem(
-                    f"{self.source('hf_ds_config')} after deepspeed_config was read",
-                    "it is read once",
-                    "Give DeepSpeedPlugin(hf_ds_config=…), and read deepspeed_config later.",
-                )
+            raise ConfigError.of(
+                f"{self.source('hf_ds_config')} after deepspeed_config was read",
+                "it is read once",
+                "Give DeepSpeedPlugin(hf_ds_config=…), and read deepspeed_config later.",
             )
         return self._config
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.errors import ConfigError, Problem, unknown_choice
+from accel.errors import ConfigError, unknown_choice
 
 
 class HasPlugins(Protocol):
@@ -44,11 +44,9 @@ def get_active_deepspeed_plugin(state: HasPlugins) -> DeepSpeedPlugin:
     """
     plugin = state.deepspeed_plugin
     if plugin is None:
-        raise ConfigError(
-            Problem(
-                "get_active_deepspeed_plugin",
-                "DeepSpeed is off",
-                "Switch it on with Accelerator(deepspeed_plugin=…).",
-            )
+        raise ConfigError.of(
+            "get_active_deepspeed_plugin",
+            "DeepSpeed is off",
+            "Switch it on with Accelerator(deepspeed_plugin=…).",
         )
     return plugin

@@ -27,7 +27,6 @@ OPT_LEVEL = "O2"
 
 
 def _fill(owner: object, defaults: Mapping[str, Any]) -> None:
-    """Give the fields of `owner` that are None their defaults."""
     for name, default in defaults.items():
         if getattr(owner, name) is None:
             setattr(owner, name, default)

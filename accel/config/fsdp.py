@@ -13,7 +13,7 @@ from typing import Any
 
 from accel.config.checks import check_choice, check_minimum
 from accel.env import parse_bool
-from accel.errors import NotBuiltError, Problem, Problems, nearest
+from accel.errors import NotBuiltError, Problem, Problems, nearest, not_built
 
 # The older wrapper's strategies in the order of their numbers, from 1:
 # (reshard_after_forward, dp_replicate_size).
@@ -450,8 +450,4 @@ def _add(problems: Problems, owner: object, name: str, rule: str, remedy: str) -
 
 
 def _not_yet(what: str) -> Problem:
-    return Problem(
-        f"FullyShardedDataParallelPlugin.{what}",
-        "this version does not offer it yet",
-        "Leave it out.",
-    )
+    return not_built(f"FullyShardedDataParallelPlugin.{what}", "Leave it out.")

@@ -69,7 +69,6 @@ class Plan:
         scaler: behaviour of fp16's gradient scaler.
         ddp: how models are wrapped in DDP.
         init: how the process group is initialised.
-        fp8: the recipe of fp8 training; None: none.
         profile: how the profiler records.
         dataloader: how prepared loaders behave.
         accumulation: accumulation; `num_steps` is a number.
@@ -100,7 +99,6 @@ class Plan:
     scaler: GradScalerKwargs
     ddp: DistributedDataParallelKwargs
     init: InitProcessGroupKwargs
-    fp8: KwargsHandler | None
     profile: ProfileKwargs
     dataloader: DataLoaderConfiguration
     accumulation: GradientAccumulationPlugin
@@ -169,7 +167,6 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
         scaler=_handler(handlers, GradScalerKwargs),
         ddp=_handler(handlers, DistributedDataParallelKwargs),
         init=init,
-        fp8=None,
         profile=_handler(handlers, ProfileKwargs),
         dataloader=dataloader,
         accumulation=accumulation,

@@ -13,7 +13,7 @@ from typing import Any
 from accel.config.training import TorchDynamoPlugin
 from accel.enums import DistributedType
 from accel.env import Environment
-from accel.errors import ConfigError, NotBuiltError, Problem
+from accel.errors import ConfigError, NotBuiltError, Problem, not_built
 from accel.parallel import ParallelDims, data_parallel
 
 # The plugins of a run that are on, by name.
@@ -80,11 +80,8 @@ class PluginSpec:
         if self.read is not None:
             return self.read(given, self.variables(environment))
         if self.kind is None:
-            rule, remedy = (
-                "this version does not offer it yet",
-                "Leave it out: the model is then replicated by DDP.",
-            )
-            raise NotBuiltError(Problem(self.argument or self.name, rule, remedy))
+            remedy = "Leave it out: the model is then replicated by DDP."
+            raise NotBuiltError(not_built(self.argument or self.name, remedy))
         if given is None:
             return self.kind()
         require_kind(self.argument or "strategy_plugins", given, self.kind)
@@ -95,9 +92,7 @@ def require_kind(where: str, given: Any, kind: type[Any]) -> None:
     """Raise `ConfigError` unless `given` is a plugin of the class `kind`."""
     if not isinstance(given, kind):
         name = kind.__name__
-        raise ConfigError(
-            Problem(f"{where}={given!r}", f"it is a {name}", f"Give {where}={name}(…).")
-        )
+        raise ConfigError.of(f"{where}={given!r}", f"it is a {name}", f"Give {where}={name}(…).")
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,6 @@ def _switched_on(plugin: PluginSpec, environment: Environment) -> bool:
 
 
 def _given(arguments: Arguments, found: Problems) -> Mapping[str, Any]:
-    """Return the plugins that were given, by name."""
     given: dict[str, Any] = {}
     sources: dict[str, str] = {}
 

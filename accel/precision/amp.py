@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel.config.handlers import AutocastKwargs
 from accel.errors import StateError
 from accel.precision.base import COMPUTE_DTYPES, Precision
-from accel.wrapping import unwrap_forward, wrap_forward
+from accel.wrapping import wrap_forward
 
 
 class StepScaler(torch.amp.GradScaler):
@@ -177,7 +177,6 @@ class StepScaler(torch.amp.GradScaler):
         return self._scale
 
     def _scaled_gradients(self) -> list[torch.Tensor]:
-        """Return the gradients that are there, and scaled."""
         others = {id(p) for p in self._parameters(unscaled=True)} if self._any_unscaled() else ()
         chosen = [p for p in self._parameters(unscaled=False) if id(p) not in others]
         return self._gradients(chosen)
@@ -268,7 +267,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether any parameter of `optimizer` has a gradient."""
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    return any(p.grad is not None for p in parameters_of(optimizer))
 
 
 def step_unless_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
@@ -288,13 +287,7 @@ def step_unless_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Op
 
 
 class AmpPrecision(Precision):
-    """Autocast around the forward pass.
-
-    Args:
-        name: "bf16" or "fp16".
-        device_type: "cpu", "cuda", ….
-        autocast: behaviour of autocast.
-    """
+    """Autocast around the forward pass."""
 
     def __init__(self, name: str, device_type: str, autocast: AutocastKwargs) -> None:
         self.name = name
@@ -303,7 +296,6 @@ class AmpPrecision(Precision):
         self.handler = autocast
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass; `handler` takes the place of the run's own."""
         chosen = handler or self.handler
         return torch.autocast(
             self.device_type,
@@ -313,9 +305,4 @@ class AmpPrecision(Precision):
         )
 
     def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
-        """Make `model.forward` compute under autocast and return fp32, or the computed dtype."""
         wrap_forward(model, self.autocast, outputs_in_fp32)
-
-    def unwrap_forward(self, model: torch.nn.Module) -> None:
-        """Give `model` its own `forward` back."""
-        unwrap_forward(model)

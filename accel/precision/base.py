@@ -38,6 +38,3 @@ class Precision:
             model: any module.
             outputs_in_fp32: whether its outputs are converted.
         """
-
-    def unwrap_forward(self, model: torch.nn.Module) -> None:
-        """Give `model` its own `forward` back."""

@@ -11,9 +11,6 @@ from accel.precision.base import COMPUTE_DTYPES, Precision
 def build_precision(plan: Plan) -> Precision:
     """Return the number format that `plan` names.
 
-    Args:
-        plan: the resolved configuration.
-
     Raises:
         ConfigError: if this version does not compute in it.
     """

@@ -195,7 +195,6 @@ class Strategy(ABC):
         precision: the number format of forward and backward passes.
 
     Attributes:
-        spec: what describes this strategy.
         sync: when gradients are synchronized.
         gradients: how they are scaled and clipped.
         state: full state dicts, out and in.

@@ -14,13 +14,6 @@ from accel.strategies.base import Strategy
 def build_strategy(
     plan: Plan, comm: Communicator, device: torch.device, precision: Precision
 ) -> Strategy:
-    """Return the strategy that `plan` names.
-
-    Args:
-        plan: the resolved configuration of the run.
-        comm: how this process talks to the others.
-        device: where this process computes.
-        precision: the number format of forward and backward passes.
-    """
+    """Return the strategy that `plan` names."""
     strategy: Strategy = load_attribute(plan.spec.place)(plan, comm, device, precision)
     return strategy

@@ -74,7 +74,6 @@ class DDPSync(Sync):
     joins_uneven = True
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which backward passes through `model` reduce no gradients."""
         if isinstance(model, DistributedDataParallel) and _knows_its_graph(model):
             return model.no_sync()
         return contextlib.nullcontext()
@@ -90,12 +89,10 @@ class DDPSync(Sync):
             yield
             return
         if model.find_unused_parameters:
-            raise ConfigError(
-                Problem(
-                    "trigger_sync_in_backward with find_unused_parameters=True",
-                    "unused parameters are looked for in a forward pass that synchronises",
-                    "Run the last forward pass outside of no_sync.",
-                )
+            raise ConfigError.of(
+                "trigger_sync_in_backward with find_unused_parameters=True",
+                "unused parameters are looked for in a forward pass that synchronises",
+                "Run the last forward pass outside of no_sync.",
             )
         _follow(model)
         _FOLLOWERS[model].check(model)
@@ -125,11 +122,6 @@ class DDPGradients(Gradients):
     """Gradients are those of parameters that a reducer knows."""
 
     def admit(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return parameters that are added to an optimizer.
-
-        Raises:
-            ConfigError: if no model in DDP holds them.
-        """
         entries = list(parameters)
         reduced = _reduced_ids()
         own = [p for p in entries if id(p) not in reduced and not hasattr(p, "_ddp_ignored")]
@@ -156,11 +148,6 @@ class DDPStrategy(Strategy):
     def prepare(
         self, objects: Objects, placement: Objects, prepared: Objects, evaluation: bool = False
     ) -> Objects:
-        """Return the objects of one call wrapped for training.
-
-        Raises:
-            ConfigError: if the arguments of the communication hook do not fit it.
-        """
         if objects.models:
             ConfigError.raise_if(_hook_problems(self.plan.ddp, self.device))
         return super().prepare(objects, placement, prepared, evaluation)
@@ -209,7 +196,6 @@ class DDPStrategy(Strategy):
 
 
 def _reduced_ids() -> set[int]:
-    """Return the ids of the parameters whose gradients a reducer averages."""
     return {id(p) for model in _FOLLOWERS for p in model.parameters()}
 
 
@@ -221,7 +207,6 @@ def _device_ids(model: torch.nn.Module) -> list[torch.device] | None:
 
 
 def _follow(model: DistributedDataParallel, owner: int | None = None) -> None:
-    """Let the reducer of `model` follow which parameters are trained."""
     if model not in _FOLLOWERS:
         _FOLLOWERS[model] = FollowTrainable(model, owner)
         model.register_forward_pre_hook(_FOLLOWERS[model])

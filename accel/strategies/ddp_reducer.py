@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.distributed.utils import (
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.errors import ConfigError, Problem
+from accel.precision.amp import parameters_of
 from accel.strategies.trainable import Trainable, requires_grad
 
 
@@ -168,23 +169,17 @@ class RefuseUnfrozen:
         self._parameters: list[torch.nn.Parameter] | None = list(model.parameters())
 
     def __call__(self, model: torch.nn.Module, *_: Any) -> None:
-        """Raise where gradients of `model` would be computed.
-
-        Raises:
-            ConfigError: if any of its parameters requires one by now.
-        """
+        """Raise where gradients of `model` would be computed."""
         if self._parameters is None:
             self._parameters = list(model.parameters())
         if torch.is_grad_enabled() and any(map(requires_grad, self._parameters)):
             count = sum(map(requires_grad, self._parameters))
-            raise ConfigError(
-                Problem(
-                    f"{type(model).__name__}: {count} of {len(self._parameters)} parameters "
-                    "require gradients, and none did at prepare",
-                    "DDP does not wrap a model that has nothing to train, so that its gradients "
-                    "would not be averaged over the ranks",
-                    "Unfreeze it before prepare; it may be frozen again afterwards.",
-                )
+            raise ConfigError.of(
+                f"{type(model).__name__}: {count} of {len(self._parameters)} parameters "
+                "require gradients, and none did at prepare",
+                "DDP does not wrap a model that has nothing to train, so that its gradients "
+                "would not be averaged over the ranks",
+                "Unfreeze it before prepare; it may be frozen again afterwards.",
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -202,16 +197,11 @@ class RefuseUnreduced:
         self._ids: Callable[[], set[int]] | None = ids
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raise in the first step if `optimizer` would step by gradients of this rank alone.
-
-        Raises:
-            ConfigError: with their number.
-        """
+        """Raise in the first step if `optimizer` would step by gradients of this rank alone."""
         if self._ids is None:
             return
         ids, self._ids = self._ids(), None
-        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in ids]
-        count = sum(p.grad is not None for p in own)
+        count = sum(id(p) in ids and p.grad is not None for p in parameters_of(optimizer))
         if count:
             raise ConfigError(unreduced(f"optimizer.step: {count} parameters"))
 
@@ -248,7 +238,7 @@ class WarnOfBypassed:
                     return
             else:
                 follower.stepped = (*follower.stepped, id(optimizer))
-        first = next((p.grad for p in _parameters_of(optimizer) if p.grad is not None), None)
+        first = next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)
         self._last = None if first is None else (weakref.ref(first), first._version)
 
     def _holds(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> bool:
@@ -256,7 +246,7 @@ class WarnOfBypassed:
         known = self._held.get(model)
         if known is None or known[0] != num_groups:
             reduced = {id(p) for p in model.parameters()}
-            known = num_groups, any(id(p) in reduced for p in _parameters_of(optimizer))
+            known = num_groups, any(id(p) in reduced for p in parameters_of(optimizer))
             self._held[model] = known
         return known[1]
 
@@ -271,17 +261,13 @@ class WarnOfBypassed:
         return {"_followers": None, "_last": None, "_held": None}
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
 def _gradients_of(
     optimizer: torch.optim.Optimizer, model: DistributedDataParallel
 ) -> list[torch.Tensor]:
     """Return the gradients by which `optimizer` would step parameters that `model` reduces."""
     names = model.parameters_to_ignore
     reduced = {id(p) for name, p in model.module.named_parameters() if name not in names}
-    own = (p for p in _parameters_of(optimizer) if id(p) in reduced)
+    own = (p for p in parameters_of(optimizer) if id(p) in reduced)
     return [p.grad for p in own if p.grad is not None]
 
 

@@ -74,12 +74,7 @@ def allocate_outside_inference(model: torch.nn.Module) -> None:
 
 
 def reshard_before_steps(optimizer: torch.optim.Optimizer, models: Models) -> None:
-    """Let each step of `optimizer` find shards, also after a forward pass without a backward.
-
-    Args:
-        optimizer: of torch.
-        models: whose parameters it may hold, as they are at each step.
-    """
+    """Let each step of `optimizer` find shards, also after a forward pass without a backward."""
 
     def before(*_: Any) -> None:
         for model in models:
@@ -93,9 +88,6 @@ class SubmoduleCalls:
 
     They are resharded afterwards; with gradients, after the backward pass, or before the next
     optimizer step.
-
-    Args:
-        model: sharded.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -44,10 +44,6 @@ def _read(given: Any, variables: Mapping[str, str]) -> FullyShardedDataParallelP
 def dims(plugins: Plugins, environment: Environment) -> ParallelDims:
     """Return the parallel dimensions: replicas × shards × tensor-parallel ranks.
 
-    Args:
-        plugins: those that are on.
-        environment: gives the numbers of processes, and of those on this node.
-
     Raises:
         ConfigError: if numbers of replicas and shards do not divide the processes.
     """
@@ -55,12 +51,10 @@ def dims(plugins: Plugins, environment: Environment) -> ParallelDims:
     parallel: TorchTensorParallelPlugin | None = plugins.get(TENSOR_PARALLEL)
     tp = 1 if parallel is None else parallel.tp_size
     if world_size % tp:
-        raise ConfigError(
-            Problem(
-                f"TorchTensorParallelPlugin.tp_size={tp} with {_counted(world_size)}",
-                "each replica of the model takes as many processes",
-                f"Start a multiple of {tp} processes, or choose another tp_size.",
-            )
+        raise ConfigError.of(
+            f"TorchTensorParallelPlugin.tp_size={tp} with {_counted(world_size)}",
+            "each replica of the model takes as many processes",
+            f"Start a multiple of {tp} processes, or choose another tp_size.",
         )
     data, replicate = world_size // tp, world_size // tp
     fsdp: FullyShardedDataParallelPlugin | None = plugins.get(FSDP)

@@ -10,17 +10,13 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 from accel.strategies.base import Sync
 from accel.strategies.mesh.torch_internals import Resharding, keep_unsharded, restore_resharding
 
 
 class MeshSync(Sync):
-    """Gradient synchronization of FSDP units.
-
-    Args:
-        name: of the strategy, for messages.
-    """
+    """Gradient synchronization of FSDP units."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -62,15 +58,9 @@ class MeshSync(Sync):
             self._resharding[id(model)] = keep_unsharded(model)
 
     def join(self, joinables: Sequence[Any]) -> NoReturn:
-        """Refuse: every rank takes part in each all-gather.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            Problem(
-                f"join_uneven_inputs with {self._name}",
-                "each forward pass gathers parameters from all ranks",
-                "Let loaders complete the last batch: even_batches=True.",
-            )
+        """Refuse: every rank takes part in each all-gather."""
+        raise ConfigError.of(
+            f"join_uneven_inputs with {self._name}",
+            "each forward pass gathers parameters from all ranks",
+            "Let loaders complete the last batch: even_batches=True.",
         )

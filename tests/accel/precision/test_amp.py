@@ -16,6 +16,7 @@ from accel.errors import StateError
 from accel.precision.amp import StepScaler
 from accel.precision.base import Precision
 from accel.state import AcceleratorState
+from accel.wrapping import unwrap_forward
 from tests.helpers import run_distributed
 
 
@@ -101,7 +102,7 @@ def test_a_forward_of_the_instances_own_comes_back_too() -> None:
     model.forward = lambda inputs: model.layer(inputs) + 1.0  # type: ignore[method-assign]
     own = model.forward
     model = accelerator.prepare(model)
-    accelerator.precision.unwrap_forward(model)
+    unwrap_forward(model)
     assert model.forward is own
 
 
