@@ -108,9 +108,9 @@ class Accelerator(ProcessControl):
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
+        deepspeed_plugin: object = None,
+        fsdp_plugin: object = None,
+        megatron_lm_plugin: object = None,
         rng_types: Sequence[str | RNGType] | None = None,
         log_with: Wanted | Iterable[Wanted] | None = None,
         project_dir: str | os.PathLike[str] | None = None,
@@ -119,10 +119,10 @@ class Accelerator(ProcessControl):
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
         dynamo_backend: DynamoBackend | str | None = None,
-        deepspeed_plugins: Any = None,
+        deepspeed_plugins: object = None,
         *,
-        torch_tp_plugin: Any = None,
-        strategy_plugins: Sequence[Any] = (),
+        torch_tp_plugin: object = None,
+        strategy_plugins: Sequence[object] = (),
         dynamo_plugin: TorchDynamoPlugin | None = None,
         device: str | None = None,
         logging_dir: str | os.PathLike[str] | None = None,
@@ -181,7 +181,7 @@ class Accelerator(ProcessControl):
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         """Return a context that computes in the run's precision, as prepared models do anyway.
 
         Args:

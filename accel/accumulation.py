@@ -142,7 +142,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def join_uneven_inputs(
-        self, joinables: Sequence[Any], even_batches: bool | None = None
+        self, joinables: Sequence[object], even_batches: bool | None = None
     ) -> Iterator[None]:
         """Let processes that run out of batches wait for the others without a deadlock.
 

@@ -56,7 +56,7 @@ class Preparation:
 
     # -- preparing -----------------------------------------------------------------------------
 
-    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+    def prepare(self, *args: object, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Make models, optimizers, loaders and schedulers fit the run, whatever their order.
 
         Args:
@@ -118,7 +118,7 @@ class Preparation:
         """
         return self._prepare_one("optimizers", optimizer, device_placement)
 
-    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+    def prepare_scheduler(self, scheduler: object) -> AcceleratedScheduler:
         """Make a learning-rate scheduler fit the run; prepare its optimizer before.
 
         Args:
@@ -133,7 +133,7 @@ class Preparation:
         self,
         data_loader: DataLoader[Any],
         device_placement: bool | None = None,
-        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+        slice_fn_for_dispatch: Callable[..., object] | None = None,
     ) -> DataLoader[Any]:
         """Make a loader fit the run.
 
@@ -147,7 +147,7 @@ class Preparation:
             "dataloaders", data_loader, device_placement, slice_fn=slice_fn_for_dispatch
         )
 
-    def _prepare_one(self, kind: str, item: Any, place: bool | None, **options: Any) -> Any:
+    def _prepare_one(self, kind: str, item: object, place: bool | None, **options: Any) -> Any:
         if self._is_prepared(item):
             return item
         placed = self._accumulation.device_placement if place is None else place
@@ -159,7 +159,7 @@ class Preparation:
         new: Objects,
         placement: Objects,
         evaluation: bool = False,
-        slice_fn: Callable[..., Any] | None = None,
+        slice_fn: Callable[..., object] | None = None,
     ) -> Objects:
         if new.models:
             self._refuse_device_maps(new.models)
@@ -175,9 +175,9 @@ class Preparation:
 
     def _loaders(
         self,
-        loaders: Iterable[DataLoader[Any]],
+        loaders: Iterable[DataLoader[object]],
         places: Iterable[bool],
-        slice_fn: Callable[..., Any] | None,
+        slice_fn: Callable[..., object] | None,
     ) -> list[Any]:
         return [
             prepare_for(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
 
@@ -209,9 +209,9 @@ def _require_index(name: str, value: int | None) -> None:
 class SharedState(ProcessControl):
     """What `PartialState` and `AcceleratorState` add: a state that all instances share."""
 
-    _shared_state: ClassVar[dict[str, Any]]
+    _shared_state: ClassVar[dict[str, object]]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name in ("plan", "comm", "device"):
             raise StateError(
                 f"{type(self).__name__} was reset, so it has no {name!r} any more. "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from accel.comm.connect import connect
 from accel.config import deepspeed_plugins
@@ -93,7 +93,7 @@ class PartialState(SharedState):
         device: where this process computes.
     """
 
-    _shared_state: ClassVar[dict[str, Any]] = {}
+    _shared_state: ClassVar[dict[str, object]] = {}
 
     def __init__(self, cpu: bool = False, *, _plan: Plan | None = None, **kwargs: Any) -> None:
         self.__dict__ = self._shared_state
@@ -130,16 +130,16 @@ class AcceleratorState(SharedState):
         device: where this process computes.
     """
 
-    _shared_state: ClassVar[dict[str, Any]] = {}
+    _shared_state: ClassVar[dict[str, object]] = {}
 
     def __init__(
         self,
         mixed_precision: str | None = None,
         cpu: bool = False,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
+        deepspeed_plugin: object = None,
+        fsdp_plugin: object = None,
+        megatron_lm_plugin: object = None,
         _from_accelerator: bool = False,
         *,
         _plan: Plan | None = None,
@@ -256,7 +256,7 @@ class GradientState:
             repetitions), after a complete pass that had some; (0, 0) from the next pass on.
     """
 
-    _shared_state: ClassVar[dict[str, Any]] = {}
+    _shared_state: ClassVar[dict[str, object]] = {}
 
     sync_gradients: bool
     num_steps: int
@@ -291,7 +291,7 @@ class GradientState:
         self.sync_with_dataloader = plugin.sync_with_dataloader
         self.sync_each_batch = plugin.sync_each_batch
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name in GradientState.__annotations__:
             raise StateError(
                 f"GradientState was reset, so it has no {name!r}. Build a new Accelerator()."
@@ -311,7 +311,7 @@ class GradientState:
         )().distributed_type
 
     @property
-    def plugin_kwargs(self) -> dict[str, Any]:
+    def plugin_kwargs(self) -> dict[str, object]:
         """The settings that differ from the defaults of `GradientAccumulationPlugin`."""
         return GradientAccumulationPlugin(
             num_steps=self.num_steps,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accel.ops import convert_to_fp32
 
-MakeContext = Callable[[], AbstractContextManager[Any]]
+MakeContext = Callable[[], AbstractContextManager[object]]
 # Wrappers whose `module` attribute is what they wrap.
 PARALLEL_WRAPPERS: tuple[type[torch.nn.Module], ...] = (DistributedDataParallel, DataParallel)
 
@@ -38,7 +37,7 @@ class WrappedForward:
 
     def __init__(
         self,
-        forward: Callable[..., Any],
+        forward: Callable[..., object],
         make_context: MakeContext,
         outputs_in_fp32: bool = True,
     ) -> None:
@@ -47,7 +46,7 @@ class WrappedForward:
         self.make_context = make_context
         self.outputs_in_fp32 = outputs_in_fp32
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         with self.make_context():
             outputs = self.forward(*args, **kwargs)
         return convert_to_fp32(outputs) if self.outputs_in_fp32 else outputs

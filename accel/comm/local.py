@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from accel.comm.base import Communicator, ReduceOp
+
+T = TypeVar("T")
 
 
 def scaled(total: torch.Tensor, op: ReduceOp, world_size: int, scale: float) -> torch.Tensor:
@@ -41,7 +43,7 @@ class LocalCommunicator(Communicator):
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone()
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: T) -> list[T]:
         return [value]
 
     def all_reduce(
@@ -54,7 +56,7 @@ class LocalCommunicator(Communicator):
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         return tensor.detach().clone()
 
-    def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
+    def broadcast_objects(self, values: list[T], source: int = 0) -> list[T]:
         return list(values)
 
     def post(self, key: str, value: str) -> None:

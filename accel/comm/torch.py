@@ -14,7 +14,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from accel.errors import StateError
 if TYPE_CHECKING:
     from accel.planning.plan import Plan
 
+T = TypeVar("T")
 OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -212,9 +213,9 @@ class TorchCommunicator(Communicator):
         _all_gather_single(gathered, flat)
         return gathered.view(tensor.dtype).view(shape).to(tensor.device)
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: T) -> list[T]:
         self._require_open()
-        values: list[Any] = [None] * self.world_size
+        values = [value] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
@@ -236,7 +237,7 @@ class TorchCommunicator(Communicator):
         dist.broadcast(flat, src=source)
         return flat.view(tensor.dtype).view(tensor.shape).to(tensor.device)
 
-    def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
+    def broadcast_objects(self, values: list[T], source: int = 0) -> list[T]:
         self._require_open()
         received = list(values)
         dist.broadcast_object_list(received, src=source)
@@ -261,8 +262,7 @@ class TorchCommunicator(Communicator):
             return
         live = [one for one in _RENDEZVOUS.callbacks if one() not in (None, let_go)]
         weak = inspect.ismethod(let_go)
-        reference: Callable[[], Any] = weakref.WeakMethod(let_go) if weak else lambda: let_go
-        _RENDEZVOUS.callbacks = [*live, reference]
+        _RENDEZVOUS.callbacks = [*live, weakref.WeakMethod(let_go) if weak else lambda: let_go]
 
     def close(self) -> None:
         """Wait for the device and for every rank, then leave the group (if it was built here)."""

@@ -203,7 +203,9 @@ class ProfileKwargs(KwargsHandler):
             )
         problems.raise_if()
 
-    def build(self, on_trace_ready: Callable[[Any], None] | None = None) -> torch.profiler.profile:
+    def build(
+        self, on_trace_ready: Callable[[torch.profiler.profile], None] | None = None
+    ) -> torch.profiler.profile:
         """Build a profiler with this configuration.
 
         Activities of a device that this machine has not are skipped, with a warning.

@@ -72,7 +72,7 @@ class TorchTensorParallelPlugin:
         problems.raise_if()
 
 
-def plan_problems(where: str, plan: Any) -> list[Problem]:
+def plan_problems(where: str, plan: object) -> list[Problem]:
     """Return the problems of the form of a plan, which messages call `where`."""
     if not isinstance(plan, Mapping) or not plan:
         rule = "it maps names of modules to styles"

@@ -16,6 +16,7 @@ from accel.config.training import (
     TorchDynamoPlugin,
 )
 from accel.enums import DynamoBackend, PrecisionType, RNGType
+from accel.planning.spec import Plugins
 from accel.strategies.table import plugins
 
 
@@ -34,8 +35,8 @@ class Arguments:
     cpu: bool = False
     device: str | None = None
     dataloader_config: DataLoaderConfiguration | None = None
-    plugins: Mapping[str, Any] = field(default_factory=dict)
-    strategy_plugins: Sequence[Any] = ()
+    plugins: Plugins = field(default_factory=dict)
+    strategy_plugins: Sequence[object] = ()
     rng_types: Sequence[str | RNGType] | None = None
     project_dir: str | os.PathLike[str] | None = None
     logging_dir: str | os.PathLike[str] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from accel.env import Environment
 from accel.errors import ConfigError, Problems, nearest, unknown_choice
 from accel.parallel import ParallelDims
 from accel.planning.arguments import Arguments
-from accel.planning.spec import Request, StrategySpec
+from accel.planning.spec import Plugins, Request, StrategySpec
 from accel.planning.strategy import Choice, choose
 from accel.strategies.table import specs
 
@@ -91,7 +91,7 @@ class Plan:
     backend: str | None
     strategy: str
     spec: StrategySpec
-    plugins: Mapping[str, Any]
+    plugins: Plugins
     parallel_dims: ParallelDims
     distributed_type: DistributedType
     mixed_precision: str

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from accel.config.handlers import KwargsHandler
 from accel.config.training import TorchDynamoPlugin
 from accel.enums import DistributedType
 from accel.env import Environment
 from accel.errors import ConfigError, NotBuiltError, Problem, not_built
 from accel.parallel import ParallelDims, data_parallel
 
+Plugin = TypeVar("Plugin")
 # The plugins of a run that are on, by name.
 Plugins = Mapping[str, Any]
 # What a run decides beside its plugins: (value, source for messages) by name. The names are
 # micro_batch_size, global_batch_size, accumulation_steps and clip_grad_norm.
-Decided = Mapping[str, tuple[Any, str]]
+Decided = Mapping[str, tuple[object, str]]
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,16 @@ class PluginSpec:
     """
 
     name: str
-    kind: type[Any] | None
+    kind: type[object] | None
     label: str = ""
     reported: DistributedType | None = None
     argument: str = ""
     aliases: tuple[str, ...] = ()
     switch: str = ""
     prefixes: tuple[str, ...] = ()
-    read: Callable[[Any, Mapping[str, str]], Any] | None = None
-    adopt: Callable[[Any, Decided], Any] | None = None
-    frozen_fields: Callable[[Any], Mapping[str, Any]] | None = None
+    read: Callable[[object, Mapping[str, str]], object] | None = None
+    adopt: Callable[[Any, Decided], object] | None = None
+    frozen_fields: Callable[[Any], Mapping[str, object]] | None = None
     callables: tuple[str, ...] = ()
     shared: bool = False
 
@@ -67,7 +69,7 @@ class PluginSpec:
             if self.prefixes and name.startswith(self.prefixes) and text.strip()
         }
 
-    def resolved(self, given: Any, environment: Environment) -> Any:
+    def resolved(self, given: object, environment: Environment) -> object:
         """Return the plugin, filled from the environment.
 
         Args:
@@ -84,15 +86,15 @@ class PluginSpec:
             raise NotBuiltError(not_built(self.argument or self.name, remedy))
         if given is None:
             return self.kind()
-        require_kind(self.argument or "strategy_plugins", given, self.kind)
-        return given
+        return require_kind(self.argument or "strategy_plugins", given, self.kind)
 
 
-def require_kind(where: str, given: Any, kind: type[Any]) -> None:
-    """Raise `ConfigError` unless `given` is a plugin of the class `kind`."""
+def require_kind(where: str, given: object, kind: type[Plugin]) -> Plugin:
+    """Return `given`, or raise `ConfigError` if it is no plugin of the class `kind`."""
     if not isinstance(given, kind):
         name = kind.__name__
         raise ConfigError.of(f"{where}={given!r}", f"it is a {name}", f"Give {where}={name}(…).")
+    return given
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class StrategySpec:
     place: str
     plugins: tuple[PluginSpec, ...] = ()
     is_default: Callable[[int], bool] = lambda world_size: False
-    handlers: tuple[type[Any], ...] = ()
+    handlers: tuple[type[KwargsHandler], ...] = ()
     owns_precision: bool = False
     owns_accumulation: bool = False
     owns_parameters: bool = False

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from accel.env import Environment
 from accel.errors import ConfigError, Problems, nearest
@@ -54,7 +53,7 @@ def choose(arguments: Arguments, environment: Environment, found: Problems) -> C
         found: takes what is wrong: two strategies on, a plugin of another class.
     """
     given = _given(arguments, found)
-    on: dict[str, Any] = {}
+    on: dict[str, object] = {}
     requested: list[str] = []
     for plugin in plugins():
         try:
@@ -93,11 +92,11 @@ def _switched_on(plugin: PluginSpec, environment: Environment) -> bool:
     return bool(plugin.switch) and environment.flag(plugin.switch)
 
 
-def _given(arguments: Arguments, found: Problems) -> Mapping[str, Any]:
-    given: dict[str, Any] = {}
+def _given(arguments: Arguments, found: Problems) -> Mapping[str, object]:
+    given: dict[str, object] = {}
     sources: dict[str, str] = {}
 
-    def put(plugin: PluginSpec, value: Any, source: str) -> None:
+    def put(plugin: PluginSpec, value: object, source: str) -> None:
         if plugin.name in given:
             found.add(
                 f"{sources[plugin.name]} with {source}",

@@ -40,11 +40,11 @@ class StepScaler(torch.amp.GradScaler):
         self._forget_optimizers()
 
     def _forget_optimizers(self) -> None:
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._unscaled: set[int] = set()  # ids of optimizers, until the next loss is scaled
         self._stepped: set[int] = set()
         # Parameters of no optimizer that were clipped: whether they are unscaled.
-        self._loose: Any = WeakIdKeyDictionary()
+        self._loose: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the gradients of `optimizer` follow the scale; done by its first step at the latest.
@@ -104,7 +104,9 @@ class StepScaler(torch.amp.GradScaler):
     def _any_unscaled(self) -> bool:
         return bool(self._unscaled) or any(self._loose.values())
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+    def step(
+        self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
+    ) -> float | None:
         """Step `optimizer` by unscaled gradients, unless they overflowed."""
         result = super().step(optimizer, *args, **kwargs)
         if self._enabled:
@@ -226,23 +228,23 @@ class StepScaler(torch.amp.GradScaler):
         self.flush()
         return super().get_scale()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return scale, factors and the count of steps without overflow."""
         self.flush()
         return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Take over what `state_dict` returned."""
         self.flush()
         with self._held_gradients_follow():
             super().load_state_dict(state_dict)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         self.flush()
         left = ("_known", "_unscaled", "_stepped", "_loose")  # a copy has optimizers of its own
         return {k: v for k, v in super().__getstate__().items() if k not in left}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._forget_optimizers()
 
@@ -295,7 +297,7 @@ class AmpPrecision(Precision):
         self.device_type = device_type
         self.handler = autocast
 
-    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
         chosen = handler or self.handler
         return torch.autocast(
             self.device_type,

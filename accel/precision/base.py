@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,7 +27,7 @@ class Precision:
     name = "no"
     dtype: torch.dtype | None = None
 
-    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
         """Return the context of a forward pass; `handler` takes the place of the run's own."""
         return contextlib.nullcontext()
 

@@ -73,7 +73,7 @@ class Sync:
         """Return a context whose backward reduces gradients after forwards under `no_sync`."""
         return contextlib.nullcontext()
 
-    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[None]:
+    def join(self, joinables: Sequence[object]) -> AbstractContextManager[None]:
         """Return a context in which ranks may see different numbers of batches."""
         return contextlib.nullcontext()
 

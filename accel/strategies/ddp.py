@@ -43,19 +43,22 @@ if TYPE_CHECKING:
     from accel.precision.base import Precision
 
 
-def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
+CommHook = Callable[..., torch.futures.Future[torch.Tensor]]
+
+
+def _renamed(hook: CommHook) -> CommHook:
     """Return `hook` under another name: torch refuses bf16 by name without a GPU; gloo can."""
     return lambda state, bucket: hook(state, bucket)
 
 
-HOOKS: dict[Hook, Callable[..., Any]] = {
+HOOKS: dict[Hook, CommHook] = {
     Hook.NO: default_hooks.allreduce_hook,
     Hook.FP16: default_hooks.fp16_compress_hook,
     Hook.BF16: _renamed(default_hooks.bf16_compress_hook),
     Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
     Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
 }
-WRAPPERS: dict[Hook, Callable[..., Any]] = {
+WRAPPERS: dict[Hook, Callable[[CommHook], CommHook]] = {
     Hook.FP16: default_hooks.fp16_compress_wrapper,
     Hook.BF16: lambda hook: _renamed(default_hooks.bf16_compress_wrapper(hook)),
 }
@@ -105,7 +108,7 @@ class DDPSync(Sync):
         finally:
             model.require_backward_grad_sync = before
 
-    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[None]:
         """Return a context in which ranks that run out of batches shadow the others.
 
         Raises:
@@ -254,7 +257,7 @@ def _wrapped_here() -> list[tuple[DistributedDataParallel, int]]:
     ]
 
 
-def _join_problems(joinables: Sequence[Any]) -> list[Problem]:
+def _join_problems(joinables: Sequence[object]) -> list[Problem]:
     rule = "what takes part is a model that DDP trains, or a ZeroRedundancyOptimizer"
     remedy = "Give the prepared models: join_uneven_inputs([model])."
     if not joinables:

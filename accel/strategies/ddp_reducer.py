@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +49,7 @@ class FollowTrainable:
         self.owner = owner
         self._known: Trainable | None = Trainable(model.module)
 
-    def __call__(self, model: Any, *_: Any) -> None:
+    def __call__(self, model: DistributedDataParallel, *_: object) -> None:
         """Compare what `model` trains with what its reducer knows."""
         if torch.is_grad_enabled():
             self.stepped = ()  # also where this is compiled: written, and not read
@@ -80,7 +79,7 @@ class FollowTrainable:
             rebuild(model, self._known, now)
         self._known = now
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"_known": None, "owner": self.owner}
 
 
@@ -168,7 +167,7 @@ class RefuseUnfrozen:
     def __init__(self, model: torch.nn.Module) -> None:
         self._parameters: list[torch.nn.Parameter] | None = list(model.parameters())
 
-    def __call__(self, model: torch.nn.Module, *_: Any) -> None:
+    def __call__(self, model: torch.nn.Module, *_: object) -> None:
         """Raise where gradients of `model` would be computed."""
         if self._parameters is None:
             self._parameters = list(model.parameters())
@@ -182,7 +181,7 @@ class RefuseUnfrozen:
                 "Unfreeze it before prepare; it may be frozen again afterwards.",
             )
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"_parameters": None}
 
 
@@ -196,7 +195,7 @@ class RefuseUnreduced:
     def __init__(self, ids: Callable[[], set[int]]) -> None:
         self._ids: Callable[[], set[int]] | None = ids
 
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise in the first step if `optimizer` would step by gradients of this rank alone."""
         if self._ids is None:
             return
@@ -221,9 +220,11 @@ class WarnOfBypassed:
         self._followers: Mapping[DistributedDataParallel, FollowTrainable] | None = followers
         self._last: tuple[weakref.ref[torch.Tensor], int] | None = None
         # By model: how many groups the optimizer had, and whether any held parameters of it.
-        self._held: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[int, bool]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Warn, once, before the first such step of `optimizer`."""
         if self._followers is None:  # told already, or of a copy
             return
@@ -257,7 +258,7 @@ class WarnOfBypassed:
         last, version = self._last
         return any(gradient is last() and gradient._version == version for gradient in gradients)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"_followers": None, "_last": None, "_held": None}
 
 

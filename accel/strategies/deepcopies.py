@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -20,7 +20,7 @@ class RefusedCopy:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
-    def __call__(self, memo: Any) -> NoReturn:
+    def __call__(self, memo: object) -> NoReturn:
         raise StateError(str(self.problem))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from accel.config.deepspeed import DeepSpeedPlugin, share_selection
 from accel.config.deepspeed_claims import Claims
@@ -32,16 +31,17 @@ DECIDED = {
 }
 
 
-def _read(given: Any, variables: Mapping[str, str]) -> Mapping[str, DeepSpeedPlugin]:
+def _read(given: object, variables: Mapping[str, str]) -> Mapping[str, DeepSpeedPlugin]:
     """Return the plugins by name, filled from the environment; one of them is selected."""
     given = DeepSpeedPlugin() if given is None else given
-    named = dict(given) if isinstance(given, Mapping) else {"default": given}
+    by_name = given if isinstance(given, Mapping) else {"default": given}
+    named: dict[str, DeepSpeedPlugin] = {}
     found = Problems()
-    if not named:
+    if not by_name:
         found.add("deepspeed_plugins={}", "there is one plugin at least", "Give one, or None.")
-    for name, plugin in named.items():
+    for name, value in by_name.items():
         try:
-            require_kind(f"deepspeed_plugins[{name!r}]", plugin, DeepSpeedPlugin)
+            named[name] = require_kind(f"deepspeed_plugins[{name!r}]", value, DeepSpeedPlugin)
         except ConfigError as error:
             found.take(error)
     found.raise_if()
@@ -73,7 +73,7 @@ def _frozen_fields(plugin: DeepSpeedPlugin) -> dict[str, Config]:
     return {"hf_ds_config": HfDeepSpeedConfig(plugin.hf_ds_config).config}
 
 
-def _value(plugins: Plugins, key: str) -> Any:
+def _value(plugins: Plugins, key: str) -> object:
     plugin = active(plugins.get(NAME))
     return None if plugin is None else plugin.get_value(key)
 

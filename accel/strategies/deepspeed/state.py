@@ -217,14 +217,14 @@ def _scalar(basic: torch.optim.Optimizer, value: float | torch.Tensor) -> int | 
     """Return a count of steps as the optimizer keeps it: torch's in tensors, DeepSpeed's not."""
     if type(basic).__module__.startswith("deepspeed"):
         return int(value)
-    return _copy(value) if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+    return value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
 
 
 def _is_flat(value: object, flat: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == flat.shape and value.dim() > 0
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> object:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 

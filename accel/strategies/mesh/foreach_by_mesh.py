@@ -37,13 +37,13 @@ def step_by_mesh(optimizer: torch.optim.Optimizer) -> None:
     _split_by_mesh.add(optimizer)
     saved: list[tuple[list[Group], list[list[Group]]]] = []
 
-    def restore(own: torch.optim.Optimizer, *_: Any) -> None:
+    def restore(own: torch.optim.Optimizer, *_: object) -> None:
         if saved:  # hooks are called twice where a subclass calls its parent's step
             own.param_groups, splits = saved.pop()
             for group, parts in zip(own.param_groups, splits, strict=True):
                 _merge(group, parts)
 
-    def split(own: torch.optim.Optimizer, *_: Any) -> None:
+    def split(own: torch.optim.Optimizer, *_: object) -> None:
         restore(own)  # a parent's step, or one after a step that failed
         splits = [list(_by_mesh(group)) for group in own.param_groups]
         saved.append((own.param_groups, splits))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin, from_variables
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
@@ -23,17 +22,16 @@ FSDP, TENSOR_PARALLEL = "fsdp", "tensor_parallel"
 PREFIX = "FSDP_"
 
 
-def _read(given: Any, variables: Mapping[str, str]) -> FullyShardedDataParallelPlugin:
+def _read(given: object, variables: Mapping[str, str]) -> FullyShardedDataParallelPlugin:
     """Return the FSDP plugin, with the fields that it leaves open from the environment.
 
     A field that says how parameters are sharded or wrapped decides for its group of fields.
     """
-    if given is not None:
-        require_kind("fsdp_plugin", given, FullyShardedDataParallelPlugin)
+    kind = FullyShardedDataParallelPlugin
+    plugin = None if given is None else require_kind("fsdp_plugin", given, kind)
     fields = from_variables({name.removeprefix(PREFIX): text for name, text in variables.items()})
-    if given is None:
-        return FullyShardedDataParallelPlugin(**fields)
-    plugin: FullyShardedDataParallelPlugin = given
+    if plugin is None:
+        return kind(**fields)
     for group in TOGETHER:
         if any(getattr(plugin, name) is not None for name in group):
             fields = {name: value for name, value in fields.items() if name not in group}

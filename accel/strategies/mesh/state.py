@@ -104,7 +104,7 @@ def full_tensor(value: torch.Tensor) -> torch.Tensor:
     return cast("DTensor", value.detach()).full_tensor().cpu()
 
 
-def full_tensors(value: Any) -> Any:
+def full_tensors(value: object) -> object:
     """Return nested dicts, lists and tuples with every tensor in full; collective."""
     if isinstance(value, dict):
         return {key: full_tensors(entry) for key, entry in value.items()}
@@ -137,7 +137,7 @@ def shard_weight(value: torch.Tensor, target: object) -> torch.Tensor:
     return value
 
 
-def shard_like(value: Any, target: torch.Tensor | None) -> Any:
+def shard_like(value: object, target: torch.Tensor | None) -> object:
     """Return `value` sharded like `target` where it is a full tensor of the same shape."""
     if not isinstance(target, DTensor) or not isinstance(value, torch.Tensor):
         return value
@@ -145,7 +145,7 @@ def shard_like(value: Any, target: torch.Tensor | None) -> Any:
     return shard(value, target) if is_full else value
 
 
-def shard_state(entry: Any, target: torch.Tensor | None) -> Any:
+def shard_state(entry: object, target: torch.Tensor | None) -> object:
     """Return an optimizer's state of one parameter, sharded like `target`."""
     if not isinstance(entry, dict):
         return shard_like(entry, target)

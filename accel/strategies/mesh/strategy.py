@@ -9,7 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 import torch.distributed as dist
@@ -224,7 +224,7 @@ class MeshStrategy(Strategy):
 
     # -- the step --------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """Compute gradients; average those of ignored modules where a model's are reduced."""
         loss.backward(**kwargs)
         for model, parameters in self._ignored.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -57,7 +57,7 @@ class MeshSync(Sync):
         elif id(model) not in self._resharding:
             self._resharding[id(model)] = keep_unsharded(model)
 
-    def join(self, joinables: Sequence[Any]) -> NoReturn:
+    def join(self, joinables: Sequence[object]) -> NoReturn:
         """Refuse: every rank takes part in each all-gather."""
         raise ConfigError.of(
             f"join_uneven_inputs with {self._name}",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -235,14 +235,14 @@ def sum_gradients(owner: torch.nn.Module, name: str, mesh: DeviceMesh) -> None:
         mesh: 1-D, the tensor-parallel axis.
     """
 
-    def enter(module: torch.nn.Module, inputs: Any) -> None:
+    def enter(module: torch.nn.Module, inputs: object) -> None:
         parameter = parameter_table(module)[name]  # at present, as FSDP2 may have gathered it
         if parameter is not None:
             same = DTensor.from_local(parameter, mesh, [Replicate()], run_check=False)
             # An attribute of the instance hides the parameter of that name, which stays registered.
             module.__dict__[name] = same.to_local(grad_placements=[Partial()])
 
-    def leave(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+    def leave(module: torch.nn.Module, inputs: object, outputs: object) -> None:
         module.__dict__.pop(name, None)
 
     owner.register_forward_pre_hook(enter)
@@ -267,7 +267,7 @@ def check_first_step(
         return
     waiting = [True]
 
-    def compare(own: torch.optim.Optimizer, *_: Any) -> None:
+    def compare(own: torch.optim.Optimizer, *_: object) -> None:
         if waiting:
             waiting.clear()
             unequal = _unequal(list(_replicated_parameters(own)), mesh[TP], comm)

@@ -8,7 +8,7 @@ Source: https://github.com/pytorch/pytorch/tree/v2.13.0/torch/distributed/fsdp/_
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch.distributed._composable.checkpoint_activation import checkpoint
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp.wrap import _Policy
 
+T = TypeVar("T")
 Models = Iterable[torch.nn.Module]
 
 
@@ -49,7 +50,7 @@ def make_root(model: FSDPModule) -> None:
     model._get_fsdp_state()._lazy_init()
 
 
-def reduce_gradients_after(model: FSDPModule, outputs: Any) -> Any:
+def reduce_gradients_after(model: FSDPModule, outputs: T) -> T:
     """Return `outputs` of a submodule; their backward pass ends by reducing the gradients of model.
 
     FSDP2 does so with the outputs of `model` itself.
@@ -151,7 +152,7 @@ def infer_dtypes_when_unfrozen(model: torch.nn.Module) -> None:
     """
     frozen = list(param_groups([model]))
 
-    def infer(*_: Any) -> None:
+    def infer(*_: object) -> None:
         for group in list(frozen):
             if any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params):
                 group._init_mp_dtypes()
