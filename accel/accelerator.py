@@ -23,17 +23,18 @@ from accel.config.training import (
     TorchDynamoPlugin,
 )
 from accel.enums import DynamoBackend, PrecisionType, RNGType
+from accel.imports import load_attribute
 from accel.optimizer import AcceleratedOptimizer
 from accel.parallel import ParallelDims
 from accel.planning.arguments import Arguments
 from accel.planning.plan import Plan, resolve
-from accel.precision.build import build_precision
+from accel.precision.amp import build_precision
 from accel.preparation import Preparation
 from accel.prepared import Objects
 from accel.processes import ProcessControl
 from accel.scheduler import AcceleratedScheduler
 from accel.state import AcceleratorState, GradientState, current_environment, settled_arguments
-from accel.strategies.build import build_strategy
+from accel.strategies.base import Strategy
 from accel.trackers.base import GeneralTracker
 from accel.trackers.group import TrackerGroup
 from accel.trackers.table import Choice, Wanted, filter_trackers
@@ -144,7 +145,8 @@ class Accelerator(ProcessControl):
         self.comm = self.state.comm
         self.device = self.state.device
         self.precision = build_precision(plan)
-        self.strategy = build_strategy(plan, self.comm, self.device, self.precision)
+        kind: type[Strategy] = load_attribute(plan.spec.place)  # imported only where it is chosen
+        self.strategy = kind(plan, self.comm, self.device, self.precision)
         objects = Objects()
         self.accumulation = Accumulation(plan, self.strategy, objects)
         self.preparation = Preparation(plan, self.strategy, self.accumulation, objects)

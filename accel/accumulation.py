@@ -27,11 +27,6 @@ Batch = TypeVar("Batch")
 class Accumulation:
     """Windows of micro-batches, their backward passes and the clipping of their gradients.
 
-    Args:
-        plan: the resolved configuration.
-        strategy: how models are distributed.
-        objects: what was prepared.
-
     Attributes:
         device_placement: whether micro-batches, and objects that are prepared from now on, are
             moved to the device.

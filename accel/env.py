@@ -31,15 +31,7 @@ def read(name: str, default: str | None = None) -> str | None:
 
 
 def flag(name: str, variables: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the variable `name` says yes; unset and empty say no.
-
-    Args:
-        name: of the variable.
-        variables: where it is looked up.
-
-    Raises:
-        ConfigError: if it says neither yes nor no.
-    """
+    """Return whether the variable `name` says yes; unset and empty say no, else `ConfigError`."""
     text = variables.get(name, "")
     value = parse_bool(text) if text.strip() else False
     if value is None:
@@ -52,11 +44,7 @@ def flag(name: str, variables: Mapping[str, str] = os.environ) -> bool:
 
 
 def optional_flag(name: str) -> bool | None:
-    """Return whether the variable `name` says yes; None where it is unset or empty.
-
-    Raises:
-        ConfigError: if it says neither yes nor no.
-    """
+    """Return whether the variable `name` says yes; None where it is unset or empty."""
     return flag(name) if os.environ.get(name, "").strip() else None
 
 
@@ -191,20 +179,12 @@ class Environment:
         return None not in (self.rank, self.master_addr, self.master_port)
 
     def flag(self, name: str) -> bool:
-        """Return whether the variable `name` says yes; unset and empty say no.
-
-        Raises:
-            ConfigError: if it says neither yes nor no.
-        """
+        """Return whether the variable `name` says yes; unset and empty say no."""
         return flag(name, self.variables)
 
     @classmethod
     def read(cls) -> Environment:
-        """Return a snapshot of the variables.
-
-        Raises:
-            ConfigError: if a number or a switch is none.
-        """
+        """Return a snapshot, or raise `ConfigError` for a number or switch that is none."""
         return cls(
             rank=integer("RANK"),
             local_rank=integer("LOCAL_RANK"),

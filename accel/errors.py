@@ -39,13 +39,7 @@ class Problem:
 
 
 def unknown_choice(where: str, value: object, known: Iterable[str]) -> Problem:
-    """Return the problem that `value` is none of the choices.
-
-    Args:
-        where: what was set, e.g. ``"mixed_precision"``.
-        value: what it was set to.
-        known: the choices.
-    """
+    """Return the problem that `value`, given in `where`, is none of the choices `known`."""
     names = [str(name) for name in known]
     rule = f"it is one of {', '.join(names)}"
     return Problem(f"{where}={value!r}", rule, nearest(str(value), names))
@@ -63,11 +57,8 @@ class AccelError(Exception):
 class ConfigError(AccelError, ValueError):
     """The request contradicts itself, the machine or the schema.
 
-    Args:
-        problems: everything found wrong, reported together.
-
     Attributes:
-        problems: the same, as a tuple.
+        problems: everything found wrong, reported together.
     """
 
     def __init__(self, *problems: Problem) -> None:
@@ -167,13 +158,7 @@ class DistributedOperationException(AccelError, RuntimeError):
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the valid name that is most similar to `name`, or None.
-
-    Args:
-        name: what was typed.
-        known: the valid names.
-        cutoff: least similarity, from 0 to 1.
-    """
+    """Return the one of `known` most similar to `name`, by `cutoff` (0 to 1) at least, or None."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
@@ -185,12 +170,7 @@ def did_you_mean(*candidates: str) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the sentence that helps a person who mistyped `name`.
 
-    Args:
-        name: what was typed.
-        known: the valid names.
-
-    Returns:
-        ``"Did you mean 'x'?"`` where a valid name is close, else the list of valid names.
+    That is ``"Did you mean 'x'?"`` where one of `known` is close, else the list of them.
     """
     names = [str(candidate) for candidate in known]
     # A transposition in a short name ("cnm" for "cnn") falls below the usual ratio.

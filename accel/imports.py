@@ -37,16 +37,13 @@ def is_available(package: str) -> bool:
 def require(
     module: str, needed_for: str, package: str | None = None, extra: str | None = None
 ) -> ModuleType:
-    """Import an optional package.
+    """Import an optional package and return it.
 
     Args:
         module: its import name.
         needed_for: what asks for it, for the message.
         package: its name in the package index, where that differs.
         extra: the extra of this distribution that brings it.
-
-    Returns:
-        The module.
 
     Raises:
         MissingPackageError: if it is not installed.

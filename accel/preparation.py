@@ -32,14 +32,7 @@ PREPARED = (AcceleratedOptimizer, AcceleratedScheduler, PreparedLoader)
 
 
 class Preparation:
-    """Prepares objects for a run, and holds what it prepared.
-
-    Args:
-        plan: the resolved configuration.
-        strategy: how models are distributed.
-        accumulation: says whether objects are moved; starts again when everything is released.
-        objects: takes what is prepared.
-    """
+    """Prepares objects for a run, and holds what it prepared."""
 
     def __init__(
         self, plan: Plan, strategy: Strategy, accumulation: Accumulation, objects: Objects
@@ -253,10 +246,8 @@ class Preparation:
         for index, optimizer in enumerate(optimizers):
             strange = [p for p in parameters_of(optimizer) if id(p) not in known]
             replaced = sum(id(p) in before for p in strange)
-            apart = sum(
-                self._plan.world_size > 1 or p.device.type != self._plan.device.type
-                for p in strange
-            )
+            several, here = self._plan.world_size > 1, self._plan.device.type
+            apart = sum(several or p.device.type != here for p in strange)
             if replaced or apart:
                 problems.append(_parameter_problem(index, len(strange), replaced > 0))
         ConfigError.raise_if(problems)

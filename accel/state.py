@@ -10,8 +10,7 @@ import weakref
 from typing import Any, ClassVar, NoReturn
 
 from accel.comm.connect import connect
-from accel.config import deepspeed_plugins
-from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed import DeepSpeedPlugin, active, named
 from accel.config.handlers import InitProcessGroupKwargs
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel.device import default_device_type, use_device
@@ -190,7 +189,7 @@ class AcceleratorState(SharedState):
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """DeepSpeed's active plugin, which the next `prepare` follows; None where it is off."""
-        return deepspeed_plugins.active(self.deepspeed_plugins)
+        return active(self.deepspeed_plugins)
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """Return the plugin called `name`.
@@ -201,7 +200,7 @@ class AcceleratorState(SharedState):
         Raises:
             ConfigError: if there is none.
         """
-        return deepspeed_plugins.named(self.deepspeed_plugins, name)
+        return named(self.deepspeed_plugins, name)
 
     def select_deepspeed_plugin(self, name: str) -> None:
         """Make the plugin called `name` the active one, which the next `prepare` follows.
@@ -306,9 +305,8 @@ class GradientState:
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes work together; builds a `PartialState` if there is none."""
-        return (
-            AcceleratorState if AcceleratorState._shared_state else PartialState
-        )().distributed_type
+        kind = AcceleratorState if AcceleratorState._shared_state else PartialState
+        return kind().distributed_type
 
     @property
     def plugin_kwargs(self) -> dict[str, object]:

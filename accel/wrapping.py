@@ -28,11 +28,6 @@ class WrappedForward:
 
     An object and not a closure: a deep copy of the module (an average of its weights, say) then
     calls the copy's own `forward`, not the original's.
-
-    Args:
-        forward: the bound method of the module.
-        make_context: gives a fresh context for each call.
-        outputs_in_fp32: whether outputs are converted.
     """
 
     def __init__(
@@ -55,12 +50,12 @@ class WrappedForward:
 def wrap_forward(
     model: torch.nn.Module, make_context: MakeContext, outputs_in_fp32: bool = True
 ) -> None:
-    """Run `model.forward` in a context and return fp32; done once at most.
+    """Run `model.forward` in a context and return fp32, or the computed dtype; done once at most.
 
     Args:
         model: any module.
         make_context: gives a fresh context for each call.
-        outputs_in_fp32: whether outputs are converted, or keep the computed dtype.
+        outputs_in_fp32: whether outputs are converted.
     """
     if not isinstance(model.__dict__.get("forward"), WrappedForward):
         model.forward = WrappedForward(model.forward, make_context, outputs_in_fp32)

@@ -12,13 +12,9 @@ T = TypeVar("T")
 
 
 def scaled(total: torch.Tensor, op: ReduceOp, world_size: int, scale: float) -> torch.Tensor:
-    """Return the sum `total` as `op` wants it, times `scale`.
+    """Return the sum, minimum or maximum `total` over ranks as `op` wants it, times `scale`.
 
-    Args:
-        total: sum, minimum or maximum over ranks.
-        op: with "mean", `total` is divided by `world_size`; integers become floating.
-        world_size: number of ranks.
-        scale: factor; 1.0 leaves the type as it is.
+    In a mean, integers become floating; a scale of 1.0 leaves the type as it is.
     """
     if op == "mean":
         total = total / world_size

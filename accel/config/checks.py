@@ -21,13 +21,8 @@ def check_minimum(owner: object, name: str, minimum: float, problems: list[Probl
     """Add a problem if the field `name` of `owner` is a number below `minimum`."""
     value = getattr(owner, name)
     if value is not None and value < minimum:
-        problems.append(
-            Problem(
-                f"{type(owner).__name__}.{name}={value!r}",
-                f"it is at least {minimum}",
-                f"Give {name}={minimum} or more.",
-            )
-        )
+        where, rule = f"{type(owner).__name__}.{name}={value!r}", f"it is at least {minimum}"
+        problems.append(Problem(where, rule, f"Give {name}={minimum} or more."))
 
 
 def as_enum(owner: object, name: str, kind: type[BaseEnum]) -> None:

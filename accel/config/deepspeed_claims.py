@@ -12,9 +12,6 @@ from accel.errors import Problems
 class Claims:
     """Merge DeepSpeed's configuration with the plugin's fields and the values of the run.
 
-    Args:
-        plugin: the active plugin.
-
     Attributes:
         config: a copy of its nested dictionary.
         problems: values that are given twice and differ.

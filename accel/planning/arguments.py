@@ -52,11 +52,7 @@ class Arguments:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Arguments:
-        """Return the arguments among the local names of a function that takes them.
-
-        Args:
-            given: by name; a plugin by the argument that the table of strategies has for it.
-        """
+        """Return the arguments among `given`, the local names of a function that takes them."""
         known = {field.name for field in dataclasses.fields(cls)} - {"plugins"}
         names = [name for plugin in plugins() for name in (plugin.argument, *plugin.aliases)]
         return cls(

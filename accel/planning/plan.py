@@ -123,9 +123,6 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
         arguments: what the caller asks for.
         environment: what the launcher and the person set.
 
-    Returns:
-        The plan.
-
     Raises:
         ConfigError: naming everything that contradicts itself or the machine.
         NotBuiltError: if all there is to say is that an option does not exist yet.

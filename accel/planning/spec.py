@@ -70,11 +70,7 @@ class PluginSpec:
         }
 
     def resolved(self, given: object, environment: Environment) -> object:
-        """Return the plugin, filled from the environment.
-
-        Args:
-            given: as an argument; None: the switch in the environment is on.
-            environment: what is set.
+        """Return the plugin, filled from the environment; `given` is None where its switch is on.
 
         Raises:
             ConfigError: naming every value that makes no sense.

@@ -45,12 +45,9 @@ class Choice:
 
 
 def choose(arguments: Arguments, environment: Environment, found: Problems) -> Choice:
-    """Return the strategy that is switched on.
+    """Return the strategy that is switched on; an argument goes before the environment.
 
-    Args:
-        arguments: what the caller asks for.
-        environment: what the launcher set; an argument goes before it.
-        found: takes what is wrong: two strategies on, a plugin of another class.
+    `found` takes what is wrong: two strategies on, a plugin of another class.
     """
     given = _given(arguments, found)
     on: dict[str, object] = {}
@@ -77,11 +74,7 @@ def selected(on: Plugins, world_size: int) -> Choice:
 
 
 def conflicts(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of plugins that belong to different strategies.
-
-    Args:
-        names: the plugins that are on.
-    """
+    """Yield the pairs of plugins, of those that are on, that belong to different strategies."""
     owners = {plugin.name: spec.name for spec in specs() for plugin in spec.plugins}
     for first, second in itertools.combinations(names, 2):
         if owners[first] != owners[second]:

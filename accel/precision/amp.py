@@ -6,16 +6,19 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.config.handlers import AutocastKwargs
-from accel.errors import StateError
+from accel.errors import ConfigError, StateError, unknown_choice
 from accel.precision.base import COMPUTE_DTYPES, Precision
 from accel.wrapping import wrap_forward
+
+if TYPE_CHECKING:
+    from accel.planning.plan import Plan
 
 
 class StepScaler(torch.amp.GradScaler):
@@ -47,11 +50,7 @@ class StepScaler(torch.amp.GradScaler):
         self._loose: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the gradients of `optimizer` follow the scale; done by its first step at the latest.
-
-        Args:
-            optimizer: of torch, or anything with parameter groups.
-        """
+        """Let the gradients of `optimizer` follow the scale; its first step does so at last."""
         if optimizer not in self._known:
             self._known.add(optimizer)
             self._unscaled.discard(id(optimizer))  # of one that is gone
@@ -75,11 +74,7 @@ class StepScaler(torch.amp.GradScaler):
         self._unscaled.add(id(optimizer))
 
     def unscale_loose(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Divide gradients of parameters that no optimizer holds by the scale, once a step.
-
-        Args:
-            parameters: with gradients or without.
-        """
+        """Divide gradients of parameters that no optimizer holds by the scale, once a step."""
         chosen = [p for p in parameters if p.grad is not None and not self._loose.get(p)]
         if self._scale is not None and chosen:
             self._multiply(self._gradients(chosen), self._scale.double().reciprocal().float())
@@ -88,13 +83,9 @@ class StepScaler(torch.amp.GradScaler):
     def skip_unless_finite(
         self, norm: torch.Tensor, optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
-        """Let none of `optimizers` step where the norm by which all are clipped is not finite.
+        """Let none of `optimizers` step where the norm [] by which all are clipped is not finite.
 
         Their gradients were multiplied by it, also those of optimizers without an overflow.
-
-        Args:
-            norm: [] of the gradients of all of them.
-            optimizers: whose gradients are unscaled.
         """
         overflow = (~torch.isfinite(norm.detach())).float()
         for optimizer in optimizers:
@@ -308,3 +299,13 @@ class AmpPrecision(Precision):
 
     def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
         wrap_forward(model, self.autocast, outputs_in_fp32)
+
+
+def build_precision(plan: Plan) -> Precision:
+    """Return the number format that `plan` names."""
+    name = plan.mixed_precision
+    if name == "no":
+        return Precision()
+    if name in COMPUTE_DTYPES:
+        return AmpPrecision(name, plan.device_type, plan.autocast)
+    raise ConfigError(unknown_choice("mixed_precision", name, ("no", *COMPUTE_DTYPES)))

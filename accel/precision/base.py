@@ -32,9 +32,4 @@ class Precision:
         return contextlib.nullcontext()
 
     def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
-        """Make `model.forward` compute under autocast, if the format wants it.
-
-        Args:
-            model: any module.
-            outputs_in_fp32: whether its outputs are converted.
-        """
+        """Make `model.forward` compute under autocast, if the format does; outputs in fp32 if wanted."""

@@ -127,12 +127,7 @@ class StateIO:
     def footprint(
         self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
     ) -> Footprint:
-        """Return the bytes that this rank holds once a step is made. No collectives.
-
-        Args:
-            models: prepared.
-            optimizers: prepared.
-        """
+        """Return the bytes that this rank holds once a step is made. No collectives."""
         held = [parameter for model in models for parameter in model.parameters()]
         states = [state_bytes(unwrap_optimizer(optimizer)) for optimizer in optimizers]
         return Footprint(
@@ -154,24 +149,13 @@ class StateIO:
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, names: ParameterNames
     ) -> dict[str, Any]:
-        """Return an optimizer's state by parameter name, in full tensors.
-
-        Args:
-            optimizer: prepared.
-            names: the names of all prepared models' parameters.
-        """
+        """Return an optimizer's state, in full tensors, by the names of all models' parameters."""
         return state_by_name(unwrap_optimizer(optimizer), names)
 
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], names: ParameterNames
     ) -> None:
-        """Load what `optimizer_state` returned, from any strategy and world size.
-
-        Args:
-            optimizer: prepared.
-            state: by parameter name, in full tensors.
-            names: the names of all prepared models' parameters.
-        """
+        """Load what `optimizer_state` returned, from any strategy and world size."""
         load_by_name(unwrap_optimizer(optimizer), state, names)
 
 
@@ -283,16 +267,9 @@ class Strategy(ABC):
         loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor],
         accumulation: Accumulation,
     ) -> list[torch.Tensor]:
-        """Compute the gradients of a window of micro-batches; it ends with the last one.
+        """Do what `Accumulation.forward_backward` does; the window ends with the last micro-batch.
 
-        Args:
-            model: prepared.
-            micro_batches: nested data on the host or the device; moved to it one at a time.
-            loss_fn: from `model` and a micro-batch on the device to its loss [].
-            accumulation: of the run.
-
-        Returns:
-            The losses [] of the micro-batches, detached, as `loss_fn` returned them.
+        Micro-batches are moved to the device one at a time.
         """
         losses = []
         last = len(micro_batches) - 1

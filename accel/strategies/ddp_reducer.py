@@ -33,12 +33,8 @@ class FollowTrainable:
 
     Every rank changes its model alike, as every rank runs the same script.
 
-    Args:
-        model: in DDP.
-        owner: number of the strategy that wrapped it; None: the user did.
-
     Attributes:
-        owner: as given; copies of the model keep it.
+        owner: number of the strategy that wrapped the model; None: the user did. Copies keep it.
         stepped: ids of the optimizers that stepped since the latest forward pass with gradients;
             None before the first one.
     """
@@ -100,11 +96,6 @@ def rebuild(model: DistributedDataParallel, before: Trainable, now: Trainable) -
     """Give `model` a reducer of the parameters that it trains now. Called on every rank.
 
     Communication hooks, the static graph, buckets' sizes and all other options stay.
-
-    Args:
-        model: in DDP.
-        before: what the old reducer knows.
-        now: what the new one is to know.
     """
     parameters, sparse = model._build_params_for_reducer()
     _verify_param_shape_across_processes(model.process_group, parameters, model.logger)
@@ -186,11 +177,7 @@ class RefuseUnfrozen:
 
 
 class RefuseUnreduced:
-    """A step pre-hook of an optimizer: looks at its first step, when all models are prepared.
-
-    Args:
-        ids: returns the ids of parameters that no reducer knows.
-    """
+    """A step pre-hook of an optimizer: looks at its first step, when all models are prepared."""
 
     def __init__(self, ids: Callable[[], set[int]]) -> None:
         self._ids: Callable[[], set[int]] | None = ids
@@ -211,9 +198,6 @@ class WarnOfBypassed:
     The reducer averages gradients of forward passes of the prepared model alone. What calls the
     module inside of it (``unwrap_model(model)(x)``, ``model.module.encode(x)``) and nothing else
     trains on each rank's own gradients.
-
-    Args:
-        followers: those of all models in DDP.
     """
 
     def __init__(self, followers: Mapping[DistributedDataParallel, FollowTrainable]) -> None:

@@ -11,11 +11,7 @@ from accel.errors import Problem, StateError
 
 
 class RefusedCopy:
-    """Takes the place of ``__deepcopy__`` of a module, and raises.
-
-    Args:
-        problem: why there is no copy, and what to do.
-    """
+    """Takes the place of ``__deepcopy__`` of a module, and raises."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -27,10 +23,7 @@ class RefusedCopy:
 def refuse_copies(modules: Iterable[torch.nn.Module], name: str, remedy: str) -> None:
     """Let `copy.deepcopy` of each of `modules` raise `StateError`.
 
-    Args:
-        modules: whose parameters are shards.
-        name: of what shards them.
-        remedy: how an average of the weights is kept instead.
+    `name`: of what shards them; `remedy`: how an average of the weights is kept instead.
     """
     refused = RefusedCopy(
         Problem(

@@ -17,9 +17,6 @@ class Trainable:
     """The parameters of a module, and which of them require gradients, as they were seen last.
 
     `changed` runs in each step: it is loops of C over dictionaries that are kept.
-
-    Args:
-        module: the user's own.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

@@ -133,11 +133,8 @@ def initialize_engine(
         model: the user's own.
         optimizer: the user's own, or its placeholder; None: the model is only evaluated.
         schedulers: of which a `DummyScheduler` may build the engine's own.
-        settings: complete.
+        settings: complete; contradictions raise `ConfigError`.
         plan: the resolved configuration of the run.
-
-    Raises:
-        ConfigError: naming every contradiction in `settings`.
     """
     arguments: dict[str, object] = {"model": model, "config": settings.finish()}
     if isinstance(optimizer, DummyOptim):

@@ -40,10 +40,6 @@ SCHEDULES = {
 class Settings(Claims):
     """Resolve DeepSpeed's configuration.
 
-    Args:
-        plugin: the active plugin.
-        plan: the resolved configuration of the run.
-
     Attributes:
         batch_sizes: samples per process and micro-batch, of each prepared loader.
         allows_untested: whether the configuration allows untested optimizers; None: not given.
@@ -70,11 +66,7 @@ class Settings(Claims):
     # -- from the run --------------------------------------------------------------------------
 
     def resolve_run(self, batch_sizes: list[int]) -> None:
-        """Resolve accumulation, precision, clipping and batch sizes.
-
-        Args:
-            batch_sizes: samples per process and micro-batch, of each prepared loader.
-        """
+        """Resolve accumulation, precision, clipping and batch sizes."""
         self.batch_sizes = batch_sizes
         steps = self.plan.accumulation.num_steps or 1
         if ACCUMULATION not in self.plugin.decided:  # else already compared
@@ -125,11 +117,7 @@ class Settings(Claims):
                 self.claim(key, on, source)
 
     def autocast(self, precision: Precision) -> MakeContext:
-        """Return the factory of contexts for forward passes over weights in half precision.
-
-        Args:
-            precision: of the run; its autocast is off where the configuration switches it off.
-        """
+        """Return the factory of contexts for forward passes over weights in half precision."""
         off = value_at(self.config, "torch_autocast.enabled") is False
         return contextlib.nullcontext if off else precision.autocast
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from accel.config.deepspeed import DeepSpeedPlugin, share_selection
+from accel.config.deepspeed import DeepSpeedPlugin, active, share_selection
 from accel.config.deepspeed_claims import Claims
 from accel.config.deepspeed_json import Config, HfDeepSpeedConfig
-from accel.config.deepspeed_plugins import active
 from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem, Problems
 from accel.planning.spec import (
@@ -92,29 +91,25 @@ def _accumulation_steps(plugins: Plugins) -> int | None:
 
 
 def _problems(request: Request) -> list[Problem]:
-    problems = []
+    problems = Problems()
     if request.mixed_precision == "fp16" and request.device_type == "cpu":
-        problems.append(
-            Problem(
-                "mixed_precision='fp16' under DeepSpeed on a CPU",
-                "DeepSpeed computes in fp16 on accelerators only",
-                "Use mixed_precision='bf16' or mixed_precision='no'.",
-            )
+        problems.add(
+            "mixed_precision='fp16' under DeepSpeed on a CPU",
+            "DeepSpeed computes in fp16 on accelerators only",
+            "Use mixed_precision='bf16' or mixed_precision='no'.",
         )
     plugin = active(request.plugins.get(NAME))
     if plugin is None or not plugin.decided:
         return problems
     claims = Claims(plugin)
-    sections = [
-        Problem(
+    problems += claims.problems
+    for name in (name for name in ("optimizer", "scheduler") if name in claims.config):
+        problems.add(
             f"{plugin.place}: {name} with {name}= of the recipe",
             "the recipe decides it",
             f"Take the section {name} out of the configuration.",
         )
-        for name in ("optimizer", "scheduler")
-        if name in claims.config
-    ]
-    return [*problems, *claims.problems, *sections]
+    return problems
 
 
 def _notes(request: Request) -> list[str]:

@@ -262,11 +262,8 @@ def scale_state(engine: DeepSpeedEngine) -> State:
 
 def load_scale_state(engine: DeepSpeedEngine, extra: State) -> None:
     """Load what `scale_state` returned; a run in another precision ignores it."""
-    saved, autocast, own = (
-        extra.get(LOSS_SCALE, {}),
-        _autocast_scaler(engine),
-        _dynamic_scaler(engine),
-    )
+    saved = extra.get(LOSS_SCALE, {})
+    autocast, own = _autocast_scaler(engine), _dynamic_scaler(engine)
     if autocast is not None and "_growth_tracker" in saved:
         autocast.load_state_dict(saved)
     elif own is not None and "cur_scale" in saved:

@@ -191,12 +191,10 @@ class DeepSpeedStrategy(Strategy):
         own = [m for m in prepared.models if getattr(m, "accel_plugin", None) is self.plugin]
         users = [owner() for model, owner in _OWNERS.items() if model.accel_plugin is self.plugin]
         elsewhere = self.plugin.stage == 3 and any(user not in (None, self) for user in users)
-        problems = []
         if own or elsewhere:
-            problems.append(checks.two_models("a second model with one plugin"))
-        elif optimizer is not None and prepared.optimizers:
-            problems.append(checks.two_models("a second model to train with one Accelerator"))
-        ConfigError.raise_if(problems)
+            raise ConfigError(checks.two_models("a second model with one plugin"))
+        if optimizer is not None and prepared.optimizers:
+            raise ConfigError(checks.two_models("a second model to train with one Accelerator"))
 
     def _build(
         self,

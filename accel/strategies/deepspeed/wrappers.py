@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 
-from accel.config.deepspeed import DeepSpeedPlugin
-from accel.config.deepspeed_plugins import active
+from accel.config.deepspeed import DeepSpeedPlugin, active
 from accel.errors import ConfigError, StateError
 from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler
@@ -149,11 +148,6 @@ class DummyScheduler:
 @final
 class DeepSpeedOptimizer(AcceleratedOptimizer):
     """The optimizer that an engine steps.
-
-    Args:
-        engine: that steps it.
-        groups: the parameters of each group, before the engine flattened them.
-        given: the optimizer that was given to `prepare`, or its placeholder.
 
     Attributes:
         engine: that steps it.
@@ -308,11 +302,7 @@ class TrainedEngine:
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
-        """The active plugin.
-
-        Raises:
-            StateError: if none is selected.
-        """
+        """The active plugin; `StateError`: none is selected."""
         plugin = active(self._plan.plugin("deepspeed"))
         if plugin is None:
             raise StateError("No DeepSpeed plugin is selected. Select one by its name.")

@@ -35,11 +35,6 @@ def build_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
-def axis_size(mesh: DeviceMesh, axis: str) -> int:
-    """Return the size of an axis, 1 where the mesh does not have it."""
-    return mesh[axis].size() if axis in (mesh.mesh_dim_names or ()) else 1
-
-
 def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the submesh over which gradients are averaged."""
     names = gradient_axes(mesh.mesh_dim_names or ())

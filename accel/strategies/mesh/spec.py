@@ -86,13 +86,7 @@ def _shard_problems(
 
 
 def num_replicas(wanted: int | str | None, data: int, nodes: int) -> int:
-    """Return how many replicas of a sharded model there are.
-
-    Args:
-        wanted: a number, "nodes", "all", or None for 1.
-        data: data-parallel size.
-        nodes: number of machines.
-    """
+    """Return how many replicas a sharded model has: a number, "nodes", "all", or None for 1."""
     if wanted == "nodes":
         return nodes
     return data if wanted == "all" else int(wanted or 1)

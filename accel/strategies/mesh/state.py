@@ -20,12 +20,7 @@ from accel.strategies.mesh.torch_internals import local_sizes_and_offsets
 
 
 class MeshState(StateIO):
-    """Full state dicts, gathered from shards and sharded again when they are loaded.
-
-    Args:
-        dims: sizes of the axes.
-        is_sharded: whether FSDP was requested.
-    """
+    """Full state dicts, gathered from shards and sharded again when they are loaded."""
 
     def __init__(self, dims: ParallelDims, is_sharded: bool) -> None:
         self._dims = dims

@@ -26,11 +26,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from accel.config.tensor_parallel import ALIASES, SUMMED, plan_problems
-from accel.errors import ConfigError, Problem, nearest
+from accel.errors import ConfigError, Problem, Problems, nearest
 from accel.memory_estimate import local
 from accel.parallel import TP
 from accel.precision.amp import parameters_of
-from accel.strategies.mesh.device_mesh import axis_size
 from accel.strategies.mesh.parameter_remap import Named, parameters_by_name
 from accel.strategies.mesh.torch_internals import Models, parameter_table
 from accel.wrapping import own_module
@@ -174,7 +173,7 @@ def _style(style: str | ParallelStyle) -> ParallelStyle:
 
 
 def _check_sizes(model: torch.nn.Module, styles: Mapping[str, ParallelStyle], tp_size: int) -> None:
-    problems = []
+    problems = Problems()
     for name, style in styles.items():
         weight = getattr(model.get_submodule(name), "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
@@ -188,14 +187,12 @@ def _check_sizes(model: torch.nn.Module, styles: Mapping[str, ParallelStyle], tp
             continue
         shape = tuple(weight.shape)
         if shape[dim] % tp_size:
-            problems.append(
-                Problem(
-                    f"tp_plan: {_plain(name)}.weight of {shape} sharded along dim {dim}",
-                    f"its size is divisible by tp_size={tp_size}",
-                    "Choose a tp_size that divides it, or remove the module from the plan.",
-                )
+            problems.add(
+                f"tp_plan: {_plain(name)}.weight of {shape} sharded along dim {dim}",
+                f"its size is divisible by tp_size={tp_size}",
+                "Choose a tp_size that divides it, or remove the module from the plan.",
             )
-    ConfigError.raise_if(problems)
+    problems.raise_if()
 
 
 def _tie_weights(model: torch.nn.Module, before: Named) -> None:
@@ -263,7 +260,7 @@ def check_first_step(
         comm: how all ranks communicate, so that they raise together.
         models: give the names of parameters, as they are at that step.
     """
-    if axis_size(mesh, TP) == 1:
+    if TP not in (mesh.mesh_dim_names or ()) or mesh[TP].size() == 1:
         return
     waiting = [True]
 

@@ -108,10 +108,8 @@ def keep_requires_grad(model: torch.nn.Module) -> None:
     """Let parameters that are frozen or unfrozen while they are all-gathered stay so as shards.
 
     FSDP2 gives the gathered parameter the flag of the shard, and not the other way round; between
-    the micro-batches of a window, `module.requires_grad_()` finds gathered parameters.
-
-    Args:
-        model: sharded, before its first forward pass.
+    the micro-batches of a window, `module.requires_grad_()` finds gathered parameters. Called
+    before the first forward pass.
     """
     for group in param_groups([model]):
         _keep_requires_grad(group)
@@ -203,13 +201,7 @@ def clear_mesh_caches() -> None:
 def local_sizes_and_offsets(
     shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> list[tuple[int, int]]:
-    """Return this rank's (size, offset) along each dim of a tensor.
-
-    Args:
-        shape: of the full tensor.
-        mesh: over which it is distributed.
-        placements: one for each axis of `mesh`.
-    """
+    """Return this rank's (size, offset) along each dim of a tensor."""
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     return list(zip(sizes, offsets, strict=True))
 

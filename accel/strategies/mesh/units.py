@@ -30,11 +30,7 @@ CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 def check_classes(models: Sequence[torch.nn.Module], names: Sequence[str] | None) -> None:
-    """Raise unless at least one of the models has each of the named classes.
-
-    Args:
-        models: of one call of `prepare`; none: nothing is checked.
-        names: `FullyShardedDataParallelPlugin.transformer_cls_names_to_wrap`.
+    """Raise unless at least one of the models of a call has each of the named classes.
 
     Raises:
         ConfigError: naming every class that no model has.
