@@ -32,4 +32,4 @@ class Precision:
         return contextlib.nullcontext()
 
     def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
-        """Make `model.forward` compute under autocast, if the format does; outputs in fp32 if wanted."""
+        """Make `model.forward` compute under autocast and return fp32, if the format wants it."""
