@@ -50,7 +50,7 @@ class StepScaler(torch.amp.GradScaler):
         self._loose: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the gradients of `optimizer` follow the scale; its first step does so at last."""
+        """Let the gradients of `optimizer` follow the scale, from its first step on at latest."""
         if optimizer not in self._known:
             self._known.add(optimizer)
             self._unscaled.discard(id(optimizer))  # of one that is gone
