@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -58,7 +58,7 @@ class Communicator(ABC):
         """Return rank `source`'s tensor; others give one of its shape and dtype."""
 
     @abstractmethod
-    def broadcast_objects(self, values: list[T], source: int = 0) -> list[T]:
+    def broadcast_objects(self, values: Sequence[object], source: int = 0) -> list[Any]:
         """Return rank `source`'s list of picklable values; others give a list of its length."""
 
     @abstractmethod

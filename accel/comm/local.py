@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -52,7 +53,7 @@ class LocalCommunicator(Communicator):
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         return tensor.detach().clone()
 
-    def broadcast_objects(self, values: list[T], source: int = 0) -> list[T]:
+    def broadcast_objects(self, values: Sequence[object], source: int = 0) -> list[Any]:
         return list(values)
 
     def post(self, key: str, value: str) -> None:

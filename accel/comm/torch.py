@@ -12,7 +12,7 @@ import inspect
 import sys
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -237,7 +237,7 @@ class TorchCommunicator(Communicator):
         dist.broadcast(flat, src=source)
         return flat.view(tensor.dtype).view(tensor.shape).to(tensor.device)
 
-    def broadcast_objects(self, values: list[T], source: int = 0) -> list[T]:
+    def broadcast_objects(self, values: Sequence[object], source: int = 0) -> list[Any]:
         self._require_open()
         received = list(values)
         dist.broadcast_object_list(received, src=source)
