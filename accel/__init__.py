@@ -5,12 +5,10 @@ Importing this package imports neither torch nor an optional package; using a na
 
 from __future__ import annotations
 
-from typing import Any
-
 from accel import _lazy
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     return _lazy.attribute(__name__, name)
 
 

@@ -23,7 +23,7 @@ def delegate(
     bound = operator.attrgetter(f"{owner}.{method.__name__}")
 
     @functools.wraps(method)
-    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: object, /, *args: P.args, **kwargs: P.kwargs) -> R:
         answer: R = bound(self)(*args, **kwargs)
         return answer
 

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 
 @functools.cache
@@ -27,7 +26,7 @@ def public_names(package: str) -> Mapping[str, str]:
     )
 
 
-def attribute(package: str, name: str) -> Any:
+def attribute(package: str, name: str) -> object:
     """Return the public name `name` of a package, and keep it there for the next time.
 
     Raises:

@@ -23,17 +23,18 @@ from accel.config.training import (
     TorchDynamoPlugin,
 )
 from accel.enums import DynamoBackend, PrecisionType, RNGType
+from accel.imports import load_attribute
 from accel.optimizer import AcceleratedOptimizer
 from accel.parallel import ParallelDims
 from accel.planning.arguments import Arguments
 from accel.planning.plan import Plan, resolve
-from accel.precision.build import build_precision
+from accel.precision.amp import build_precision
 from accel.preparation import Preparation
 from accel.prepared import Objects
 from accel.processes import ProcessControl
 from accel.scheduler import AcceleratedScheduler
 from accel.state import AcceleratorState, GradientState, current_environment, settled_arguments
-from accel.strategies.build import build_strategy
+from accel.strategies.base import Strategy
 from accel.trackers.base import GeneralTracker
 from accel.trackers.group import TrackerGroup
 from accel.trackers.table import Choice, Wanted, filter_trackers
@@ -108,9 +109,9 @@ class Accelerator(ProcessControl):
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
+        deepspeed_plugin: object = None,
+        fsdp_plugin: object = None,
+        megatron_lm_plugin: object = None,
         rng_types: Sequence[str | RNGType] | None = None,
         log_with: Wanted | Iterable[Wanted] | None = None,
         project_dir: str | os.PathLike[str] | None = None,
@@ -119,10 +120,10 @@ class Accelerator(ProcessControl):
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
         dynamo_backend: DynamoBackend | str | None = None,
-        deepspeed_plugins: Any = None,
+        deepspeed_plugins: object = None,
         *,
-        torch_tp_plugin: Any = None,
-        strategy_plugins: Sequence[Any] = (),
+        torch_tp_plugin: object = None,
+        strategy_plugins: Sequence[object] = (),
         dynamo_plugin: TorchDynamoPlugin | None = None,
         device: str | None = None,
         logging_dir: str | os.PathLike[str] | None = None,
@@ -144,7 +145,8 @@ class Accelerator(ProcessControl):
         self.comm = self.state.comm
         self.device = self.state.device
         self.precision = build_precision(plan)
-        self.strategy = build_strategy(plan, self.comm, self.device, self.precision)
+        kind: type[Strategy] = load_attribute(plan.spec.place)  # imported only where it is chosen
+        self.strategy = kind(plan, self.comm, self.device, self.precision)
         objects = Objects()
         self.accumulation = Accumulation(plan, self.strategy, objects)
         self.preparation = Preparation(plan, self.strategy, self.accumulation, objects)
@@ -181,7 +183,7 @@ class Accelerator(ProcessControl):
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         """Return a context that computes in the run's precision, as prepared models do anyway.
 
         Args:
@@ -259,11 +261,11 @@ class Accelerator(ProcessControl):
     @property
     def device_placement(self) -> bool:
         """Whether objects that are prepared from now on, and batches, are moved to the device."""
-        return self.preparation.device_placement
+        return self.accumulation.device_placement
 
     @device_placement.setter
     def device_placement(self, device_placement: bool) -> None:
-        self.preparation.device_placement = device_placement
+        self.accumulation.device_placement = device_placement
 
     @property
     def gradient_accumulation_steps(self) -> int:

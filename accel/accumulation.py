@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from accel.errors import ConfigError, Problem, StateError
+from accel.errors import ConfigError, StateError
 from accel.optimizer import unwrap_optimizer
 from accel.precision.amp import StepScaler, has_gradients, parameters_of
 from accel.prepared import Objects
@@ -27,12 +27,9 @@ Batch = TypeVar("Batch")
 class Accumulation:
     """Windows of micro-batches, their backward passes and the clipping of their gradients.
 
-    Args:
-        plan: the resolved configuration.
-        strategy: how models are distributed.
-        objects: what was prepared.
-
     Attributes:
+        device_placement: whether micro-batches, and objects that are prepared from now on, are
+            moved to the device.
         gradient_state: where the current window stands.
         scaler: the gradient scaler of fp16, or None.
     """
@@ -41,6 +38,7 @@ class Accumulation:
         self._plan = plan
         self._strategy = strategy
         self._objects = objects
+        self.device_placement = plan.device_placement
         self.gradient_state = GradientState(plan.accumulation)
         self.scaler: Any = strategy.gradients.scaler
         self._windows = Windows(self.gradient_state)
@@ -139,7 +137,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def join_uneven_inputs(
-        self, joinables: Sequence[Any], even_batches: bool | None = None
+        self, joinables: Sequence[object], even_batches: bool | None = None
     ) -> Iterator[None]:
         """Let processes that run out of batches wait for the others without a deadlock.
 
@@ -241,12 +239,10 @@ class Accumulation:
         """
         fused = [o for o in self._objects.optimizers if hasattr(o.optimizer, "fused_backward")]
         if not fused:
-            raise ConfigError(
-                Problem(
-                    "lomo_backward",
-                    "no prepared optimizer has a fused backward pass",
-                    "Prepare a LOMO optimizer, or call backward(loss).",
-                )
+            raise ConfigError.of(
+                "lomo_backward",
+                "no prepared optimizer has a fused backward pass",
+                "Prepare a LOMO optimizer, or call backward(loss).",
             )
         for optimizer in fused:
             optimizer.optimizer.fused_backward(loss, learning_rate)

@@ -37,13 +37,7 @@ class _LastBatch:
 
 
 class Collectives:
-    """Collective operations of a run.
-
-    Args:
-        plan: the resolved configuration.
-        comm: how processes talk.
-        gradient_state: says where loaders stand.
-    """
+    """Collective operations of a run."""
 
     def __init__(self, plan: Plan, comm: Communicator, gradient_state: GradientState) -> None:
         self._device = plan.device
@@ -51,10 +45,7 @@ class Collectives:
         self._comm = comm
         self._gradient_state = gradient_state
         self._trigger = False
-        # Whether these were warned of:
-        self._kept_repetitions = False
-        self._kept_late = False  # rows that are gathered after their loop
-        self._kept_ambiguous = False  # rows of loaders that are read side by side
+        self._warned: set[str] = set()
 
     def gather(self, tensor: T) -> T:
         """Return nested tensors [n, ...] of all processes, joined along dim 0.
@@ -123,12 +114,9 @@ class Collectives:
     def _without_repetitions(
         self, rows: Any, ended: Sequence[_LastBatch], even: bool = True
     ) -> Any:
-        """Return the rows [k * size, ...] of the real samples alone.
+        """Return the rows [k * size, ...] of the real samples; they belong to one of `ended`.
 
-        Args:
-            rows: a list or tensor.
-            ended: the batches one of which they belong to; none: all samples are real.
-            even: whether each process gave as many rows.
+        `even`: whether each process gave as many rows.
         """
         if not ended:
             if self._comm.world_size > 1:
@@ -140,9 +128,8 @@ class Collectives:
             return rows[: kept.pop()]
         if kept:
             self._tell_ambiguous(len(rows), fits)
-        elif ended[0].in_hand and not self._kept_repetitions:
-            self._kept_repetitions = True
-            logger.warning(
+        elif ended[0].in_hand:
+            self._warn_once(
                 "gather_for_metrics: %d rows for the %d samples of the last batch, of which %d are "
                 "real: each sample must have as many rows, so nothing was dropped and repeated "
                 "samples stay. Gather a fixed number of rows per sample.",
@@ -152,26 +139,25 @@ class Collectives:
             )
         return rows
 
+    def _warn_once(self, message: str, *values: object) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, *values)
+
     def _tell_late(self, num_rows: int) -> None:
-        """Warn once of the rows of a whole pass that is over."""
         size, repeated = self._gradient_state.passed
-        if not repeated or num_rows % size or self._kept_late:
-            return
-        self._kept_late = True
-        logger.warning(
-            "gather_for_metrics: %d rows after a pass that gave %d samples, %d of them repeated to "
-            "complete the last batch: they can be dropped while that batch is in hand only, so "
-            "they stay. Call gather_for_metrics within the loop, for each batch.",
-            num_rows,
-            size,
-            repeated,
-        )
+        if repeated and num_rows % size == 0:
+            self._warn_once(
+                "gather_for_metrics: %d rows after a pass that gave %d samples, %d of them "
+                "repeated to complete the last batch: they can be dropped while that batch is in "
+                "hand only, so they stay. Call gather_for_metrics within the loop, for each batch.",
+                num_rows,
+                size,
+                repeated,
+            )
 
     def _tell_ambiguous(self, num_rows: int, ended: Sequence[_LastBatch]) -> None:
-        if self._kept_ambiguous:
-            return
-        self._kept_ambiguous = True
-        logger.warning(
+        self._warn_once(
             "gather_for_metrics: %d rows, where loaders that are read side by side have %s real "
             "samples in hand: rows do not tell whose they are, so nothing was dropped and "
             "repeated samples stay. Gather with gather() and cut the last batch by the length of "
@@ -221,7 +207,6 @@ class Collectives:
 
 
 def _only_tensors(data: object) -> bool:
-    """Return whether nested `data` holds tensors alone."""
     try:
         recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
     except TypeError:

@@ -45,11 +45,7 @@ def default_device_type() -> str:
 
 
 def device_count(name: str) -> int:
-    """Return how many devices of the kind `name` there are.
-
-    Raises:
-        ConfigError: if torch knows no such kind.
-    """
+    """Return how many devices of a kind there are, or raise `ConfigError` for an unknown kind."""
     if name not in KNOWN:
         raise ConfigError(unknown_choice("device", name, KNOWN))
     module = getattr(torch, name, None)

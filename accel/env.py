@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import overload
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 
 _BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "y", "on", "t"), True),
@@ -31,34 +31,20 @@ def read(name: str, default: str | None = None) -> str | None:
 
 
 def flag(name: str, variables: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the variable `name` says yes; unset and empty say no.
-
-    Args:
-        name: of the variable.
-        variables: where it is looked up.
-
-    Raises:
-        ConfigError: if it says neither yes nor no.
-    """
+    """Return whether the variable `name` says yes; unset and empty say no, else `ConfigError`."""
     text = variables.get(name, "")
     value = parse_bool(text) if text.strip() else False
     if value is None:
-        raise ConfigError(
-            Problem(
-                f"{name}={text!r} (environment)",
-                "expected true or false",
-                f"Set {name}=1 or {name}=0.",
-            )
+        raise ConfigError.of(
+            f"{name}={text!r} (environment)",
+            "expected true or false",
+            f"Set {name}=1 or {name}=0.",
         )
     return value
 
 
 def optional_flag(name: str) -> bool | None:
-    """Return whether the variable `name` says yes; None where it is unset or empty.
-
-    Raises:
-        ConfigError: if it says neither yes nor no.
-    """
+    """Return whether the variable `name` says yes; None where it is unset or empty."""
     return flag(name) if os.environ.get(name, "").strip() else None
 
 
@@ -78,12 +64,10 @@ def integer(name: str, default: int | None = None) -> int | None:
     try:
         return int(value)
     except ValueError:
-        raise ConfigError(
-            Problem(
-                f"{name}={value!r} (environment)",
-                "expected an integer",
-                f"Correct or unset {name}.",
-            )
+        raise ConfigError.of(
+            f"{name}={value!r} (environment)",
+            "expected an integer",
+            f"Correct or unset {name}.",
         ) from None
 
 
@@ -195,20 +179,12 @@ class Environment:
         return None not in (self.rank, self.master_addr, self.master_port)
 
     def flag(self, name: str) -> bool:
-        """Return whether the variable `name` says yes; unset and empty say no.
-
-        Raises:
-            ConfigError: if it says neither yes nor no.
-        """
+        """Return whether the variable `name` says yes; unset and empty say no."""
         return flag(name, self.variables)
 
     @classmethod
     def read(cls) -> Environment:
-        """Return a snapshot of the variables.
-
-        Raises:
-            ConfigError: if a number or a switch is none.
-        """
+        """Return a snapshot, or raise `ConfigError` for a number or switch that is none."""
         return cls(
             rank=integer("RANK"),
             local_rank=integer("LOCAL_RANK"),

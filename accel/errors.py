@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,15 @@ class Problem:
 
 
 def unknown_choice(where: str, value: object, known: Iterable[str]) -> Problem:
-    """Return the problem that `value` is none of the choices.
-
-    Args:
-        where: what was set, e.g. ``"mixed_precision"``.
-        value: what it was set to.
-        known: the choices.
-    """
+    """Return the problem that `value`, given in `where`, is none of the choices `known`."""
     names = [str(name) for name in known]
     rule = f"it is one of {', '.join(names)}"
     return Problem(f"{where}={value!r}", rule, nearest(str(value), names))
+
+
+def not_built(value: str, remedy: str) -> Problem:
+    """Return the problem that this version does not offer an option yet."""
+    return Problem(value, "this version does not offer it yet", remedy)
 
 
 class AccelError(Exception):
@@ -57,16 +57,18 @@ class AccelError(Exception):
 class ConfigError(AccelError, ValueError):
     """The request contradicts itself, the machine or the schema.
 
-    Args:
-        problems: everything found wrong, reported together.
-
     Attributes:
-        problems: the same, as a tuple.
+        problems: everything found wrong, reported together.
     """
 
     def __init__(self, *problems: Problem) -> None:
         self.problems = problems
         super().__init__("\n".join(str(problem) for problem in problems))
+
+    @classmethod
+    def of(cls, value: str, rule: str, remedy: str) -> Self:
+        """Return the error of one problem: what was given, what holds instead, what to do."""
+        return cls(Problem(value, rule, remedy))
 
     @classmethod
     def raise_if(cls, problems: Sequence[Problem]) -> None:
@@ -87,23 +89,16 @@ class Problems(list[Problem]):
         self.not_built: list[Problem] = []
 
     def add(self, value: str, rule: str, remedy: str) -> None:
-        """Add a problem.
-
-        Args:
-            value: what was given and where.
-            rule: what holds instead.
-            remedy: what to do.
-        """
+        """Add a problem: what was given and where, what holds instead, what to do."""
         self.append(Problem(value, rule, remedy))
 
     def add_not_built(self, value: str, remedy: str) -> None:
-        """Add an option that this version does not offer yet.
+        """Add an option that this version does not offer yet: what was given, what to do."""
+        self.not_built.append(not_built(value, remedy))
 
-        Args:
-            value: what was given and where.
-            remedy: what to do.
-        """
-        self.not_built.append(Problem(value, "this version does not offer it yet", remedy))
+    def take(self, error: ConfigError) -> None:
+        """Add the problems of `error`."""
+        (self.not_built if isinstance(error, NotBuiltError) else self).extend(error.problems)
 
     def raise_if(self) -> None:
         """Raise one error that names all of it, or return if there is nothing.
@@ -163,13 +158,7 @@ class DistributedOperationException(AccelError, RuntimeError):
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the valid name that is most similar to `name`, or None.
-
-    Args:
-        name: what was typed.
-        known: the valid names.
-        cutoff: least similarity, from 0 to 1.
-    """
+    """Return the one of `known` most similar to `name`, by `cutoff` (0 to 1) at least, or None."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
@@ -181,12 +170,7 @@ def did_you_mean(*candidates: str) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the sentence that helps a person who mistyped `name`.
 
-    Args:
-        name: what was typed.
-        known: the valid names.
-
-    Returns:
-        ``"Did you mean 'x'?"`` where a valid name is close, else the list of valid names.
+    That is ``"Did you mean 'x'?"`` where one of `known` is close, else the list of them.
     """
     names = [str(candidate) for candidate in known]
     # A transposition in a short name ("cnm" for "cnn") falls below the usual ratio.

@@ -13,7 +13,7 @@ from typing import Any
 
 from packaging.version import Version, parse
 
-from accel.errors import ConfigError, MissingPackageError, Problem, unknown_choice
+from accel.errors import ConfigError, MissingPackageError, unknown_choice
 
 OPERATORS: dict[str, Callable[[Version, Version], bool]] = {
     ">": operator.gt,
@@ -37,16 +37,13 @@ def is_available(package: str) -> bool:
 def require(
     module: str, needed_for: str, package: str | None = None, extra: str | None = None
 ) -> ModuleType:
-    """Import an optional package.
+    """Import an optional package and return it.
 
     Args:
         module: its import name.
         needed_for: what asks for it, for the message.
         package: its name in the package index, where that differs.
         extra: the extra of this distribution that brings it.
-
-    Returns:
-        The module.
 
     Raises:
         MissingPackageError: if it is not installed.
@@ -126,12 +123,10 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     Source: https://docs.pytorch.org/xla/release/r2.9/learn/api-guide.html
     """
     if check_is_tpu and check_is_gpu:
-        raise ConfigError(
-            Problem(
-                "check_is_tpu=True, check_is_gpu=True",
-                "torch_xla computes on one kind of device",
-                "Ask for one of them.",
-            )
+        raise ConfigError.of(
+            "check_is_tpu=True, check_is_gpu=True",
+            "torch_xla computes on one kind of device",
+            "Ask for one of them.",
         )
     if not is_available("torch_xla"):
         return False

@@ -54,7 +54,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
                 self._log_here(level, msg, *args, **kwargs)
             state.wait_for_everyone()
 
-    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+    def warning_once(self, *args: object, **kwargs: Any) -> None:
         """Log a warning the first time it is called with these arguments; then do nothing."""
         key = (str(args), str(sorted(kwargs.items())))
         if key not in self._seen:

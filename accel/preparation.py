@@ -16,6 +16,7 @@ from accel.data.prepare import prepare_for, skip_first_batches
 from accel.errors import ConfigError, Problem
 from accel.memory import release_memory
 from accel.optimizer import AcceleratedOptimizer
+from accel.precision.amp import parameters_of
 from accel.prepared import Objects
 from accel.scheduler import AcceleratedScheduler
 from accel.wrapping import extract_model_from_parallel
@@ -31,20 +32,12 @@ PREPARED = (AcceleratedOptimizer, AcceleratedScheduler, PreparedLoader)
 
 
 class Preparation:
-    """Prepares objects for a run, and holds what it prepared.
-
-    Args:
-        plan: the resolved configuration.
-        strategy: how models are distributed.
-        accumulation: starts again when everything is released.
-        objects: takes what is prepared.
-    """
+    """Prepares objects for a run, and holds what it prepared."""
 
     def __init__(
         self, plan: Plan, strategy: Strategy, accumulation: Accumulation, objects: Objects
     ) -> None:
         self._plan = plan
-        self.device_placement = plan.device_placement
         self._strategy = strategy
         self._accumulation = accumulation
         self._num_loaders = 0  # each draws permutations of its own
@@ -56,7 +49,7 @@ class Preparation:
 
     # -- preparing -----------------------------------------------------------------------------
 
-    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+    def prepare(self, *args: object, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Make models, optimizers, loaders and schedulers fit the run, whatever their order.
 
         Args:
@@ -118,7 +111,7 @@ class Preparation:
         """
         return self._prepare_one("optimizers", optimizer, device_placement)
 
-    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+    def prepare_scheduler(self, scheduler: object) -> AcceleratedScheduler:
         """Make a learning-rate scheduler fit the run; prepare its optimizer before.
 
         Args:
@@ -133,7 +126,7 @@ class Preparation:
         self,
         data_loader: DataLoader[Any],
         device_placement: bool | None = None,
-        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+        slice_fn_for_dispatch: Callable[..., object] | None = None,
     ) -> DataLoader[Any]:
         """Make a loader fit the run.
 
@@ -147,10 +140,10 @@ class Preparation:
             "dataloaders", data_loader, device_placement, slice_fn=slice_fn_for_dispatch
         )
 
-    def _prepare_one(self, kind: str, item: Any, place: bool | None, **options: Any) -> Any:
+    def _prepare_one(self, kind: str, item: object, place: bool | None, **options: Any) -> Any:
         if self._is_prepared(item):
             return item
-        placed = self.device_placement if place is None else place
+        placed = self._accumulation.device_placement if place is None else place
         new, placement = Objects(**{kind: [item]}), Objects(**{kind: [placed]})
         return getattr(self._prepare(new, placement, **options), kind)[0]
 
@@ -159,9 +152,8 @@ class Preparation:
         new: Objects,
         placement: Objects,
         evaluation: bool = False,
-        slice_fn: Callable[..., Any] | None = None,
+        slice_fn: Callable[..., object] | None = None,
     ) -> Objects:
-        """Prepare `new`, record the result and return it."""
         if new.models:
             self._refuse_device_maps(new.models)
         loaders = self._loaders(new.dataloaders, placement.dataloaders, slice_fn)
@@ -176,11 +168,10 @@ class Preparation:
 
     def _loaders(
         self,
-        loaders: Iterable[DataLoader[Any]],
+        loaders: Iterable[DataLoader[object]],
         places: Iterable[bool],
-        slice_fn: Callable[..., Any] | None,
+        slice_fn: Callable[..., object] | None,
     ) -> list[Any]:
-        """Return loaders that yield this rank's batches, on the device if `places` says so."""
         return [
             prepare_for(
                 self._plan,
@@ -196,16 +187,14 @@ class Preparation:
         self, args: Sequence[object], given: Sequence[bool | None] | None
     ) -> Sequence[bool]:
         if given is None:
-            return [self.device_placement] * len(args)
+            return [self._accumulation.device_placement] * len(args)
         if len(given) != len(args):
-            raise ConfigError(
-                Problem(
-                    f"prepare: device_placement has {len(given)} entries for {len(args)} objects",
-                    "there is one for each object",
-                    "Give as many, or leave it out.",
-                )
+            raise ConfigError.of(
+                f"prepare: device_placement has {len(given)} entries for {len(args)} objects",
+                "there is one for each object",
+                "Give as many, or leave it out.",
             )
-        return [self.device_placement if place is None else place for place in given]
+        return [self._accumulation.device_placement if place is None else place for place in given]
 
     def _kind(self, item: object) -> str | None:
         """Return what `item` is, a field of `Objects`; None for what is left as it is."""
@@ -239,12 +228,10 @@ class Preparation:
     def _refuse_device_maps(self, models: Iterable[torch.nn.Module]) -> None:
         dp_size = self._plan.parallel_dims.dp_size
         if dp_size > 1 and any(self.verify_device_map(model) for model in models):
-            raise ConfigError(
-                Problem(
-                    "prepare: a model with a device map over several devices",
-                    f"each of the {dp_size} processes computes on one device",
-                    "Load the model without device_map='auto', or start one process.",
-                )
+            raise ConfigError.of(
+                "prepare: a model with a device map over several devices",
+                f"each of the {dp_size} processes computes on one device",
+                "Load the model without device_map='auto', or start one process.",
             )
 
     def _check_parameters(
@@ -252,20 +239,15 @@ class Preparation:
     ) -> None:
         """Refuse optimizers that would update tensors which no model computes with (any more).
 
-        Args:
-            optimizers: those of this call, as they were given.
-            before: the parameters of the call's models, as they were given, by id.
+        `before`: the parameters of the call's models, as they were given, by id.
         """
         known = {id(p) for model in self.objects.models for p in model.parameters()}
         problems = []
         for index, optimizer in enumerate(optimizers):
-            entries = [p for group in optimizer.param_groups for p in group["params"]]
-            strange = [p for p in entries if id(p) not in known]
+            strange = [p for p in parameters_of(optimizer) if id(p) not in known]
             replaced = sum(id(p) in before for p in strange)
-            apart = sum(
-                self._plan.world_size > 1 or p.device.type != self._plan.device.type
-                for p in strange
-            )
+            several, here = self._plan.world_size > 1, self._plan.device.type
+            apart = sum(several or p.device.type != here for p in strange)
             if replaced or apart:
                 problems.append(_parameter_problem(index, len(strange), replaced > 0))
         ConfigError.raise_if(problems)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
 
@@ -201,19 +201,17 @@ class ProcessControl:
 
 def _require_index(name: str, value: int | None) -> None:
     if value is None:
-        raise ConfigError(
-            Problem(
-                f"{name}=None", "it names the process that runs the function", f"Give {name}=0."
-            )
+        raise ConfigError.of(
+            f"{name}=None", "it names the process that runs the function", f"Give {name}=0."
         )
 
 
 class SharedState(ProcessControl):
     """What `PartialState` and `AcceleratorState` add: a state that all instances share."""
 
-    _shared_state: ClassVar[dict[str, Any]]
+    _shared_state: ClassVar[dict[str, object]]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name in ("plan", "comm", "device"):
             raise StateError(
                 f"{type(self).__name__} was reset, so it has no {name!r} any more. "
@@ -245,6 +243,13 @@ class SharedState(ProcessControl):
     def default_device(self) -> torch.device:
         """The device kind that a run without wishes gets on this machine."""
         return torch.device(default_device_type())
+
+    def _cpu_problems(self, cpu: bool) -> list[Problem]:
+        if not cpu or self.device.type == "cpu":
+            return []
+        rule = f"this process was set up with {self.device}, and that cannot change"
+        remedy = "Give cpu=True to the first Accelerator or PartialState of the process."
+        return [Problem("cpu=True", rule, remedy)]
 
     def set_device(self) -> None:
         """Make this process's device the current one of its kind."""

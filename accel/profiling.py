@@ -19,9 +19,6 @@ def profile(handler: ProfileKwargs, rank: int) -> Iterator[torch.profiler.profil
     Args:
         handler: how; with `output_trace_dir`, each cycle is written there as a Chrome trace.
         rank: index of this process, part of the names.
-
-    Yields:
-        The profiler.
     """
     if handler.output_trace_dir is not None:
         exports = _TraceFiles(Path(handler.output_trace_dir), rank, handler.on_trace_ready)
@@ -31,13 +28,7 @@ def profile(handler: ProfileKwargs, rank: int) -> Iterator[torch.profiler.profil
 
 
 class _TraceFiles:
-    """Called by the profiler at the end of each cycle: writes one Chrome trace.
-
-    Args:
-        folder: where.
-        rank: index of the process, part of the names.
-        also: called after each file was written.
-    """
+    """Called by the profiler after each cycle: writes one Chrome trace, then calls `also`."""
 
     def __init__(
         self, folder: Path, rank: int, also: Callable[[torch.profiler.profile], None] | None

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from accel.comm.connect import connect
-from accel.config import deepspeed_plugins
-from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed import DeepSpeedPlugin, active, named
 from accel.config.handlers import InitProcessGroupKwargs
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel.device import default_device_type, use_device
 from accel.enums import DistributedType
 from accel.env import Environment
-from accel.errors import ConfigError, Problem, StateError, nearest
+from accel.errors import ConfigError, Problem, Problems, StateError, nearest
 from accel.planning.arguments import Arguments
 from accel.planning.plan import Plan, resolve
 from accel.processes import SharedState
@@ -91,19 +90,14 @@ class PartialState(SharedState):
 
     Attributes:
         device: where this process computes.
-        distributed_type: how the processes work together.
-        num_processes, process_index, local_process_index: how many, and which one.
-        is_main_process, is_local_main_process, is_last_process: whether it is one of these.
-        mixed_precision: no, fp16 or bf16.
-        debug: whether operations check shapes over ranks first.
     """
 
-    _shared_state: ClassVar[dict[str, Any]] = {}
+    _shared_state: ClassVar[dict[str, object]] = {}
 
     def __init__(self, cpu: bool = False, *, _plan: Plan | None = None, **kwargs: Any) -> None:
         self.__dict__ = self._shared_state
         if self.initialized:
-            self._check(cpu)
+            ConfigError.raise_if(self._cpu_problems(cpu))
             return
         if _plan is None:
             arguments = Arguments(cpu=cpu, kwargs_handlers=_init_handler(kwargs))
@@ -111,16 +105,6 @@ class PartialState(SharedState):
         use_device(_plan.device)
         comm = connect(_plan)
         self._shared_state.update(plan=_plan, comm=comm, device=_plan.device)
-
-    def _check(self, cpu: bool) -> None:
-        if cpu and self.device.type != "cpu":
-            raise ConfigError(
-                Problem(
-                    "cpu=True",
-                    f"this process was set up with {self.device}, and that cannot change",
-                    "Give cpu=True to the first Accelerator or PartialState of the process.",
-                )
-            )
 
     @classmethod
     def _reset_state(cls) -> None:
@@ -141,22 +125,20 @@ class AcceleratorState(SharedState):
         _from_accelerator: whether an `Accelerator` builds it.
         kwargs: fields of `InitProcessGroupKwargs`.
 
-    Attributes: those of `PartialState`, and
-        initialized: whether the shared state is filled.
-        dynamo_plugin: compilation.
-        deepspeed_plugin, deepspeed_plugins: DeepSpeed's active plugin, and all by name.
+    Attributes:
+        device: where this process computes.
     """
 
-    _shared_state: ClassVar[dict[str, Any]] = {}
+    _shared_state: ClassVar[dict[str, object]] = {}
 
     def __init__(
         self,
         mixed_precision: str | None = None,
         cpu: bool = False,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
+        deepspeed_plugin: object = None,
+        fsdp_plugin: object = None,
+        megatron_lm_plugin: object = None,
         _from_accelerator: bool = False,
         *,
         _plan: Plan | None = None,
@@ -188,24 +170,15 @@ class AcceleratorState(SharedState):
         return _adopt(plan, self.plan)
 
     def _check(self, mixed_precision: str | None, cpu: bool) -> None:
-        problems = []
+        problems = Problems()
         if mixed_precision is not None and str(mixed_precision) != self.mixed_precision:
-            problems.append(
-                Problem(
-                    f"mixed_precision={str(mixed_precision)!r}",
-                    f"this process was set up with {self.mixed_precision!r}",
-                    "Give it to the first Accelerator, or restart the process.",
-                )
+            problems.add(
+                f"mixed_precision={str(mixed_precision)!r}",
+                f"this process was set up with {self.mixed_precision!r}",
+                "Give it to the first Accelerator, or restart the process.",
             )
-        if cpu and self.device.type != "cpu":
-            problems.append(
-                Problem(
-                    "cpu=True",
-                    f"this process was set up with {self.device}, and that cannot change",
-                    "Give cpu=True to the first Accelerator of the process.",
-                )
-            )
-        ConfigError.raise_if(problems)
+        problems += self._cpu_problems(cpu)
+        problems.raise_if()
 
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
@@ -216,7 +189,7 @@ class AcceleratorState(SharedState):
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """DeepSpeed's active plugin, which the next `prepare` follows; None where it is off."""
-        return deepspeed_plugins.active(self.deepspeed_plugins)
+        return active(self.deepspeed_plugins)
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """Return the plugin called `name`.
@@ -227,7 +200,7 @@ class AcceleratorState(SharedState):
         Raises:
             ConfigError: if there is none.
         """
-        return deepspeed_plugins.named(self.deepspeed_plugins, name)
+        return named(self.deepspeed_plugins, name)
 
     def select_deepspeed_plugin(self, name: str) -> None:
         """Make the plugin called `name` the active one, which the next `prepare` follows.
@@ -252,11 +225,7 @@ class AcceleratorState(SharedState):
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
-        """Forget the shared state.
-
-        Args:
-            reset_partial_state: whether `PartialState` forgets its own, too.
-        """
+        """Forget the shared state, and that of `PartialState` if it is to be reset, too."""
         cls._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()
@@ -280,17 +249,13 @@ class GradientState:
         end_of_dataloader: whether the active loader gave its last batch.
         remainder: samples that the last batch really has, over all processes, 0 if all of them;
             -1: not known, or not at the last batch.
-        active_dataloader: the loader that is being iterated over, or None.
-        dataloader_references: all loaders that are being iterated over, the outermost first.
         abandoned_remainder: (`remainder`, samples with repetitions) of the last batch, if a pass
             was abandoned on it, as in ``batch = next(iter(loader))``; (0, 0) from the next pass on.
         passed: (samples that the latest pass gave over all processes, how many of them were
             repetitions), after a complete pass that had some; (0, 0) from the next pass on.
-        plugin_kwargs: the settings that differ from the defaults.
-        distributed_type: how the processes work together.
     """
 
-    _shared_state: ClassVar[dict[str, Any]] = {}
+    _shared_state: ClassVar[dict[str, object]] = {}
 
     sync_gradients: bool
     num_steps: int
@@ -325,7 +290,7 @@ class GradientState:
         self.sync_with_dataloader = plugin.sync_with_dataloader
         self.sync_each_batch = plugin.sync_each_batch
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name in GradientState.__annotations__:
             raise StateError(
                 f"GradientState was reset, so it has no {name!r}. Build a new Accelerator()."
@@ -340,12 +305,11 @@ class GradientState:
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes work together; builds a `PartialState` if there is none."""
-        return (
-            AcceleratorState if AcceleratorState._shared_state else PartialState
-        )().distributed_type
+        kind = AcceleratorState if AcceleratorState._shared_state else PartialState
+        return kind().distributed_type
 
     @property
-    def plugin_kwargs(self) -> dict[str, Any]:
+    def plugin_kwargs(self) -> dict[str, object]:
         """The settings that differ from the defaults of `GradientAccumulationPlugin`."""
         return GradientAccumulationPlugin(
             num_steps=self.num_steps,
@@ -393,27 +357,17 @@ class GradientState:
         return [loader for reference in self._loaders if (loader := reference()) is not None]
 
     def _note_batch(self, dataloader: Any) -> None:
-        """Note that `dataloader` gives a batch; needed where several make a window."""
         self._reader.give(dataloader, self._being_read(), not self.sync_gradients)
 
     def _note_end(self, dataloader: Any) -> None:
-        """Note that a pass over `dataloader` ends."""
         self._reader.leave(dataloader, self._being_read(), not self.sync_gradients)
 
     def _take_micro_batch(self, is_counted: bool) -> bool:
-        """Note a micro-batch; return whether the end of a loader ends its window.
-
-        Args:
-            is_counted: whether the answer decides; else the caller says where windows end.
-        """
+        """Note a micro-batch; return whether the end of a loader ends its window."""
         return self._reader.take(self._being_read(), is_counted)
 
     def _add_dataloader(self, dataloader: object) -> list[tuple[Any, int]]:
-        """Make `dataloader` the active one.
-
-        Returns:
-            The others that are read, with the batches that they have given.
-        """
+        """Make `dataloader` the active one; return the others, with the batches that they gave."""
         others = [(one, one.batches_given) for one in self._being_read() if one is not dataloader]
         self.abandoned_remainder = self.passed = 0, 0
         self._loaders.append(weakref.ref(dataloader, self._forget))
@@ -444,5 +398,4 @@ class GradientState:
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Forget the shared state."""
         cls._shared_state.clear()

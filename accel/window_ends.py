@@ -66,6 +66,9 @@ class Reader:
 
     A loop is driven by the loader that is read within it, or by the first one where several are
     read side by side: the end of its pass ends the last window.
+
+    The methods take `reading`, the loaders whose passes are under way, the outermost first, and
+    `is_open`, whether a window of micro-batches is.
     """
 
     def __init__(self) -> None:
@@ -83,13 +86,7 @@ class Reader:
         self._other_ended = 0  # when a pass that does not drive the loop ended
 
     def give(self, loader: Any, reading: Sequence[Any], is_open: bool) -> None:
-        """Note that a loader gives a batch.
-
-        Args:
-            loader: one of `reading`.
-            reading: the loaders whose passes are under way, the outermost first.
-            is_open: whether a window of micro-batches is.
-        """
+        """Note that `loader`, one of `reading`, gives a batch."""
         if self._late and loader.reading.fetched == 0 and self._is_ended(loader):
             self._late, late = 0, self._late
             if is_open and self._proven:
@@ -109,7 +106,7 @@ class Reader:
         """Note a micro-batch; return whether it is the last of the pass that drives the loop.
 
         Args:
-            reading: the loaders whose passes are under way, the outermost first.
+            reading: as above.
             is_counted: whether the answer decides; else the caller says where windows end.
         """
         passes = {id(one): one for one in reading if getattr(one, "reading", None) is not None}
@@ -151,13 +148,7 @@ class Reader:
         return loader.reading.started > self._ended_at and loader not in self._beside
 
     def leave(self, loader: Any, reading: Sequence[Any], is_open: bool) -> None:
-        """Note that a pass ends, though micro-batches of it may follow.
-
-        Args:
-            loader: the loader that is read.
-            reading: the loaders whose passes are under way, this one among them.
-            is_open: whether a window of micro-batches is.
-        """
+        """Note that the pass over `loader`, one of `reading`, ends; micro-batches may follow."""
         drives = self._driver is not None and loader.reading is self._driver
         if loader.end_of_dataloader and (drives or self._may_drive(loader, reading)):
             self._late, self._ended = loader.reading.waiting, weakref.ref(loader)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accel.ops import convert_to_fp32
 
-MakeContext = Callable[[], AbstractContextManager[Any]]
+MakeContext = Callable[[], AbstractContextManager[object]]
 # Wrappers whose `module` attribute is what they wrap.
 PARALLEL_WRAPPERS: tuple[type[torch.nn.Module], ...] = (DistributedDataParallel, DataParallel)
 
@@ -29,16 +28,11 @@ class WrappedForward:
 
     An object and not a closure: a deep copy of the module (an average of its weights, say) then
     calls the copy's own `forward`, not the original's.
-
-    Args:
-        forward: the bound method of the module.
-        make_context: gives a fresh context for each call.
-        outputs_in_fp32: whether outputs are converted.
     """
 
     def __init__(
         self,
-        forward: Callable[..., Any],
+        forward: Callable[..., object],
         make_context: MakeContext,
         outputs_in_fp32: bool = True,
     ) -> None:
@@ -47,7 +41,7 @@ class WrappedForward:
         self.make_context = make_context
         self.outputs_in_fp32 = outputs_in_fp32
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         with self.make_context():
             outputs = self.forward(*args, **kwargs)
         return convert_to_fp32(outputs) if self.outputs_in_fp32 else outputs
@@ -56,12 +50,12 @@ class WrappedForward:
 def wrap_forward(
     model: torch.nn.Module, make_context: MakeContext, outputs_in_fp32: bool = True
 ) -> None:
-    """Run `model.forward` in a context and return fp32; done once at most.
+    """Run `model.forward` in a context and return fp32, or the computed dtype; done once at most.
 
     Args:
         model: any module.
         make_context: gives a fresh context for each call.
-        outputs_in_fp32: whether outputs are converted, or keep the computed dtype.
+        outputs_in_fp32: whether outputs are converted.
     """
     if not isinstance(model.__dict__.get("forward"), WrappedForward):
         model.forward = WrappedForward(model.forward, make_context, outputs_in_fp32)

@@ -13,11 +13,7 @@ from accel.errors import CheckpointError, DiskFullError
 
 @contextlib.contextmanager
 def together(comm: Communicator, what: str) -> Iterator[None]:
-    """Run a phase; if it failed on any rank, raise on all of them.
-
-    Raises:
-        CheckpointError: naming the ranks and the error of each.
-    """
+    """Run a phase; if it failed on any rank, raise `CheckpointError` on all: ranks and errors."""
     own: Exception | None = None
     try:
         yield

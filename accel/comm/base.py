@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 
+T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "min", "max"]
 
 
@@ -43,7 +44,7 @@ class Communicator(ABC):
         """Return the ranks' tensors of shape [n, ...] joined along dim 0: [world_size * n, ...]."""
 
     @abstractmethod
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Return each rank's picklable `value`, by rank."""
 
     @abstractmethod
@@ -57,7 +58,7 @@ class Communicator(ABC):
         """Return rank `source`'s tensor; others give one of its shape and dtype."""
 
     @abstractmethod
-    def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
+    def broadcast_objects(self, values: Sequence[object], source: int = 0) -> list[Any]:
         """Return rank `source`'s list of picklable values; others give a list of its length."""
 
     @abstractmethod

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def connect(plan: Plan) -> Communicator:
-    """Return how the processes of `plan` talk, connected.
-
-    Args:
-        plan: the resolved configuration; its `backend` is None for one process.
-    """
+    """Return how the processes of `plan` talk, connected; its `backend` is None for one process."""
     if plan.backend is None:
         _check_alone()
         return LocalCommunicator()
@@ -29,11 +25,7 @@ def connect(plan: Plan) -> Communicator:
 
 
 def _check_alone() -> None:
-    """Refuse a process group of the script's own that the environment knows nothing of.
-
-    Raises:
-        StateError: if there is one of several processes.
-    """
+    """Refuse a process group of the script's own that the environment knows nothing of."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     size = dist.get_world_size()

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from accel.comm.base import Communicator, ReduceOp
 
+T = TypeVar("T")
+
 
 def scaled(total: torch.Tensor, op: ReduceOp, world_size: int, scale: float) -> torch.Tensor:
-    """Return the sum `total` as `op` wants it, times `scale`.
+    """Return the sum, minimum or maximum `total` over ranks as `op` wants it, times `scale`.
 
-    Args:
-        total: sum, minimum or maximum over ranks.
-        op: with "mean", `total` is divided by `world_size`; integers become floating.
-        world_size: number of ranks.
-        scale: factor; 1.0 leaves the type as it is.
+    In a mean, integers become floating; a scale of 1.0 leaves the type as it is.
     """
     if op == "mean":
         total = total / world_size
@@ -39,35 +38,28 @@ class LocalCommunicator(Communicator):
         """Return at once."""
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `tensor`."""
         return tensor.detach().clone()
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return `value` in a list."""
+    def all_gather_object(self, value: T) -> list[T]:
         return [value]
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp = "sum", scale: float = 1.0
     ) -> torch.Tensor:
-        """Return a copy of `tensor`, times `scale`."""
         tensor = tensor.detach()
         total = tensor.long() if tensor.dtype == torch.bool else tensor.clone()
         return scaled(total, op, 1, scale)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Return a copy of `tensor`."""
         return tensor.detach().clone()
 
-    def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
-        """Return the same values in a new list."""
+    def broadcast_objects(self, values: Sequence[object], source: int = 0) -> list[Any]:
         return list(values)
 
     def post(self, key: str, value: str) -> None:
-        """Keep `value` under `key`."""
         self._posted[key] = value
 
     def posted(self, key: str) -> list[str] | None:
-        """Return what was posted under `key` in a list, None if nothing was."""
         return [self._posted[key]] if key in self._posted else None
 
     def close(self) -> None:

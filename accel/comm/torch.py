@@ -12,9 +12,9 @@ import inspect
 import sys
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from accel.errors import StateError
 if TYPE_CHECKING:
     from accel.planning.plan import Plan
 
+T = TypeVar("T")
 OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -80,7 +81,6 @@ def _next_store(plan: Plan) -> Store:
 
 
 def _build_group(plan: Plan) -> None:
-    """Build the default process group of `plan`."""
     # Its functions take the group of the moment of import for a default argument, so a later import
     # (torch._dynamo's, with the first optimizer) would keep the group's threads alive for ever.
     importlib.import_module("torch.distributed.nn.functional")
@@ -204,7 +204,6 @@ class TorchCommunicator(Communicator):
             dist.barrier()
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the ranks' tensors of one shape [n, ...] joined along dim 0."""
         self._require_open()
         shape = (self.world_size * tensor.shape[0], *tensor.shape[1:])
         if tensor.numel() == 0:
@@ -214,10 +213,9 @@ class TorchCommunicator(Communicator):
         _all_gather_single(gathered, flat)
         return gathered.view(tensor.dtype).view(shape).to(tensor.device)
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return each rank's picklable `value`, by rank."""
+    def all_gather_object(self, value: T) -> list[T]:
         self._require_open()
-        values: list[Any] = [None] * self.world_size
+        values = [value] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
@@ -232,7 +230,6 @@ class TorchCommunicator(Communicator):
         return scaled(result, op, self.world_size, scale).to(tensor.device)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Return rank `source`'s tensor; others give one of its shape and dtype."""
         self._require_open()
         if tensor.numel() == 0:
             return tensor.detach().clone()
@@ -240,8 +237,7 @@ class TorchCommunicator(Communicator):
         dist.broadcast(flat, src=source)
         return flat.view(tensor.dtype).view(tensor.shape).to(tensor.device)
 
-    def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
-        """Return rank `source`'s list of picklable values; others give a list of its length."""
+    def broadcast_objects(self, values: Sequence[object], source: int = 0) -> list[Any]:
         self._require_open()
         received = list(values)
         dist.broadcast_object_list(received, src=source)
@@ -252,7 +248,6 @@ class TorchCommunicator(Communicator):
         self._store().set(_posted_key(key, self.rank), value)
 
     def posted(self, key: str) -> list[str] | None:
-        """Return what the ranks have posted under `key`, by rank; None until all of them have."""
         store = self._store()
         keys = [_posted_key(key, rank) for rank in range(self.world_size)]
         return [store.get(one).decode() for one in keys] if store.check(keys) else None
@@ -267,8 +262,7 @@ class TorchCommunicator(Communicator):
             return
         live = [one for one in _RENDEZVOUS.callbacks if one() not in (None, let_go)]
         weak = inspect.ismethod(let_go)
-        reference: Callable[[], Any] = weakref.WeakMethod(let_go) if weak else lambda: let_go
-        _RENDEZVOUS.callbacks = [*live, reference]
+        _RENDEZVOUS.callbacks = [*live, weakref.WeakMethod(let_go) if weak else lambda: let_go]
 
     def close(self) -> None:
         """Wait for the device and for every rank, then leave the group (if it was built here)."""

@@ -21,13 +21,8 @@ def check_minimum(owner: object, name: str, minimum: float, problems: list[Probl
     """Add a problem if the field `name` of `owner` is a number below `minimum`."""
     value = getattr(owner, name)
     if value is not None and value < minimum:
-        problems.append(
-            Problem(
-                f"{type(owner).__name__}.{name}={value!r}",
-                f"it is at least {minimum}",
-                f"Give {name}={minimum} or more.",
-            )
-        )
+        where, rule = f"{type(owner).__name__}.{name}={value!r}", f"it is at least {minimum}"
+        problems.append(Problem(where, rule, f"Give {name}={minimum} or more."))
 
 
 def as_enum(owner: object, name: str, kind: type[BaseEnum]) -> None:
@@ -48,11 +43,9 @@ def import_callable(owner: object, name: str) -> None:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            Problem(
-                f"{type(owner).__name__}.{name}={value!r}",
-                "it is a callable or the dotted name of one",
-                f"Importing it failed with: {error}.",
-            )
+        raise ConfigError.of(
+            f"{type(owner).__name__}.{name}={value!r}",
+            "it is a callable or the dotted name of one",
+            f"Importing it failed with: {error}.",
         ) from error
     setattr(owner, name, found)

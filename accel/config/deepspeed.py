@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from accel.config.checks import check_choice, check_minimum
 from accel.config.deepspeed_json import (
@@ -24,7 +24,7 @@ from accel.config.deepspeed_json import (
     value_at,
 )
 from accel.env import parse_bool
-from accel.errors import ConfigError, Problem, nearest
+from accel.errors import ConfigError, Problem, Problems, nearest, unknown_choice
 
 STAGE = "zero_optimization.stage"
 DEFAULT_STAGE = 2
@@ -183,12 +183,10 @@ class DeepSpeedPlugin:
             self._read_from = copy.deepcopy(given) if isinstance(given, dict) else given
             self._config = HfDeepSpeedConfig({} if given is None else given).config
         elif self._read_from != self.hf_ds_config:
-            raise ConfigError(
-                Problem(
-                    f"{self.source('hf_ds_config')} after deepspeed_config was read",
-                    "it is read once",
-                    "Give DeepSpeedPlugin(hf_ds_config=…), and read deepspeed_config later.",
-                )
+            raise ConfigError.of(
+                f"{self.source('hf_ds_config')} after deepspeed_config was read",
+                "it is read once",
+                "Give DeepSpeedPlugin(hf_ds_config=…), and read deepspeed_config later.",
             )
         return self._config
 
@@ -346,7 +344,7 @@ def _parsed(field: str, text: str) -> int | float | bool | str:
 
 
 def _field_problems(plugin: DeepSpeedPlugin) -> list[Problem]:
-    problems = stage_problems("DeepSpeedPlugin.zero_stage", plugin.zero_stage)
+    problems = Problems(stage_problems("DeepSpeedPlugin.zero_stage", plugin.zero_stage))
     check_minimum(plugin, "gradient_accumulation_steps", 1, problems)
     check_minimum(plugin, "gradient_clipping", 0, problems)
     check_choice(plugin, "msamp_opt_level", ("O1", "O2"), problems)
@@ -357,5 +355,47 @@ def _field_problems(plugin: DeepSpeedPlugin) -> list[Problem]:
         if device == "nvme" and getattr(plugin, path) is None and plugin.hf_ds_config is None:
             rule = "nvme needs a folder on a disk of this machine"
             value = f"DeepSpeedPlugin.offload_{name}_device='nvme'"
-            problems.append(Problem(value, rule, f"Give {path}=…"))
+            problems.add(value, rule, f"Give {path}=…")
     return problems
+
+
+# -- the plugins of a run, by name ---------------------------------------------------------
+
+
+class HasPlugins(Protocol):
+    """A state of a run, as `AcceleratorState`."""
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """DeepSpeed's active plugin; None where it is off."""
+
+
+def active(plugins: Mapping[str, DeepSpeedPlugin] | None) -> DeepSpeedPlugin | None:
+    """Return the plugin that is selected; None where none is, or DeepSpeed is off."""
+    return next((plugin for plugin in (plugins or {}).values() if plugin.selected), None)
+
+
+def named(plugins: Mapping[str, DeepSpeedPlugin] | None, name: str) -> DeepSpeedPlugin:
+    """Return the plugin called `name`, or raise `ConfigError`."""
+    if plugins is None or name not in plugins:
+        raise ConfigError(unknown_choice("DeepSpeed plugin", name, plugins or {}))
+    return plugins[name]
+
+
+def get_active_deepspeed_plugin(state: HasPlugins) -> DeepSpeedPlugin:
+    """Return DeepSpeed's active plugin, which the next `prepare` follows.
+
+    Args:
+        state: of a run under DeepSpeed.
+
+    Raises:
+        ConfigError: if DeepSpeed is off.
+    """
+    plugin = state.deepspeed_plugin
+    if plugin is None:
+        raise ConfigError.of(
+            "get_active_deepspeed_plugin",
+            "DeepSpeed is off",
+            "Switch it on with Accelerator(deepspeed_plugin=…).",
+        )
+    return plugin

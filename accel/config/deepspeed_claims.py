@@ -6,14 +6,11 @@ import math
 
 from accel.config.deepspeed import KEYS, DeepSpeedPlugin
 from accel.config.deepspeed_json import AUTO, HfDeepSpeedConfig, set_at, value_at
-from accel.errors import Problem
+from accel.errors import Problems
 
 
 class Claims:
     """Merge DeepSpeed's configuration with the plugin's fields and the values of the run.
-
-    Args:
-        plugin: the active plugin.
 
     Attributes:
         config: a copy of its nested dictionary.
@@ -26,7 +23,7 @@ class Claims:
     def __init__(self, plugin: DeepSpeedPlugin) -> None:
         self.plugin = plugin
         self.config = HfDeepSpeedConfig(plugin.deepspeed_config).config
-        self.problems: list[Problem] = []
+        self.problems = Problems()
         self._owners: dict[str, str] = {}
         for field, key in KEYS.items():
             value = plugin.given(field)
@@ -45,7 +42,7 @@ class Claims:
             owner = self._owners.get(key) or self.plugin.filled_by(key)
             remedy = f'Write "auto" for {key}, or make them equal.'
             first = owner or f"{self.plugin.place}: {key}={found!r}"
-            self.note(
+            self.problems.add(
                 f"{first} with {source}",
                 "given in two places with different values",
                 "Make them equal, or remove one." if owner else remedy,
@@ -55,10 +52,6 @@ class Claims:
         """Set `key` where the configuration has no value."""
         if value_at(self.config, key) in (None, AUTO):
             set_at(self.config, key, value)
-
-    def note(self, value: str, rule: str, remedy: str) -> None:
-        """Add a problem."""
-        self.problems.append(Problem(value, rule, remedy))
 
 
 def is_equal(found: object, value: object) -> bool:

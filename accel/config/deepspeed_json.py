@@ -99,7 +99,7 @@ class HfDeepSpeedConfig:
             place = fspath(config_file_or_dict)
         else:
             rule = "expected the path of a JSON file, or a dict"
-            raise ConfigError(Problem(f"hf_ds_config={config_file_or_dict!r}", rule, "Give one."))
+            raise ConfigError.of(f"hf_ds_config={config_file_or_dict!r}", rule, "Give one.")
         validate(self.config, place)
 
     def get_value(self, ds_key_long: str, default: object = None) -> Any:
@@ -179,20 +179,16 @@ def validate(config: Config, place: str) -> None:
 
 
 def _read(path: Path) -> Config:
+    where = f"hf_ds_config={str(path)!r}"
     try:
         loaded = json.loads(path.read_text())
     except OSError as error:
         rule = "expected the path of a readable JSON file"
-        raise ConfigError(
-            Problem(f"hf_ds_config={str(path)!r}", rule, f"Reading it failed: {error}.")
-        ) from error
+        raise ConfigError.of(where, rule, f"Reading it failed: {error}.") from error
     except ValueError as error:
-        raise ConfigError(
-            Problem(f"hf_ds_config={str(path)!r}", "the file is not JSON", f"Correct it: {error}.")
-        ) from error
+        raise ConfigError.of(where, "the file is not JSON", f"Correct it: {error}.") from error
     if not isinstance(loaded, dict):
-        rule = "expected a JSON object"
-        raise ConfigError(Problem(f"hf_ds_config={str(path)!r}", rule, "Correct it."))
+        raise ConfigError.of(where, "expected a JSON object", "Correct it.")
     return loaded
 
 
@@ -265,12 +261,7 @@ def _value_problems(config: Config, place: str) -> Iterator[Problem]:
 
 
 def stage_problems(where: str, stage: object) -> list[Problem]:
-    """Return the problems of a ZeRO stage; None and "auto" are valid.
-
-    Args:
-        where: name of the field or key in messages.
-        stage: its value.
-    """
+    """Return the problems of a ZeRO stage, called `where`; None and "auto" are valid."""
     if isinstance(stage, str) and stage.strip() in tuple("0123"):
         rule, remedy = "expected a number", f"Write {stage.strip()} without quotes."
         return [Problem(f"{where}={stage!r}", rule, remedy)]

@@ -13,7 +13,7 @@ from accel.config.checks import check_choice, check_minimum, import_callable
 from accel.config.handlers import KwargsHandler
 from accel.errors import ConfigError, Problem, Problems
 
-DELAYED_SCALING: dict[str, Any] = {
+DELAYED_SCALING: dict[str, object] = {
     "use_autocast_during_eval": False,
     "margin": 0,
     "interval": 1,
@@ -26,14 +26,13 @@ OPT_LEVELS = ("O1", "O2")
 OPT_LEVEL = "O2"
 
 
-def _fill(owner: object, defaults: Mapping[str, Any]) -> None:
-    """Give the fields of `owner` that are None their defaults."""
+def _fill(owner: object, defaults: Mapping[str, object]) -> None:
     for name, default in defaults.items():
         if getattr(owner, name) is None:
             setattr(owner, name, default)
 
 
-def _check_delayed_scaling(owner: Any, problems: Problems) -> None:
+def _check_delayed_scaling(owner: TERecipeKwargs | FP8RecipeKwargs, problems: Problems) -> None:
     check_choice(owner, "fp8_format", ("HYBRID", "E4M3", "E5M2"), problems)
     check_choice(owner, "amax_compute_algo", ("max", "most_recent"), problems)
     check_minimum(owner, "interval", 1, problems)

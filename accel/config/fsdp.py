@@ -13,7 +13,7 @@ from typing import Any
 
 from accel.config.checks import check_choice, check_minimum
 from accel.env import parse_bool
-from accel.errors import NotBuiltError, Problem, Problems, nearest
+from accel.errors import NotBuiltError, Problem, Problems, nearest, not_built
 
 # The older wrapper's strategies in the order of their numbers, from 1:
 # (reshard_after_forward, dp_replicate_size).
@@ -149,7 +149,7 @@ class FullyShardedDataParallelPlugin:
     @property
     def policy_format(self) -> str | None:
         """The format of computation that the policy names: fp32, bf16, fp16, …; None: none."""
-        policy: Any = self.mixed_precision_policy
+        policy: object = self.mixed_precision_policy
         if isinstance(policy, Mapping):
             policy = policy.get("param_dtype")
         elif not isinstance(policy, str):
@@ -209,7 +209,7 @@ def _chosen(fields: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in fields.items() if policy not in WRAP_POLICIES or k not in unused}
 
 
-def _parsed(name: str, text: str) -> Any:
+def _parsed(name: str, text: str) -> object:
     if name in ("VERSION", "MIN_NUM_PARAMS"):
         return int(text)
     if name == "TRANSFORMER_CLS_TO_WRAP":
@@ -248,7 +248,7 @@ def _parse_switches(plugin: FullyShardedDataParallelPlugin, problems: Problems) 
         problems.append(_not_a_boolean("cpu_offload", given))
 
 
-def _not_a_boolean(name: str, given: Any) -> Problem:
+def _not_a_boolean(name: str, given: object) -> Problem:
     where = f"FullyShardedDataParallelPlugin.{name}={given!r}"
     return Problem(where, "expected true or false", "Give True or False.")
 
@@ -305,7 +305,7 @@ def _translate_strategy(
         replaced.append(f"{name}={strategy!r} is now reshard_after_forward={reshard}{spelling}")
 
 
-def _strategy_name(given: Any) -> str:
+def _strategy_name(given: object) -> str:
     text = str(getattr(given, "name", given)).strip(" _").upper()
     if text.isdigit() and 1 <= int(text) <= len(STRATEGIES):
         return list(STRATEGIES)[int(text) - 1]
@@ -423,7 +423,7 @@ def _check_precision(plugin: FullyShardedDataParallelPlugin, problems: Problems)
         problems.add(f"{where}={policy!r}", rule, "Give such a one, or leave it out.")
 
 
-def _policy_entry(where: str, name: str, value: Any, problems: Problems) -> Any:
+def _policy_entry(where: str, name: str, value: object, problems: Problems) -> object:
     """Return the value of one field, switches as booleans; add what is wrong with it."""
     entry = f"{where}[{name!r}]={value!r}"
     if not name.endswith("_dtype"):
@@ -450,8 +450,4 @@ def _add(problems: Problems, owner: object, name: str, rule: str, remedy: str) -
 
 
 def _not_yet(what: str) -> Problem:
-    return Problem(
-        f"FullyShardedDataParallelPlugin.{what}",
-        "this version does not offer it yet",
-        "Leave it out.",
-    )
+    return not_built(f"FullyShardedDataParallelPlugin.{what}", "Leave it out.")

@@ -130,12 +130,10 @@ class InitProcessGroupKwargs(KwargsHandler):
         if isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool):
             self.timeout = timedelta(seconds=self.timeout)
         if self.timeout is not None and not isinstance(self.timeout, timedelta):
-            raise ConfigError(
-                Problem(
-                    f"InitProcessGroupKwargs.timeout={self.timeout!r}",
-                    "it is a timedelta or a number of seconds",
-                    "Give timeout=600 for ten minutes.",
-                )
+            raise ConfigError.of(
+                f"InitProcessGroupKwargs.timeout={self.timeout!r}",
+                "it is a timedelta or a number of seconds",
+                "Give timeout=600 for ten minutes.",
             )
 
 
@@ -205,7 +203,9 @@ class ProfileKwargs(KwargsHandler):
             )
         problems.raise_if()
 
-    def build(self, on_trace_ready: Callable[[Any], None] | None = None) -> torch.profiler.profile:
+    def build(
+        self, on_trace_ready: Callable[[torch.profiler.profile], None] | None = None
+    ) -> torch.profiler.profile:
         """Build a profiler with this configuration.
 
         Activities of a device that this machine has not are skipped, with a warning.
@@ -246,12 +246,10 @@ class ProfileKwargs(KwargsHandler):
         }
         absent = [name for name in self.activities if name not in present]
         if len(absent) == len(self.activities):
-            raise ConfigError(
-                Problem(
-                    f"ProfileKwargs.activities={self.activities!r}",
-                    f"torch {torch.__version__} can record {', '.join(sorted(present))} here",
-                    "Name one of these, or leave activities out.",
-                )
+            raise ConfigError.of(
+                f"ProfileKwargs.activities={self.activities!r}",
+                f"torch {torch.__version__} can record {', '.join(sorted(present))} here",
+                "Name one of these, or leave activities out.",
             )
         if absent:
             warnings.warn(

@@ -72,13 +72,8 @@ class TorchTensorParallelPlugin:
         problems.raise_if()
 
 
-def plan_problems(where: str, plan: Any) -> list[Problem]:
-    """Return the problems of the form of a plan.
-
-    Args:
-        where: what the plan is called, for messages.
-        plan: pattern → style.
-    """
+def plan_problems(where: str, plan: object) -> list[Problem]:
+    """Return the problems of the form of a plan, which messages call `where`."""
     if not isinstance(plan, Mapping) or not plan:
         rule = "it maps names of modules to styles"
         return [Problem(f"{where}={plan!r}", rule, "Give {'layers.*.up': 'colwise', …}.")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,10 +28,10 @@ from accel.config.training import (
 from accel.device import process_group_backend, resolve_device
 from accel.enums import DistributedType, PrecisionType, RNGType
 from accel.env import Environment
-from accel.errors import ConfigError, nearest, unknown_choice
+from accel.errors import ConfigError, Problems, nearest, unknown_choice
 from accel.parallel import ParallelDims
 from accel.planning.arguments import Arguments
-from accel.planning.spec import Findings, Request, StrategySpec
+from accel.planning.spec import Plugins, Request, StrategySpec
 from accel.planning.strategy import Choice, choose
 from accel.strategies.table import specs
 
@@ -69,7 +69,6 @@ class Plan:
         scaler: behaviour of fp16's gradient scaler.
         ddp: how models are wrapped in DDP.
         init: how the process group is initialised.
-        fp8: the recipe of fp8 training; None: none.
         profile: how the profiler records.
         dataloader: how prepared loaders behave.
         accumulation: accumulation; `num_steps` is a number.
@@ -92,7 +91,7 @@ class Plan:
     backend: str | None
     strategy: str
     spec: StrategySpec
-    plugins: Mapping[str, Any]
+    plugins: Plugins
     parallel_dims: ParallelDims
     distributed_type: DistributedType
     mixed_precision: str
@@ -100,7 +99,6 @@ class Plan:
     scaler: GradScalerKwargs
     ddp: DistributedDataParallelKwargs
     init: InitProcessGroupKwargs
-    fp8: KwargsHandler | None
     profile: ProfileKwargs
     dataloader: DataLoaderConfiguration
     accumulation: GradientAccumulationPlugin
@@ -125,14 +123,11 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
         arguments: what the caller asks for.
         environment: what the launcher and the person set.
 
-    Returns:
-        The plan.
-
     Raises:
         ConfigError: naming everything that contradicts itself or the machine.
         NotBuiltError: if all there is to say is that an option does not exist yet.
     """
-    found = Findings()
+    found = Problems()
     choice = choose(arguments, environment, found)
     _check_world(environment, found)
     handlers = _handlers(arguments.kwargs_handlers or (), found)
@@ -148,7 +143,7 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
     rng_types = _rng_types(arguments.rng_types, device.type, found)
     init = _handler(handlers, InitProcessGroupKwargs)
     backend = _backend(init, device.type, environment, choice, found)
-    found.raise_if_any()
+    found.raise_if()
     several = environment.world_size > 1
     rank = environment.rank or 0 if several else 0
     return Plan(
@@ -169,7 +164,6 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
         scaler=_handler(handlers, GradScalerKwargs),
         ddp=_handler(handlers, DistributedDataParallelKwargs),
         init=init,
-        fp8=None,
         profile=_handler(handlers, ProfileKwargs),
         dataloader=dataloader,
         accumulation=accumulation,
@@ -185,12 +179,12 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
 
 
 def _check_strategy(
-    choice: Choice, request: Request, handlers: Iterable[KwargsHandler], found: Findings
+    choice: Choice, request: Request, handlers: Iterable[KwargsHandler], found: Problems
 ) -> None:
     """Note what the strategies that are on cannot do, and handlers of another one."""
     for spec in specs():
         if spec is choice.spec or spec.leading(choice.plugins) is not None:
-            found.wrong += spec.problems(request)
+            found += spec.problems(request)
     reserved = tuple(kind for spec in specs() for kind in spec.handlers)
     for handler in handlers:
         told = ", ".join(f"{key}={value!r}" for key, value in handler.to_kwargs().items())
@@ -201,7 +195,7 @@ def _check_strategy(
             found.add(f"{name}({told}) with {choice.label}", rule, "Leave it out.")
 
 
-def _check_world(environment: Environment, found: Findings) -> None:
+def _check_world(environment: Environment, found: Problems) -> None:
     size = environment.world_size
     if size < 1:
         found.add(f"WORLD_SIZE={size}", "it is at least 1", "Unset it for one process.")
@@ -236,7 +230,7 @@ def _check_world(environment: Environment, found: Findings) -> None:
 
 
 def _handlers(
-    given: Iterable[KwargsHandler], found: Findings
+    given: Iterable[KwargsHandler], found: Problems
 ) -> dict[type[KwargsHandler], KwargsHandler]:
     handlers: dict[type[KwargsHandler], KwargsHandler] = {}
     names = [kind.__name__ for kind in HANDLERS]
@@ -264,7 +258,7 @@ def _handler(handlers: dict[type[KwargsHandler], KwargsHandler], kind: type[Hand
     return given if isinstance(given, kind) else kind()
 
 
-def _device(arguments: Arguments, environment: Environment, found: Findings) -> torch.device:
+def _device(arguments: Arguments, environment: Environment, found: Problems) -> torch.device:
     forced = "cpu=True" if arguments.cpu else "ACCELERATE_USE_CPU" if environment.use_cpu else None
     asked = arguments.device
     if forced and asked not in (None, "auto", "cpu"):
@@ -278,7 +272,7 @@ def _device(arguments: Arguments, environment: Environment, found: Findings) -> 
         local_rank = (environment.local_rank or 0) if several else 0
         device = resolve_device("cpu" if forced else asked, local_rank)
     except ConfigError as error:
-        found.wrong += error.problems
+        found.take(error)
         return torch.device("cpu")
     if several and device.type == "mps":
         found.add(
@@ -294,7 +288,7 @@ def _mixed_precision(
     environment: Environment,
     handlers: dict[type[KwargsHandler], KwargsHandler],
     choice: Choice,
-    found: Findings,
+    found: Problems,
 ) -> str:
     given, source = arguments.mixed_precision, "mixed_precision"
     if given is None and environment.mixed_precision is not None:
@@ -302,14 +296,14 @@ def _mixed_precision(
     requested = None if given is None else str(given or "no").lower()
     name = choice.spec.precision(choice.plugins, requested) or "no"
     if name not in PrecisionType.list():
-        found.wrong.append(unknown_choice(source, name, PrecisionType.list()))
+        found.append(unknown_choice(source, name, PrecisionType.list()))
     elif name == "fp8":
-        found.missing(f"{source}='fp8'", "Use bf16.")
+        found.add_not_built(f"{source}='fp8'", "Use bf16.")
     _check_recipes([kind.__name__ for kind in RECIPES if kind in handlers], name, found)
     return name
 
 
-def _check_recipes(given: Sequence[str], mixed_precision: str, found: Findings) -> None:
+def _check_recipes(given: Sequence[str], mixed_precision: str, found: Problems) -> None:
     if len(given) > 1:
         found.add(
             f"kwargs_handlers: {' and '.join(given)}",
@@ -324,7 +318,7 @@ def _check_recipes(given: Sequence[str], mixed_precision: str, found: Findings) 
         )
 
 
-def _dataloader(arguments: Arguments, found: Findings) -> DataLoaderConfiguration:
+def _dataloader(arguments: Arguments, found: Problems) -> DataLoaderConfiguration:
     names = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
     older = {n: getattr(arguments, n) for n in names if getattr(arguments, n) is not None}
     config = arguments.dataloader_config
@@ -341,7 +335,7 @@ def _dataloader(arguments: Arguments, found: Findings) -> DataLoaderConfiguratio
 
 
 def _accumulation(
-    arguments: Arguments, environment: Environment, choice: Choice, found: Findings
+    arguments: Arguments, environment: Environment, choice: Choice, found: Problems
 ) -> GradientAccumulationPlugin:
     steps, source = arguments.gradient_accumulation_steps, "gradient_accumulation_steps"
     plugin = arguments.gradient_accumulation_plugin
@@ -364,7 +358,7 @@ def _accumulation(
     return dataclasses.replace(plugin or GradientAccumulationPlugin(), num_steps=steps)
 
 
-def _project(arguments: Arguments, found: Findings) -> ProjectConfiguration:
+def _project(arguments: Arguments, found: Problems) -> ProjectConfiguration:
     given = {
         name: os.fspath(value)
         for name in ("project_dir", "logging_dir")
@@ -384,7 +378,7 @@ def _project(arguments: Arguments, found: Findings) -> ProjectConfiguration:
     return dataclasses.replace(config, **lacking) if lacking else config
 
 
-def _dynamo(arguments: Arguments, environment: Environment, found: Findings) -> TorchDynamoPlugin:
+def _dynamo(arguments: Arguments, environment: Environment, found: Problems) -> TorchDynamoPlugin:
     plugin, backend = arguments.dynamo_plugin, arguments.dynamo_backend
     if plugin is not None and backend is not None:
         found.add(
@@ -416,14 +410,14 @@ def _dynamo(arguments: Arguments, environment: Environment, found: Findings) -> 
     except ConfigError as error:
         named = ", ".join(variable for variable, _ in lacking.values())
         source = f" (environment: {named})" if named else ""
-        found.wrong += [
+        found += [
             dataclasses.replace(problem, value=problem.value + source) for problem in error.problems
         ]
         return TorchDynamoPlugin()
 
 
 def _rng_types(
-    given: Sequence[str | RNGType] | None, device_type: str, found: Findings
+    given: Sequence[str | RNGType] | None, device_type: str, found: Problems
 ) -> tuple[str, ...]:
     names = tuple(str(name) for name in (("generator",) if given is None else given))
     usable = {"torch", "generator", device_type} & set(RNGType.list())
@@ -447,7 +441,7 @@ def _backend(
     device_type: str,
     environment: Environment,
     choice: Choice,
-    found: Findings,
+    found: Problems,
 ) -> str | None:
     several = environment.world_size > 1
     if not (several or environment.has_rendezvous or choice.plugins):
@@ -472,7 +466,7 @@ def _backend(
     asked = [part.rpartition(":")[2] for part in str(init.backend).split(",")]
     for name in asked:
         if name not in known:
-            found.wrong.append(unknown_choice("InitProcessGroupKwargs.backend", name, known))
+            found.append(unknown_choice("InitProcessGroupKwargs.backend", name, known))
     return init.backend
 
 

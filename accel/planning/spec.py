@@ -7,47 +7,22 @@ packages are found through the entry point group ``accel.strategies``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from accel.config.handlers import KwargsHandler
 from accel.config.training import TorchDynamoPlugin
 from accel.enums import DistributedType
 from accel.env import Environment
-from accel.errors import ConfigError, NotBuiltError, Problem
+from accel.errors import ConfigError, NotBuiltError, Problem, not_built
 from accel.parallel import ParallelDims, data_parallel
 
+Plugin = TypeVar("Plugin")
 # The plugins of a run that are on, by name.
 Plugins = Mapping[str, Any]
 # What a run decides beside its plugins: (value, source for messages) by name. The names are
 # micro_batch_size, global_batch_size, accumulation_steps and clip_grad_norm.
-Decided = Mapping[str, tuple[Any, str]]
-
-
-@dataclass
-class Findings:
-    """What is wrong, and what is merely not there yet."""
-
-    wrong: list[Problem] = field(default_factory=list)
-    not_built: list[Problem] = field(default_factory=list)
-
-    def add(self, value: str, rule: str, remedy: str) -> None:
-        """Note a mistake."""
-        self.wrong.append(Problem(value, rule, remedy))
-
-    def missing(self, value: str, remedy: str) -> None:
-        """Note something that this version does not offer."""
-        self.not_built.append(Problem(value, "this version does not offer it yet", remedy))
-
-    def take(self, error: ConfigError) -> None:
-        """Note the problems of an error that was raised."""
-        (self.not_built if isinstance(error, NotBuiltError) else self.wrong).extend(error.problems)
-
-    def raise_if_any(self) -> None:
-        """Raise what was noted, all of it."""
-        if self.wrong:
-            raise ConfigError(*self.wrong, *self.not_built)
-        if self.not_built:
-            raise NotBuiltError(*self.not_built)
+Decided = Mapping[str, tuple[object, str]]
 
 
 @dataclass(frozen=True)
@@ -73,16 +48,16 @@ class PluginSpec:
     """
 
     name: str
-    kind: type[Any] | None
+    kind: type[object] | None
     label: str = ""
     reported: DistributedType | None = None
     argument: str = ""
     aliases: tuple[str, ...] = ()
     switch: str = ""
     prefixes: tuple[str, ...] = ()
-    read: Callable[[Any, Mapping[str, str]], Any] | None = None
-    adopt: Callable[[Any, Decided], Any] | None = None
-    frozen_fields: Callable[[Any], Mapping[str, Any]] | None = None
+    read: Callable[[object, Mapping[str, str]], object] | None = None
+    adopt: Callable[[Any, Decided], object] | None = None
+    frozen_fields: Callable[[Any], Mapping[str, object]] | None = None
     callables: tuple[str, ...] = ()
     shared: bool = False
 
@@ -94,12 +69,8 @@ class PluginSpec:
             if self.prefixes and name.startswith(self.prefixes) and text.strip()
         }
 
-    def resolved(self, given: Any, environment: Environment) -> Any:
-        """Return the plugin, filled from the environment.
-
-        Args:
-            given: as an argument; None: the switch in the environment is on.
-            environment: what is set.
+    def resolved(self, given: object, environment: Environment) -> object:
+        """Return the plugin, filled from the environment; `given` is None where its switch is on.
 
         Raises:
             ConfigError: naming every value that makes no sense.
@@ -107,21 +78,19 @@ class PluginSpec:
         if self.read is not None:
             return self.read(given, self.variables(environment))
         if self.kind is None:
-            rule, remedy = "this version does not offer it yet", "Leave it out, or use another."
-            raise NotBuiltError(Problem(self.argument or self.name, rule, remedy))
+            remedy = "Leave it out: the model is then replicated by DDP."
+            raise NotBuiltError(not_built(self.argument or self.name, remedy))
         if given is None:
             return self.kind()
-        require_kind(self.argument or "strategy_plugins", given, self.kind)
-        return given
+        return require_kind(self.argument or "strategy_plugins", given, self.kind)
 
 
-def require_kind(where: str, given: Any, kind: type[Any]) -> None:
-    """Raise `ConfigError` unless `given` is a plugin of the class `kind`."""
+def require_kind(where: str, given: object, kind: type[Plugin]) -> Plugin:
+    """Return `given`, or raise `ConfigError` if it is no plugin of the class `kind`."""
     if not isinstance(given, kind):
         name = kind.__name__
-        raise ConfigError(
-            Problem(f"{where}={given!r}", f"it is a {name}", f"Give {where}={name}(…).")
-        )
+        raise ConfigError.of(f"{where}={given!r}", f"it is a {name}", f"Give {where}={name}(…).")
+    return given
 
 
 @dataclass(frozen=True)
@@ -187,7 +156,7 @@ class StrategySpec:
     place: str
     plugins: tuple[PluginSpec, ...] = ()
     is_default: Callable[[int], bool] = lambda world_size: False
-    handlers: tuple[type[Any], ...] = ()
+    handlers: tuple[type[KwargsHandler], ...] = ()
     owns_precision: bool = False
     owns_accumulation: bool = False
     owns_parameters: bool = False

@@ -8,13 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from accel.env import Environment
-from accel.errors import ConfigError, Problem, nearest
+from accel.errors import ConfigError, Problems, nearest
 from accel.parallel import ParallelDims
 from accel.planning.arguments import Arguments
-from accel.planning.spec import Findings, Plugins, PluginSpec, StrategySpec
+from accel.planning.spec import Plugins, PluginSpec, StrategySpec
 from accel.strategies.table import plugins, specs
 
 
@@ -35,7 +34,7 @@ class Choice:
         """What headers, manifests and messages call the run."""
         return self.spec.label(self.plugins)
 
-    def dims(self, environment: Environment, found: Findings) -> ParallelDims:
+    def dims(self, environment: Environment, found: Problems) -> ParallelDims:
         """Return the parallel dimensions, seen from rank 0; note where there are none."""
         try:
             if environment.world_size >= 1:
@@ -45,16 +44,13 @@ class Choice:
         return ParallelDims()
 
 
-def choose(arguments: Arguments, environment: Environment, found: Findings) -> Choice:
-    """Return the strategy that is switched on.
+def choose(arguments: Arguments, environment: Environment, found: Problems) -> Choice:
+    """Return the strategy that is switched on; an argument goes before the environment.
 
-    Args:
-        arguments: what the caller asks for.
-        environment: what the launcher set; an argument goes before it.
-        found: takes what is wrong: two strategies on, a plugin of another class.
+    `found` takes what is wrong: two strategies on, a plugin of another class.
     """
     given = _given(arguments, found)
-    on: dict[str, Any] = {}
+    on: dict[str, object] = {}
     requested: list[str] = []
     for plugin in plugins():
         try:
@@ -78,11 +74,7 @@ def selected(on: Plugins, world_size: int) -> Choice:
 
 
 def conflicts(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of plugins that belong to different strategies.
-
-    Args:
-        names: the plugins that are on.
-    """
+    """Yield the pairs of plugins, of those that are on, that belong to different strategies."""
     owners = {plugin.name: spec.name for spec in specs() for plugin in spec.plugins}
     for first, second in itertools.combinations(names, 2):
         if owners[first] != owners[second]:
@@ -93,12 +85,11 @@ def _switched_on(plugin: PluginSpec, environment: Environment) -> bool:
     return bool(plugin.switch) and environment.flag(plugin.switch)
 
 
-def _given(arguments: Arguments, found: Findings) -> Mapping[str, Any]:
-    """Return the plugins that were given, by name."""
-    given: dict[str, Any] = {}
+def _given(arguments: Arguments, found: Problems) -> Mapping[str, object]:
+    given: dict[str, object] = {}
     sources: dict[str, str] = {}
 
-    def put(plugin: PluginSpec, value: Any, source: str) -> None:
+    def put(plugin: PluginSpec, value: object, source: str) -> None:
         if plugin.name in given:
             found.add(
                 f"{sources[plugin.name]} with {source}",
@@ -118,7 +109,7 @@ def _given(arguments: Arguments, found: Findings) -> Mapping[str, Any]:
             known = [plugin.kind.__name__ for plugin in kinds if plugin.kind]
             rule = f"each is one of {', '.join(known)}"
             remedy = nearest(type(value).__name__, known)
-            found.wrong.append(Problem(f"strategy_plugins: {value!r}", rule, remedy))
+            found.add(f"strategy_plugins: {value!r}", rule, remedy)
         else:
             put(owner, value, "strategy_plugins")
     return given

@@ -6,16 +6,19 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.config.handlers import AutocastKwargs
-from accel.errors import StateError
+from accel.errors import ConfigError, StateError, unknown_choice
 from accel.precision.base import COMPUTE_DTYPES, Precision
-from accel.wrapping import unwrap_forward, wrap_forward
+from accel.wrapping import wrap_forward
+
+if TYPE_CHECKING:
+    from accel.planning.plan import Plan
 
 
 class StepScaler(torch.amp.GradScaler):
@@ -40,18 +43,14 @@ class StepScaler(torch.amp.GradScaler):
         self._forget_optimizers()
 
     def _forget_optimizers(self) -> None:
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._unscaled: set[int] = set()  # ids of optimizers, until the next loss is scaled
         self._stepped: set[int] = set()
         # Parameters of no optimizer that were clipped: whether they are unscaled.
-        self._loose: Any = WeakIdKeyDictionary()
+        self._loose: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the gradients of `optimizer` follow the scale; done by its first step at the latest.
-
-        Args:
-            optimizer: of torch, or anything with parameter groups.
-        """
+        """Let the gradients of `optimizer` follow the scale, from its first step on at latest."""
         if optimizer not in self._known:
             self._known.add(optimizer)
             self._unscaled.discard(id(optimizer))  # of one that is gone
@@ -75,11 +74,7 @@ class StepScaler(torch.amp.GradScaler):
         self._unscaled.add(id(optimizer))
 
     def unscale_loose(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Divide gradients of parameters that no optimizer holds by the scale, once a step.
-
-        Args:
-            parameters: with gradients or without.
-        """
+        """Divide gradients of parameters that no optimizer holds by the scale, once a step."""
         chosen = [p for p in parameters if p.grad is not None and not self._loose.get(p)]
         if self._scale is not None and chosen:
             self._multiply(self._gradients(chosen), self._scale.double().reciprocal().float())
@@ -88,13 +83,9 @@ class StepScaler(torch.amp.GradScaler):
     def skip_unless_finite(
         self, norm: torch.Tensor, optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
-        """Let none of `optimizers` step where the norm by which all are clipped is not finite.
+        """Let none of `optimizers` step where the norm [] by which all are clipped is not finite.
 
         Their gradients were multiplied by it, also those of optimizers without an overflow.
-
-        Args:
-            norm: [] of the gradients of all of them.
-            optimizers: whose gradients are unscaled.
         """
         overflow = (~torch.isfinite(norm.detach())).float()
         for optimizer in optimizers:
@@ -104,7 +95,9 @@ class StepScaler(torch.amp.GradScaler):
     def _any_unscaled(self) -> bool:
         return bool(self._unscaled) or any(self._loose.values())
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+    def step(
+        self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
+    ) -> float | None:
         """Step `optimizer` by unscaled gradients, unless they overflowed."""
         result = super().step(optimizer, *args, **kwargs)
         if self._enabled:
@@ -177,7 +170,6 @@ class StepScaler(torch.amp.GradScaler):
         return self._scale
 
     def _scaled_gradients(self) -> list[torch.Tensor]:
-        """Return the gradients that are there, and scaled."""
         others = {id(p) for p in self._parameters(unscaled=True)} if self._any_unscaled() else ()
         chosen = [p for p in self._parameters(unscaled=False) if id(p) not in others]
         return self._gradients(chosen)
@@ -227,23 +219,23 @@ class StepScaler(torch.amp.GradScaler):
         self.flush()
         return super().get_scale()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return scale, factors and the count of steps without overflow."""
         self.flush()
         return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Take over what `state_dict` returned."""
         self.flush()
         with self._held_gradients_follow():
             super().load_state_dict(state_dict)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         self.flush()
         left = ("_known", "_unscaled", "_stepped", "_loose")  # a copy has optimizers of its own
         return {k: v for k, v in super().__getstate__().items() if k not in left}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._forget_optimizers()
 
@@ -268,7 +260,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether any parameter of `optimizer` has a gradient."""
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    return any(p.grad is not None for p in parameters_of(optimizer))
 
 
 def step_unless_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
@@ -288,13 +280,7 @@ def step_unless_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Op
 
 
 class AmpPrecision(Precision):
-    """Autocast around the forward pass.
-
-    Args:
-        name: "bf16" or "fp16".
-        device_type: "cpu", "cuda", ….
-        autocast: behaviour of autocast.
-    """
+    """Autocast around the forward pass."""
 
     def __init__(self, name: str, device_type: str, autocast: AutocastKwargs) -> None:
         self.name = name
@@ -302,8 +288,7 @@ class AmpPrecision(Precision):
         self.device_type = device_type
         self.handler = autocast
 
-    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass; `handler` takes the place of the run's own."""
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
         chosen = handler or self.handler
         return torch.autocast(
             self.device_type,
@@ -313,9 +298,14 @@ class AmpPrecision(Precision):
         )
 
     def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
-        """Make `model.forward` compute under autocast and return fp32, or the computed dtype."""
         wrap_forward(model, self.autocast, outputs_in_fp32)
 
-    def unwrap_forward(self, model: torch.nn.Module) -> None:
-        """Give `model` its own `forward` back."""
-        unwrap_forward(model)
+
+def build_precision(plan: Plan) -> Precision:
+    """Return the number format that `plan` names."""
+    name = plan.mixed_precision
+    if name == "no":
+        return Precision()
+    if name in COMPUTE_DTYPES:
+        return AmpPrecision(name, plan.device_type, plan.autocast)
+    raise ConfigError(unknown_choice("mixed_precision", name, ("no", *COMPUTE_DTYPES)))

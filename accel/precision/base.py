@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,17 +27,9 @@ class Precision:
     name = "no"
     dtype: torch.dtype | None = None
 
-    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
         """Return the context of a forward pass; `handler` takes the place of the run's own."""
         return contextlib.nullcontext()
 
     def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
-        """Make `model.forward` compute under autocast, if the format wants it.
-
-        Args:
-            model: any module.
-            outputs_in_fp32: whether its outputs are converted.
-        """
-
-    def unwrap_forward(self, model: torch.nn.Module) -> None:
-        """Give `model` its own `forward` back."""
+        """Make `model.forward` compute under autocast and return fp32, if the format wants it."""

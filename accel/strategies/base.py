@@ -39,7 +39,13 @@ Batch = TypeVar("Batch")
 
 
 class Accumulation(Protocol):
-    """What `Strategy.forward_backward` needs of the run's gradient accumulation."""
+    """What `Strategy.forward_backward` needs of the run's gradient accumulation.
+
+    Attributes:
+        device_placement: whether micro-batches are moved to the device.
+    """
+
+    device_placement: bool
 
     def accumulate(
         self, *models: torch.nn.Module, sync_gradients: bool | None = None
@@ -67,7 +73,7 @@ class Sync:
         """Return a context whose backward reduces gradients after forwards under `no_sync`."""
         return contextlib.nullcontext()
 
-    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[None]:
+    def join(self, joinables: Sequence[object]) -> AbstractContextManager[None]:
         """Return a context in which ranks may see different numbers of batches."""
         return contextlib.nullcontext()
 
@@ -121,12 +127,7 @@ class StateIO:
     def footprint(
         self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
     ) -> Footprint:
-        """Return the bytes that this rank holds once a step is made. No collectives.
-
-        Args:
-            models: prepared.
-            optimizers: prepared.
-        """
+        """Return the bytes that this rank holds once a step is made. No collectives."""
         held = [parameter for model in models for parameter in model.parameters()]
         states = [state_bytes(unwrap_optimizer(optimizer)) for optimizer in optimizers]
         return Footprint(
@@ -148,24 +149,13 @@ class StateIO:
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, names: ParameterNames
     ) -> dict[str, Any]:
-        """Return an optimizer's state by parameter name, in full tensors.
-
-        Args:
-            optimizer: prepared.
-            names: the names of all prepared models' parameters.
-        """
+        """Return an optimizer's state, in full tensors, by the names of all models' parameters."""
         return state_by_name(unwrap_optimizer(optimizer), names)
 
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], names: ParameterNames
     ) -> None:
-        """Load what `optimizer_state` returned, from any strategy and world size.
-
-        Args:
-            optimizer: prepared.
-            state: by parameter name, in full tensors.
-            names: the names of all prepared models' parameters.
-        """
+        """Load what `optimizer_state` returned, from any strategy and world size."""
         load_by_name(unwrap_optimizer(optimizer), state, names)
 
 
@@ -189,7 +179,6 @@ class Strategy(ABC):
         precision: the number format of forward and backward passes.
 
     Attributes:
-        spec: what describes this strategy.
         sync: when gradients are synchronized.
         gradients: how they are scaled and clipped.
         state: full state dicts, out and in.
@@ -278,31 +267,21 @@ class Strategy(ABC):
         loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor],
         accumulation: Accumulation,
     ) -> list[torch.Tensor]:
-        """Compute the gradients of a window of micro-batches; it ends with the last one.
+        """Do what `Accumulation.forward_backward` does; the window ends with the last micro-batch.
 
-        Args:
-            model: prepared.
-            micro_batches: nested data on the host or the device; moved to it one at a time.
-            loss_fn: from `model` and a micro-batch on the device to its loss [].
-            accumulation: of the run.
-
-        Returns:
-            The losses [] of the micro-batches, detached, as `loss_fn` returned them.
+        Micro-batches are moved to the device one at a time.
         """
         losses = []
         last = len(micro_batches) - 1
         for index, micro_batch in enumerate(micro_batches):
             with accumulation.accumulate(model, sync_gradients=index == last):
-                loss = loss_fn(model, self._place(micro_batch))
+                loss = loss_fn(model, self._place(micro_batch, accumulation.device_placement))
                 accumulation.backward(loss)
                 losses.append(loss.detach())
         return losses
 
-    def _place(self, batch: Batch) -> Batch:
-        if not self.plan.device_placement:
-            return batch
-        placed: Batch = send_to_device(batch, self.device, copies_in_order(self.device))
-        return placed
+    def _place(self, batch: Batch, moves: bool) -> Batch:
+        return send_to_device(batch, self.device, copies_in_order(self.device)) if moves else batch
 
     # Bound once: at every step.
     backward: Callable[..., None] = staticmethod(torch.Tensor.backward)

@@ -16,7 +16,7 @@ import torch
 
 from accel.config.training import TorchDynamoPlugin
 from accel.enums import DynamoBackend
-from accel.errors import ConfigError, Problem, unknown_choice
+from accel.errors import ConfigError, unknown_choice
 from accel.logging import get_logger
 from accel.wrapping import is_compiled
 
@@ -60,12 +60,10 @@ def compile_model(
     if not hooks_inside:
         return cast("torch.nn.Module", torch.compile(model, **arguments))
     if plugin.fullgraph:
-        raise ConfigError(
-            Problem(
-                "TorchDynamoPlugin(fullgraph=True) for a whole sharded model",
-                "the engine's work between layers breaks the graph",
-                "Set use_regional_compilation=True, or fullgraph=False.",
-            )
+        raise ConfigError.of(
+            "TorchDynamoPlugin(fullgraph=True) for a whole sharded model",
+            "the engine's work between layers breaks the graph",
+            "Set use_regional_compilation=True, or fullgraph=False.",
         )
     model.compile(**arguments)
     return model

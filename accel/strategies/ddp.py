@@ -43,19 +43,22 @@ if TYPE_CHECKING:
     from accel.precision.base import Precision
 
 
-def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
+CommHook = Callable[..., torch.futures.Future[torch.Tensor]]
+
+
+def _renamed(hook: CommHook) -> CommHook:
     """Return `hook` under another name: torch refuses bf16 by name without a GPU; gloo can."""
     return lambda state, bucket: hook(state, bucket)
 
 
-HOOKS: dict[Hook, Callable[..., Any]] = {
+HOOKS: dict[Hook, CommHook] = {
     Hook.NO: default_hooks.allreduce_hook,
     Hook.FP16: default_hooks.fp16_compress_hook,
     Hook.BF16: _renamed(default_hooks.bf16_compress_hook),
     Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
     Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
 }
-WRAPPERS: dict[Hook, Callable[..., Any]] = {
+WRAPPERS: dict[Hook, Callable[[CommHook], CommHook]] = {
     Hook.FP16: default_hooks.fp16_compress_wrapper,
     Hook.BF16: lambda hook: _renamed(default_hooks.bf16_compress_wrapper(hook)),
 }
@@ -74,7 +77,6 @@ class DDPSync(Sync):
     joins_uneven = True
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which backward passes through `model` reduce no gradients."""
         if isinstance(model, DistributedDataParallel) and _knows_its_graph(model):
             return model.no_sync()
         return contextlib.nullcontext()
@@ -90,12 +92,10 @@ class DDPSync(Sync):
             yield
             return
         if model.find_unused_parameters:
-            raise ConfigError(
-                Problem(
-                    "trigger_sync_in_backward with find_unused_parameters=True",
-                    "unused parameters are looked for in a forward pass that synchronises",
-                    "Run the last forward pass outside of no_sync.",
-                )
+            raise ConfigError.of(
+                "trigger_sync_in_backward with find_unused_parameters=True",
+                "unused parameters are looked for in a forward pass that synchronises",
+                "Run the last forward pass outside of no_sync.",
             )
         _follow(model)
         _FOLLOWERS[model].check(model)
@@ -108,7 +108,7 @@ class DDPSync(Sync):
         finally:
             model.require_backward_grad_sync = before
 
-    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[None]:
         """Return a context in which ranks that run out of batches shadow the others.
 
         Raises:
@@ -125,11 +125,6 @@ class DDPGradients(Gradients):
     """Gradients are those of parameters that a reducer knows."""
 
     def admit(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return parameters that are added to an optimizer.
-
-        Raises:
-            ConfigError: if no model in DDP holds them.
-        """
         entries = list(parameters)
         reduced = _reduced_ids()
         own = [p for p in entries if id(p) not in reduced and not hasattr(p, "_ddp_ignored")]
@@ -156,11 +151,6 @@ class DDPStrategy(Strategy):
     def prepare(
         self, objects: Objects, placement: Objects, prepared: Objects, evaluation: bool = False
     ) -> Objects:
-        """Return the objects of one call wrapped for training.
-
-        Raises:
-            ConfigError: if the arguments of the communication hook do not fit it.
-        """
         if objects.models:
             ConfigError.raise_if(_hook_problems(self.plan.ddp, self.device))
         return super().prepare(objects, placement, prepared, evaluation)
@@ -209,7 +199,6 @@ class DDPStrategy(Strategy):
 
 
 def _reduced_ids() -> set[int]:
-    """Return the ids of the parameters whose gradients a reducer averages."""
     return {id(p) for model in _FOLLOWERS for p in model.parameters()}
 
 
@@ -221,7 +210,6 @@ def _device_ids(model: torch.nn.Module) -> list[torch.device] | None:
 
 
 def _follow(model: DistributedDataParallel, owner: int | None = None) -> None:
-    """Let the reducer of `model` follow which parameters are trained."""
     if model not in _FOLLOWERS:
         _FOLLOWERS[model] = FollowTrainable(model, owner)
         model.register_forward_pre_hook(_FOLLOWERS[model])
@@ -269,7 +257,7 @@ def _wrapped_here() -> list[tuple[DistributedDataParallel, int]]:
     ]
 
 
-def _join_problems(joinables: Sequence[Any]) -> list[Problem]:
+def _join_problems(joinables: Sequence[object]) -> list[Problem]:
     rule = "what takes part is a model that DDP trains, or a ZeroRedundancyOptimizer"
     remedy = "Give the prepared models: join_uneven_inputs([model])."
     if not joinables:

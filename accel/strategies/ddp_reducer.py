@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from torch.distributed.utils import (
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.errors import ConfigError, Problem
+from accel.precision.amp import parameters_of
 from accel.strategies.trainable import Trainable, requires_grad
 
 
@@ -33,12 +33,8 @@ class FollowTrainable:
 
     Every rank changes its model alike, as every rank runs the same script.
 
-    Args:
-        model: in DDP.
-        owner: number of the strategy that wrapped it; None: the user did.
-
     Attributes:
-        owner: as given; copies of the model keep it.
+        owner: number of the strategy that wrapped the model; None: the user did. Copies keep it.
         stepped: ids of the optimizers that stepped since the latest forward pass with gradients;
             None before the first one.
     """
@@ -49,7 +45,7 @@ class FollowTrainable:
         self.owner = owner
         self._known: Trainable | None = Trainable(model.module)
 
-    def __call__(self, model: Any, *_: Any) -> None:
+    def __call__(self, model: DistributedDataParallel, *_: object) -> None:
         """Compare what `model` trains with what its reducer knows."""
         if torch.is_grad_enabled():
             self.stepped = ()  # also where this is compiled: written, and not read
@@ -79,7 +75,7 @@ class FollowTrainable:
             rebuild(model, self._known, now)
         self._known = now
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"_known": None, "owner": self.owner}
 
 
@@ -100,11 +96,6 @@ def rebuild(model: DistributedDataParallel, before: Trainable, now: Trainable) -
     """Give `model` a reducer of the parameters that it trains now. Called on every rank.
 
     Communication hooks, the static graph, buckets' sizes and all other options stay.
-
-    Args:
-        model: in DDP.
-        before: what the old reducer knows.
-        now: what the new one is to know.
     """
     parameters, sparse = model._build_params_for_reducer()
     _verify_param_shape_across_processes(model.process_group, parameters, model.logger)
@@ -167,51 +158,36 @@ class RefuseUnfrozen:
     def __init__(self, model: torch.nn.Module) -> None:
         self._parameters: list[torch.nn.Parameter] | None = list(model.parameters())
 
-    def __call__(self, model: torch.nn.Module, *_: Any) -> None:
-        """Raise where gradients of `model` would be computed.
-
-        Raises:
-            ConfigError: if any of its parameters requires one by now.
-        """
+    def __call__(self, model: torch.nn.Module, *_: object) -> None:
+        """Raise where gradients of `model` would be computed."""
         if self._parameters is None:
             self._parameters = list(model.parameters())
         if torch.is_grad_enabled() and any(map(requires_grad, self._parameters)):
             count = sum(map(requires_grad, self._parameters))
-            raise ConfigError(
-                Problem(
-                    f"{type(model).__name__}: {count} of {len(self._parameters)} parameters "
-                    "require gradients, and none did at prepare",
-                    "DDP does not wrap a model that has nothing to train, so that its gradients "
-                    "would not be averaged over the ranks",
-                    "Unfreeze it before prepare; it may be frozen again afterwards.",
-                )
+            raise ConfigError.of(
+                f"{type(model).__name__}: {count} of {len(self._parameters)} parameters "
+                "require gradients, and none did at prepare",
+                "DDP does not wrap a model that has nothing to train, so that its gradients "
+                "would not be averaged over the ranks",
+                "Unfreeze it before prepare; it may be frozen again afterwards.",
             )
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"_parameters": None}
 
 
 class RefuseUnreduced:
-    """A step pre-hook of an optimizer: looks at its first step, when all models are prepared.
-
-    Args:
-        ids: returns the ids of parameters that no reducer knows.
-    """
+    """A step pre-hook of an optimizer: looks at its first step, when all models are prepared."""
 
     def __init__(self, ids: Callable[[], set[int]]) -> None:
         self._ids: Callable[[], set[int]] | None = ids
 
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raise in the first step if `optimizer` would step by gradients of this rank alone.
-
-        Raises:
-            ConfigError: with their number.
-        """
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Raise in the first step if `optimizer` would step by gradients of this rank alone."""
         if self._ids is None:
             return
         ids, self._ids = self._ids(), None
-        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in ids]
-        count = sum(p.grad is not None for p in own)
+        count = sum(id(p) in ids and p.grad is not None for p in parameters_of(optimizer))
         if count:
             raise ConfigError(unreduced(f"optimizer.step: {count} parameters"))
 
@@ -222,18 +198,17 @@ class WarnOfBypassed:
     The reducer averages gradients of forward passes of the prepared model alone. What calls the
     module inside of it (``unwrap_model(model)(x)``, ``model.module.encode(x)``) and nothing else
     trains on each rank's own gradients.
-
-    Args:
-        followers: those of all models in DDP.
     """
 
     def __init__(self, followers: Mapping[DistributedDataParallel, FollowTrainable]) -> None:
         self._followers: Mapping[DistributedDataParallel, FollowTrainable] | None = followers
         self._last: tuple[weakref.ref[torch.Tensor], int] | None = None
         # By model: how many groups the optimizer had, and whether any held parameters of it.
-        self._held: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[int, bool]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Warn, once, before the first such step of `optimizer`."""
         if self._followers is None:  # told already, or of a copy
             return
@@ -248,7 +223,7 @@ class WarnOfBypassed:
                     return
             else:
                 follower.stepped = (*follower.stepped, id(optimizer))
-        first = next((p.grad for p in _parameters_of(optimizer) if p.grad is not None), None)
+        first = next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)
         self._last = None if first is None else (weakref.ref(first), first._version)
 
     def _holds(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> bool:
@@ -256,7 +231,7 @@ class WarnOfBypassed:
         known = self._held.get(model)
         if known is None or known[0] != num_groups:
             reduced = {id(p) for p in model.parameters()}
-            known = num_groups, any(id(p) in reduced for p in _parameters_of(optimizer))
+            known = num_groups, any(id(p) in reduced for p in parameters_of(optimizer))
             self._held[model] = known
         return known[1]
 
@@ -267,12 +242,8 @@ class WarnOfBypassed:
         last, version = self._last
         return any(gradient is last() and gradient._version == version for gradient in gradients)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"_followers": None, "_last": None, "_held": None}
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _gradients_of(
@@ -281,7 +252,7 @@ def _gradients_of(
     """Return the gradients by which `optimizer` would step parameters that `model` reduces."""
     names = model.parameters_to_ignore
     reduced = {id(p) for name, p in model.module.named_parameters() if name not in names}
-    own = (p for p in _parameters_of(optimizer) if id(p) in reduced)
+    own = (p for p in parameters_of(optimizer) if id(p) in reduced)
     return [p.grad for p in own if p.grad is not None]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -11,26 +11,19 @@ from accel.errors import Problem, StateError
 
 
 class RefusedCopy:
-    """Takes the place of ``__deepcopy__`` of a module, and raises.
-
-    Args:
-        problem: why there is no copy, and what to do.
-    """
+    """Takes the place of ``__deepcopy__`` of a module, and raises."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
-    def __call__(self, memo: Any) -> NoReturn:
+    def __call__(self, memo: object) -> NoReturn:
         raise StateError(str(self.problem))
 
 
 def refuse_copies(modules: Iterable[torch.nn.Module], name: str, remedy: str) -> None:
     """Let `copy.deepcopy` of each of `modules` raise `StateError`.
 
-    Args:
-        modules: whose parameters are shards.
-        name: of what shards them.
-        remedy: how an average of the weights is kept instead.
+    `name`: of what shards them; `remedy`: how an average of the weights is kept instead.
     """
     refused = RefusedCopy(
         Problem(

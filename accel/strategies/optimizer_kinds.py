@@ -32,11 +32,7 @@ NO_DTENSOR = frozenset({"Adafactor", "LBFGS", "Rprop"})
 
 
 def whole_tensor_kind(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the name under which the class of `optimizer`, or a base of it, is in `WHOLE_TENSOR`.
-
-    Args:
-        optimizer: not prepared.
-    """
+    """Return the name by which the class of `optimizer`, or a base, is in `WHOLE_TENSOR`."""
     return _kind(optimizer, WHOLE_TENSOR)
 
 

@@ -60,15 +60,14 @@ def _loaded(entry: EntryPoint) -> StrategySpec:
         spec = entry.load()
     except Exception as error:
         rule = f"loading it failed with {type(error).__name__}: {error}"
-        raise ConfigError(Problem(where, rule, f"Correct or uninstall {package}.")) from error
+        raise ConfigError.of(where, rule, f"Correct or uninstall {package}.") from error
     if not isinstance(spec, StrategySpec):
         rule = f"it is a StrategySpec, not {type(spec).__name__}"
-        raise ConfigError(Problem(where, rule, f"Correct or uninstall {package}."))
+        raise ConfigError.of(where, rule, f"Correct or uninstall {package}.")
     return spec
 
 
 def _taken_twice(found: Iterable[StrategySpec]) -> list[Problem]:
-    """Return the problems of names that two strategies or plugins have."""
     found = tuple(found)
     given = [plugin for spec in found for plugin in spec.plugins]
     names = {

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 requires_grad = attrgetter("requires_grad")
 
 
@@ -16,9 +17,6 @@ class Trainable:
     """The parameters of a module, and which of them require gradients, as they were seen last.
 
     `changed` runs in each step: it is loops of C over dictionaries that are kept.
-
-    Args:
-        module: the user's own.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -45,6 +43,6 @@ class Trainable:
         return [p for p, flag in zip(self.parameters, self.flags, strict=True) if flag]
 
 
-def _same(dicts: Iterable[dict[str, Any]], entries: list[Any]) -> bool:
+def _same(dicts: Iterable[dict[str, T]], entries: list[T]) -> bool:
     found = list(chain.from_iterable(map(dict.values, dicts)))
     return len(found) == len(entries) and all(map(is_, found, entries))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from accel import _lazy
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     return _lazy.attribute(__name__, name)
 
 

@@ -2,10 +2,8 @@
 from accel.checkpoint.export import save as save
 from accel.checkpoint.load_weights import load_checkpoint_in_model as load_checkpoint_in_model
 from accel.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
+from accel.config.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from accel.config.deepspeed_json import HfDeepSpeedConfig as HfDeepSpeedConfig
-from accel.config.deepspeed_plugins import (
-    get_active_deepspeed_plugin as get_active_deepspeed_plugin,
-)
 from accel.config.fp8 import AORecipeKwargs as AORecipeKwargs
 from accel.config.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
 from accel.config.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs

@@ -40,6 +40,19 @@ def test_missing_options_only_are_an_error_of_their_own() -> None:
         problems.raise_if()
 
 
+def test_problems_of_an_error_that_was_raised_are_taken() -> None:
+    wrong, missing = Problem("a", "b", "c"), Problem("d", "e", "f")
+    problems = Problems()
+    problems.take(NotBuiltError(missing))
+    with pytest.raises(NotBuiltError):
+        problems.raise_if()
+    problems.take(ConfigError(wrong))
+    with pytest.raises(ConfigError) as caught:
+        problems.raise_if()
+    assert caught.value.problems == (wrong, missing)
+    assert not isinstance(caught.value, NotBuiltError)
+
+
 @pytest.mark.parametrize(
     ("name", "answer"),
     [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel.config.deepspeed_json import value_at
-from accel.errors import Problem
+from accel.errors import Problem, Problems
 from accel.logging import get_logger
 from accel.prepared import Objects
 from accel.strategies.deepspeed.initialize import can_build_op
@@ -23,58 +23,41 @@ logger = get_logger(__name__)
 
 
 def plan_problems(plan: Plan) -> list[Problem]:
-    """Return the options of a run that DeepSpeed would ignore: it scales and accumulates itself.
-
-    Args:
-        plan: the resolved configuration of the run.
-    """
-    problems = []
+    """Return the options of a run that DeepSpeed would ignore: it scales and accumulates itself."""
+    problems = Problems()
     scaler = ", ".join(f"{name}={value!r}" for name, value in plan.scaler.to_kwargs().items())
     if scaler and plan.mixed_precision == "fp16":
-        problems.append(
-            Problem(
-                f"GradScalerKwargs({scaler}) with deepspeed",
-                "its engine scales losses itself",
-                "Give initial_scale_power and loss_scale_window in the section fp16 of "
-                "hf_ds_config.",
-            )
+        problems.add(
+            f"GradScalerKwargs({scaler}) with deepspeed",
+            "its engine scales losses itself",
+            "Give initial_scale_power and loss_scale_window in the section fp16 of hf_ds_config.",
         )
     stages = [plugin.stage for plugin in plan.plugin("deepspeed").values()]
     if plan.accumulation.sync_each_batch and min(stages) < 2:
-        problems.append(
-            Problem(
-                f"sync_each_batch=True with ZeRO {min(stages)}",
-                "its engine reduces gradients at the end of an optimizer step",
-                "Remove it, or use zero_stage=2 or 3, which reduce them at every micro-batch.",
-            )
+        problems.add(
+            f"sync_each_batch=True with ZeRO {min(stages)}",
+            "its engine reduces gradients at the end of an optimizer step",
+            "Remove it, or use zero_stage=2 or 3, which reduce them at every micro-batch.",
         )
     return problems
 
 
 def object_problems(objects: Objects) -> list[Problem]:
-    """Return the reasons why one engine cannot take these objects.
-
-    Args:
-        objects: of one call of `prepare`.
-    """
-    problems = []
+    """Return the reasons why one engine cannot take these objects."""
+    problems = Problems()
     if len(objects.models) > 1:
         problems.append(two_models(f"{len(objects.models)} models in one call"))
     if len(objects.optimizers) > 1:
-        problems.append(
-            Problem(
-                f"prepare: {len(objects.optimizers)} optimizers under DeepSpeed",
-                "an engine steps one",
-                "Put the parameters into groups of one optimizer.",
-            )
+        problems.add(
+            f"prepare: {len(objects.optimizers)} optimizers under DeepSpeed",
+            "an engine steps one",
+            "Put the parameters into groups of one optimizer.",
         )
     if objects.optimizers and not objects.models:
-        problems.append(
-            Problem(
-                "prepare: an optimizer without its model under DeepSpeed",
-                "the engine takes both at once",
-                "Prepare them in one call: prepare(model, optimizer, …).",
-            )
+        problems.add(
+            "prepare: an optimizer without its model under DeepSpeed",
+            "the engine takes both at once",
+            "Prepare them in one call: prepare(model, optimizer, …).",
         )
     return problems
 
@@ -94,14 +77,14 @@ def check_devices(settings: Settings, package: ModuleType) -> None:
     for name, lowest in (("optimizer", 1), ("param", 3)):
         device = settings.config[ZERO].get(f"offload_{name}", {}).get("device", "none")
         if device == "nvme" and not can_build_op(package, "AsyncIOBuilder"):
-            settings.note(
+            settings.problems.add(
                 f"offload_{name}_device='nvme'",
                 "DeepSpeed's asynchronous I/O cannot be built on this machine",
                 "Install libaio's development files, or use 'cpu'.",
             )
         lowest = 3 if device == "nvme" else lowest
         if device != "none" and settings.stage < lowest:
-            settings.note(
+            settings.problems.add(
                 f"offload_{name}_device={device!r} with ZeRO {settings.stage}",
                 f"it requires stage {lowest} or higher",
                 f"Use zero_stage={lowest}, or remove it.",
@@ -115,7 +98,7 @@ def check_optimizer(
     known = {id(p) for p in model.parameters()}
     num_unknown = sum(id(p) not in known for g in optimizer.param_groups for p in g["params"])
     if num_unknown:
-        settings.note(
+        settings.problems.add(
             f"prepare: {num_unknown} parameters of the optimizer are in no prepared model",
             "the engine steps the parameters of its model",
             "Build the optimizer from model.parameters().",
@@ -123,7 +106,7 @@ def check_optimizer(
     groups = [group for group in optimizer.param_groups if group["params"]]
     kinds = type(optimizer).__name__, value_at(settings.config, "optimizer.type")
     if "Adagrad" in kinds and len(groups) > 1 and settings.stage > 0:
-        settings.note(
+        settings.problems.add(
             f"prepare: Adagrad with {len(groups)} groups under ZeRO {settings.stage}",
             "DeepSpeed rebuilds it with one group",
             "Put all parameters into one group, or use zero_stage=0.",
@@ -131,7 +114,7 @@ def check_optimizer(
     for index, group in enumerate(groups):
         frozen = not any(parameter.requires_grad for parameter in group["params"])
         if frozen and settings.stage in (1, 2):
-            settings.note(
+            settings.problems.add(
                 f"prepare: group {index} of the optimizer, whose parameters are all frozen",
                 f"ZeRO {settings.stage} requires a trainable parameter in each group",
                 "Give the optimizer [p for p in … if p.requires_grad].",
@@ -155,7 +138,7 @@ def check_kind(settings: Settings, optimizer: torch.optim.Optimizer) -> None:
         kind = next((k for k in WHOLE_TENSOR - {"Muon"} if k.lower() == kind.lower()), None)
     remedy = "zero_allow_untested_optimizer in the configuration (hf_ds_config) skips this check."
     if kind is not None:
-        settings.note(
+        settings.problems.add(
             f"prepare: {kind} under ZeRO {settings.stage}",
             "its update depends on full weights, and ZeRO steps flat tensors of their fragments: "
             "that is another algorithm",
@@ -180,12 +163,12 @@ def check_leaves(settings: Settings, model: torch.nn.Module, package: ModuleType
     value = f"transformer_moe_cls_names={given!r}"
     if unknown:
         rule = f"the model has no module of class {', '.join(unknown)}"
-        settings.note(value, rule, f"Its classes are {', '.join(sorted(classes))}.")
+        settings.problems.add(value, rule, f"Its classes are {', '.join(sorted(classes))}.")
     elif type(model).__name__ in names:
         rule = f"{type(model).__name__} is the class of the model itself"
-        settings.note(value, rule, "Give the classes of its layers that hold experts.")
+        settings.problems.add(value, rule, "Give the classes of its layers that hold experts.")
     elif settings.stage < 3:
         rule = "only stage 3 gathers modules"
-        settings.note(f"{value} with ZeRO {settings.stage}", rule, "Remove it.")
+        settings.problems.add(f"{value} with ZeRO {settings.stage}", rule, "Remove it.")
     elif not settings.problems:
         package.utils.set_z3_leaf_modules(model, [classes[name] for name in names])

@@ -272,9 +272,6 @@ class ManualChanges:
     not in `parameter.grad`. Under stage 3 a parameter is a placeholder, and values written to it
     are lost; `deepspeed.zero.GatheredParameters` writes them to the shards, which are the
     optimizer's own copies in fp32 only.
-
-    Args:
-        engine: a `DeepSpeedEngine` that trains.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:

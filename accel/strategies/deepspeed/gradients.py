@@ -12,7 +12,7 @@ from typing import final
 import torch
 
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems
 from accel.strategies.base import Gradients, Sync
 from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, TrainedEngine
 
@@ -57,11 +57,7 @@ class DeepSpeedSync(Sync):
 
 @final
 class DeepSpeedGradients(Gradients):
-    """Clipping of gradients by the engine, which also scales the loss.
-
-    Args:
-        trained: the engine that trains.
-    """
+    """Clipping of gradients by the engine, which also scales the loss."""
 
     def __init__(self, trained: TrainedEngine) -> None:
         super().__init__()
@@ -84,21 +80,15 @@ class DeepSpeedGradients(Gradients):
         if not optimizer.gradient_state.sync_gradients:  # neither complete nor averaged
             return torch.tensor(float(optimizer.engine.get_global_grad_norm() or 0.0))
         if max_norm != math.inf:  # else only the norm is requested
-            optimizer.clip_next_step(max_norm)
+            optimizer.set_clipping(max_norm)
         return optimizer.gradient_norm()
 
     def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Refuse: DeepSpeed supports norm clipping only.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            Problem(
-                f"clip_grad_value_({clip_value}) under DeepSpeed",
-                "DeepSpeed supports norm clipping only",
-                "Call clip_grad_norm_, or give DeepSpeedPlugin(gradient_clipping=…).",
-            )
+        """Refuse: DeepSpeed supports norm clipping only."""
+        raise ConfigError.of(
+            f"clip_grad_value_({clip_value}) under DeepSpeed",
+            "DeepSpeed supports norm clipping only",
+            "Call clip_grad_norm_, or give DeepSpeedPlugin(gradient_clipping=…).",
         )
 
 
@@ -109,37 +99,32 @@ def _clip_problems(
     max_norm: float,
     norm_type: float,
 ) -> list[Problem]:
-    call, problems = f"clip_grad_norm_(…, {max_norm})", []
+    call, problems = f"clip_grad_norm_(…, {max_norm})", Problems()
     if optimizer.clipping not in (0.0, float(max_norm)) and max_norm != math.inf:
         source = f"{plugin.place}: gradient_clipping={optimizer.clipping}"
         if plugin.gradient_clipping is not None:
             source = plugin.source("gradient_clipping")
         rule = "given in two places with different values"
         remedy = 'Make them equal, or write "auto" for gradient_clipping.'
-        problems.append(Problem(f"{call} with {source}", rule, remedy))
+        problems.add(f"{call} with {source}", rule, remedy)
     if norm_type != 2:
         rule = "DeepSpeed clips by the norm of order 2"
-        problems.append(Problem(f"{call[:-1]}, norm_type={norm_type})", rule, "Remove it."))
+        problems.add(f"{call[:-1]}, norm_type={norm_type})", rule, "Remove it.")
     given = {id(parameter) for parameter in parameters}
     trained = (p for p in optimizer.engine.module.parameters() if p.requires_grad)
     num_missing = sum(id(parameter) not in given for parameter in trained)
     if num_missing:
         rule = f"DeepSpeed clips all parameters together, and {num_missing} of them are missing"
-        problems.append(Problem(call, rule, "Give model.parameters()."))
+        problems.add(call, rule, "Give model.parameters().")
     return problems
 
 
 def backward_problems(
     optimizer: DeepSpeedOptimizer, options: Mapping[str, object]
 ) -> list[Problem]:
-    """Return the reasons why a backward pass would compute wrong gradients.
-
-    Args:
-        optimizer: of the engine that trains.
-        options: keyword arguments of `backward`.
-    """
+    """Return the reasons why a backward pass would compute wrong gradients."""
     stage = optimizer.engine.zero_optimization_stage()
-    problems = [
+    problems = Problems(
         Problem(
             f"backward({name}=…) under DeepSpeed",
             "its engine supports retain_graph only",
@@ -147,31 +132,25 @@ def backward_problems(
         )
         for name in options
         if name != "retain_graph"
-    ]
+    )
     if optimizer.trainable.changed():
-        problems.append(
-            Problem(
-                "backward after parameters were frozen, unfrozen or replaced under DeepSpeed",
-                "its engine steps the parameters that required gradients at prepare",
-                "Set requires_grad before prepare. To change it during training: save_state, "
-                "rebuild model and Accelerator(), prepare, load_state.",
-            )
+        problems.add(
+            "backward after parameters were frozen, unfrozen or replaced under DeepSpeed",
+            "its engine steps the parameters that required gradients at prepare",
+            "Set requires_grad before prepare. To change it during training: save_state, "
+            "rebuild model and Accelerator(), prepare, load_state.",
         )
     if options.get("retain_graph") and stage == 3:
-        problems.append(
-            Problem(
-                "backward(retain_graph=True) under ZeRO 3",
-                "stage 3 frees parameters in the backward pass, and a second one needs them",
-                "Sum the losses, and call backward once.",
-            )
+        problems.add(
+            "backward(retain_graph=True) under ZeRO 3",
+            "stage 3 frees parameters in the backward pass, and a second one needs them",
+            "Sum the losses, and call backward once.",
         )
     if optimizer.window_ended and stage in (1, 2):
-        problems.append(
-            Problem(
-                f"a second backward before optimizer.step under ZeRO {stage}",
-                "it would overwrite the gradients of the first one",
-                "Sum the losses, put `with accelerator.no_sync(model):` around all but the last, "
-                "or drop the first one's gradients with optimizer.zero_grad().",
-            )
+        problems.add(
+            f"a second backward before optimizer.step under ZeRO {stage}",
+            "it would overwrite the gradients of the first one",
+            "Sum the losses, put `with accelerator.no_sync(model):` around all but the last, "
+            "or drop the first one's gradients with optimizer.zero_grad().",
         )
     return problems

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from accel import env, tree
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 from accel.imports import require
 from accel.planning.plan import Plan
 from accel.strategies.deepspeed.settings import Settings
@@ -53,12 +53,10 @@ def import_deepspeed(device: torch.device) -> ModuleType:
         package = require("deepspeed", "deepspeed_plugin")
         kind = package.accelerator.get_accelerator().device_name()
     if kind.partition(":")[0] != device.type:
-        raise ConfigError(
-            Problem(
-                f"device={device} with deepspeed_plugin",
-                f"DeepSpeed computes on {kind} in this process, and that cannot change",
-                "Start a new process.",
-            )
+        raise ConfigError.of(
+            f"device={device} with deepspeed_plugin",
+            f"DeepSpeed computes on {kind} in this process, and that cannot change",
+            "Start a new process.",
         )
     # Every process compiles its shared-memory collectives at first use; one that is killed
     # meanwhile leaves a lock that all later ones wait for. gloo does as well.
@@ -77,11 +75,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
 
 
 def restore_linear(package: ModuleType) -> None:
-    """Restore torch's own `linear`, which ZeRO-3 replaces for good by one of less memory.
-
-    Args:
-        package: deepspeed.
-    """
+    """Restore torch's own `linear`, which ZeRO-3 replaces for good by one of less memory."""
     stage_3 = importlib.import_module(f"{package.__name__}.runtime.zero.partition_parameters")
     if torch.nn.functional.linear is stage_3.zero3_linear_wrap:
         torch.nn.functional.linear = stage_3.InsertPostInitMethodToModuleSubClasses.linear_bk
@@ -94,10 +88,6 @@ def join_group(package: ModuleType, local_world_size: int) -> None:
     """Let DeepSpeed use the process group of the run.
 
     It keeps groups in globals; those of an earlier run's process group are dropped.
-
-    Args:
-        package: deepspeed.
-        local_world_size: number of processes on this node.
     """
     # As its own launcher sets it. On CPUs it would count devices, by starting a program, at every
     # reduction of ZeRO-3.
@@ -143,11 +133,8 @@ def initialize_engine(
         model: the user's own.
         optimizer: the user's own, or its placeholder; None: the model is only evaluated.
         schedulers: of which a `DummyScheduler` may build the engine's own.
-        settings: complete.
+        settings: complete; contradictions raise `ConfigError`.
         plan: the resolved configuration of the run.
-
-    Raises:
-        ConfigError: naming every contradiction in `settings`.
     """
     arguments: dict[str, object] = {"model": model, "config": settings.finish()}
     if isinstance(optimizer, DummyOptim):
@@ -213,11 +200,6 @@ def cast_forward(module: torch.nn.Module, dtype: torch.dtype, make_context: Make
 def partitioned_init(package: ModuleType, settings: Settings, plan: Plan) -> Iterator[None]:
     """Context in which each layer of a model is partitioned as soon as it is built.
 
-    Args:
-        package: deepspeed.
-        settings: without a model.
-        plan: the resolved configuration of the run.
-
     Raises:
         ConfigError: inside, where a model initializes a layer that is partitioned already.
 
@@ -255,13 +237,11 @@ class ForbidWritesToPartitionedParams(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         shape = _partitioned_shape(target)
         if shape is not None and _is_in_place(name):
-            raise ConfigError(
-                Problem(
-                    f"{name} on a parameter of shape {shape} under ZeRO-3",
-                    "its layer is partitioned already, so that the values would be lost",
-                    "Initialize inside of `with deepspeed.zero.GatheredParameters(parameter, "
-                    "modifier_rank=0):`, or remove zero3_init_flag.",
-                )
+            raise ConfigError.of(
+                f"{name} on a parameter of shape {shape} under ZeRO-3",
+                "its layer is partitioned already, so that the values would be lost",
+                "Initialize inside of `with deepspeed.zero.GatheredParameters(parameter, "
+                "modifier_rank=0):`, or remove zero3_init_flag.",
             )
         result = func(*args, **(kwargs or {}))
         if shape is not None and func in _ALIASES:
@@ -278,7 +258,6 @@ def _partitioned_shape(tensor: Any) -> tuple[int, ...] | None:
 
 
 def _is_in_place(name: str) -> bool:
-    """Return whether the torch function of that name changes its first argument."""
     plain = name.endswith("_") and not name.endswith("__")
     return (plain and name != "requires_grad_") or name == "__setitem__"
 
@@ -287,12 +266,7 @@ def _is_in_place(name: str) -> bool:
 
 
 def can_build_op(package: ModuleType, builder: str) -> bool:
-    """Return whether this machine can compile an op of DeepSpeed.
-
-    Args:
-        package: deepspeed.
-        builder: name of the op's builder class, such as ``"AsyncIOBuilder"``.
-    """
+    """Return whether this machine can compile an op, by its builder: ``"AsyncIOBuilder"``."""
     found = package.accelerator.get_accelerator().create_op_builder(builder)
     return found is not None and bool(found.is_compatible(verbose=False))
 
@@ -303,10 +277,6 @@ def build_op(package: ModuleType, builder: str) -> None:
     torch's own lock is a file, which a process that is killed while it compiles leaves behind, and
     which all later ones wait for. So the lock around it is one that the operating system releases,
     and a folder that is incomplete is deleted.
-
-    Args:
-        package: deepspeed.
-        builder: name of the op's builder class.
     """
     folder = op_folder(package, builder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -324,12 +294,7 @@ def build_op(package: ModuleType, builder: str) -> None:
 
 
 def is_op_built(package: ModuleType, builder: str) -> bool:
-    """Return whether an op is compiled on this machine.
-
-    Args:
-        package: deepspeed.
-        builder: name of the op's builder class.
-    """
+    """Return whether an op is compiled on this machine."""
     return (op_folder(package, builder) / COMPLETE).exists()
 
 
@@ -339,10 +304,6 @@ def op_folder(package: ModuleType, builder: str) -> Path:
     Its name has their paths and times, as ninja recompiles objects that were made with other or
     older files: two environments of the same versions would undo each other's work, and a
     reinstalled one would recompile an op that is marked complete.
-
-    Args:
-        package: deepspeed.
-        builder: name of the op's builder class.
     """
     from torch.utils.cpp_extension import get_default_build_root
 

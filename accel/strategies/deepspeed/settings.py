@@ -16,7 +16,6 @@ import torch
 from accel.config.deepspeed import KEYS, DeepSpeedPlugin
 from accel.config.deepspeed_claims import Claims, is_equal
 from accel.config.deepspeed_json import AUTO, Config, set_at, value_at
-from accel.errors import ConfigError
 from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 from accel.wrapping import MakeContext
 
@@ -40,10 +39,6 @@ SCHEDULES = {
 
 class Settings(Claims):
     """Resolve DeepSpeed's configuration.
-
-    Args:
-        plugin: the active plugin.
-        plan: the resolved configuration of the run.
 
     Attributes:
         batch_sizes: samples per process and micro-batch, of each prepared loader.
@@ -71,11 +66,7 @@ class Settings(Claims):
     # -- from the run --------------------------------------------------------------------------
 
     def resolve_run(self, batch_sizes: list[int]) -> None:
-        """Resolve accumulation, precision, clipping and batch sizes.
-
-        Args:
-            batch_sizes: samples per process and micro-batch, of each prepared loader.
-        """
+        """Resolve accumulation, precision, clipping and batch sizes."""
         self.batch_sizes = batch_sizes
         steps = self.plan.accumulation.num_steps or 1
         if ACCUMULATION not in self.plugin.decided:  # else already compared
@@ -99,7 +90,7 @@ class Settings(Claims):
             if section.get("device") in ("none", "cpu"):
                 section.pop("nvme_path", None)
             elif section.get("device") == "nvme" and section.get("nvme_path") in (None, AUTO):
-                self.note(
+                self.problems.add(
                     f"{self.plugin.place}: {ZERO}.offload_{name}.device='nvme'",
                     "nvme needs a folder on a disk of this machine",
                     f"Give nvme_path there, or offload_{name}_nvme_path=….",
@@ -111,7 +102,7 @@ class Settings(Claims):
         autocast = value_at(self.config, "torch_autocast.enabled") is True
         handler = ", ".join(f"{k}={v!r}" for k, v in self.plan.autocast.to_kwargs().items())
         if autocast and chosen in AUTOCAST and handler:
-            self.note(
+            self.problems.add(
                 f"AutocastKwargs({handler}) with {self.plugin.place}: torch_autocast.enabled=true",
                 "autocast is configured in two places",
                 "Remove one of them.",
@@ -126,11 +117,7 @@ class Settings(Claims):
                 self.claim(key, on, source)
 
     def autocast(self, precision: Precision) -> MakeContext:
-        """Return the factory of contexts for forward passes over weights in half precision.
-
-        Args:
-            precision: of the run; its autocast is off where the configuration switches it off.
-        """
+        """Return the factory of contexts for forward passes over weights in half precision."""
         off = value_at(self.config, "torch_autocast.enabled") is False
         return contextlib.nullcontext if off else precision.autocast
 
@@ -157,7 +144,7 @@ class Settings(Claims):
         section = self.config.get("optimizer")
         if isinstance(optimizer, DummyOptim):
             if section is None:
-                self.note(
+                self.problems.add(
                     f"DummyOptim, and {self.plugin.place} has no optimizer",
                     "it is a placeholder for the optimizer of the configuration",
                     "Add the section optimizer, or build an optimizer of torch.",
@@ -172,7 +159,7 @@ class Settings(Claims):
             if device_type == "cpu" and str(section.get("type")).lower() in ("adam", "adamw"):
                 self.default("optimizer.params.torch_adam", True)  # its own kernels need compiling
         elif optimizer is not None and section is not None:
-            self.note(
+            self.problems.add(
                 f"{self.plugin.place}: optimizer with {type(optimizer).__name__} in prepare",
                 "the optimizer is given in two places",
                 "Prepare a DummyOptim, or remove the section optimizer.",
@@ -185,7 +172,7 @@ class Settings(Claims):
         section = self.config.get("scheduler")
         if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is None:
             if section is None:
-                self.note(
+                self.problems.add(
                     f"DummyScheduler, and {self.plugin.place} has no scheduler",
                     "it is a placeholder for the scheduler of the configuration",
                     "Add the section scheduler, or give lr_scheduler_callable.",
@@ -193,13 +180,13 @@ class Settings(Claims):
                 return
             self._resolve_schedule(section, scheduler, optimizer)
         elif scheduler is not None and section is not None:
-            self.note(
+            self.problems.add(
                 f"{self.plugin.place}: scheduler with {type(scheduler).__name__} in prepare",
                 "the scheduler is given in two places",
                 "Prepare a DummyScheduler without lr_scheduler_callable, or remove the section.",
             )
         elif section is not None and optimizer is not None:
-            self.note(
+            self.problems.add(
                 f"{self.plugin.place}: scheduler, and prepare was given none",
                 "a scheduler is saved and loaded as a prepared object",
                 "Prepare a DummyScheduler with the optimizer, or remove the section.",
@@ -211,7 +198,6 @@ class Settings(Claims):
     def _resolve_schedule(
         self, section: Config, scheduler: DummyScheduler, optimizer: torch.optim.Optimizer | None
     ) -> None:
-        """Set the parameters that the schedule lacks, and compare those that it has."""
         for name, value in scheduler.kwargs.items():
             self.claim(f"scheduler.params.{name}", value, f"DummyScheduler({name}={value!r})")
         taken = SCHEDULES.get(str(section.get("type")), ())
@@ -230,7 +216,7 @@ class Settings(Claims):
                 self.claim(key, steps, source)
         lacks = value_at(self.config, f"{params}.total_num_steps") is None
         if "total_num_steps" in taken and lacks:
-            self.note(
+            self.problems.add(
                 f"{self.plugin.place}: {section.get('type')} without total_num_steps",
                 "the schedule decays the learning rate until the last step",
                 "Give DummyScheduler(…, total_num_steps=…).",
@@ -261,7 +247,7 @@ class Settings(Claims):
         rate = value_at(self.config, "optimizer.params.lr")
         built_on_it = getattr(scheduler, "optimizer", None) is optimizer
         if built_on_it and not is_equal(rate, optimizer.lr):
-            self.note(
+            self.problems.add(
                 f"{self.plugin.place}: optimizer.params.lr={rate!r} with "
                 f"{type(scheduler).__name__} on DummyOptim(lr={optimizer.lr!r})",
                 "a schedule starts from the rate of the optimizer that it was built on",
@@ -317,12 +303,12 @@ class Settings(Claims):
         """
         if not self.problems:
             for key in _autos(self.config):
-                self.note(
+                self.problems.add(
                     f'{self.plugin.place}: {key}="auto"',
                     "it cannot be resolved from the run",
                     f"Give {key} a value, or remove it.",
                 )
-        ConfigError.raise_if(self.problems)
+        self.problems.raise_if()
         return self.config
 
 

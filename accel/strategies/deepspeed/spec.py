@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from accel.config.deepspeed import DeepSpeedPlugin, share_selection
+from accel.config.deepspeed import DeepSpeedPlugin, active, share_selection
 from accel.config.deepspeed_claims import Claims
 from accel.config.deepspeed_json import Config, HfDeepSpeedConfig
-from accel.config.deepspeed_plugins import active
 from accel.enums import DistributedType
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems
 from accel.planning.spec import (
     Decided,
-    Findings,
     Plugins,
     PluginSpec,
     Request,
@@ -33,28 +30,29 @@ DECIDED = {
 }
 
 
-def _read(given: Any, variables: Mapping[str, str]) -> Mapping[str, DeepSpeedPlugin]:
+def _read(given: object, variables: Mapping[str, str]) -> Mapping[str, DeepSpeedPlugin]:
     """Return the plugins by name, filled from the environment; one of them is selected."""
     given = DeepSpeedPlugin() if given is None else given
-    named = dict(given) if isinstance(given, Mapping) else {"default": given}
-    found = Findings()
-    if not named:
+    by_name = given if isinstance(given, Mapping) else {"default": given}
+    named: dict[str, DeepSpeedPlugin] = {}
+    found = Problems()
+    if not by_name:
         found.add("deepspeed_plugins={}", "there is one plugin at least", "Give one, or None.")
-    for name, plugin in named.items():
+    for name, value in by_name.items():
         try:
-            require_kind(f"deepspeed_plugins[{name!r}]", plugin, DeepSpeedPlugin)
+            named[name] = require_kind(f"deepspeed_plugins[{name!r}]", value, DeepSpeedPlugin)
         except ConfigError as error:
             found.take(error)
-    found.raise_if_any()
+    found.raise_if()
     for plugin in named.values():
-        found.wrong += plugin.fill(variables)
+        found += plugin.fill(variables)
         if plugin.enable_msamp:
-            found.missing("DeepSpeedPlugin(enable_msamp=True)", "Use mixed_precision='bf16'.")
+            found.add_not_built("DeepSpeedPlugin(enable_msamp=True)", "Use mixed_precision='bf16'.")
         try:
             plugin.check_config()
         except ConfigError as error:
             found.take(error)
-    found.raise_if_any()
+    found.raise_if()
     share_selection(list(named.values()))
     return named
 
@@ -74,7 +72,7 @@ def _frozen_fields(plugin: DeepSpeedPlugin) -> dict[str, Config]:
     return {"hf_ds_config": HfDeepSpeedConfig(plugin.hf_ds_config).config}
 
 
-def _value(plugins: Plugins, key: str) -> Any:
+def _value(plugins: Plugins, key: str) -> object:
     plugin = active(plugins.get(NAME))
     return None if plugin is None else plugin.get_value(key)
 
@@ -93,29 +91,25 @@ def _accumulation_steps(plugins: Plugins) -> int | None:
 
 
 def _problems(request: Request) -> list[Problem]:
-    problems = []
+    problems = Problems()
     if request.mixed_precision == "fp16" and request.device_type == "cpu":
-        problems.append(
-            Problem(
-                "mixed_precision='fp16' under DeepSpeed on a CPU",
-                "DeepSpeed computes in fp16 on accelerators only",
-                "Use mixed_precision='bf16' or mixed_precision='no'.",
-            )
+        problems.add(
+            "mixed_precision='fp16' under DeepSpeed on a CPU",
+            "DeepSpeed computes in fp16 on accelerators only",
+            "Use mixed_precision='bf16' or mixed_precision='no'.",
         )
     plugin = active(request.plugins.get(NAME))
     if plugin is None or not plugin.decided:
         return problems
     claims = Claims(plugin)
-    sections = [
-        Problem(
+    problems += claims.problems
+    for name in (name for name in ("optimizer", "scheduler") if name in claims.config):
+        problems.add(
             f"{plugin.place}: {name} with {name}= of the recipe",
             "the recipe decides it",
             f"Take the section {name} out of the configuration.",
         )
-        for name in ("optimizer", "scheduler")
-        if name in claims.config
-    ]
-    return [*problems, *claims.problems, *sections]
+    return problems
 
 
 def _notes(request: Request) -> list[str]:

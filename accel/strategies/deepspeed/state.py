@@ -33,13 +33,7 @@ _SCALE_COUNTS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 
 @final
 class ZeroState(StateIO):
-    """Full state dicts, gathered from the fragments of an engine and written to them.
-
-    Args:
-        trained: the engine that trains.
-        comm: the process group.
-        package: deepspeed.
-    """
+    """Full state dicts, gathered from the fragments of an engine and written to them."""
 
     def __init__(self, trained: TrainedEngine, comm: Communicator, package: ModuleType) -> None:
         self._trained = trained
@@ -48,14 +42,12 @@ class ZeroState(StateIO):
 
     @property
     def sharded(self) -> tuple[str, ...]:
-        """Names of sharded state, for the run header."""
         kinds = ("optimizer state", "gradients", "parameters")
         return kinds[: self._trained.plugin.stage] if self._comm.world_size > 1 else ()
 
     def footprint(
         self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
     ) -> Footprint:
-        """Return the bytes that this rank holds once a step is made. No collectives."""
         parameters = [parameter for model in models for parameter in model.parameters()]
         held = num_bytes(getattr(p, "ds_tensor", p) for p in parameters)
         # Persistent parameters stay full beside their shards, from the first forward pass on.
@@ -94,11 +86,6 @@ class ZeroState(StateIO):
     def load_model_state(
         self, model: torch.nn.Module, state: dict[str, torch.Tensor], strict: bool = True
     ) -> None:
-        """Load what `model_state` returned, from any strategy and world size.
-
-        Raises:
-            RuntimeError: naming the entries that do not fit, as torch does.
-        """
         live = self.unwrap(model).state_dict(keep_vars=True)
         both = {n: v for n, v in live.items() if n in state and isinstance(v, torch.Tensor)}
         wrong = [f"missing {n}" for n in live if n not in state] if strict else []
@@ -119,7 +106,6 @@ class ZeroState(StateIO):
                     fragment.write(state[name], fragment.flat)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, names: ParameterNames) -> State:
-        """Return an optimizer's state by parameter name, in full tensors."""
         prepared = _prepared(optimizer)
         basic, groups, engine = prepared.optimizer, prepared.groups, prepared.engine
         keys, found, state = _keys(groups, names), fragments(engine), {}
@@ -150,11 +136,6 @@ class ZeroState(StateIO):
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: State, names: ParameterNames
     ) -> None:
-        """Load what `optimizer_state` returned, from any strategy and world size.
-
-        Raises:
-            CheckpointError: if it is of other parameters or groups, or in another format.
-        """
         prepared = _prepared(optimizer)
         basic, groups, engine = prepared.optimizer, prepared.groups, prepared.engine
         if not isinstance(state, dict) or state.get("format") != FORMAT_VERSION:
@@ -236,14 +217,14 @@ def _scalar(basic: torch.optim.Optimizer, value: float | torch.Tensor) -> int | 
     """Return a count of steps as the optimizer keeps it: torch's in tensors, DeepSpeed's not."""
     if type(basic).__module__.startswith("deepspeed"):
         return int(value)
-    return _copy(value) if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+    return value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
 
 
 def _is_flat(value: object, flat: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == flat.shape and value.dim() > 0
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> object:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -267,9 +248,6 @@ def _gradient_bytes(parameters: Sequence[torch.nn.Parameter], engine: DeepSpeedE
 def scale_state(engine: DeepSpeedEngine) -> State:
     """Return the loss scale and its counts, for `extra` of the optimizer's state; {} if constant.
 
-    Args:
-        engine: that trains.
-
     Source: https://www.deepspeed.ai/docs/config-json/#fp16-training-options
     """
     autocast, own = _autocast_scaler(engine), _dynamic_scaler(engine)
@@ -283,17 +261,9 @@ def scale_state(engine: DeepSpeedEngine) -> State:
 
 
 def load_scale_state(engine: DeepSpeedEngine, extra: State) -> None:
-    """Load what `scale_state` returned; a run in another precision ignores it.
-
-    Args:
-        engine: that trains.
-        extra: of the saved optimizer's state.
-    """
-    saved, autocast, own = (
-        extra.get(LOSS_SCALE, {}),
-        _autocast_scaler(engine),
-        _dynamic_scaler(engine),
-    )
+    """Load what `scale_state` returned; a run in another precision ignores it."""
+    saved = extra.get(LOSS_SCALE, {})
+    autocast, own = _autocast_scaler(engine), _dynamic_scaler(engine)
     if autocast is not None and "_growth_tracker" in saved:
         autocast.load_state_dict(saved)
     elif own is not None and "cur_scale" in saved:

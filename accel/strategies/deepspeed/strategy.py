@@ -15,7 +15,7 @@ import torch
 
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.deepspeed_json import Config
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 from accel.precision.base import COMPUTE_DTYPES
 from accel.prepared import Objects
 from accel.scheduler import wrap_scheduler
@@ -80,17 +80,12 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
-        """The active plugin."""
         return self._trained.plugin
 
     # -- building models -------------------------------------------------------------------
 
     def init_context(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which models are built: partitioned, if the plugin says so.
-
-        Raises:
-            ConfigError: inside, where a model initializes a layer that is partitioned already.
-        """
+        """Return the context in which models are built: partitioned, if the plugin says so."""
         if not self.plugin.is_zero3_init_enabled():
             return contextlib.nullcontext()
         return initialize.partitioned_init(self.package, self._settings_without_model(), self.plan)
@@ -116,11 +111,7 @@ class DeepSpeedStrategy(Strategy):
     def prepare(
         self, objects: Objects, placement: Objects, prepared: Objects, evaluation: bool = False
     ) -> Objects:
-        """Return `objects`, with model and optimizer in an engine of DeepSpeed.
-
-        Raises:
-            ConfigError: if DeepSpeed cannot take these objects together.
-        """
+        """Return `objects`, with model and optimizer in an engine of DeepSpeed."""
         ConfigError.raise_if(checks.object_problems(objects))
         done = Objects(dataloaders=objects.dataloaders)
         if not objects.models:
@@ -152,7 +143,6 @@ class DeepSpeedStrategy(Strategy):
         return done
 
     def _settings(self, objects: Objects, loaders: Sequence[object]) -> Settings:
-        """Return the engine's configuration, resolved from the run and its objects."""
         (model,) = objects.models
         optimizer = next(iter(objects.optimizers), None)
         settings = Settings(self.plugin, self.plan)
@@ -176,22 +166,19 @@ class DeepSpeedStrategy(Strategy):
             return
         settings = Settings(optimizer.engine.accel_plugin, self.plan)
         settings.resolve_run(sizes)
-        ConfigError.raise_if(settings.problems)
+        settings.problems.raise_if()
         optimizer.engine.set_train_micro_batch_size(settings.config[MICRO_BATCH])
         self._lacks_loaders = False
 
     def _evaluated(
         self, model: torch.nn.Module, place: bool, evaluation: bool, settings: Settings
     ) -> torch.nn.Module:
-        """Return a model that is only evaluated, without an engine."""
         if not evaluation:
-            raise ConfigError(
-                Problem(
-                    f"prepare: a model without an optimizer under ZeRO {self.plugin.stage}",
-                    "only stage 3 shards a model that is not trained",
-                    "Prepare it with its optimizer in one call; to evaluate it, select a plugin "
-                    "with zero_stage=3, or call prepare_model(model, evaluation_mode=True).",
-                )
+            raise ConfigError.of(
+                f"prepare: a model without an optimizer under ZeRO {self.plugin.stage}",
+                "only stage 3 shards a model that is not trained",
+                "Prepare it with its optimizer in one call; to evaluate it, select a plugin "
+                "with zero_stage=3, or call prepare_model(model, evaluation_mode=True).",
             )
         model = model.to(self.device) if place else model
         if self.precision.name in COMPUTE_DTYPES:
@@ -204,12 +191,10 @@ class DeepSpeedStrategy(Strategy):
         own = [m for m in prepared.models if getattr(m, "accel_plugin", None) is self.plugin]
         users = [owner() for model, owner in _OWNERS.items() if model.accel_plugin is self.plugin]
         elsewhere = self.plugin.stage == 3 and any(user not in (None, self) for user in users)
-        problems = []
         if own or elsewhere:
-            problems.append(checks.two_models("a second model with one plugin"))
-        elif optimizer is not None and prepared.optimizers:
-            problems.append(checks.two_models("a second model to train with one Accelerator"))
-        ConfigError.raise_if(problems)
+            raise ConfigError(checks.two_models("a second model with one plugin"))
+        if optimizer is not None and prepared.optimizers:
+            raise ConfigError(checks.two_models("a second model to train with one Accelerator"))
 
     def _build(
         self,
@@ -219,7 +204,6 @@ class DeepSpeedStrategy(Strategy):
         settings: Settings,
         done: Objects,
     ) -> None:
-        """Build the engine, and add it and its wrapped optimizer and schedulers to `done`."""
         groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
         engine = initialize.initialize_engine(
             self.package, model, optimizer, schedulers, settings, self.plan
@@ -251,17 +235,7 @@ class DeepSpeedStrategy(Strategy):
     # -- the step --------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: bool) -> None:
-        """Let the engine compute gradients, divided by the micro-batches of a step.
-
-        Args:
-            loss: [] of one micro-batch.
-            kwargs: `retain_graph`.
-
-        Raises:
-            ConfigError: for another keyword, and where the stage of ZeRO would compute wrong
-                gradients.
-            StateError: if no model is trained yet.
-        """
+        """Let the engine compute gradients, divided by the micro-batches of a step."""
         optimizer = self._trained.require_optimizer("backward")
         ConfigError.raise_if(backward_problems(optimizer, kwargs))
         state, engine = optimizer.gradient_state, optimizer.engine
@@ -284,13 +258,11 @@ class DeepSpeedStrategy(Strategy):
         super().close()
 
     def _leave_group(self) -> None:
-        """Drop DeepSpeed's references to the process group, and its `linear`."""
         initialize.leave_group(self.package)
         initialize.restore_linear(self.package)
 
 
 def _batch_size(loader: object) -> int | None:
-    """Return the samples of a prepared loader's batch on this process, or None."""
     for owner in (loader, getattr(loader, "batch_sampler", None)):
         size = getattr(owner, "batch_size", None)
         if isinstance(size, int):

@@ -56,10 +56,7 @@ class ActiveConfig:
 def register(config: ActiveConfig, has_stage_3: bool) -> None:
     """Let transformers ask `config` from now on.
 
-    Args:
-        config: of the strategy.
-        has_stage_3: whether a plugin of the run has stage 3; else transformers, which takes seconds
-            to import, asks only where it is imported already.
+    Without stage 3, transformers, which takes seconds to import, asks only where it is imported.
     """
     if "transformers" in sys.modules or (has_stage_3 and is_available("transformers")):
         module = require("transformers.integrations.deepspeed", "deepspeed_plugin")

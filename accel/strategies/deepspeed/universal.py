@@ -34,12 +34,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @final
 class UniversalCheckpoint:
-    """Save and load universal checkpoints.
-
-    Args:
-        trained: the engine that trains.
-        comm: the process group.
-    """
+    """Save and load universal checkpoints."""
 
     def __init__(self, trained: TrainedEngine, comm: Communicator) -> None:
         self._trained = trained
@@ -88,7 +83,7 @@ class UniversalCheckpoint:
             engine.load_checkpoint(str(folder))
         engine.optimizer._hp_optimizer_states_linked = False
         optimizer = self._trained.require_optimizer("load_native")
-        optimizer.clip_next_step(optimizer.clipping)  # the checkpoint has its own
+        optimizer.set_clipping(optimizer.clipping)  # the checkpoint has its own
 
 
 def _states(engine: DeepSpeedEngine) -> list[dict[str, object]]:

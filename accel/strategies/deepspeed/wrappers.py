@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 
-from accel.config.deepspeed import DeepSpeedPlugin
-from accel.config.deepspeed_plugins import active
-from accel.errors import ConfigError, Problem, StateError
+from accel.config.deepspeed import DeepSpeedPlugin, active
+from accel.errors import ConfigError, StateError
 from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler
 from accel.strategies.deepspeed.fragments import ManualChanges
@@ -150,16 +149,12 @@ class DummyScheduler:
 class DeepSpeedOptimizer(AcceleratedOptimizer):
     """The optimizer that an engine steps.
 
-    Args:
-        engine: that steps it.
-        groups: the parameters of each group, before the engine flattened them.
-        given: the optimizer that was given to `prepare`, or its placeholder.
-
     Attributes:
         engine: that steps it.
         groups: as above, without empty ones.
         step_was_skipped: whether the last step was skipped because gradients overflowed.
         trainable: the trainable parameters of the model at `prepare`.
+        clipping: the maximum norm of gradients in the configuration; 0: not clipped.
         window_ended: whether the gradients of a complete window await the step.
     """
 
@@ -173,7 +168,7 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
         self._kept = [bool(group) for group in groups]
         self.groups = [group for group in groups if group]  # the engine drops empty ones
         self.window_ended = False
-        self._clipping = float(engine.gradient_clipping())
+        self.clipping = float(engine.gradient_clipping())
         inner = getattr(engine.optimizer, "optimizer", engine.basic_optimizer)
         if inner is not engine.basic_optimizer:  # Adagrad is rebuilt, in one group of defaults
             inner.param_groups = engine.basic_optimizer.param_groups
@@ -183,21 +178,12 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
         super().__init__(inner, device_placement=False)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Let the engine update the parameters if a window of micro-batches is complete.
-
-        Args:
-            closure: None; the engine computes no loss.
-
-        Raises:
-            ConfigError: for a closure.
-        """
+        """Let the engine update the parameters if a window of micro-batches is complete."""
         if closure is not None:
-            raise ConfigError(
-                Problem(
-                    "optimizer.step(closure) under DeepSpeed",
-                    "its engine makes the step, and calls no closure",
-                    "Use an optimizer that takes no closure.",
-                )
+            raise ConfigError.of(
+                "optimizer.step(closure) under DeepSpeed",
+                "its engine makes the step, and calls no closure",
+                "Use an optimizer that takes no closure.",
             )
         if not self.gradient_state.sync_gradients:
             return
@@ -207,14 +193,10 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
         self._manual_changes.record()
         self.window_ended = False
         self.step_was_skipped = not self.engine.was_step_applied()
-        self._set_clipping(self._clipping)
+        self.set_clipping(self.clipping)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients if a window of micro-batches is complete; the engine's step does, too.
-
-        Args:
-            set_to_none: ignored.
-        """
+        """Drop the gradients if a window is complete; the engine's step does, too."""
         if self.gradient_state.sync_gradients:
             self.engine.zero_grad()
             if self.engine.optimizer is not self.optimizer:
@@ -222,31 +204,15 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
             self.window_ended = False
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Refuse: the engine steps the parameters that it was built with.
-
-        Args:
-            param_group: not used.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            Problem(
-                "add_param_group under DeepSpeed",
-                "its engine steps the parameters that require gradients at prepare",
-                "Give the optimizer all groups before prepare; a rate of 0 leaves one as it is.",
-            )
+        """Refuse: the engine steps the parameters that it was built with."""
+        raise ConfigError.of(
+            "add_param_group under DeepSpeed",
+            "its engine steps the parameters that require gradients at prepare",
+            "Give the optimizer all groups before prepare; a rate of 0 leaves one as it is.",
         )
 
     def attach(self, scheduler: Any) -> None:
-        """Let a scheduler of the optimizer given to `prepare` set the live learning rates.
-
-        Args:
-            scheduler: any; those of other optimizers are ignored.
-
-        Raises:
-            ConfigError: if it was built on another learning rate.
-        """
+        """Let a scheduler of the optimizer given to `prepare` set the live learning rates."""
         given = self._given()
         built_on = getattr(scheduler, "optimizer", None)
         if given is None or built_on is not given:
@@ -277,26 +243,16 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
     def _take_rates(self, given: DummyOptim, name: str) -> None:
         rates = given.lr, self.optimizer.defaults["lr"]
         if rates[0] != rates[1]:
-            raise ConfigError(
-                Problem(
-                    f"{name} on DummyOptim(lr={rates[0]!r}), and the engine's is {rates[1]!r}",
-                    "a schedule starts from the rate of the optimizer that it was built on",
-                    'Write "auto" for optimizer.params.lr, or make them equal.',
-                )
+            raise ConfigError.of(
+                f"{name} on DummyOptim(lr={rates[0]!r}), and the engine's is {rates[1]!r}",
+                "a schedule starts from the rate of the optimizer that it was built on",
+                'Write "auto" for optimizer.params.lr, or make them equal.',
             )
         for live, group in zip(self.optimizer.param_groups, given.param_groups, strict=True):
             live.update({name: group[name] for name in ("lr", "initial_lr") if name in group})
 
-    @property
-    def clipping(self) -> float:
-        """The maximum norm of gradients in the configuration; 0: not clipped."""
-        return self._clipping
-
-    def clip_next_step(self, max_norm: float) -> None:
+    def set_clipping(self, max_norm: float) -> None:
         """Let the next step clip gradients to `max_norm`."""
-        self._set_clipping(max_norm)
-
-    def _set_clipping(self, max_norm: float) -> None:
         self.engine._config.gradient_clipping = max_norm
         if hasattr(self.engine.optimizer, "clip_grad"):
             self.engine.optimizer.clip_grad = max_norm
@@ -317,9 +273,7 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
             return torch.where(not_finite, math.inf, torch.linalg.vector_norm(groups)) / scale
         if hasattr(optimizer, "scaled_global_norm"):
             return torch.as_tensor(optimizer.scaled_global_norm()) / scale
-        if hasattr(
-            optimizer, "get_grads_for_norm"
-        ):  # bf16 accumulated in fp32, outside the weights
+        if hasattr(optimizer, "get_grads_for_norm"):  # bf16 accumulated in fp32
             gradients = optimizer.get_grads_for_norm(for_clipping=True)
         else:
             weights = self.engine.module.parameters()
@@ -329,32 +283,18 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
 
 @final
 class DeepSpeedScheduler(AcceleratedScheduler):
-    """A scheduler that the engine steps with its optimizer.
-
-    Args:
-        scheduler: the engine's.
-        optimizer: the engine's.
-    """
+    """A scheduler that the engine steps with its optimizer."""
 
     def __init__(self, scheduler: Any, optimizer: DeepSpeedOptimizer) -> None:
         super().__init__(scheduler, optimizer, split_batches=True)
 
     def step(self, *args: object, **kwargs: object) -> None:
-        """Do nothing: the engine stepped it with the optimizer.
-
-        Args:
-            args: not used.
-            kwargs: not used.
-        """
+        """Do nothing: the engine stepped it with the optimizer."""
 
 
 @final
 class TrainedEngine:
-    """The engine that trains, for as long as its optimizer lives, and the active plugin.
-
-    Args:
-        plan: the resolved configuration of the run.
-    """
+    """The engine that trains, for as long as its optimizer lives, and the active plugin."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -362,11 +302,7 @@ class TrainedEngine:
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
-        """The active plugin.
-
-        Raises:
-            StateError: if none is selected.
-        """
+        """The active plugin; `StateError`: none is selected."""
         plugin = active(self._plan.plugin("deepspeed"))
         if plugin is None:
             raise StateError("No DeepSpeed plugin is selected. Select one by its name.")
@@ -381,14 +317,7 @@ class TrainedEngine:
         return None if self._optimizer is None else self._optimizer()
 
     def require_optimizer(self, call: str) -> DeepSpeedOptimizer:
-        """Return the optimizer of the engine that trains.
-
-        Args:
-            call: that needs it, in messages.
-
-        Raises:
-            StateError: if no engine trains.
-        """
+        """Return the optimizer of the engine that trains, or raise `StateError` with `call`."""
         optimizer = self.optimizer()
         if optimizer is None:
             raise StateError(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from accel.errors import ConfigError, Problem, StateError
+from accel.errors import ConfigError, StateError
 from accel.parallel import DP_SHARD, TP, ParallelDims, gradient_axes
 from accel.strategies.mesh.torch_internals import (
     clear_mesh_caches,
@@ -35,11 +35,6 @@ def build_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
-def axis_size(mesh: DeviceMesh, axis: str) -> int:
-    """Return the size of an axis, 1 where the mesh does not have it."""
-    return mesh[axis].size() if axis in (mesh.mesh_dim_names or ()) else 1
-
-
 def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the submesh over which gradients are averaged."""
     names = gradient_axes(mesh.mesh_dim_names or ())
@@ -47,21 +42,15 @@ def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def check_given(given: DeviceMesh, own: DeviceMesh) -> None:
-    """Raise unless the tensor-parallel ranks of a user's mesh are those of ours.
-
-    Raises:
-        ConfigError: if they are not.
-    """
+    """Raise unless the tensor-parallel ranks of a user's mesh are those of ours."""
     if TP not in (own.mesh_dim_names or ()):
         return
     theirs, ours = given[TP].get_group(), own[TP].get_group()
     if dist.get_process_group_ranks(theirs) != dist.get_process_group_ranks(ours):
-        raise ConfigError(
-            Problem(
-                "TorchTensorParallelPlugin.torch_device_mesh",
-                "tensor-parallel ranks are consecutive",
-                "Make 'tp' the last axis of the mesh, or omit torch_device_mesh.",
-            )
+        raise ConfigError.of(
+            "TorchTensorParallelPlugin.torch_device_mesh",
+            "tensor-parallel ranks are consecutive",
+            "Make 'tp' the last axis of the mesh, or omit torch_device_mesh.",
         )
 
 

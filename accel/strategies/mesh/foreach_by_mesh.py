@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 
 MISSING = object()
 Group = dict[str, Any]
@@ -37,13 +37,13 @@ def step_by_mesh(optimizer: torch.optim.Optimizer) -> None:
     _split_by_mesh.add(optimizer)
     saved: list[tuple[list[Group], list[list[Group]]]] = []
 
-    def restore(own: torch.optim.Optimizer, *_: Any) -> None:
+    def restore(own: torch.optim.Optimizer, *_: object) -> None:
         if saved:  # hooks are called twice where a subclass calls its parent's step
             own.param_groups, splits = saved.pop()
             for group, parts in zip(own.param_groups, splits, strict=True):
                 _merge(group, parts)
 
-    def split(own: torch.optim.Optimizer, *_: Any) -> None:
+    def split(own: torch.optim.Optimizer, *_: object) -> None:
         restore(own)  # a parent's step, or one after a step that failed
         splits = [list(_by_mesh(group)) for group in own.param_groups]
         saved.append((own.param_groups, splits))
@@ -60,22 +60,16 @@ def _is_foreach(group: Group) -> bool:
 
 
 def _merge(group: Group, parts: list[Group]) -> None:
-    """Write into a group the values that a step wrote into its parts.
-
-    Raises:
-        ConfigError: if the parts have different values.
-    """
+    """Write into a group the values that a step wrote into its parts."""
     for key in dict.fromkeys(key for part in parts for key in part if key != "params"):
         first, *others = (part.get(key, MISSING) for part in parts)
         if any(not _same(first, other) for other in others):
-            raise ConfigError(
-                Problem(
-                    f"an optimizer that wrote {key}={first!r} and other values into one group",
-                    "its step updates the parameters of each mesh in a separate call (the last one "
-                    "may have failed between them), and a group has one value",
-                    "Build the optimizer with foreach=False and fused=False, or give sharded and "
-                    "replicated parameters separate groups.",
-                )
+            raise ConfigError.of(
+                f"an optimizer that wrote {key}={first!r} and other values into one group",
+                "its step updates the parameters of each mesh in a separate call (the last one "
+                "may have failed between them), and a group has one value",
+                "Build the optimizer with foreach=False and fused=False, or give sharded and "
+                "replicated parameters separate groups.",
             )
         group[key] = first
 

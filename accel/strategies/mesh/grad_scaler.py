@@ -35,8 +35,6 @@ class ShardedStepScaler(StepScaler):
     of them skip the step, and all scales stay equal.
 
     Args:
-        device: kind of device.
-        comm: how ranks communicate.
         models: distributed models, as they are at each call: they keep unreduced gradients.
         kwargs: fields of `GradScalerKwargs`.
     """

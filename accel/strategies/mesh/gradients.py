@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.comm.flat import by_dtype, exchange_flat
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 from accel.memory_estimate import local
 from accel.parallel import gradient_axes
+from accel.precision.amp import parameters_of
 from accel.strategies.base import Gradients
 from accel.strategies.mesh.grad_scaler import ShardedStepScaler
 from accel.strategies.mesh.parameter_remap import ParameterRemap
@@ -39,11 +40,7 @@ class MeshGradients(Gradients):
 
     Args:
         name: of the strategy, for messages.
-        plan: precision and options of the scaler.
-        comm: how ranks communicate.
-        device: where this rank computes.
         models: distributed models, as they are at each call.
-        remap: which parameter replaced which.
     """
 
     def __init__(
@@ -78,22 +75,15 @@ class MeshGradients(Gradients):
         return [self._remap.current(parameter) for parameter in parameters]
 
     def admit(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the shards of parameters that are added to an optimizer.
-
-        Raises:
-            ConfigError: if they were added to a model after it was prepared.
-        """
         own = self.stepped(parameters)
         new = sum(parameter not in self._known for parameter in own)
         if new and self._comm.world_size > 1:
-            raise ConfigError(
-                Problem(
-                    f"add_param_group: {new} parameters that no model had at prepare",
-                    f"{self._name} distributes parameters at prepare: gradients of later ones are "
-                    "not averaged over the ranks",
-                    "Add the layers before prepare, frozen if need be: requires_grad_(True) works "
-                    "at any time.",
-                )
+            raise ConfigError.of(
+                f"add_param_group: {new} parameters that no model had at prepare",
+                f"{self._name} distributes parameters at prepare: gradients of later ones are "
+                "not averaged over the ranks",
+                "Add the layers before prepare, frozen if need be: requires_grad_(True) works "
+                "at any time.",
             )
         return own
 
@@ -113,19 +103,13 @@ class MeshGradients(Gradients):
         return norm
 
     def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Refuse sharded gradients.
-
-        Raises:
-            ConfigError: if any parameter is sharded.
-        """
+        """Refuse sharded gradients."""
         entries = list(parameters)
         if any(isinstance(parameter, DTensor) for parameter in entries):
-            raise ConfigError(
-                Problem(
-                    f"clip_grad_value_ with {self._name}",
-                    "sharded gradients support clipping by norm only",
-                    "Call clip_grad_norm_(parameters, max_norm).",
-                )
+            raise ConfigError.of(
+                f"clip_grad_value_ with {self._name}",
+                "sharded gradients support clipping by norm only",
+                "Call clip_grad_norm_(parameters, max_norm).",
             )
         super().clip_value(entries, clip_value)
 
@@ -164,7 +148,6 @@ def _layout(tensor: DTensor) -> Layout:
 
 
 def _reduced(gradient: DTensor) -> DTensor:
-    """Return a gradient with partial placements all-reduced."""
     final = [Replicate() if p.is_partial() else p for p in gradient.placements]
     return gradient.redistribute(placements=final)
 
@@ -234,9 +217,6 @@ def refuse_unaveraged(optimizer: torch.optim.Optimizer, evaluated: Models) -> No
     Args:
         optimizer: of torch.
         evaluated: models prepared with ``evaluation_mode=True``, as they are at that step.
-
-    Raises:
-        ConfigError: in that step, with the number of parameters.
     """
     waiting = [True]
 
@@ -245,15 +225,12 @@ def refuse_unaveraged(optimizer: torch.optim.Optimizer, evaluated: Models) -> No
             return
         waiting.clear()
         ids = {id(parameter) for model in evaluated for parameter in model.parameters()}
-        held = (p for group in own.param_groups for p in group["params"])
-        count = sum(id(p) in ids and p.grad is not None for p in held)
+        count = sum(id(p) in ids and p.grad is not None for p in parameters_of(own))
         if count:
-            raise ConfigError(
-                Problem(
-                    f"optimizer.step: {count} parameters of a model prepared for evaluation",
-                    "gradients of such a model are not averaged over the ranks",
-                    "Prepare it without evaluation_mode.",
-                )
+            raise ConfigError.of(
+                f"optimizer.step: {count} parameters of a model prepared for evaluation",
+                "gradients of such a model are not averaged over the ranks",
+                "Prepare it without evaluation_mode.",
             )
 
     optimizer.register_step_pre_hook(check)

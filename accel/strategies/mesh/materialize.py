@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accel.comm.flat import exchange_flat
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 from accel.strategies.mesh.torch_internals import buffer_table, parameter_table
 
 if TYPE_CHECKING:
@@ -48,31 +48,23 @@ class InitialWeights:
         self._materialized: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def check(self, model: torch.nn.Module) -> None:
-        """Raise on every rank if any of them has tensors that nothing would fill.
-
-        Raises:
-            ConfigError: if rank 0 is on the meta device, or another rank that receives nothing.
-        """
+        """Raise on every rank if any of them has tensors that nothing would fill."""
         tensors = (*model.parameters(), *model.buffers())
         lacking = self._comm.all_gather_object(any(tensor.is_meta for tensor in tensors))
         if self._init is not None:
             return
         ranks = [rank for rank, lacks in enumerate(lacking) if lacks]
         if 0 in ranks:
-            raise ConfigError(
-                Problem(
-                    "prepare: a model on the meta device on rank 0",
-                    "the other ranks receive its weights",
-                    "Build the model with weights on rank 0, or give param_init_fn.",
-                )
+            raise ConfigError.of(
+                "prepare: a model on the meta device on rank 0",
+                "the other ranks receive its weights",
+                "Build the model with weights on rank 0, or give param_init_fn.",
             )
         if ranks and not self._sync:
-            raise ConfigError(
-                Problem(
-                    f"sync_module_states=False with a model on the meta device on ranks {ranks}",
-                    "such a rank receives its weights from rank 0",
-                    "Omit sync_module_states.",
-                )
+            raise ConfigError.of(
+                f"sync_module_states=False with a model on the meta device on ranks {ranks}",
+                "such a rank receives its weights from rank 0",
+                "Omit sync_module_states.",
             )
 
     def materialize(self, module: torch.nn.Module) -> None:
@@ -86,7 +78,6 @@ class InitialWeights:
 
     @torch.no_grad()
     def _receive(self, tensors: list[torch.Tensor]) -> None:
-        """Write the values of rank 0 into `tensors`."""
         # On one device of this rank: there is one broadcast for each device and dtype.
         sent = [tensor.detach().to(tensors[0].device) for tensor in tensors]
         received = exchange_flat(sent, self._comm.broadcast)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -35,7 +34,7 @@ class Formats:
     buffers: torch.dtype | None = None
 
 
-def build_formats(given: Any, mixed_precision: str) -> Formats:
+def build_formats(given: object, mixed_precision: str) -> Formats:
     """Return the policies of the plugin, or else those of the run's precision.
 
     Under a precision, parameters are gathered and multiplied in it, gradients are reduced in fp32,
@@ -76,7 +75,7 @@ def _standard(dtype: torch.dtype | None) -> Formats:
     return Formats(units, root)
 
 
-def _from_fields(given: Any) -> Formats:
+def _from_fields(given: object) -> Formats:
     """Return the policies of a dict, or of the older wrapper's `MixedPrecision`."""
     fields = dict(given) if isinstance(given, Mapping) else dict(vars(given))
     dtypes = {name: _dtype(fields.get(name)) for name in DTYPE_FIELDS}
@@ -89,7 +88,7 @@ def _from_fields(given: Any) -> Formats:
     return Formats(units, root, _dtype(fields.get("buffer_dtype")))
 
 
-def _dtype(value: Any) -> torch.dtype | None:
+def _dtype(value: object) -> torch.dtype | None:
     if value is None or isinstance(value, torch.dtype):
         return value
     name = DTYPES[str(value).removeprefix("torch.").lower()]

@@ -18,7 +18,7 @@ from accel.config.checks import import_callable
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import TorchDynamoPlugin
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 from accel.logging import get_logger
 from accel.parallel import TP, ParallelDims
 from accel.strategies.compile import compile_model, is_on
@@ -173,20 +173,14 @@ def parallelize(
 
 
 def checkpoint_units(units: Modules, settings: MeshSettings) -> None:
-    """Let the backward pass recompute the activations of each unit, if that is requested.
-
-    Raises:
-        ConfigError: if the model has no units inside.
-    """
+    """Let the backward pass recompute the activations of each unit, if that is requested."""
     if not settings.fsdp.activation_checkpointing:
         return
     if not units:
-        raise ConfigError(
-            Problem(
-                "activation_checkpointing=True with a model of one unit",
-                "activations are recomputed one unit at a time",
-                "Name the classes of blocks in transformer_cls_names_to_wrap.",
-            )
+        raise ConfigError.of(
+            "activation_checkpointing=True with a model of one unit",
+            "activations are recomputed one unit at a time",
+            "Name the classes of blocks in transformer_cls_names_to_wrap.",
         )
     for unit in units:
         checkpoint_activations(unit)
@@ -236,12 +230,7 @@ def prefetch_forward(units: Modules) -> None:
 
 
 def install_hooks(model: torch.nn.Module, settings: MeshSettings) -> None:
-    """Install the hooks that FSDP2 lacks: resharding, calls of submodules, unfreezing.
-
-    Args:
-        model: sharded.
-        settings: of the run.
-    """
+    """Install the hooks that FSDP2 lacks: resharding, calls of submodules, unfreezing."""
     reshard_after_evaluation(model)
     train_after_inference(model)
     dynamo = settings.dynamo
@@ -256,13 +245,10 @@ def install_hooks(model: torch.nn.Module, settings: MeshSettings) -> None:
 def compile_between_hooks(model: torch.nn.Module, settings: MeshSettings) -> None:
     """Compile `model` in place as the run says: the graphs between hooks."""
     dynamo = settings.dynamo
-    inside = any(isinstance(m, FSDPModule) for m in model.modules() if m is not model)
-    if (
-        settings.is_sharded
-        and inside
-        and is_on(dynamo)
-        and dynamo.use_regional_compilation is False
-    ):
+    inside = settings.is_sharded and any(
+        isinstance(m, FSDPModule) for m in model.modules() if m is not model
+    )
+    if inside and is_on(dynamo) and dynamo.use_regional_compilation is False:
         logger.warning_once(
             "use_regional_compilation=False under FSDP: gathering breaks the graph at each "
             "unit. Units are compiled; a loop that calls them is not. For one graph, shard "

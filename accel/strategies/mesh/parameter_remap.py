@@ -44,11 +44,7 @@ class ParameterRemap:
     def record_unsharded(
         self, pairs: Iterable[tuple[torch.nn.Parameter, torch.nn.Parameter]]
     ) -> None:
-        """Record all-gathered parameters, which optimizers must not step.
-
-        Args:
-            pairs: gathered parameter and its shard.
-        """
+        """Record all-gathered parameters, which optimizers must not step, with their shards."""
         for unsharded, shard in pairs:
             self._new[unsharded] = shard
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -27,6 +27,8 @@ from accel.strategies.mesh.torch_internals import (
     reduce_gradients_after,
     unsharded_and_sharded,
 )
+
+T = TypeVar("T")
 
 
 def fsdp_units(model: torch.nn.Module) -> Iterator[FSDPModule]:
@@ -43,7 +45,7 @@ def reshard(model: torch.nn.Module) -> None:
 def reshard_after_evaluation(model: torch.nn.Module) -> None:
     """Let forward passes of `model` without gradients end by resharding."""
 
-    def after(module: torch.nn.Module, *_: Any) -> None:
+    def after(module: torch.nn.Module, *_: object) -> None:
         if not torch.is_grad_enabled():
             reshard(module)
 
@@ -53,7 +55,7 @@ def reshard_after_evaluation(model: torch.nn.Module) -> None:
 def train_after_inference(model: torch.nn.Module) -> None:
     """Let `model` be trained though its first forward pass is one in `torch.inference_mode`."""
 
-    def before(module: torch.nn.Module, *_: Any) -> None:
+    def before(module: torch.nn.Module, *_: object) -> None:
         allocate_outside_inference(module)
 
     model.register_forward_pre_hook(before, prepend=True)
@@ -74,14 +76,9 @@ def allocate_outside_inference(model: torch.nn.Module) -> None:
 
 
 def reshard_before_steps(optimizer: torch.optim.Optimizer, models: Models) -> None:
-    """Let each step of `optimizer` find shards, also after a forward pass without a backward.
+    """Let each step of `optimizer` find shards, also after a forward pass without a backward."""
 
-    Args:
-        optimizer: of torch.
-        models: whose parameters it may hold, as they are at each step.
-    """
-
-    def before(*_: Any) -> None:
+    def before(*_: object) -> None:
         for model in models:
             reshard(model)
 
@@ -93,9 +90,6 @@ class SubmoduleCalls:
 
     They are resharded afterwards; with gradients, after the backward pass, or before the next
     optimizer step.
-
-    Args:
-        model: sharded.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -107,13 +101,13 @@ class SubmoduleCalls:
             module.register_forward_pre_hook(self._enter_module, prepend=True)
             module.register_forward_hook(self._leave_module, always_call=True)
 
-    def _enter(self, *_: Any) -> None:
+    def _enter(self, *_: object) -> None:
         self._depth += 1
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, *_: object) -> None:
         self._depth -= 1
 
-    def _enter_module(self, *_: Any) -> None:
+    def _enter_module(self, *_: object) -> None:
         model = None if self._depth else self._model()
         if isinstance(model, FSDPModule):
             make_root(model)
@@ -121,7 +115,7 @@ class SubmoduleCalls:
             model.unshard()
         self._depth += 1
 
-    def _leave_module(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
+    def _leave_module(self, module: torch.nn.Module, inputs: object, outputs: T) -> T:
         self._depth -= 1
         model = None if self._depth else self._model()
         if not isinstance(model, FSDPModule):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin, from_variables
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
@@ -23,17 +22,16 @@ FSDP, TENSOR_PARALLEL = "fsdp", "tensor_parallel"
 PREFIX = "FSDP_"
 
 
-def _read(given: Any, variables: Mapping[str, str]) -> FullyShardedDataParallelPlugin:
+def _read(given: object, variables: Mapping[str, str]) -> FullyShardedDataParallelPlugin:
     """Return the FSDP plugin, with the fields that it leaves open from the environment.
 
     A field that says how parameters are sharded or wrapped decides for its group of fields.
     """
-    if given is not None:
-        require_kind("fsdp_plugin", given, FullyShardedDataParallelPlugin)
+    kind = FullyShardedDataParallelPlugin
+    plugin = None if given is None else require_kind("fsdp_plugin", given, kind)
     fields = from_variables({name.removeprefix(PREFIX): text for name, text in variables.items()})
-    if given is None:
-        return FullyShardedDataParallelPlugin(**fields)
-    plugin: FullyShardedDataParallelPlugin = given
+    if plugin is None:
+        return kind(**fields)
     for group in TOGETHER:
         if any(getattr(plugin, name) is not None for name in group):
             fields = {name: value for name, value in fields.items() if name not in group}
@@ -44,10 +42,6 @@ def _read(given: Any, variables: Mapping[str, str]) -> FullyShardedDataParallelP
 def dims(plugins: Plugins, environment: Environment) -> ParallelDims:
     """Return the parallel dimensions: replicas × shards × tensor-parallel ranks.
 
-    Args:
-        plugins: those that are on.
-        environment: gives the numbers of processes, and of those on this node.
-
     Raises:
         ConfigError: if numbers of replicas and shards do not divide the processes.
     """
@@ -55,12 +49,10 @@ def dims(plugins: Plugins, environment: Environment) -> ParallelDims:
     parallel: TorchTensorParallelPlugin | None = plugins.get(TENSOR_PARALLEL)
     tp = 1 if parallel is None else parallel.tp_size
     if world_size % tp:
-        raise ConfigError(
-            Problem(
-                f"TorchTensorParallelPlugin.tp_size={tp} with {_counted(world_size)}",
-                "each replica of the model takes as many processes",
-                f"Start a multiple of {tp} processes, or choose another tp_size.",
-            )
+        raise ConfigError.of(
+            f"TorchTensorParallelPlugin.tp_size={tp} with {_counted(world_size)}",
+            "each replica of the model takes as many processes",
+            f"Start a multiple of {tp} processes, or choose another tp_size.",
         )
     data, replicate = world_size // tp, world_size // tp
     fsdp: FullyShardedDataParallelPlugin | None = plugins.get(FSDP)
@@ -94,13 +86,7 @@ def _shard_problems(
 
 
 def num_replicas(wanted: int | str | None, data: int, nodes: int) -> int:
-    """Return how many replicas of a sharded model there are.
-
-    Args:
-        wanted: a number, "nodes", "all", or None for 1.
-        data: data-parallel size.
-        nodes: number of machines.
-    """
+    """Return how many replicas a sharded model has: a number, "nodes", "all", or None for 1."""
     if wanted == "nodes":
         return nodes
     return data if wanted == "all" else int(wanted or 1)

@@ -20,12 +20,7 @@ from accel.strategies.mesh.torch_internals import local_sizes_and_offsets
 
 
 class MeshState(StateIO):
-    """Full state dicts, gathered from shards and sharded again when they are loaded.
-
-    Args:
-        dims: sizes of the axes.
-        is_sharded: whether FSDP was requested.
-    """
+    """Full state dicts, gathered from shards and sharded again when they are loaded."""
 
     def __init__(self, dims: ParallelDims, is_sharded: bool) -> None:
         self._dims = dims
@@ -104,7 +99,7 @@ def full_tensor(value: torch.Tensor) -> torch.Tensor:
     return cast("DTensor", value.detach()).full_tensor().cpu()
 
 
-def full_tensors(value: Any) -> Any:
+def full_tensors(value: object) -> object:
     """Return nested dicts, lists and tuples with every tensor in full; collective."""
     if isinstance(value, dict):
         return {key: full_tensors(entry) for key, entry in value.items()}
@@ -137,7 +132,7 @@ def shard_weight(value: torch.Tensor, target: object) -> torch.Tensor:
     return value
 
 
-def shard_like(value: Any, target: torch.Tensor | None) -> Any:
+def shard_like(value: object, target: torch.Tensor | None) -> object:
     """Return `value` sharded like `target` where it is a full tensor of the same shape."""
     if not isinstance(target, DTensor) or not isinstance(value, torch.Tensor):
         return value
@@ -145,7 +140,7 @@ def shard_like(value: Any, target: torch.Tensor | None) -> Any:
     return shard(value, target) if is_full else value
 
 
-def shard_state(entry: Any, target: torch.Tensor | None) -> Any:
+def shard_state(entry: object, target: torch.Tensor | None) -> object:
     """Return an optimizer's state of one parameter, sharded like `target`."""
     if not isinstance(entry, dict):
         return shard_like(entry, target)

@@ -9,7 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel.device import synchronize
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
+from accel.precision.amp import parameters_of
 from accel.prepared import Objects
 from accel.rng import synchronize_rng_states
 from accel.strategies.base import Strategy
@@ -150,12 +151,10 @@ class MeshStrategy(Strategy):
         check_classes(objects.models, self._settings.fsdp.transformer_cls_names_to_wrap)
         for model in objects.models:
             if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-                raise ConfigError(
-                    Problem(
-                        f"prepare: a DistributedDataParallel model with {self.plan.strategy}",
-                        "they cannot be combined",
-                        "Prepare the module inside.",
-                    )
+                raise ConfigError.of(
+                    f"prepare: a DistributedDataParallel model with {self.plan.strategy}",
+                    "they cannot be combined",
+                    "Prepare the module inside.",
                 )
         done = super().prepare(objects, placement, prepared, evaluation)
         for optimizer in prepared.optimizers:
@@ -177,12 +176,10 @@ class MeshStrategy(Strategy):
         if evaluation:
             return self._wrap_evaluated(model, place)
         if not place:
-            raise ConfigError(
-                Problem(
-                    f"prepare: device_placement=False for a model with {self.plan.strategy}",
-                    f"its parameters become DTensors on the mesh, which is on {self.device.type}",
-                    "Leave device_placement true for models, or offload: cpu_offload=True of fsdp.",
-                )
+            raise ConfigError.of(
+                f"prepare: device_placement=False for a model with {self.plan.strategy}",
+                f"its parameters become DTensors on the mesh, which is on {self.device.type}",
+                "Leave device_placement true for models, or offload: cpu_offload=True of fsdp.",
             )
         before = parameters_by_name(model)
         ignored = parallelize(model, self.plan.parallel_dims, self._settings)
@@ -218,25 +215,17 @@ class MeshStrategy(Strategy):
     def _check_kind(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer whose first step fails on DTensors."""
         kind = fails_on_shards(optimizer)
-        held = (p for group in optimizer.param_groups for p in group["params"])
-        if kind is not None and any(isinstance(parameter, DTensor) for parameter in held):
-            raise ConfigError(
-                Problem(
-                    f"prepare: {kind} with {self.plan.strategy}",
-                    "torch cannot compute its update on sharded weights (DTensor)",
-                    "Use AdamW or SGD, or train without sharding (DDP).",
-                )
+        if kind is not None and any(isinstance(p, DTensor) for p in parameters_of(optimizer)):
+            raise ConfigError.of(
+                f"prepare: {kind} with {self.plan.strategy}",
+                "torch cannot compute its update on sharded weights (DTensor)",
+                "Use AdamW or SGD, or train without sharding (DDP).",
             )
 
     # -- the step --------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients; average those of ignored modules where a model's are reduced.
-
-        Args:
-            loss: [], already scaled for accumulation and precision.
-            kwargs: for `torch.Tensor.backward`.
-        """
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
+        """Compute gradients; average those of ignored modules where a model's are reduced."""
         loss.backward(**kwargs)
         for model, parameters in self._ignored.items():
             if self.sync.reduces(model):

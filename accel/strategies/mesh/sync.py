@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 from accel.strategies.base import Sync
 from accel.strategies.mesh.torch_internals import Resharding, keep_unsharded, restore_resharding
 
 
 class MeshSync(Sync):
-    """Gradient synchronization of FSDP units.
-
-    Args:
-        name: of the strategy, for messages.
-    """
+    """Gradient synchronization of FSDP units."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -61,16 +57,10 @@ class MeshSync(Sync):
         elif id(model) not in self._resharding:
             self._resharding[id(model)] = keep_unsharded(model)
 
-    def join(self, joinables: Sequence[Any]) -> NoReturn:
-        """Refuse: every rank takes part in each all-gather.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            Problem(
-                f"join_uneven_inputs with {self._name}",
-                "each forward pass gathers parameters from all ranks",
-                "Let loaders complete the last batch: even_batches=True.",
-            )
+    def join(self, joinables: Sequence[object]) -> NoReturn:
+        """Refuse: every rank takes part in each all-gather."""
+        raise ConfigError.of(
+            f"join_uneven_inputs with {self._name}",
+            "each forward pass gathers parameters from all ranks",
+            "Let loaders complete the last batch: even_batches=True.",
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from accel.config.tensor_parallel import ALIASES, SUMMED, plan_problems
-from accel.errors import ConfigError, Problem, nearest
+from accel.errors import ConfigError, Problem, Problems, nearest
 from accel.memory_estimate import local
 from accel.parallel import TP
-from accel.strategies.mesh.device_mesh import axis_size
+from accel.precision.amp import parameters_of
 from accel.strategies.mesh.parameter_remap import Named, parameters_by_name
 from accel.strategies.mesh.torch_internals import Models, parameter_table
 from accel.wrapping import own_module
@@ -72,18 +72,12 @@ def apply_tensor_parallel(
 
 
 def _sum(model: torch.nn.Module, name: str, mesh: DeviceMesh) -> None:
-    """Sum the gradient of a replicated parameter over the tensor-parallel ranks.
-
-    Raises:
-        ConfigError: if it is sharded.
-    """
+    """Sum the gradient of a replicated parameter over the tensor-parallel ranks."""
     if isinstance(model.get_parameter(name), DTensor):
-        raise ConfigError(
-            Problem(
-                f"tp_plan: {_plain(name)} is sharded, and {SUMMED}",
-                "a parameter is sharded or replicated",
-                "Remove one of the two patterns, or name single parameters.",
-            )
+        raise ConfigError.of(
+            f"tp_plan: {_plain(name)} is sharded, and {SUMMED}",
+            "a parameter is sharded or replicated",
+            "Remove one of the two patterns, or name single parameters.",
         )
     owner, _, attribute = name.rpartition(".")
     sum_gradients(model.get_submodule(owner), attribute, mesh)
@@ -147,20 +141,14 @@ def _plain(name: str) -> str:
 
 
 def _own_plan(model: torch.nn.Module) -> Plan:
-    """Return the plan that a model defines itself.
-
-    Raises:
-        ConfigError: if it defines none.
-    """
+    """Return the plan that a model defines itself."""
     own = own_module(model)
     plan: Plan | None = getattr(own, "tp_plan", None) or getattr(own, "_tp_plan", None)
     if not plan:
-        raise ConfigError(
-            Problem(
-                f"tensor parallelism of {type(own).__name__}",
-                "neither the model nor the plugin has a tp_plan",
-                "Give TorchTensorParallelPlugin(tp_plan={'layers.*.up': 'colwise', …}).",
-            )
+        raise ConfigError.of(
+            f"tensor parallelism of {type(own).__name__}",
+            "neither the model nor the plugin has a tp_plan",
+            "Give TorchTensorParallelPlugin(tp_plan={'layers.*.up': 'colwise', …}).",
         )
     return plan
 
@@ -185,7 +173,7 @@ def _style(style: str | ParallelStyle) -> ParallelStyle:
 
 
 def _check_sizes(model: torch.nn.Module, styles: Mapping[str, ParallelStyle], tp_size: int) -> None:
-    problems = []
+    problems = Problems()
     for name, style in styles.items():
         weight = getattr(model.get_submodule(name), "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
@@ -199,22 +187,16 @@ def _check_sizes(model: torch.nn.Module, styles: Mapping[str, ParallelStyle], tp
             continue
         shape = tuple(weight.shape)
         if shape[dim] % tp_size:
-            problems.append(
-                Problem(
-                    f"tp_plan: {_plain(name)}.weight of {shape} sharded along dim {dim}",
-                    f"its size is divisible by tp_size={tp_size}",
-                    "Choose a tp_size that divides it, or remove the module from the plan.",
-                )
+            problems.add(
+                f"tp_plan: {_plain(name)}.weight of {shape} sharded along dim {dim}",
+                f"its size is divisible by tp_size={tp_size}",
+                "Choose a tp_size that divides it, or remove the module from the plan.",
             )
-    ConfigError.raise_if(problems)
+    problems.raise_if()
 
 
 def _tie_weights(model: torch.nn.Module, before: Named) -> None:
-    """Tie the sharded parameters that were tied in `before`.
-
-    Raises:
-        ConfigError: if they are sharded differently.
-    """
+    """Tie the sharded parameters that were tied in `before`."""
     firsts: dict[int, str] = {}
     for name, old in before.items():
         first = firsts.setdefault(id(old), name)
@@ -224,13 +206,11 @@ def _tie_weights(model: torch.nn.Module, before: Named) -> None:
         if kept is other:
             continue
         if _layout(kept) != _layout(other):
-            raise ConfigError(
-                Problem(
-                    f"tp_plan: {_plain(first)} and {_plain(name)} are one parameter",
-                    "tied weights are sharded alike",
-                    "Give both modules styles that shard the weight alike (rowwise_rep for an "
-                    "embedding, colwise_rep for the output), or remove both.",
-                )
+            raise ConfigError.of(
+                f"tp_plan: {_plain(first)} and {_plain(name)} are one parameter",
+                "tied weights are sharded alike",
+                "Give both modules styles that shard the weight alike (rowwise_rep for an "
+                "embedding, colwise_rep for the output), or remove both.",
             )
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, kept)
@@ -252,14 +232,14 @@ def sum_gradients(owner: torch.nn.Module, name: str, mesh: DeviceMesh) -> None:
         mesh: 1-D, the tensor-parallel axis.
     """
 
-    def enter(module: torch.nn.Module, inputs: Any) -> None:
+    def enter(module: torch.nn.Module, inputs: object) -> None:
         parameter = parameter_table(module)[name]  # at present, as FSDP2 may have gathered it
         if parameter is not None:
             same = DTensor.from_local(parameter, mesh, [Replicate()], run_check=False)
             # An attribute of the instance hides the parameter of that name, which stays registered.
             module.__dict__[name] = same.to_local(grad_placements=[Partial()])
 
-    def leave(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+    def leave(module: torch.nn.Module, inputs: object, outputs: object) -> None:
         module.__dict__.pop(name, None)
 
     owner.register_forward_pre_hook(enter)
@@ -279,15 +259,12 @@ def check_first_step(
         mesh: of the run; nothing is compared without a tensor-parallel axis.
         comm: how all ranks communicate, so that they raise together.
         models: give the names of parameters, as they are at that step.
-
-    Raises:
-        ConfigError: in that step, naming them.
     """
-    if axis_size(mesh, TP) == 1:
+    if TP not in (mesh.mesh_dim_names or ()) or mesh[TP].size() == 1:
         return
     waiting = [True]
 
-    def compare(own: torch.optim.Optimizer, *_: Any) -> None:
+    def compare(own: torch.optim.Optimizer, *_: object) -> None:
         if waiting:
             waiting.clear()
             unequal = _unequal(list(_replicated_parameters(own)), mesh[TP], comm)
@@ -299,12 +276,11 @@ def check_first_step(
 
 def _replicated_parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the trainable parameters that are replicated over the tensor-parallel ranks."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            axes = () if mesh is None else mesh.mesh_dim_names or ()
-            if parameter.requires_grad and TP not in axes:
-                yield parameter
+    for parameter in parameters_of(optimizer):
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        axes = () if mesh is None else mesh.mesh_dim_names or ()
+        if parameter.requires_grad and TP not in axes:
+            yield parameter
 
 
 @torch.no_grad()

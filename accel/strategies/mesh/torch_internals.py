@@ -1,6 +1,6 @@
 """Private names of torch that FSDP2 and DTensor need here; no other file of this room touches any.
 
-Each function names the versions of torch that it was checked with.
+All of them were checked with torch 2.9 to 2.13.
 
 Source: https://github.com/pytorch/pytorch/tree/v2.13.0/torch/distributed/fsdp/_fully_shard
 """
@@ -8,7 +8,7 @@ Source: https://github.com/pytorch/pytorch/tree/v2.13.0/torch/distributed/fsdp/_
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch.distributed._composable.checkpoint_activation import checkpoint
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp.wrap import _Policy
 
+T = TypeVar("T")
 Models = Iterable[torch.nn.Module]
 
 
@@ -31,10 +32,7 @@ Models = Iterable[torch.nn.Module]
 
 
 def param_groups(models: Models) -> Iterator[FSDPParamGroup]:
-    """Yield the parameter groups of FSDP units; each is gathered by one all-gather.
-
-    Checked with torch 2.9 to 2.13; from 2.12 on, a unit may have several groups.
-    """
+    """Yield the parameter groups of FSDP units; a unit has several from torch 2.12 on."""
     for model in models:
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
@@ -47,31 +45,28 @@ def param_groups(models: Models) -> Iterator[FSDPParamGroup]:
 def make_root(model: FSDPModule) -> None:
     """Make `model` the root of its units, as its first forward pass does.
 
-    A unit inside that is called before would become a root itself. Checked with torch 2.9 to 2.13.
+    A unit inside that is called before would become a root itself.
     """
     model._get_fsdp_state()._lazy_init()
 
 
-def reduce_gradients_after(model: FSDPModule, outputs: Any) -> Any:
+def reduce_gradients_after(model: FSDPModule, outputs: T) -> T:
     """Return `outputs` of a submodule; their backward pass ends by reducing the gradients of model.
 
-    FSDP2 does so with the outputs of `model` itself. Checked with torch 2.9 to 2.13.
+    FSDP2 does so with the outputs of `model` itself.
     """
     return model._get_fsdp_state()._register_pre_backward_hook(outputs)
 
 
 def any_unsharded(models: Models) -> bool:
-    """Return whether any parameters are all-gathered at present. Checked with torch 2.9 to 2.13."""
+    """Return whether any parameters are all-gathered at present."""
     return any(not group.is_sharded for group in param_groups(models))
 
 
 def unsharded_and_sharded(
     models: Models,
 ) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Yield each parameter that was ever all-gathered, and its shard.
-
-    Checked with torch 2.9 to 2.13.
-    """
+    """Yield each parameter that was ever all-gathered, and its shard."""
     for group in param_groups(models):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):  # from the first all-gather on
@@ -79,10 +74,7 @@ def unsharded_and_sharded(
 
 
 def unreduced_gradients(models: Models) -> Iterator[torch.Tensor]:
-    """Yield gradients that backward passes without synchronization have accumulated.
-
-    Checked with torch 2.9 to 2.13.
-    """
+    """Yield gradients that backward passes without synchronization have accumulated."""
     for group in param_groups(models):
         if group._partial_reduce_output is not None:
             yield group._partial_reduce_output
@@ -98,8 +90,7 @@ Resharding = list[tuple["FSDPParamGroup", "FSDPMeshInfo | None"]]
 def keep_unsharded(model: torch.nn.Module) -> Resharding:
     """Let no unit of `model` reshard after its forward pass; return their settings before.
 
-    torch's `set_reshard_after_forward` cannot bring back a group of some of the ranks. Checked with
-    torch 2.9 to 2.13.
+    torch's `set_reshard_after_forward` cannot bring back a group of some of the ranks.
     """
     before = [(group, group.post_forward_mesh_info) for group in param_groups([model])]
     for group, _ in before:
@@ -117,11 +108,8 @@ def keep_requires_grad(model: torch.nn.Module) -> None:
     """Let parameters that are frozen or unfrozen while they are all-gathered stay so as shards.
 
     FSDP2 gives the gathered parameter the flag of the shard, and not the other way round; between
-    the micro-batches of a window, `module.requires_grad_()` finds gathered parameters. Checked with
-    torch 2.9 to 2.13.
-
-    Args:
-        model: sharded, before its first forward pass.
+    the micro-batches of a window, `module.requires_grad_()` finds gathered parameters. Called
+    before the first forward pass.
     """
     for group in param_groups([model]):
         _keep_requires_grad(group)
@@ -158,15 +146,11 @@ def infer_dtypes_when_unfrozen(model: torch.nn.Module) -> None:
     """Let FSDP2 infer the dtype of gradient reduction again for units that are unfrozen later.
 
     It infers it once, in the first forward pass, from the parameters trained then. A frozen unit
-    has none, and its first gradient would be reduced in the dtype of computation. Checked
-    with torch 2.9 to 2.13.
-
-    Args:
-        model: sharded.
+    has none, and its first gradient would be reduced in the dtype of computation.
     """
     frozen = list(param_groups([model]))
 
-    def infer(*_: Any) -> None:
+    def infer(*_: object) -> None:
         for group in list(frozen):
             if any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params):
                 group._init_mp_dtypes()
@@ -176,7 +160,7 @@ def infer_dtypes_when_unfrozen(model: torch.nn.Module) -> None:
 
 
 def mesh_infos(models: Models) -> Iterator[DataParallelMeshInfo]:
-    """Yield the mesh infos that FSDP2 keeps for each unit. Checked with torch 2.9 to 2.13."""
+    """Yield the mesh infos that FSDP2 keeps for each unit."""
     for group in param_groups(models):
         infos = (group.mesh_info, group.post_forward_mesh_info)
         yield from (info for info in infos if info is not None)
@@ -188,7 +172,7 @@ def mesh_infos(models: Models) -> Iterator[DataParallelMeshInfo]:
 def clear_process_groups(mesh: DeviceMesh) -> None:
     """Clear the process groups that the root of `mesh` keeps by name.
 
-    Checked with torch 2.9 to 2.13: there are root meshes from 2.10 on, and such a table from 2.11.
+    There are root meshes from torch 2.10 on, and such a table from 2.11.
     """
     if hasattr(mesh, "_get_root_mesh"):
         registry = getattr(mesh._get_root_mesh(), "_pg_registry", None)
@@ -198,8 +182,6 @@ def clear_process_groups(mesh: DeviceMesh) -> None:
 
 def clear_mesh_caches() -> None:
     """Clear the caches of DTensor by mesh: an equal mesh of a later run has other process groups.
-
-    Checked with torch 2.9 to 2.13.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/tensor/debug
     """
@@ -219,13 +201,7 @@ def clear_mesh_caches() -> None:
 def local_sizes_and_offsets(
     shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> list[tuple[int, int]]:
-    """Return this rank's (size, offset) along each dim of a tensor. Checked with torch 2.9 to 2.13.
-
-    Args:
-        shape: of the full tensor.
-        mesh: over which it is distributed.
-        placements: one for each axis of `mesh`.
-    """
+    """Return this rank's (size, offset) along each dim of a tensor."""
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     return list(zip(sizes, offsets, strict=True))
 
@@ -234,10 +210,7 @@ def local_sizes_and_offsets(
 
 
 def checkpoint_activations(module: torch.nn.Module) -> None:
-    """Let the backward pass of `module` recompute its activations, in place and without a wrapper.
-
-    Checked with torch 2.9 to 2.13.
-    """
+    """Let the backward pass of `module` recompute its activations, without a wrapper."""
     checkpoint(module)
 
 
@@ -245,43 +218,35 @@ Table = dict[str, torch.Tensor | None]
 
 
 def parameter_table(module: torch.nn.Module) -> Table:
-    """Return the dict in which `module` registers its own parameters, to be changed in place.
-
-    Checked with torch 2.9 to 2.13.
-    """
+    """Return the dict in which `module` registers its own parameters, to be changed in place."""
     return cast("Table", module._parameters)
 
 
 def buffer_table(module: torch.nn.Module) -> Table:
-    """Return the dict in which `module` registers its own buffers, to be changed in place.
-
-    Checked with torch 2.9 to 2.13.
-    """
+    """Return the dict in which `module` registers its own buffers, to be changed in place."""
     return module._buffers
 
 
 def is_wrap_policy(policy: object) -> bool:
-    """Return whether `policy` is one of torch's policy objects. Checked with torch 2.9 to 2.13."""
+    """Return whether `policy` is one of torch's policy objects."""
     return hasattr(policy, "_run_policy") and not callable(policy)
 
 
 def modules_of_policy(policy: _Policy, model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules of `model` that `policy` wraps. Checked with torch 2.9 to 2.13."""
+    """Return the modules of `model` that `policy` wraps."""
     return list(policy._run_policy(model, set(), {}))
 
 
 def gradient_values(gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient, or the values of a sparse one, to be changed in place.
 
-    The public `values` takes coalesced tensors only. Checked with torch 2.9 to 2.13.
+    The public `values` takes coalesced tensors only.
     """
     return gradient._values() if gradient.is_sparse else gradient.detach()
 
 
 def unscale(gradients: list[torch.Tensor], inverse_scale: torch.Tensor) -> torch.Tensor:
     """Multiply `gradients` by `inverse_scale` in place; return a flag [], 1 if any is not finite.
-
-    Checked with torch 2.9 to 2.13.
 
     Args:
         gradients: of one device and dtype; at least one.

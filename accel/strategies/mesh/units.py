@@ -30,11 +30,7 @@ CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 def check_classes(models: Sequence[torch.nn.Module], names: Sequence[str] | None) -> None:
-    """Raise unless at least one of the models has each of the named classes.
-
-    Args:
-        models: of one call of `prepare`; none: nothing is checked.
-        names: `FullyShardedDataParallelPlugin.transformer_cls_names_to_wrap`.
+    """Raise unless at least one of the models of a call has each of the named classes.
 
     Raises:
         ConfigError: naming every class that no model has.
@@ -111,13 +107,11 @@ def _by_class(model: torch.nn.Module, names: Sequence[str] | None, required: boo
         own = getattr(model, "_no_split_modules", None) or ()
         present = [name for name in own if name in classes]
         if required and not present:
-            raise ConfigError(
-                Problem(
-                    "auto_wrap_policy='transformer_based_wrap'",
-                    "it needs transformer_cls_names_to_wrap, as the model names no blocks itself "
-                    "(_no_split_modules)",
-                    f"Name some of its classes: {', '.join(classes)}.",
-                )
+            raise ConfigError.of(
+                "auto_wrap_policy='transformer_based_wrap'",
+                "it needs transformer_cls_names_to_wrap, as the model names no blocks itself "
+                "(_no_split_modules)",
+                f"Name some of its classes: {', '.join(classes)}.",
             )
         names = present
     return [module for module in model.modules() if type(module).__name__ in names]
@@ -196,12 +190,10 @@ def _dtype(owner: torch.nn.Module, ignored: set[torch.nn.Parameter]) -> torch.dt
     dtypes = {parameter.dtype for parameter in _trained(owner, ignored)}
     if len(dtypes) > 1:
         names = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise ConfigError(
-            Problem(
-                f"prepare: {type(owner).__name__} with parameters of {names}",
-                "the trainable parameters of an FSDP unit have one dtype",
-                "Give each dtype a module of its own.",
-            )
+        raise ConfigError.of(
+            f"prepare: {type(owner).__name__} with parameters of {names}",
+            "the trainable parameters of an FSDP unit have one dtype",
+            "Give each dtype a module of its own.",
         )
     return dtypes.pop() if dtypes else None
 
@@ -239,12 +231,7 @@ def tied_parameters(model: torch.nn.Module) -> dict[int, int]:
 
 
 def holds_all_uses(module: torch.nn.Module, tied: dict[int, int]) -> bool:
-    """Return whether the module's tied parameters are all tied within it.
-
-    Args:
-        module: a submodule of a model.
-        tied: of that model, from `tied_parameters`.
-    """
+    """Return whether the module's parameters, of those tied in a model, are all tied within it."""
     uses: Counter[int] = Counter()
     for inner in module.modules():
         uses.update({id(p) for p in inner.parameters(recurse=False) if id(p) in tied})

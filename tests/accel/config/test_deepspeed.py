@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from accel.config.deepspeed import DeepSpeedPlugin, share_selection
-from accel.config.deepspeed_plugins import active, get_active_deepspeed_plugin
+from accel.config.deepspeed import (
+    DeepSpeedPlugin,
+    active,
+    get_active_deepspeed_plugin,
+    share_selection,
+)
 from accel.config.training import GradientAccumulationPlugin
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError

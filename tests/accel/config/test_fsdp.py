@@ -24,10 +24,9 @@ from torch.distributed.fsdp import (
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accel.env import Environment, patched
-from accel.errors import ConfigError, NotBuiltError
+from accel.errors import ConfigError, NotBuiltError, Problems
 from accel.planning.arguments import Arguments
 from accel.planning.plan import resolve
-from accel.planning.spec import Findings
 from accel.planning.strategy import choose
 from accel.strategies.mesh.mixed_precision import build_formats
 from tests.accel.strategies.training import build
@@ -204,10 +203,10 @@ VARIABLES = {
 
 def from_environment(plugin: Plugin | None = None, **values: str) -> Plugin:
     with patched(**values):
-        found = Findings()
+        found = Problems()
         arguments = Arguments(plugins={"fsdp_plugin": plugin})
         chosen = choose(arguments, Environment.read(), found).plugins.get("fsdp")
-        found.raise_if_any()
+        found.raise_if()
     assert chosen is not None
     return chosen
 

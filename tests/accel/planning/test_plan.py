@@ -51,7 +51,6 @@ def test_one_process() -> None:
     assert plan.mixed_precision == "no"
     assert plan.accumulation.num_steps == 1
     assert plan.rng_types == ("generator",)
-    assert plan.fp8 is None
 
 
 def test_two_processes() -> None:

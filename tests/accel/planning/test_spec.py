@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from accel.env import Environment
-from accel.errors import ConfigError, NotBuiltError, Problem
-from accel.planning.spec import Findings, PluginSpec, StrategySpec, replicated, sharded
-
-WRONG, MISSING = Problem("a", "b", "c"), Problem("d", "e", "f")
+from accel.errors import ConfigError, NotBuiltError
+from accel.planning.spec import PluginSpec, StrategySpec, replicated, sharded
 
 
 @dataclass
@@ -58,16 +56,3 @@ def test_dimensions_replicate_or_shard_over_all_processes() -> None:
     three = Environment(world_size=3)
     assert (replicated({}, three).dp_replicate, replicated({}, three).dp_shard) == (3, 1)
     assert (sharded({}, three).dp_replicate, sharded({}, three).dp_shard) == (1, 3)
-
-
-def test_findings_are_raised_together() -> None:
-    found = Findings()
-    found.raise_if_any()
-    found.take(NotBuiltError(MISSING))
-    with pytest.raises(NotBuiltError):
-        found.raise_if_any()
-    found.take(ConfigError(WRONG))
-    with pytest.raises(ConfigError) as caught:
-        found.raise_if_any()
-    assert caught.value.problems == (WRONG, MISSING)
-    assert not isinstance(caught.value, NotBuiltError)

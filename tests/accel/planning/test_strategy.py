@@ -10,10 +10,9 @@ from accel.config.handlers import AutocastKwargs, DistributedDataParallelKwargs
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.enums import DistributedType
 from accel.env import Environment
-from accel.errors import ConfigError
+from accel.errors import ConfigError, Problems
 from accel.planning.arguments import Arguments
 from accel.planning.plan import resolve
-from accel.planning.spec import Findings
 from accel.planning.strategy import choose
 
 FOUR = Environment(
@@ -23,9 +22,9 @@ FOUR = Environment(
 
 def chosen(environment: Environment = FOUR, **arguments: object) -> tuple[str, str]:
     """Return the strategy, and all that is wrong."""
-    found = Findings()
+    found = Problems()
     label = choose(Arguments.of(arguments), environment, found).label
-    return label, " ".join(str(problem) for problem in found.wrong)
+    return label, " ".join(str(problem) for problem in found)
 
 
 def test_without_a_plugin_the_number_of_processes_decides() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from typing import Any
 
@@ -12,10 +13,14 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.config.handlers import AutocastKwargs, GradScalerKwargs
-from accel.errors import StateError
-from accel.precision.amp import StepScaler
+from accel.env import Environment
+from accel.errors import ConfigError, StateError
+from accel.planning.arguments import Arguments
+from accel.planning.plan import resolve
+from accel.precision.amp import AmpPrecision, StepScaler, build_precision
 from accel.precision.base import Precision
 from accel.state import AcceleratorState
+from accel.wrapping import unwrap_forward
 from tests.helpers import run_distributed
 
 
@@ -101,7 +106,7 @@ def test_a_forward_of_the_instances_own_comes_back_too() -> None:
     model.forward = lambda inputs: model.layer(inputs) + 1.0  # type: ignore[method-assign]
     own = model.forward
     model = accelerator.prepare(model)
-    accelerator.precision.unwrap_forward(model)
+    unwrap_forward(model)
     assert model.forward is own
 
 
@@ -338,3 +343,19 @@ def test_a_second_accelerator_keeps_the_precision_unless_it_names_one() -> None:
     assert Accelerator(cpu=True).mixed_precision == "bf16"
     with pytest.raises(ValueError, match="set up with 'bf16'"):
         Accelerator(cpu=True, mixed_precision="no")
+
+
+def test_a_plan_names_its_format() -> None:
+    full = resolve(Arguments(cpu=True), Environment())
+    half = resolve(Arguments(cpu=True, mixed_precision="bf16"), Environment())
+    assert not isinstance(build_precision(full), AmpPrecision)
+    built = build_precision(half)
+    assert isinstance(built, AmpPrecision)
+    with built.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+def test_a_format_without_computation_is_refused() -> None:
+    plan = dataclasses.replace(resolve(Arguments(cpu=True), Environment()), mixed_precision="fp8")
+    with pytest.raises(ConfigError, match="mixed_precision='fp8'"):
+        build_precision(plan)

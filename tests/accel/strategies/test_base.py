@@ -72,11 +72,15 @@ def test_a_window_is_that_of_a_plain_loop(world_size: int) -> None:
             torch.testing.assert_close(ours, theirs.grad)
 
 
+@pytest.mark.parametrize("assigned", [True, False])
 @pytest.mark.parametrize("placed", [True, False])
-def test_micro_batches_move_to_the_device_one_at_a_time(placed: bool) -> None:
+def test_micro_batches_move_to_the_device_one_at_a_time(placed: bool, assigned: bool) -> None:
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=NUM_MICRO_BATCHES, device_placement=placed
+        cpu=True,
+        gradient_accumulation_steps=NUM_MICRO_BATCHES,
+        device_placement=placed is not assigned,
     )
+    accelerator.device_placement = placed
     model = accelerator.prepare(model_of())
     events: list[str] = []
     micro_batches = [Recorded(batch, events, i) for i, batch in enumerate(batches())]

@@ -10,9 +10,8 @@ import pytest
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.env import Environment
-from accel.errors import ConfigError
+from accel.errors import ConfigError, Problems
 from accel.planning.arguments import Arguments
-from accel.planning.spec import Findings
 from accel.planning.strategy import choose
 from accel.strategies.mesh.spec import SPEC
 
@@ -54,9 +53,9 @@ def test_shards_divide_the_processes(fields: dict[str, Any], tp_size: int, wrong
         "fsdp_plugin": FullyShardedDataParallelPlugin(**fields),
         "torch_tp_plugin": None if tp_size == 1 else TorchTensorParallelPlugin(tp_size),
     }
-    found = Findings()
+    found = Problems()
     choose(Arguments.of(plugins), FOUR, found).dims(FOUR, found)
-    assert bool(found.wrong) is wrong
+    assert bool(found) is wrong
 
 
 def test_the_policy_implies_the_precision_where_none_is_requested() -> None:
