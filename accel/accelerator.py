@@ -12,7 +12,7 @@ import torch
 from accel import profiling
 from accel._delegate import delegate
 from accel.accumulation import Accumulation
-from accel.checkpoint.run_objects import RunObjects
+from accel.checkpoint.contents import RunObjects
 from accel.checkpoint.session import CheckpointSession
 from accel.collectives import Collectives
 from accel.config.handlers import AutocastKwargs, KwargsHandler, ProfileKwargs

@@ -3,15 +3,15 @@
 from accel.loss_normalization import global_weight as global_weight
 from accel.loss_normalization import normalize_loss as normalize_loss
 from runner.data.datasets import Data as Data
-from runner.data.micro_batch import MicroBatch as MicroBatch
-from runner.data.micro_batch import Window as Window
+from runner.data.micro_batch_window import MicroBatch as MicroBatch
+from runner.data.micro_batch_window import Window as Window
 from runner.factories.registry import register as register
 from runner.inference.load import load as load
 from runner.training.callback import Callback as Callback
-from runner.training.gradients import clip_gradients as clip_gradients
-from runner.training.gradients import keep_valid as keep_valid
-from runner.training.gradients import optimizer_step as optimizer_step
 from runner.training.objective import Objective as Objective
+from runner.training.optimizer_step import clip_gradients as clip_gradients
+from runner.training.optimizer_step import keep_valid as keep_valid
+from runner.training.optimizer_step import optimizer_step as optimizer_step
 from runner.training.step import Step as Step
 from runner.training.step import SupervisedStep as SupervisedStep
 

@@ -40,7 +40,7 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.checkpoint.session", 8),
     ("accel.checkpoint.save", 8),
     ("accel.checkpoint.load", 8),
-    ("accel.checkpoint.run_objects", 8),
+    ("accel.checkpoint.contents", 8),
     ("accel.checkpoint", 5),
     ("accel.ops", 5),
     ("accel.rng", 5),

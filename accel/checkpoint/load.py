@@ -16,10 +16,10 @@ import torch
 
 from accel import rng
 from accel.checkpoint import accelerate_format, directory
+from accel.checkpoint.contents import AnyPath, Hook, RunObjects, hooked, require_path
 from accel.checkpoint.dataloader_matching import match
 from accel.checkpoint.dataloader_state import load_positions
 from accel.checkpoint.directory import Manifest, numbered
-from accel.checkpoint.run_objects import AnyPath, Hook, RunObjects, hooked, require_path
 from accel.checkpoint.serialization import load_plain, read_model
 from accel.comm.all_or_none import decided, together
 from accel.logging import get_logger

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from accel import rng
-from accel.checkpoint import directory, disk_space
+from accel.checkpoint import directory, disk_full
+from accel.checkpoint.contents import AnyPath, Hook, RunObjects, hooked, require_path
 from accel.checkpoint.dataloader_matching import describe
 from accel.checkpoint.dataloader_state import positions
 from accel.checkpoint.directory import numbered
-from accel.checkpoint.run_objects import AnyPath, Hook, RunObjects, hooked, require_path
 from accel.checkpoint.serialization import save_plain, write_model
 from accel.comm.all_or_none import decided, together
 from accel.errors import CheckpointError
@@ -176,7 +176,7 @@ def _write(run: RunObjects, folder: Path, options: SaveOptions) -> None:
     remaining = list(weights)
     everything = [weights, [state for _, state, _ in states]]
     rank = run.comm.rank
-    with _room_for(folder, lambda: disk_space.size_of(everything)):
+    with _room_for(folder, lambda: disk_full.size_of(everything)):
         for hook in options.hooks:
             hook(list(objects.models), remaining, fspath(folder))
         if run.writes:
@@ -195,10 +195,10 @@ def _room_for(
     folder: Path, needed: Callable[[], int] = lambda: 0
 ) -> contextlib.AbstractContextManager[None]:
     remedy = (
-        f"{disk_space.REMEDY} (ProjectConfiguration(project_dir=…)), or keep fewer checkpoints "
+        f"{disk_full.REMEDY} (ProjectConfiguration(project_dir=…)), or keep fewer checkpoints "
         "(ProjectConfiguration(total_limit=…))."
     )
-    return disk_space.told("the checkpoint", folder.parent, needed, remedy)
+    return disk_full.told("the checkpoint", folder.parent, needed, remedy)
 
 
 def _shared_states(run: RunObjects) -> Iterator[tuple[str, object, str]]:

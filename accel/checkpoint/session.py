@@ -12,8 +12,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from accel.checkpoint import export
+from accel.checkpoint.contents import RunObjects
 from accel.checkpoint.load import load
-from accel.checkpoint.run_objects import RunObjects
 from accel.checkpoint.save import SaveOptions, save
 from accel.comm.all_or_none import together
 from accel.errors import CheckpointError, ConfigError, Problem, nearest

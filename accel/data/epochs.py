@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from accel.data.order import Order
+from accel.data.order_source import Order
 
 # The order of the loader that set the epoch of a data set last, by the id of the data set. While an
 # order lives, so do its loader and the data set: ids are not mistaken for those of earlier objects.

@@ -13,11 +13,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel.data import stream_checks
-from accel.data.base import PreparedLoader
 from accel.data.batch_layout import SampleLayout, cut_samples, num_samples
+from accel.data.dispatch_rounds import RoundReader
+from accel.data.dispatch_transfer import Round, SliceFunction, receive_round, send_round, with_next
 from accel.data.iterable import IterableDatasetShard
 from accel.data.loader_arguments import index_sampler
-from accel.data.rounds import RoundReader
+from accel.data.pass_tracking import PreparedLoader
 from accel.data.samplers import (
     BatchSamplerShard,
     CompletedBatchSampler,
@@ -27,7 +28,6 @@ from accel.data.samplers import (
     samplers,
     total_batch_size,
 )
-from accel.data.transfer import Round, SliceFunction, receive_round, send_round, with_next
 from accel.enums import RNGType
 from accel.imports import require
 from accel.ops import send_to_device

@@ -12,8 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from accel.comm.base import Communicator
 from accel.data import stream_checks
-from accel.data.base import PreparedLoader
-from accel.data.common_order import Ordering
+from accel.data.dispatch_transfer import SliceFunction
 from accel.data.iterable import IterableDatasetShard
 from accel.data.loader_arguments import index_arguments, index_sampler, loader_arguments
 from accel.data.loaders import (
@@ -22,7 +21,9 @@ from accel.data.loaders import (
     SkipDataLoader,
     data_rank,
 )
-from accel.data.order import generator_of, next_index, order_seed
+from accel.data.order_across_ranks import Ordering
+from accel.data.order_source import generator_of, next_index, order_seed
+from accel.data.pass_tracking import PreparedLoader
 from accel.data.samplers import (
     BatchSamplerShard,
     CompletedBatchSampler,
@@ -31,7 +32,6 @@ from accel.data.samplers import (
     drawing_sampler,
     split_problems,
 )
-from accel.data.transfer import SliceFunction
 from accel.enums import RNGType
 from accel.errors import ConfigError, Problem, Problems
 from accel.state import PartialState

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from accel.data.base import PreparedLoader
-from accel.data.passes import Pass
-from accel.data.rounds import RoundReader
+from accel.data.dispatch_rounds import RoundReader
+from accel.data.open_pass import Pass
+from accel.data.pass_tracking import PreparedLoader
 from accel.state import PartialState
 
 T = TypeVar("T")

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from accel.comm.base import Communicator
-from accel.data.first_round import FirstRound, digest, is_floating
 from accel.data.iterable import IterableDatasetShard
+from accel.data.stream_digests import FirstRound, digest, is_floating
 from accel.errors import ConfigError, Problem
 
 _ENTRIES = 1 << 17  # of a list that a data set holds

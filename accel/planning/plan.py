@@ -31,8 +31,8 @@ from accel.env import Environment
 from accel.errors import ConfigError, Problems, nearest, unknown_choice
 from accel.parallel import ParallelDims
 from accel.planning.arguments import Arguments
+from accel.planning.choose_strategy import Choice, choose
 from accel.planning.spec import Plugins, Request, StrategySpec
-from accel.planning.strategy import Choice, choose
 from accel.strategies.table import specs
 
 HANDLERS: tuple[type[KwargsHandler], ...] = (

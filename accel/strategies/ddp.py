@@ -29,7 +29,7 @@ from accel.errors import ConfigError, Problem, nearest
 from accel.optimizer import unwrap_optimizer
 from accel.prepared import Objects
 from accel.strategies.base import Gradients, Strategy, Sync
-from accel.strategies.ddp_reducer import (
+from accel.strategies.ddp_rebuild import (
     FollowTrainable,
     RefuseUnfrozen,
     RefuseUnreduced,

@@ -21,8 +21,8 @@ from accel.planning.spec import PluginSpec, StrategySpec
 
 GROUP = "accel.strategies"
 STRATEGIES = (
-    "accel.strategies.default_specs:SINGLE",
-    "accel.strategies.default_specs:DDP",
+    "accel.strategies.single_and_ddp_specs:SINGLE",
+    "accel.strategies.single_and_ddp_specs:DDP",
     "accel.strategies.mesh.spec:SPEC",
     "accel.strategies.deepspeed.spec:SPEC",
     "accel.strategies.megatron.spec:SPEC",

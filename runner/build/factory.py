@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel.errors import ConfigError, Problem
-from runner.build import blame
+from runner.build import argument_errors
 from runner.config import trust
 from runner.factories import signatures
 from runner.factories.nodes import name_and_arguments, num_given, with_node_key
@@ -64,7 +64,7 @@ class Factory:
         """
         from runner.build import factory_results
 
-        with blame.factory_errors(self.key, self.place, self.arguments):
+        with argument_errors.factory_errors(self.key, self.place, self.arguments):
             made = self.function(*given, **named, **self._instantiated())
         factory_results.check(self.key, self.place, made)
         return made

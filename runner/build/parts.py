@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from accel.checkpoint import directory as checkpoints
 from accel.env import Environment
 from accel.errors import ConfigError, Problem, Problems
-from runner.build import environment
+from runner.build import environment_conflicts
 from runner.build.factory import Factory, factory_of
 from runner.config import paths, processes
 from runner.config.batch_plan import BatchPlan, plan_batches
@@ -72,7 +72,7 @@ def check_machine(recipe: Recipe) -> list[Problem]:
         lambda: _batch_plan(recipe),
         lambda: _check_plan(recipe),
         lambda: _check_clipping(recipe),
-        lambda: ConfigError.raise_if(environment.problems(recipe, Environment.read())),
+        lambda: ConfigError.raise_if(environment_conflicts.problems(recipe, Environment.read())),
         lambda: processes.check_interface(distributed),
         lambda: _check_states_folder(recipe),
         lambda: filter_trackers(recipe.tracker.log_with, logging_dir=recipe.output_dir),
@@ -135,7 +135,7 @@ def _check_states_folder(recipe: Recipe) -> None:
 
 
 def _check_clipping(recipe: Recipe) -> None:
-    from accel.planning.strategy import selected
+    from accel.planning.choose_strategy import selected
 
     value, found = recipe.trainer.clip_grad_value, selected(recipe.plugins, 1)
     if value is not None and not found.spec.clips_value:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from accel.errors import ConfigError, Problem
-from runner.build import blame
+from runner.build import argument_errors
 from runner.factories import signatures
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ def problems(factory: Factory) -> list[Problem]:
     shipped = str(getattr(factory.function, "__module__", "")).startswith(SHIPPED)
     if not shipped or kind not in TRIALS or factory.has_targets:
         return []
-    found = blame.not_finite(factory.key, factory.arguments) if kind == "optimizer" else []
+    found = (
+        argument_errors.not_finite(factory.key, factory.arguments) if kind == "optimizer" else []
+    )
     try:
         TRIALS[kind](factory)
     except ConfigError as error:
@@ -56,7 +58,7 @@ def _scheduler(factory: Factory) -> None:
     optimizer.step()
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
         return
-    with blame.factory_errors(factory.key, factory.place, factory.arguments):
+    with argument_errors.factory_errors(factory.key, factory.place, factory.arguments):
         made.step()  # a period of 0 divides by zero here only
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from accel.errors import ConfigError, Problem, StateError
-from runner.builtin import limits
+from runner.builtin import argument_ranges
 from runner.data.datasets import Data
 from runner.training.objective import Objective
 
@@ -291,7 +291,7 @@ def byte_gpt(
         ConfigError: if `dim` is no even multiple of `num_heads`, or a size is less than 1.
     """
     sizes = {"dim": dim, "num_layers": num_layers, "num_heads": num_heads, "expansion": expansion}
-    limits.check("model", **{name: (size, 1, math.inf) for name, size in sizes.items()})
+    argument_ranges.check("model", **{name: (size, 1, math.inf) for name, size in sizes.items()})
     if dim % (2 * num_heads):
         raise ConfigError(
             Problem(

@@ -17,8 +17,8 @@ from torch.func import functional_call
 from torch.optim.lr_scheduler import LRScheduler
 
 from runner.builtin.optimizers import linear
-from runner.data.micro_batch import Window
-from runner.training.gradients import optimizer_step
+from runner.data.micro_batch_window import Window
+from runner.training.optimizer_step import optimizer_step
 from runner.training.step import Step
 
 if TYPE_CHECKING:

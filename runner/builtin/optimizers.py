@@ -14,7 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from accel.errors import ConfigError, Problem
-from runner.builtin import limits
+from runner.builtin import argument_ranges
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
@@ -43,7 +43,9 @@ def adamw(
     Source: I. Loshchilov and F. Hutter, Decoupled Weight Decay Regularization, arXiv:1711.05101.
     """
     numbers = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
-    limits.check("optimizer", **{name: (value, 0, math.inf) for name, value in numbers.items()})
+    argument_ranges.check(
+        "optimizer", **{name: (value, 0, math.inf) for name, value in numbers.items()}
+    )
     _check_betas(betas)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(
@@ -128,7 +130,7 @@ def _schedule(
     final: float,
     decay: Callable[[float], float],
 ) -> LambdaLR:
-    limits.check("scheduler", warmup=(warmup, 0, math.inf), final=(final, 0, 1))
+    argument_ranges.check("scheduler", warmup=(warmup, 0, math.inf), final=(final, 0, 1))
     warmup_steps = warmup * num_steps if warmup < 1 else warmup
     # A partial, not a lambda: it pickles, and leaves nothing in the scheduler's state, so that a
     # resumed run follows the schedule of its recipe.

@@ -12,7 +12,7 @@ from runner.reporting.console import number
 from runner.training.callback import Callback
 
 if TYPE_CHECKING:
-    from runner.training.run import Run
+    from runner.training.current_run import Run
 
 
 class TextBaselines(Callback):

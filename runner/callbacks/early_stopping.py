@@ -11,7 +11,7 @@ from runner.training.evaluation import monitored_value
 from runner.training.state import is_better
 
 if TYPE_CHECKING:
-    from runner.training.run import Run
+    from runner.training.current_run import Run
 
 
 class EarlyStopping(Callback):

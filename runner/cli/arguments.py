@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from accel.errors import ConfigError, Problem, nearest
-from runner.config import mistyped
-from runner.config.mistyped import COMMANDS
+from runner.config import override_mistakes
+from runner.config.override_mistakes import COMMANDS
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
@@ -96,7 +96,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _unknown(flag: str, arguments: Sequence[str], flags: Sequence[str]) -> Problem:
     name, given, value = flag.partition("=")
     rule = "there is no such flag"
-    key = mistyped.key_for(name)
+    key = override_mistakes.key_for(name)
     if key is None:
         return Problem(flag, rule, nearest(name, flags))
     following = list(arguments[arguments.index(flag) + 1 :])[:1] if flag in arguments else []

@@ -14,7 +14,7 @@ from pathlib import Path
 from runner.cli.arguments import INFO, long_flags
 from runner.compose import diagnose, hydra_setup
 from runner.config import keys, trust
-from runner.config.mistyped import COMMANDS
+from runner.config.override_mistakes import COMMANDS
 from runner.config.schema import SPLITS
 from runner.config.serialization import examine
 from runner.factories import static_checks

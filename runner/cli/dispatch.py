@@ -18,7 +18,7 @@ from accel.errors import ConfigError, Problem
 from runner.cli import arguments as command_line
 from runner.config import paths, trust
 from runner.exit_codes import DONE, FAILED, INTERRUPTED
-from runner.launch import endings, failures
+from runner.launch import exit_guards, failures
 from runner.reporting import startup
 from runner.run_dir import numerics
 
@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
 def _run(arguments: Sequence[str]) -> int:
     try:
         imports, rest = command_line.take_imports(arguments)
-        with _trusting(imports), numerics.sleeping_when_idle(), endings.silent_exit_refused():
+        with _trusting(imports), numerics.sleeping_when_idle(), exit_guards.silent_exit_refused():
             code = _dispatch(rest)
             sys.stdout.flush()
             return code
@@ -225,10 +225,10 @@ def _require_names(checked: Sequence[Examined], missing: Sequence[Problem]) -> N
 
 
 def _train_one(examined: Examined, resumes: bool, overrides: Sequence[str]) -> int:
-    from runner.launch import start
+    from runner.launch import start_run
 
     if resumes:  # with the frozen recipe: Hydra has nothing to compose
-        return start.start(
+        return start_run.start(
             examined.recipe,
             examined.overrides,
             examined.config_name,
@@ -238,7 +238,7 @@ def _train_one(examined: Examined, resumes: bool, overrides: Sequence[str]) -> i
     codes: list[int] = []
 
     def task(_: DictConfig) -> None:  # Hydra composes the recipe that has been examined
-        codes.append(start.start(examined.recipe, examined.overrides, examined.config_name))
+        codes.append(start_run.start(examined.recipe, examined.overrides, examined.config_name))
 
     line = ["--config-name", examined.config_name, *_for_hydra(overrides)]
     return _hydra(line, task) or codes[0]

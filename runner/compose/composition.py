@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from accel.errors import ConfigError, Problem
 from runner.compose import conf_files, diagnose, hydra_setup
-from runner.config import carry_over, serialization
+from runner.config import resumed_recipe, serialization
 from runner.config.schema import Recipe
 from runner.run_dir import directory
 from runner.run_dir.job import Job
@@ -92,11 +92,11 @@ def resumed(run_dir: str | Path, overrides: Sequence[str] = (), *, trains: bool 
 
 def _resumed(run_dir: str | Path, overrides: Sequence[str], trains: bool) -> Examined:
     job, plain = Job.read(run_dir)
-    frozen = carry_over.without_limits(plain)
+    frozen = resumed_recipe.without_limits(plain)
     if not overrides:
         found, problems = serialization.examine(frozen)
         return Examined(found, problems, job.overrides, job.config_name)
-    limits = {".".join(path) for path in carry_over.PER_INVOCATION}
+    limits = {".".join(path) for path in resumed_recipe.PER_INVOCATION}
     own = [o for o in job.overrides if hydra_setup.key_of(o) not in limits]
     merged = hydra_setup.merge(own, overrides)
     before, lost = diagnose.examine(own, job.config_name)
@@ -138,8 +138,8 @@ def _with_changes(
     frozen: dict[str, object], before: DictConfig, after: DictConfig, overrides: Sequence[str]
 ) -> Mapping[str, object]:
     today = hydra_setup.plain(after)
-    changed = carry_over.carry_over(frozen, hydra_setup.plain(before), today)
-    return carry_over.imposed(changed, today, {hydra_setup.key_of(o) for o in overrides})
+    changed = resumed_recipe.carry_over(frozen, hydra_setup.plain(before), today)
+    return resumed_recipe.imposed(changed, today, {hydra_setup.key_of(o) for o in overrides})
 
 
 def _examine_changed(
@@ -151,9 +151,11 @@ def _examine_changed(
     trains: bool,
 ) -> Examined:
     """Return the recipe that a run is resumed with, and its problems and forbidden changes."""
-    found, wrong = serialization.examine(carry_over.same_places(frozen, job.cwd, changed))
+    found, wrong = serialization.examine(resumed_recipe.same_places(frozen, job.cwd, changed))
     kept = (
-        carry_over.refusals(frozen, serialization.to_plain(found)) if trains and not wrong else []
+        resumed_recipe.refusals(frozen, serialization.to_plain(found))
+        if trains and not wrong
+        else []
     )
     return Examined(found, [*problems, *wrong, *kept], tuple(merged), job.config_name)
 

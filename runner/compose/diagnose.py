@@ -23,7 +23,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from accel.errors import ConfigError, Problem, closest, did_you_mean, nearest
 from runner.compose import conf_files, hydra_setup
-from runner.config import habits, keys, mistyped, paths
+from runner.config import foreign_names, keys, override_mistakes, paths
 from runner.config.schema import PLUGINS, Recipe
 
 # What composing raises for a mistake of the user's; OmegaConf stumbles over null nodes.
@@ -38,7 +38,7 @@ def examine(
     overrides: Sequence[str], config_name: str, number: int = 0
 ) -> tuple[DictConfig, list[Problem]]:
     """Compose as much of a recipe as can be; return it, and what is wrong with the overrides."""
-    overrides, problems = mistyped.pairs(overrides)
+    overrides, problems = override_mistakes.pairs(overrides)
     problems += [*hydra_setup.hydra_problems(overrides), *_switches(overrides)]
     accepted = [o for o in unique(overrides) if not hydra_setup.hydra_problems([o])]
     try:
@@ -74,7 +74,7 @@ def overridden(overrides: Sequence[str]) -> list[str]:
 
 def unreadable(overrides: Sequence[str]) -> list[Problem]:
     """Return a problem for each override of a sweep that Hydra's grammar does not read."""
-    overrides, problems = mistyped.pairs(overrides)
+    overrides, problems = override_mistakes.pairs(overrides)
     for override in overrides:
         try:
             hydra_setup.parse([override])
@@ -131,7 +131,7 @@ def applied(
     """
     config = OmegaConf.merge(hydra_setup.schema(), plain)
     assert isinstance(config, DictConfig)
-    overrides, problems = mistyped.pairs(overrides)
+    overrides, problems = override_mistakes.pairs(overrides)
     problems += [*hydra_setup.hydra_problems(overrides), *_switches(overrides)]
     for override in unique(overrides):
         if hydra_setup.hydra_problems([override]):
@@ -154,8 +154,8 @@ def options_of(group: str) -> list[str]:
 
 def _unreadable(override: str, failure: HydraException) -> Problem:
     if "=" not in override:
-        known = [*mistyped.COMMANDS, *(f"{group}=" for group in hydra_setup.groups())]
-        key = mistyped.key_for(override)
+        known = [*override_mistakes.COMMANDS, *(f"{group}=" for group in hydra_setup.groups())]
+        key = override_mistakes.key_for(override)
         if key is not None:
             return Problem(override, "a value is given as key=value", f"Write {key}=…")
         return Problem(override, "it is neither a command nor key=value", nearest(override, known))
@@ -172,7 +172,7 @@ def _choice_problem(parsed: Override, override: str) -> Problem | None:
         return Problem(override, f"{group} has one place in a recipe", f"Write {group}=…")
     value = None if parsed.is_delete() else parsed.value()
     for option in value if isinstance(value, list) else [] if value is None else [value]:
-        meant = habits.option(group, option)
+        meant = foreign_names.option(group, option)
         if meant is not None and option not in known:
             rule = f"{group} is one of {', '.join(known)}"
             return Problem(f"{group}={option}", rule, did_you_mean(meant))
@@ -206,7 +206,7 @@ def _switches(overrides: Sequence[str]) -> list[Problem]:
         key, _, value = override.partition("=")
         if value.lstrip("-").isdigit():
             values[key.lstrip("+")] = int(value)
-    return list(mistyped.switches(values))
+    return list(override_mistakes.switches(values))
 
 
 def _sweep_problem(parsed: Override, override: str) -> Problem | None:
@@ -322,7 +322,7 @@ def translate(error: Exception, config_name: str) -> list[Problem]:
         if group.startswith("hydra/"):  # chosen on the command line; the file named is Hydra's own
             value = f"{group}={option}"
         found = Problem(value, "there is no such file", nearest(option, known))
-        return [habits.plugin(group, option) or found]
+        return [foreign_names.plugin(group, option) or found]
     if "primary config" in text:
         return [
             Problem(

@@ -27,7 +27,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from accel.errors import ConfigError, Problem, Problems
 from runner.compose import conf_files
-from runner.config import keys, paths, text_values
+from runner.config import keys, paths, verbatim_text
 from runner.config.schema import PLUGINS, Recipe
 from runner.config.serialization import to_plain
 
@@ -203,7 +203,7 @@ def opened(overrides: Sequence[str]) -> list[str]:
     Open mappings take keys with or without a ``+``, present or not, and a group is switched off by
     ``group=null``.
     """
-    return [_opened(override) for override in text_values.quoted(overrides)]
+    return [_opened(override) for override in verbatim_text.quoted(overrides)]
 
 
 def _opened(override: str) -> str:
@@ -248,7 +248,7 @@ def probes(overrides: Sequence[str]) -> list[list[str]]:
     other key; of a range or an interval that is its beginning.
     """
     values: list[list[str]] = []
-    for override in parse(text_values.quoted(overrides)):
+    for override in parse(verbatim_text.quoted(overrides)):
         if not override.is_sweep_override():
             values.append([str(override.input_line)])
         elif override.is_discrete_sweep():
@@ -282,7 +282,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     """
     choices: list[list[str]] = []
     problems = Problems()
-    for override in parse(text_values.quoted(overrides)):
+    for override in parse(verbatim_text.quoted(overrides)):
         line, key = str(override.input_line), override.get_key_element()
         if not override.is_sweep_override():
             choices.append([line])
@@ -358,7 +358,7 @@ def _misread_texts(hydra: DictConfig, config_name: str) -> Iterator[Problem]:
         path = conf_files.file_of(f"{group}/{option}" if group else option)
         if path is not None and not path.is_relative_to(paths.conf_folder()):
             is_global = "@package _global_" in path.read_text(encoding="utf-8") or not group
-            yield from text_values.problems_of(path, "" if is_global else f"{group}.")
+            yield from verbatim_text.problems_of(path, "" if is_global else f"{group}.")
 
 
 def _shadowed() -> Iterator[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel.errors import Problem, Problems
-from runner.config.counts import counted, nearest_multiples
+from runner.config.format_counts import counted, nearest_multiples
 from runner.config.schema import Trainer
 
 

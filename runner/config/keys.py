@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accel.errors import Problem, closest, did_you_mean
-from runner.config import habits
+from runner.config import foreign_names
 from runner.config.schema import Recipe
 
 _NODES: dict[type, dict[str, type | None]] = {}  # cache of `nodes`
@@ -96,7 +96,7 @@ def unknown_key(key: str, known: Sequence[str], value: str = "") -> Problem:
 
 def suggestion(key: str, known: Sequence[str]) -> str:
     """Return the sentence that names the likeliest of the dotted keys `known`."""
-    habit = habits.remedy(key, known)
+    habit = foreign_names.remedy(key, known)
     if habit is not None:
         return habit
     parent, _, leaf = key.rpartition(".")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from accel import env
 from accel.env import Environment
 from accel.errors import ConfigError, Problem, Problems
-from accel.planning.strategy import selected
+from accel.planning.choose_strategy import selected
 from runner.config.error_keys import of_the_recipe
 from runner.config.schema import Distributed, Recipe
 

@@ -27,10 +27,10 @@ from accel.config.training import (
 )
 from accel.enums import LoggerType, PrecisionType, RNGType
 from accel.errors import ConfigError, Problem, Problems, did_you_mean, nearest
+from accel.planning.choose_strategy import conflicts
 from accel.planning.spec import PluginSpec
-from accel.planning.strategy import conflicts
 from accel.strategies.table import plugins
-from runner.config import habits
+from runner.config import foreign_names
 from runner.config.durations import parse_duration
 
 DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu")
@@ -105,7 +105,7 @@ class Precision:
             self.mode = "no"
         problems = Problems()
         check_given(self, "mode", problems)
-        meant = habits.option("precision", self.mode)
+        meant = foreign_names.option("precision", self.mode)
         if meant is not None:
             rule = f"it is one of {', '.join(PrecisionType.list())}"
             problems.add(f"Precision.mode={self.mode!r}", rule, did_you_mean(meant))

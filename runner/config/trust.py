@@ -29,7 +29,12 @@ ALLOWED = ("accel", "runner", "torch.nn", "torch.optim", "torchmetrics")
 DEFINED_IN = (
     *("torch.nn", "torch._C._nn", "torch.optim", "torchmetrics"),
     *("accel.data", "accel.optimizer", "accel.scheduler", "accel.trackers"),
-    *("runner.builtin", "runner.callbacks", "runner.data.datasets", "runner.data.micro_batch"),
+    *(
+        "runner.builtin",
+        "runner.callbacks",
+        "runner.data.datasets",
+        "runner.data.micro_batch_window",
+    ),
     *("runner.training.callback", "runner.training.objective", "runner.training.step"),
 )
 

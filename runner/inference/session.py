@@ -31,7 +31,7 @@ from runner.run_dir.numerics import Numerics
 
 if TYPE_CHECKING:
     from accel import Accelerator
-    from runner.data.batches import EvalBatches
+    from runner.data.train_eval_batches import EvalBatches
     from runner.training.step import Step
 
 MEASURED = ("validation", "test")
@@ -113,10 +113,10 @@ def write_predictions(request: Request) -> int:
         with _opened(output, output) as file:
             return _write_lines(request, file)
     output = Path(os.path.realpath(output))  # a link stays one
-    from accel.checkpoint import disk_space
+    from accel.checkpoint import disk_full
 
     with (
-        disk_space.told("the predictions", output.parent),
+        disk_full.told("the predictions", output.parent),
         checkpoints.replacing(output) as partial,
         _opened(partial, output) as file,
     ):
@@ -271,7 +271,7 @@ def _engine(recipe: Recipe, run_dir: Path) -> Iterator[Accelerator]:
 def _batches(
     accelerator: Accelerator, recipe: Recipe, splits: tuple[str, ...]
 ) -> dict[str, EvalBatches]:
-    from runner.data.batches import EvalBatches
+    from runner.data.train_eval_batches import EvalBatches
 
     data = parts.build_data(recipe)
     lacking = [split for split in splits if getattr(data, split) is None]

@@ -22,8 +22,8 @@ from runner.config.schema import Recipe
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, rank_logs
 from runner.run_dir import abandoned, numerics, outcomes
+from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.outcomes import Outcome
-from runner.run_dir.transaction import run_dir_of
 
 if TYPE_CHECKING:
     from runner.launch.worker_group import Failure
@@ -56,9 +56,9 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
     local = place.local_world_size if place else number
     numerics.record_threads(job.run_dir, recipe, local, job.place)
     if place is not None:
-        from runner.launch import rendezvous
+        from runner.launch import torchrun
 
-        rendezvous.publish(job.place)
+        torchrun.publish(job.place)
         return run_adopted(job.place, place)
     if number == 1 and not fresh:
         return run_here(job.place)
@@ -67,9 +67,9 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
 
 def follow(place: Adopted) -> int:
     """Join the run that rank 0 composes, as another rank that a launcher has started."""
-    from runner.launch import rendezvous
+    from runner.launch import torchrun
 
-    folder = rendezvous.receive()
+    folder = torchrun.receive()
     if folder is None:
         return DONE
     try:
@@ -82,9 +82,9 @@ def follow(place: Adopted) -> int:
 def release_followers() -> None:
     """Notify the other ranks of a launcher, if there are any, that nothing is left to do."""
     if processes.adopted() is not None:
-        from runner.launch import rendezvous
+        from runner.launch import torchrun
 
-        rendezvous.publish(None)
+        torchrun.publish(None)
 
 
 def run_adopted(folder: Path, place: Adopted) -> int:

@@ -33,12 +33,12 @@ from torch.distributed.constants import default_pg_timeout
 from runner.config import processes, user_frames
 from runner.config.durations import parse_duration
 from runner.exit_codes import FAILED
-from runner.launch import hangs, rank_logs, rendezvous
+from runner.launch import hangs, rank_logs, torchrun
 from runner.launch.hangs import Report, Verdict
 from runner.launch.stacks import Stack
 from runner.run_dir import outcomes
 from runner.run_dir.outcomes import Outcome
-from runner.training.progress import Progress
+from runner.training.heartbeat import Progress
 from runner.training.stopping import StopFlag
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ def watching(
     if limit is None:
         yield
         return
-    store = rendezvous.connect("watchdog", STORE_TIMEOUT)
+    store = torchrun.connect("watchdog", STORE_TIMEOUT)
     on_verdict = partial(_report, run_dir, stop.launch)
     dog = Watchdog(stop.progress, limit, rank, world_size, run_dir, store, on_verdict)
     dog.start()

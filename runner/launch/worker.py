@@ -22,12 +22,12 @@ from accel.imports import load_attribute
 from runner.config.error_keys import of_the_recipe
 from runner.config.schema import Recipe
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
-from runner.launch import endings, failures, parent_watch, rank_logs
-from runner.run_dir import lock, transaction
+from runner.launch import exit_guards, failures, parent_watch, rank_logs
+from runner.run_dir import atomic_update, lock
+from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.job import Job
 from runner.run_dir.numerics import read as read_numerics
 from runner.run_dir.outcomes import Outcome
-from runner.run_dir.transaction import run_dir_of
 from runner.training.stopping import STOP_SIGNALS, TORCHS_SIGNALS, StopFlag
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag)
     # The parent held them back while it started this process.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGINT))
     try:
-        with endings.explained(stop):
+        with exit_guards.explained(stop):
             code = load_attribute(order["target"])(Path(order["job"]), stop)
     except KeyboardInterrupt:
         raise
@@ -73,7 +73,9 @@ def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends anyway
         # Written before anything is torn down: other ranks fail as soon as this one ends.
         outcome = failures.outcome_of(error, rank)
-        if isinstance(error, endings.LoaderWorkerError) and rank > 0:  # else it is on the terminal
+        if (
+            isinstance(error, exit_guards.LoaderWorkerError) and rank > 0
+        ):  # else it is on the terminal
             crash = rank_logs.crash(rank_logs.log_file(run_dir, rank))
             outcome = replace(outcome, traceback="\n".join(crash))
         try:
@@ -118,14 +120,14 @@ def run(folder: Path, stop: StopFlag | None = None) -> int:
         numerics.apply()
         if stop is not None:
             return _train(job, recipe, stop)
-        with StopFlag().installed() as own, endings.explained(own):
+        with StopFlag().installed() as own, exit_guards.explained(own):
             return _train(job, recipe, own)
 
 
 def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
-    from accel.checkpoint import disk_space
+    from accel.checkpoint import disk_full
     from accel.rng import set_seed
-    from runner.build import meta_init
+    from runner.build import deferred_init_check
     from runner.build.accelerator import running
     from runner.build.parts import build_parts
     from runner.config import processes
@@ -137,14 +139,14 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     dp_size = processes.dp_size(recipe, here.world_size)
     plan = plan_batches(recipe.trainer, dp_size, None)
     with (
-        disk_space.told("the run", job.run_dir),
+        disk_full.told("the run", job.run_dir),
         of_the_recipe(),
         watchdog.watching(recipe, job.run_dir, stop, here.rank or 0, here.world_size),
         running(recipe, job.run_dir, plan) as accelerator,
     ):
         # The same on all ranks: each builds the same weights.
         set_seed(recipe.seed, deterministic=recipe.deterministic)
-        meta_init.check(recipe)
+        deferred_init_check.check(recipe)
         parts = build_parts(recipe, accelerator.strategy.init_context())
         loop = Loop(
             recipe,
@@ -167,4 +169,4 @@ def _commit(job: Job, accelerator: Accelerator) -> None:
         return
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        transaction.commit(job.folder)
+        atomic_update.commit(job.folder)

@@ -15,9 +15,9 @@ from typing import Any
 from accel.checkpoint import directory as checkpoints
 from accel.errors import CheckpointError, ConfigError, Problem
 from runner.config import paths
-from runner.run_dir import transaction
+from runner.run_dir import atomic_update
+from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import JOB, Job
-from runner.run_dir.transaction import CONFIG
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +64,12 @@ def _sort_key(run_dir: Path) -> tuple[str, int]:
 
 def is_run(path: Path) -> bool:
     """Return whether a directory holds the recipe of a run."""
-    return any(transaction.read(path, name) is not None for name in (CONFIG, JOB))
+    return any(atomic_update.read(path, name) is not None for name in (CONFIG, JOB))
 
 
 def fingerprint(run_dir: Path) -> bytes:
     """Return the content of the files from which a resume composes its recipe."""
-    return b"\0".join(transaction.read(run_dir, name) or b"" for name in (CONFIG, JOB))
+    return b"\0".join(atomic_update.read(run_dir, name) or b"" for name in (CONFIG, JOB))
 
 
 def checkpoint_folder(run_dir: str | os.PathLike[str]) -> Path:
@@ -125,7 +125,7 @@ def run_of(path: Path) -> str | None:
 
 def _run_names(run_dir: Path) -> set[str | None]:
     try:
-        recorded = Path(json.loads(transaction.read(run_dir, JOB) or b"{}")["run_dir"]).name
+        recorded = Path(json.loads(atomic_update.read(run_dir, JOB) or b"{}")["run_dir"]).name
     except (ValueError, KeyError, TypeError):
         recorded = run_dir.name
     return {None, run_dir.name, recorded}

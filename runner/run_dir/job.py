@@ -14,8 +14,8 @@ from accel.checkpoint import directory as checkpoints
 from accel.errors import ConfigError, Problem
 from runner.config import paths, serialization, trust
 from runner.config.schema import Recipe
-from runner.run_dir import transaction
-from runner.run_dir.transaction import CONFIG
+from runner.run_dir import atomic_update
+from runner.run_dir.atomic_update import CONFIG
 
 logger = logging.getLogger(__name__)
 
@@ -58,19 +58,19 @@ class Job:
 
         The recipe before is kept as config.<n>.yaml.
         """
-        transaction.commit(self.stage(frozen).place)
+        atomic_update.commit(self.stage(frozen).place)
 
     def stage(self, frozen: Recipe) -> Job:
         """Write the recipe and this job beside those of the run directory.
 
         Returns:
-            The job as it lies there, for `transaction.commit` or `transaction.discard`.
+            The job as it lies there, for `atomic_update.commit` or `atomic_update.discard`.
         """
-        staged = replace(self, folder=transaction.stage(self.run_dir))
+        staged = replace(self, folder=atomic_update.stage(self.run_dir))
         try:
             staged._write(frozen)
         except BaseException:
-            transaction.discard(staged.place)
+            atomic_update.discard(staged.place)
             raise
         return staged
 
@@ -116,7 +116,7 @@ class Job:
         folder = Path(run_dir).resolve()
         content, text = _job_and_recipe(folder)
         plain = serialization.parse_yaml(text, folder / CONFIG)
-        content["run_dir"] = transaction.run_dir_of(folder)  # it may have been moved
+        content["run_dir"] = atomic_update.run_dir_of(folder)  # it may have been moved
         content["folder"] = folder if folder != content["run_dir"] else None
         return cls(**content), plain
 
@@ -124,7 +124,7 @@ class Job:
 def mend(run_dir: Path) -> None:
     """Rewrite config.yaml and job.json where they are damaged. Requires the run's lock."""
     content, text = _job_and_recipe(run_dir)
-    if _decoded(transaction.read(run_dir, CONFIG)) != text:
+    if _decoded(atomic_update.read(run_dir, CONFIG)) != text:
         checkpoints.write_atomically(run_dir / CONFIG, text.encode())
     if _job_content(run_dir)[0] is None:
         job = {"resume_from": None, "imports": (), "config_name": "config", RECIPE: text}
@@ -135,7 +135,7 @@ def mend(run_dir: Path) -> None:
 def _job_and_recipe(folder: Path) -> tuple[dict[str, Any], str]:
     """Return the arguments of a run's `Job` and the text of its recipe, or raise a ConfigError."""
     content, wrong = _job_content(folder)
-    text = _decoded(transaction.read(folder, CONFIG))
+    text = _decoded(atomic_update.read(folder, CONFIG))
     kept = None if content is None else content.pop(RECIPE, None)
     if text is None or (kept is not None and text != kept and kept.startswith(text)):
         if kept is None:
@@ -156,7 +156,7 @@ def _warn_once(message: str) -> None:
 
 def _job_content(folder: Path) -> tuple[dict[str, Any] | None, str]:
     """Return the arguments of a `Job`, with the text of the recipe; None, and why there is none."""
-    found = transaction.read(folder, JOB)
+    found = atomic_update.read(folder, JOB)
     if found is None:
         return None, f"{JOB} is missing" if folder.is_dir() else "there is no such folder"
     try:
@@ -189,11 +189,11 @@ def _checked(content: object) -> dict[str, Any]:
 def _from_other_files(folder: Path) -> dict[str, Any]:
     """Return the fields of a job that overrides.yaml and environment.json contain."""
     overrides: list[str] = []
-    found = _decoded(transaction.read(folder, OVERRIDES))
+    found = _decoded(atomic_update.read(folder, OVERRIDES))
     if found is not None:
         overrides = serialization.parse_list(found, folder / OVERRIDES)
     try:
-        where = json.loads(transaction.read(folder, ENVIRONMENT) or b"{}").get("cwd", ".")
+        where = json.loads(atomic_update.read(folder, ENVIRONMENT) or b"{}").get("cwd", ".")
     except (ValueError, AttributeError) as error:
         logger.warning("%s is damaged (%s).", folder / ENVIRONMENT, error)
         where = "."
@@ -209,7 +209,7 @@ def _decoded(found: bytes | None) -> str | None:
 def _no_run(folder: Path, wrong: str) -> Problem:
     rule = f"it is no run directory: {wrong}"
     remedy = "Name a folder such as runs/<name>/<time>-<id>."
-    earlier = transaction.kept_recipes(folder) if folder.is_dir() else []
+    earlier = atomic_update.kept_recipes(folder) if folder.is_dir() else []
     if earlier:
         remedy = f"An earlier recipe is {earlier[-1].name}: copy it to {CONFIG} to use that."
     return Problem(str(folder), rule, remedy)

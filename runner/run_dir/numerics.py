@@ -15,7 +15,7 @@ from pathlib import Path
 
 from accel import env
 from runner.config.schema import Recipe
-from runner.run_dir import transaction
+from runner.run_dir import atomic_update
 from runner.run_dir.json_files import write_json
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def read(run_dir: Path) -> Numerics:
     Args:
         run_dir: the run directory, or an attempt in it.
     """
-    found = transaction.read(run_dir, FILE)
+    found = atomic_update.read(run_dir, FILE)
     if found is None:
         return Numerics()
     try:

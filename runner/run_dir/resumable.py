@@ -9,9 +9,9 @@ from pathlib import Path
 
 from accel.checkpoint import directory as checkpoints
 from accel.errors import ConfigError, Problem, Problems
-from runner.config import carry_over, serialization
+from runner.config import resumed_recipe, serialization
 from runner.config.schema import Recipe
-from runner.run_dir import directory, json_files, lock, transaction
+from runner.run_dir import atomic_update, directory, json_files, lock
 from runner.run_dir.job import Job
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def _reason_to_skip(run_dir: Path, wanted: Recipe) -> str | None:
     if not directory.is_run(run_dir) and not _has_checkpoints(run_dir, wanted):
         return "it was killed before its recipe was written"
     try:
-        different = _differences(run_dir, wanted, carry_over.SAME_RUN)
+        different = _differences(run_dir, wanted, resumed_recipe.SAME_RUN)
     except ConfigError as error:
         if not _has_checkpoints(run_dir, wanted):
             return str(error)
@@ -110,12 +110,12 @@ def require_effect(run_dir: Path, wanted: Recipe, reason: str, auto: bool = Fals
         run_dir: the run.
         wanted: the recipe that it would be resumed with.
         reason: why nothing is left to do.
-        auto: whether `resume=auto` has found the run: keys of `carry_over.SAME_RUN` may differ.
+        auto: whether `resume=auto` has found the run: keys of `resumed_recipe.SAME_RUN` may differ.
 
     Raises:
         ConfigError: naming every such key except limits, which `is_finished` has checked.
     """
-    idle = carry_over.SAME_RUN if auto else (*carry_over.LIMITS, ("distributed",))
+    idle = resumed_recipe.SAME_RUN if auto else (*resumed_recipe.LIMITS, ("distributed",))
     ConfigError.raise_if(
         [
             Problem(
@@ -148,15 +148,17 @@ def require_reach(run_dir: Path, checkpoint: Path, wanted: Recipe) -> None:
 
 def _changed(run_dir: Path, wanted: Recipe) -> bool:
     """Return whether a run would be resumed with a recipe that computes something else."""
-    return bool(_differences(run_dir, wanted, (*carry_over.PER_INVOCATION, *carry_over.ELSEWHERE)))
+    return bool(
+        _differences(run_dir, wanted, (*resumed_recipe.PER_INVOCATION, *resumed_recipe.ELSEWHERE))
+    )
 
 
 def _differences(
     run_dir: Path, wanted: Recipe, but_for: Sequence[tuple[str, ...]]
 ) -> list[tuple[str, object, object]]:
     job, plain = Job.read(run_dir)
-    here = carry_over.same_places(plain, job.cwd, serialization.frozen_plain(wanted))
-    return carry_over.differences(plain, here, but_for)
+    here = resumed_recipe.same_places(plain, job.cwd, serialization.frozen_plain(wanted))
+    return resumed_recipe.differences(plain, here, but_for)
 
 
 def mark_incomplete(run_dir: Path, folder: Path) -> None:
@@ -174,7 +176,7 @@ def mark_incomplete(run_dir: Path, folder: Path) -> None:
 def _summary(run_dir: Path) -> Mapping[str, object]:
     path = run_dir / json_files.SUMMARY
     try:
-        content = transaction.read(run_dir, json_files.SUMMARY)
+        content = atomic_update.read(run_dir, json_files.SUMMARY)
         found = {} if content is None else json.loads(content)
     except (OSError, ValueError) as error:
         logger.warning("%s is damaged (%s): it is rewritten.", path, error)

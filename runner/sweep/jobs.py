@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from accel.errors import ConfigError, Problem, Problems
 from runner.compose import composition, diagnose, hydra_setup
-from runner.config import habits
+from runner.config import foreign_names
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, parent_watch
 from runner.run_dir.json_files import write_json
@@ -129,7 +129,7 @@ def _not_installed(overrides: Sequence[str]) -> list[Problem]:
             continue
         remedy = f"Choose one of {', '.join(sorted(known))}."
         unknown = Problem(override, f"there is no such {kind} here", remedy)
-        problems.append(habits.plugin(key, name) or unknown)
+        problems.append(foreign_names.plugin(key, name) or unknown)
     return [*problems, *hydra_setup.hydra_problems(overrides)]
 
 
@@ -247,7 +247,7 @@ def _stop_here(number: int, frame: FrameType | None) -> None:
 def _attempt(overrides: Sequence[str], config_name: str, number: int) -> tuple[int, Path | None]:
     from runner.build import parts
     from runner.config import trust
-    from runner.launch import start
+    from runner.launch import start_run
 
     claimed: list[Path] = []
     try:
@@ -255,7 +255,7 @@ def _attempt(overrides: Sequence[str], config_name: str, number: int) -> tuple[i
         with hydra_setup.session():
             examined = composition.new_run(overrides, config_name, number)
         parts.require([examined], missing)
-        code = start.start(
+        code = start_run.start(
             examined.recipe,
             examined.overrides,
             examined.config_name,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from runner.training.run import Run
+    from runner.training.current_run import Run
 
 
 class Callback:

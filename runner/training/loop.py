@@ -19,7 +19,7 @@ from accel.errors import ConfigError, Problem
 from accel.rng import preserved, set_seed
 from runner.config.batch_plan import plan_batches
 from runner.config.durations import parse_duration
-from runner.data.micro_batch import with_last
+from runner.data.micro_batch_window import with_last
 from runner.reporting.console import Display
 from runner.reporting.recorder import Recorder
 from runner.run_dir.json_files import SUMMARY, write_json
@@ -27,13 +27,13 @@ from runner.training import profiling, return_checks, torch_errors
 from runner.training import summary as summaries
 from runner.training.callback import Callback
 from runner.training.checkpointing import Saver
-from runner.training.gradient_check import check as check_gradients
+from runner.training.evaluation_schedule import Evaluations
 from runner.training.metrics import StepMeter, Stopwatch
+from runner.training.micro_batch_check import check as check_gradients
 from runner.training.setup import prepare
 from runner.training.state import Stop, TrainState
 from runner.training.stopping import TIME_IS_UP, StopFlag
 from runner.training.train_log import TrainLog
-from runner.training.validation import Evaluations
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from runner.config.batch_plan import BatchPlan
     from runner.config.schema import Recipe
     from runner.data.datasets import Data
-    from runner.data.micro_batch import Window
+    from runner.data.micro_batch_window import Window
     from runner.training.step import Step
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-    from runner.training.run import Run
+    from runner.training.current_run import Run
 
 
 def profiler(loop: Run) -> AbstractContextManager[profile | None]:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accel.errors import ConfigError, Problem
-from runner.data.batches import EvalBatches, TrainBatches
+from runner.data.train_eval_batches import EvalBatches, TrainBatches
 from runner.training.checkpointing import OWN, RunState, Stateful
-from runner.training.hyperparameters import Hyperparameters
+from runner.training.saved_hyperparameters import Hyperparameters
 
 if TYPE_CHECKING:
     from runner.training.callback import Callback
+    from runner.training.current_run import Run
     from runner.training.metrics import StepMeter
-    from runner.training.run import Run
 
 
 @dataclass(frozen=True)

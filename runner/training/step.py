@@ -11,12 +11,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accel.errors import ConfigError, Problem
 from runner.training import return_checks
-from runner.training.gradients import optimizer_step
+from runner.training.optimizer_step import optimizer_step
 
 if TYPE_CHECKING:
     from accel import Accelerator
     from runner.config.schema import Trainer
-    from runner.data.micro_batch import Window
+    from runner.data.micro_batch_window import Window
     from runner.training.objective import Objective
 
 

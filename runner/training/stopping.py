@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from runner.training.progress import Progress
+from runner.training.heartbeat import Progress
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

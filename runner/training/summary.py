@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runner.config.counts import counted
+from runner.config.format_counts import counted
 from runner.reporting.console import clock, number, short
 
 if TYPE_CHECKING:
     from accel import Accelerator
     from runner.config.batch_plan import BatchPlan
     from runner.data.datasets import Data
-    from runner.training.run import Run
+    from runner.training.current_run import Run
 
 Row = tuple[str, str]
 

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import torch
 
     from runner.reporting.recorder import Recorder
+    from runner.training.current_run import Run
     from runner.training.metrics import StepMeter
-    from runner.training.run import Run
 
 
 class TrainLog:

@@ -63,10 +63,10 @@ def import_everything() -> None:
     from runner.cli import dispatch
     from runner.compose import composition
     from runner.inference import session
-    from runner.launch import launcher, start, worker
+    from runner.launch import launcher, start_run, worker
     from runner.training import loop
 
-    warm = (dispatch, parts, cli, session, composition, launcher, loop, start, worker, runner)
+    warm = (dispatch, parts, cli, session, composition, launcher, loop, start_run, worker, runner)
     gc.collect()
     gc.freeze()  # the collector writes to what it looks at, which would be copied
     assert all((*warm, safetensors.torch, sklearn.datasets, torch._dynamo, torch.utils.data))

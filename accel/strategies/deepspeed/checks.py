@@ -14,7 +14,11 @@ from accel.prepared import Objects
 from accel.strategies.deepspeed.initialize import can_build_op
 from accel.strategies.deepspeed.settings import ZERO, Settings
 from accel.strategies.deepspeed.wrappers import DummyOptim
-from accel.strategies.optimizer_kinds import WHOLE_TENSOR, is_elementwise, whole_tensor_kind
+from accel.strategies.non_elementwise_optimizers import (
+    WHOLE_TENSOR,
+    is_elementwise,
+    whole_tensor_kind,
+)
 
 if TYPE_CHECKING:
     from accel.planning.plan import Plan

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from accel.config.deepspeed import DeepSpeedPlugin, active, share_selection
-from accel.config.deepspeed_claims import Claims
+from accel.config.deepspeed_conflicts import Claims
 from accel.config.deepspeed_json import Config, HfDeepSpeedConfig
 from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem, Problems

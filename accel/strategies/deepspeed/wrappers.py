@@ -19,7 +19,7 @@ from accel.errors import ConfigError, StateError
 from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler
 from accel.strategies.deepspeed.fragments import ManualChanges
-from accel.strategies.trainable import Trainable
+from accel.strategies.trainable_changes import Trainable
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

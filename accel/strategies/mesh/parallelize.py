@@ -26,7 +26,7 @@ from accel.strategies.deepcopies import WHOLE_AVERAGE, refuse_copies
 from accel.strategies.mesh.device_mesh import gradient_mesh
 from accel.strategies.mesh.materialize import InitialWeights
 from accel.strategies.mesh.mixed_precision import Formats, build_formats, cast_buffers
-from accel.strategies.mesh.resharding import (
+from accel.strategies.mesh.reshard_schedule import (
     SubmoduleCalls,
     reshard_after_evaluation,
     train_after_inference,

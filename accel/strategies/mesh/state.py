@@ -15,7 +15,7 @@ from accel.memory_estimate import local
 from accel.optimizer import unwrap_optimizer
 from accel.parallel import ParallelDims
 from accel.strategies.base import StateIO
-from accel.strategies.mesh.resharding import reshard
+from accel.strategies.mesh.reshard_schedule import reshard
 from accel.strategies.mesh.torch_internals import local_sizes_and_offsets
 
 

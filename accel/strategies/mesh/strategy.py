@@ -29,13 +29,13 @@ from accel.strategies.mesh.foreach_by_mesh import step_by_mesh
 from accel.strategies.mesh.gradients import MeshGradients, average_gradients, refuse_unaveraged
 from accel.strategies.mesh.parallelize import parallelize, read_settings
 from accel.strategies.mesh.parameter_remap import ParameterRemap, parameters_by_name
-from accel.strategies.mesh.resharding import reshard_before_steps
+from accel.strategies.mesh.reshard_schedule import reshard_before_steps
 from accel.strategies.mesh.state import MeshState
 from accel.strategies.mesh.sync import MeshSync
 from accel.strategies.mesh.tensor_parallel import check_first_step
 from accel.strategies.mesh.torch_internals import unsharded_and_sharded
 from accel.strategies.mesh.units import check_classes
-from accel.strategies.optimizer_kinds import fails_on_shards
+from accel.strategies.non_elementwise_optimizers import fails_on_shards
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator

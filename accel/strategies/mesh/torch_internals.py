@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, _collective_utils, _redistribute, debug
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from accel.strategies.trainable import requires_grad
+from accel.strategies.trainable_changes import requires_grad
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo

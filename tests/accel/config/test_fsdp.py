@@ -26,8 +26,8 @@ from accel.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError, Problems
 from accel.planning.arguments import Arguments
+from accel.planning.choose_strategy import choose
 from accel.planning.plan import resolve
-from accel.planning.strategy import choose
 from accel.strategies.mesh.mixed_precision import build_formats
 from tests.accel.strategies.training import build
 from tests.helpers import reset_accel

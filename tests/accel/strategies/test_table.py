@@ -13,7 +13,7 @@ import pytest
 from accel.errors import ConfigError
 from accel.imports import load_attribute
 from accel.planning.spec import PluginSpec
-from accel.strategies import default_specs, table
+from accel.strategies import single_and_ddp_specs, table
 from accel.strategies.base import Strategy
 from tests.helpers import python
 
@@ -23,7 +23,9 @@ from accel.strategies.table import specs
 specs()
 sys.exit("torch" in sys.modules)
 """
-TAKEN = replace(default_specs.DDP, plugins=(PluginSpec("fsdp", int, argument="fsdp_plugin"),))
+TAKEN = replace(
+    single_and_ddp_specs.DDP, plugins=(PluginSpec("fsdp", int, argument="fsdp_plugin"),)
+)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from tests.conformance.rows import Entry, P
 
 HANDLERS = "tests/accel/config/test_handlers.py::"
 FP8 = "tests/accel/config/test_fp8.py::"
-HOOKS = "tests/accel/strategies/test_ddp_reducer.py::"
+HOOKS = "tests/accel/strategies/test_ddp_rebuild.py::"
 PROFILING = "tests/accel/test_profiling.py::"
 
 OFF = HANDLERS + "test_autocast_is_off_where_it_is_not_enabled"

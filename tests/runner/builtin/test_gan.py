@@ -9,7 +9,7 @@ from accel.config.fsdp import FullyShardedDataParallelPlugin
 from runner.builtin.digits import digits
 from runner.builtin.gan import GANStep, frechet_distance, neighbour_accuracy
 from runner.config.schema import Trainer
-from runner.data.micro_batch import MicroBatch, Window
+from runner.data.micro_batch_window import MicroBatch, Window
 from tests.helpers import run_distributed
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from runner import cli
 from runner.config.schema import Recipe
-from runner.launch import start
+from runner.launch import start_run
 from runner.run_dir.job import Job
 from tests.helpers import python
 
@@ -47,7 +47,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
         return CODES.get(len(jobs), 0)
 
     CODES.clear()
-    monkeypatch.setattr(start, "start", record)
+    monkeypatch.setattr(start_run, "start", record)
     return jobs
 
 
@@ -160,7 +160,7 @@ def test_an_unexpected_error_keeps_its_traceback(
     def fail(*arguments: Any, **named: Any) -> int:
         raise ValueError("disk on fire")
 
-    monkeypatch.setattr(start, "start", fail)
+    monkeypatch.setattr(start_run, "start", fail)
     assert cli.main([]) == 1
     err = capsys.readouterr().err
     assert "ValueError: disk on fire" in err
@@ -171,7 +171,7 @@ def test_an_interrupt_has_a_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     def interrupt(*arguments: Any, **named: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(start, "start", interrupt)
+    monkeypatch.setattr(start_run, "start", interrupt)
     assert cli.main([]) == 130
 
 

@@ -11,7 +11,7 @@ import pytest
 from accel.errors import ConfigError
 from runner.config.schema import Distributed, Recipe, Trainer
 from runner.launch import hangs, watchdog
-from runner.training.progress import Progress
+from runner.training.heartbeat import Progress
 from tests.helpers import run_distributed
 
 # -- the time-out ----------------------------------------------------------------------------------
@@ -37,13 +37,13 @@ def test_the_watchdog_comes_before_the_time_out_of_the_group() -> None:
 def watched(folder: str, limit: float) -> list[tuple[int, str, bool]]:
     """Return this rank's verdicts: rank 1 sleeps until there is one, then both make a step."""
     from accel.env import Environment
-    from runner.launch import rendezvous
+    from runner.launch import torchrun
 
     rank, verdicts = Environment.read().rank or 0, []
     progress = Progress()
-    store = rendezvous.connect("watchdog", watchdog.STORE_TIMEOUT)
+    store = torchrun.connect("watchdog", watchdog.STORE_TIMEOUT)
     # A connection that waits serves no other thread.
-    meet, news = rendezvous.connect("meet"), rendezvous.connect("meet")
+    meet, news = torchrun.connect("meet"), torchrun.connect("meet")
 
     def tell(verdict: hangs.Verdict | None) -> None:
         verdicts.append((-1, "", False) if verdict is None else _short(verdict))

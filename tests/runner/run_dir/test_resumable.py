@@ -14,7 +14,7 @@ from accel.checkpoint import directory as checkpoints
 from accel.config.training import ProjectConfiguration
 from accel.errors import ConfigError
 from runner.config.schema import Checkpoint, DataLoader, Distributed, Recipe, Trainer
-from runner.run_dir import lock, resumable, transaction
+from runner.run_dir import atomic_update, lock, resumable
 from tests.runner.run_dir.test_directory import add_checkpoint, new_run
 
 FIRST, SECOND, THIRD = (f"20260101-00000{second}-0000" for second in (1, 2, 3))
@@ -135,17 +135,17 @@ def test_a_finished_run_that_is_resumed_is_none_from_the_commit_on(tmp_path: Pat
     early = {"stopped": "callback", "reason": "no better for 3 epochs"}
     run_dir = finished(new_run(tmp_path, trainer=Trainer(epochs=9)), **early)
     same = Recipe(name="digits", trainer=Trainer(epochs=9))
-    folder = transaction.stage(run_dir)
+    folder = atomic_update.stage(run_dir)
     resumable.mark_incomplete(run_dir, folder)
     assert resumable.is_finished(run_dir, same) is not None  # not committed yet
-    (run_dir / transaction.COMMITTED).mkdir()  # cut off before it has moved into place
-    (folder / "summary.json").rename(run_dir / transaction.COMMITTED / "summary.json")
+    (run_dir / atomic_update.COMMITTED).mkdir()  # cut off before it has moved into place
+    (folder / "summary.json").rename(run_dir / atomic_update.COMMITTED / "summary.json")
     assert resumable.is_finished(run_dir, same) is None
-    transaction.recover(run_dir)
+    atomic_update.recover(run_dir)
     assert resumable.is_finished(run_dir, same) is None
     assert json.loads((run_dir / "summary.json").read_text())["step"] == 20
     resumable.mark_incomplete(run_dir, run_dir)  # no finished run: nothing to say
-    assert not list(run_dir.glob(f"{transaction.PREFIX}*"))
+    assert not list(run_dir.glob(f"{atomic_update.PREFIX}*"))
 
 
 @pytest.mark.parametrize(

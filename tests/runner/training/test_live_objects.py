@@ -241,7 +241,7 @@ def live_objects(overrides: list[str], folder: str) -> dict[str, Any]:
     from runner.build.parts import build_parts
     from runner.compose import composition, hydra_setup
     from runner.config.batch_plan import plan_batches
-    from runner.data.batches import TrainBatches
+    from runner.data.train_eval_batches import TrainBatches
 
     with hydra_setup.session():
         recipe = composition.require(composition.new_run(overrides, "config"))

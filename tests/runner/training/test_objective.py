@@ -11,7 +11,7 @@ from torch import nn
 from accel.accelerator import Accelerator
 from accel.errors import ConfigError
 from runner.config.schema import Trainer
-from runner.data.micro_batch import MicroBatch, Window
+from runner.data.micro_batch_window import MicroBatch, Window
 from tests.runner.training.test_step import NUM_SAMPLES, Regression, make_step, samples
 
 

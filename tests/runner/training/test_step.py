@@ -11,7 +11,7 @@ from torch import nn
 
 from accel.accelerator import Accelerator
 from runner.config.schema import Trainer
-from runner.data.micro_batch import MicroBatch, Window
+from runner.data.micro_batch_window import MicroBatch, Window
 from runner.training.objective import Objective
 from runner.training.step import SupervisedStep
 from tests.helpers import run_distributed

@@ -12,7 +12,7 @@ from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.env import Environment
 from accel.errors import ConfigError, Problems
 from accel.planning.arguments import Arguments
-from accel.planning.strategy import choose
+from accel.planning.choose_strategy import choose
 from accel.strategies.mesh.spec import SPEC
 
 FOUR = Environment(world_size=4, local_world_size=4)

@@ -1,0 +1,238 @@
+"""The passes of a prepared loader: how they begin, end, nest, and what they show meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from accel import rng
+from accel.data.loader_arguments import index_arguments, index_sampler, loader_arguments
+from accel.data.open_pass import Pass, begun_after
+from accel.data.resumable_loader import OrderedLoader
+from accel.data.samplers import SkipBatchSampler
+from accel.state import GradientState
+from accel.window_ends import Reading
+
+T = TypeVar("T")
+
+
+class PreparedLoader(OrderedLoader):
+    """The base of the prepared loaders.
+
+    Attributes:
+        device: where batches are put; None leaves them where they are.
+        skip_batches: number of batches that each pass fetches and skips at its start.
+        end_of_dataloader: whether the batch in hand is the last of the pass.
+        remainder: on the last batch, how many of its samples over all processes are real, 0 if all;
+            -1 if that is not known.
+        reading: the pass under way, None where there is none.
+    """
+
+    _own_arguments: tuple[str, ...] = ()  # the keyword arguments that only this class takes
+
+    def __init__(
+        self,
+        dataset: Dataset[object],
+        *,
+        device: torch.device | None,
+        skip_batches: int,
+        non_blocking: bool,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, **kwargs)
+        self.device = None if device is None else torch.device(device)
+        self.skip_batches = skip_batches
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.reading: Reading | None = None
+        self._passes: list[Pass] = []  # that are under way
+        self._last_size = 0
+        self._non_blocking = non_blocking
+
+    def _skipping(self, num_batches: int) -> PreparedLoader:
+        """Return a loader like this one without its first `num_batches` batches."""
+        arguments = loader_arguments(self)
+        for name in (*self._own_arguments, "skip_batches"):
+            arguments[name] = getattr(self, name)
+        entries = 0
+        if isinstance(self.dataset, IterableDataset):
+            arguments["skip_batches"] += num_batches
+        else:
+            entries = num_batches * self._entries_per_batch
+            sampler = SkipBatchSampler(index_sampler(self), entries)
+            arguments.update(index_arguments(self, sampler))
+        loader = type(self)(self.dataset, **arguments)
+        loader._unskipped = self._unskipped
+        loader._skipped = loader._skipped_now = self._skipped + entries
+        loader._order = self._order
+        loader._resumes = True
+        return loader
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if not self._order.read_elsewhere:
+            return self._pass()
+        self._order.read_elsewhere = False
+        self._pass_over()
+        return iter(())
+
+    def _pass(self) -> Iterator[object]:
+        raise NotImplementedError
+
+    def _pass_over(self) -> None:
+        """Make a pass without batches: take part in what the ranks agree on."""
+        current = self._enter()
+        try:
+            self._synchronize()
+            if not isinstance(self.dataset, IterableDataset):
+                with self._order.opening(self.generators()):
+                    for _ in self._index_sampler:
+                        pass
+            for _ in self._compared(iter(())):
+                pass
+            self._complete(current)
+        finally:
+            self._leave(current)
+
+    def _compared(self, batches: Iterator[object]) -> Iterator[object]:
+        """Return `batches`, the first of which may be compared with those of other ranks."""
+        return batches
+
+    def _position(self) -> dict[str, Any]:
+        """Return the position from which the pass now beginning continues; {}: its start."""
+        return {}
+
+    def __getstate__(self) -> dict[str, object]:
+        # Live workers and process groups are not pickled; the shard of a rank is known before.
+        nothing = {"_iterator": None, "torch_device_mesh": None, "reading": None}
+        return {**self.__dict__, **nothing, "_passes": []}
+
+    @property
+    def total_batch_size(self) -> int:
+        """The samples of one batch over all processes."""
+        raise NotImplementedError
+
+    @property
+    def total_dataset_length(self) -> int:
+        """The samples of the data set."""
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self.skip_batches)
+
+    def _enter(self) -> Pass:
+        """Start a pass; return what `_leave` takes."""
+        self._take_chosen_epoch()
+        order, epoch = self._order, self.epoch
+        around = order.started if order.under_way else None
+        found = Pass(
+            epoch, self.end_of_dataloader, self.remainder, self.reading, around, order.at_end
+        )
+        self.end_of_dataloader, self.remainder, self.reading = False, -1, Reading()
+        found.others = GradientState()._add_dataloader(self)
+        self._passes.append(found)
+        order.live.append(found)
+        order.at_end = None
+        return found
+
+    @property
+    def batches_given(self) -> int:
+        """How many batches the pass under way has given."""
+        return self._passes[-1].given if self._passes else 0
+
+    @property
+    def in_hand(self) -> tuple[int, int]:
+        """Real samples, and all, of the batch in hand over all processes."""
+        size = self._last_size if self.end_of_dataloader else self.total_batch_size
+        real = self.remainder if self.end_of_dataloader else size
+        return (real if 0 < real < size else size), size
+
+    def _read_in_turns(self) -> list[PreparedLoader]:
+        """Return the loaders that give batches in turns with this one, begun last, as by `zip`.
+
+        A loop around another gives none while the inner one is read.
+        """
+        others = self._passes[-1].others if self._passes else []
+        return [one for one, given in others if one.batches_given > given]
+
+    def _followed(self, units: Iterator[T]) -> Iterator[T]:
+        """Return `units`, which are read one ahead; stateful loaders note their state."""
+        return units
+
+    def _end(self, current: Pass, remainder: int, size: int | None = None) -> None:
+        """Note that the batch given next, of `size` samples over all processes, is the last.
+
+        Without a size it is full; repetitions count. `remainder` is what the attribute says then.
+        """
+        shown, ordered = self._showing(current)
+        shown.remainder = remainder
+        self._last_size = size or self.total_batch_size
+        shown.end_of_dataloader = True
+        ordered.at_end = current.epoch
+        GradientState()._follow_dataloader()
+
+    def _complete(self, current: Pass) -> None:
+        """End a complete pass: advance the epoch, unless the caller has chosen one meanwhile."""
+        order = self._order
+        current.is_complete = True
+        shown, _ = self._showing(current)
+        if shown is self:
+            GradientState()._note_end(self)
+            self._note_repetitions(current.given)
+        shown.end_of_dataloader = False
+        GradientState()._follow_dataloader()
+        if self._resumes and order.ended and not current.given and order.started is not None:
+            # The checkpoint was saved at the end of the pass that this one resumes.
+            order.restore(order.started, self.generators())
+            if order.started.agreed is not None:  # for all ranks, indices were drawn
+                rng.restore_host(order.started.agreed)
+            return
+        self._finish(current)
+
+    def _note_repetitions(self, num_batches: int) -> None:
+        """Keep, for metrics gathered after a complete pass, how many samples it repeated."""
+        real, size = self.in_hand
+        if real < size:
+            total = (num_batches - 1) * self.total_batch_size + size
+            GradientState().passed = total, size - real
+
+    def _finish(self, current: Pass) -> None:
+        order = self._order
+        order.ended = False
+        order.left = 0
+        if self.epoch == current.epoch:
+            self._advance(current.epoch + 1)
+
+    def _showing(self, current: Pass) -> tuple[Any, Any]:
+        """Return what shows the values of a pass: the loader, and its order.
+
+        Where others began since, as an iterator that is dropped later, it is what they restore.
+        """
+        order = self._order
+        return begun_after(current, self._passes) or self, begun_after(current, order.live) or order
+
+    def _leave(self, current: Pass) -> None:
+        order, state = self._order, GradientState()
+        shown, ordered = self._showing(current)
+        self._passes.remove(current)
+        order.live.remove(current)
+        if ordered is order:
+            order.replay = None
+        if shown.end_of_dataloader:  # the caller keeps the last batch, and left
+            if shown is self:
+                # For gather_for_metrics.
+                state.abandoned_remainder = self.remainder, self._last_size
+            current.is_complete = True  # nothing remained to be read, as where loaders are zipped
+            self._finish(current)
+        ordered.at_end = current.at_end
+        if current.is_complete or order.under_way:
+            ordered.started = current.started
+        elif not self._resumes:
+            order.left += 1
+        if shown is self:
+            state._note_end(self)
+        shown.end_of_dataloader, shown.remainder = current.end_of_dataloader, current.remainder
+        shown.reading = current.reading
+        state._remove_dataloader(self)

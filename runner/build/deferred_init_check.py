@@ -1,0 +1,29 @@
+"""Whether a recipe's model may be built as the strategy initializes models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel.errors import ConfigError, Problem
+from accel.planning.choose_strategy import selected
+
+if TYPE_CHECKING:
+    from runner.config.schema import Recipe
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse to initialize on rank 0 only the models that a step builds itself, on every rank.
+
+    Raises:
+        ConfigError: if that is requested.
+    """
+    found = selected(recipe.plugins, 1)
+    setting = found.spec.rank0_init(found.plugins)
+    if recipe.model is None and setting:
+        raise ConfigError(
+            Problem(
+                f"{setting} with model=null",
+                "the step builds its own models, with weights on every rank",
+                "Leave it out, or choose model=….",
+            )
+        )

@@ -1,0 +1,362 @@
+"""Batches of training and evaluation, shared out over processes by the engine."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Generator, Iterator, Sized
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, SequentialSampler
+
+from accel.data.batch_layout import batch_length, num_samples
+from accel.data.prepare import prepare_data_loader, prepare_for
+from accel.data.samplers import mix_seeds
+from accel.errors import ConfigError, Problem, Problems
+from runner.config.batch_plan import BatchPlan, limited, plan_batches
+from runner.config.schema import SPLITS
+from runner.data.datasets import (
+    Data,
+    SeededDataset,
+    SeededStream,
+    WindowSampler,
+    make_loader,
+    make_order,
+)
+from runner.data.micro_batch_window import MicroBatch, OnDevice, Window
+
+if TYPE_CHECKING:
+    from accel import Accelerator
+    from runner.config.schema import Recipe
+
+logger = logging.getLogger(__name__)
+
+
+class TrainBatches:
+    """The optimizer steps of each epoch, as windows of micro-batches on this process.
+
+    The samples of step k of an epoch are the same on any number of processes and loader workers. On
+    several processes a short last window is completed, so that each has as many micro-batches; what
+    only completes it is marked invalid.
+
+    Args:
+        accelerator: the run's engine; its `dataloader_config` says how batches are divided.
+        data: the data sets.
+        recipe: the frozen recipe.
+        plan: the batch arithmetic for this number of processes and samples.
+
+    Attributes:
+        loader: the prepared loader.
+
+    Raises:
+        ConfigError: if the recipe asks for what the data cannot give.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, data: Data, recipe: Recipe, plan: BatchPlan
+    ) -> None:
+        self.accelerator = accelerator
+        self.dims = accelerator.parallel_dims
+        self.recipe = recipe
+        self.plan = plan
+        self.streamed = isinstance(data.train, IterableDataset)
+        config = recipe.dataloader
+        size = plan.round_size if config.split_batches else plan.micro_batch
+        dataset: SeededDataset | SeededStream
+        arguments: dict[str, object]
+        if self.streamed:
+            ConfigError.raise_if(stream_problems(data.train, recipe, plan))
+            dataset = self._stream = SeededStream(data.train, recipe.seed, config.seed_samples)
+            arguments = {"batch_size": size}
+        else:
+            dataset = SeededDataset(data.train, recipe.seed, config.seed_samples)
+            ConfigError.raise_if(ragged_problems(len(dataset), recipe, plan))
+            self._sampler = self._make_sampler(dataset, size)
+            arguments = {"batch_sampler": self._sampler}
+        loader = make_loader(dataset, config, accelerator.device.type, data.collate_fn, **arguments)
+        # Micro-batches move to the device one at a time, unless they came over the process group.
+        sent = self.streamed if config.dispatch_batches is None else config.dispatch_batches
+        self.loader = prepare_for(
+            accelerator.plan,
+            loader,
+            loader_index=1,
+            put_on_device=sent and recipe.trainer.device_placement,
+        )
+
+    def _make_sampler(self, dataset: Sized, batch_size: int) -> WindowSampler:
+        plan = self.plan
+        steps = plan.steps_per_epoch
+        if steps is None:
+            steps = plan_batches(self.recipe.trainer, plan.dp_size, len(dataset)).steps_per_epoch
+        return WindowSampler(
+            make_order(dataset, self.recipe.seed, self.recipe.dataloader),
+            batch_size,
+            plan.global_batch,
+            steps or 0,
+            multiple=plan.round_size if plan.dp_size > 1 else 1,
+        )
+
+    def epoch(self, epoch: int, skip_steps: int = 0) -> Generator[Window, None, None]:
+        """Yield the windows of an epoch, each with all its micro-batches fetched.
+
+        Args:
+            epoch: index of the epoch, from 0.
+            skip_steps: how many of its optimizer steps were made already. Of a map-style data set
+                nothing is read for them; a stream is read anew up to there.
+        """
+        # Over-fitting sees the first batches of the first epoch again and again.
+        epoch = 0 if self.recipe.trainer.overfit_batches is not None else epoch
+        self.loader.generator.manual_seed(mix_seeds(self.recipe.seed, epoch, self.dims.dp_rank))
+        self.loader.set_epoch(epoch)
+        if self.streamed:
+            return self._stream_epoch(skip_steps)
+        return self._map_epoch(skip_steps)
+
+    # -- map-style data ------------------------------------------------------------------------
+
+    def _map_epoch(self, skip_steps: int) -> Generator[Window, None, None]:
+        total, window = self._sampler.num_samples, self.plan.global_batch
+        self._sampler.start = skip_steps
+        batches = iter(self.loader)
+        try:
+            for start in range(skip_steps * window, total, window):
+                real = min(window, total - start)
+                rounds = -(-real // self.plan.round_size)
+                fetched = itertools.islice(batches, rounds)
+                yield self._window([self._micro(b, real, j) for j, b in enumerate(fetched)], real)
+            next(batches, None)  # lets the loader end its pass
+        finally:
+            batches.close()
+
+    def _micro(self, batch: object, real: int, index: int) -> MicroBatch:
+        """Return micro-batch `index` of a window of `real` samples."""
+        micro, plan = self.plan.micro_batch, self.plan
+        if plan.dp_size == 1:
+            return MicroBatch(batch)
+        start = index * plan.round_size + self.dims.dp_rank * micro
+        return MicroBatch(batch, _valid(real - start, micro))
+
+    def _window(self, micro_batches: list[MicroBatch], num_samples: int) -> Window:
+        if not self.recipe.trainer.device_placement:
+            return Window(micro_batches, num_samples)
+        return Window(OnDevice(micro_batches, self.accelerator.device), num_samples)
+
+    # -- streams -------------------------------------------------------------------------------
+
+    def _stream_epoch(self, skip_steps: int) -> Generator[Window, None, None]:
+        self._stream.skip = skipped = skip_steps * self.plan.global_batch
+        if skipped:
+            logger.warning("A stream is resumed by reading its first %d samples again.", skipped)
+        left = None if self._stream_steps is None else max(0, self._stream_steps - skip_steps)
+        batches = iter(self.loader)
+        try:
+            yield from itertools.islice(self._stream_windows(batches), left)
+        finally:
+            batches.close()
+
+    @property
+    def _stream_steps(self) -> int | None:
+        """How many steps an epoch has at most; None: as many as the stream gives."""
+        if self.plan.steps_per_epoch is not None:
+            return self.plan.steps_per_epoch
+        trainer = self.recipe.trainer
+        limits = (trainer.limit_train_batches, trainer.overfit_batches)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _stream_windows(self, batches: Iterator[object]) -> Iterator[Window]:
+        plan, drop_last = self.plan, self.recipe.trainer.drop_last
+        micros = self._stream_micros(batches)
+        while fetched := list(itertools.islice(micros, plan.accumulation)):
+            samples = sum(real for _, real in fetched)
+            if samples == plan.global_batch or not drop_last:
+                yield self._window([micro for micro, _ in fetched], samples)
+
+    def _stream_micros(self, batches: Iterator[object]) -> Iterator[tuple[MicroBatch, int]]:
+        """Yield this process's micro-batches, each with the real samples on all processes."""
+        plan = self.plan
+        for batch in batches:
+            if not self.loader.end_of_dataloader:
+                yield MicroBatch(batch), plan.round_size
+                continue
+            size = min(batch_length(batch, plan.micro_batch), plan.micro_batch)
+            if plan.dp_size == 1:
+                yield MicroBatch(batch), size
+                continue
+            real = self.loader.remainder or plan.round_size
+            mine = real - self.dims.dp_rank * size
+            yield MicroBatch(batch, _valid(mine, size)), real
+
+
+def _valid(real: int, size: int) -> torch.Tensor | None:
+    """Return a mask [size] of which the first `real` are true; None if all are."""
+    return None if real >= size else torch.arange(size) < real
+
+
+class EvalBatches:
+    """The batches of an evaluation on this process, in the order of the data set.
+
+    The last batches are completed to one size on every process; `Accelerator.gather_for_metrics`
+    leaves out what completes them. Random draws in the data set are those of epoch 0, so that every
+    evaluation sees the same samples; no split draws what another one, or training, draws.
+
+    Args:
+        accelerator: the run's engine.
+        dataset: what is evaluated.
+        recipe: the frozen recipe.
+        collate_fn: joins samples into a batch; None: torch's default.
+        split: "validation", "test" or "train".
+
+    Attributes:
+        loader: the prepared loader.
+        num_batches: batches of an evaluation on each process; None: not known.
+        num_samples: samples of an evaluation; None: not known.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        dataset: Dataset[object],
+        recipe: Recipe,
+        collate_fn: Callable[[list[Any]], object] | None = None,
+        split: str = "validation",
+    ) -> None:
+        self.recipe = recipe
+        stream = SPLITS.index(split)  # of random draws in the data set
+        seed = mix_seeds(recipe.seed, stream) if stream else recipe.seed
+        config, trainer = recipe.dataloader, recipe.trainer
+        dims = accelerator.parallel_dims
+        size = plan_batches(trainer, dims.dp_size, None).eval_batch
+        self._total = size * dims.dp_size
+        self._streamed = isinstance(dataset, IterableDataset)
+        reader: dict[str, object] = {"batch_size": self._total if config.split_batches else size}
+        self.num_batches: int | None = None
+        self.num_samples: int | None = None
+        seeded: SeededDataset | SeededStream
+        if self._streamed:
+            ConfigError.raise_if(worker_problems(dataset, recipe, dims.dp_size))
+            seeded = SeededStream(dataset, seed, config.seed_samples)
+            self._count_stream(dataset)
+        else:
+            seeded = SeededDataset(dataset, seed, config.seed_samples)
+            self._count(len(seeded))
+            reader["sampler"] = SequentialSampler(range(self.num_samples or 0))
+        loader = make_loader(seeded, config, accelerator.device.type, collate_fn, **reader)
+        self.loader: Any = prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=dims.dp_size,
+            process_index=dims.dp_rank,
+            split_batches=config.split_batches,
+            put_on_device=trainer.device_placement,
+            dispatch_batches=config.dispatch_batches,
+            non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+        )
+
+    def size_of(self, index: int, batch: object) -> int | None:
+        """Return the samples of batch `index` over all processes; None: they cannot be told.
+
+        Args:
+            index: of the batch in the pass, from 0.
+            batch: as collated, on one process; it is read only where the data set is a stream.
+        """
+        if self._streamed or self.num_samples is None:
+            return num_samples(batch, self._total) or None
+        return min(self._total, self.num_samples - index * self._total)
+
+    def _count(self, length: int) -> None:
+        batches = -(-length // self._total)
+        self.num_batches = limited(self.recipe.trainer.limit_eval_batches, batches)
+        self.num_samples = min(length, self.num_batches * self._total)
+
+    def _count_stream(self, dataset: object) -> None:
+        limit = self.recipe.trainer.limit_eval_batches
+        if hasattr(dataset, "__len__"):
+            self._count(len(dataset))
+        elif isinstance(limit, float):
+            raise ConfigError(fraction_problem("limit_eval_batches", limit))
+        else:
+            self.num_batches = None if limit is None else int(limit)
+            self.num_samples = None
+
+    def __iter__(self) -> Iterator[object]:
+        self.loader.generator.manual_seed(self.recipe.seed)
+        self.loader.set_epoch(0)
+        return itertools.islice(self.loader, self.num_batches)
+
+    def __len__(self) -> int:
+        if self.num_batches is None:
+            raise TypeError("The number of batches of this stream is not known.")
+        return self.num_batches
+
+
+# -- what the data cannot give -------------------------------------------------------------------
+
+
+def ragged_problems(num_samples: int, recipe: Recipe, plan: BatchPlan) -> list[Problem]:
+    """Return what is wrong with uneven batches of a map-style data set."""
+    if recipe.dataloader.even_batches or plan.dp_size == 1:
+        return []
+    steps = plan_batches(recipe.trainer, plan.dp_size, num_samples).steps_per_epoch or 0
+    left = min(num_samples, steps * plan.global_batch) % plan.round_size
+    if left == 0:
+        return []
+    return [
+        Problem(
+            f"dataloader.even_batches=false with {num_samples} training samples",
+            f"the {plan.dp_size} processes share the last {left} unevenly, and one that has "
+            "none would keep the others waiting",
+            "Set dataloader.even_batches=true (what is added is left out of the loss), or "
+            "trainer.drop_last=true.",
+        )
+    ]
+
+
+def stream_problems(dataset: object, recipe: Recipe, plan: BatchPlan) -> list[Problem]:
+    """Return what is wrong with training on an iterable data set."""
+    config, problems = recipe.dataloader, worker_problems(dataset, recipe, plan.dp_size)
+    if plan.dp_size > 1 and not config.even_batches:
+        problems.add(
+            "dataloader.even_batches=false with a stream",
+            "processes would run out of samples at different steps",
+            "Set dataloader.even_batches=true (what is added is left out of the loss).",
+        )
+    limit = recipe.trainer.limit_train_batches
+    if isinstance(limit, float) and plan.steps_per_epoch is None:
+        problems.append(fraction_problem("limit_train_batches", limit))
+    return problems
+
+
+def worker_problems(dataset: object, recipe: Recipe, num_processes: int) -> Problems:
+    """Return what is wrong with the loader workers that read an iterable data set."""
+    config, problems = recipe.dataloader, Problems()
+    if config.num_workers > 1:
+        problems.add(
+            f"dataloader.num_workers={config.num_workers} with the stream {type(dataset).__name__}",
+            "its order would depend on the number of workers",
+            "Set dataloader.num_workers=1 (or 0), or give a map-style data set.",
+        )
+    if config.num_workers and config.persistent_workers:
+        problems.add(
+            "dataloader.persistent_workers=true with a stream",
+            "a worker that lives on does not learn the epoch",
+            "Set dataloader.persistent_workers=false.",
+        )
+    if config.num_workers and config.dispatch_batches is False and num_processes > 1:
+        problems.add(
+            f"dataloader.dispatch_batches=false with a stream and "
+            f"dataloader.num_workers={config.num_workers}",
+            "where the stream ends is then known in the worker alone",
+            "Leave dispatch_batches=null, or set dataloader.num_workers=0.",
+        )
+    return problems
+
+
+def fraction_problem(name: str, limit: float) -> Problem:
+    """Return what is wrong with a fraction of a stream of unknown length."""
+    return Problem(
+        f"trainer.{name}={limit} with a stream of unknown length",
+        "a fraction wants a data set that has a length",
+        f"Give a number of batches: trainer.{name}=100.",
+    )

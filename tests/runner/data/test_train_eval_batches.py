@@ -1,0 +1,393 @@
+"""The windows of training and the batches of evaluation, on pretended and on real processes."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset
+
+from accel.config.training import GradientAccumulationPlugin
+from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard
+from accel.data.samplers import SeedableRandomSampler
+from accel.errors import ConfigError
+from accel.ops import gather
+from accel.parallel import data_parallel
+from accel.state import GradientState, PartialState
+from runner.build.accelerator import make_accelerator
+from runner.config.batch_plan import plan_batches
+from runner.config.schema import DataLoader, Recipe, Trainer
+from runner.data.datasets import Data, make_order
+from runner.data.train_eval_batches import EvalBatches, TrainBatches
+from tests.helpers import run_distributed
+
+
+class Numbers(Dataset):
+    """The numbers below `length`; notes what was read."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read.append(index)
+        return torch.tensor([float(index), torch.rand(1).item()])
+
+
+class Stream(IterableDataset):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self):
+        return (torch.tensor([float(i), torch.rand(1).item()]) for i in range(self.length))
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.length
+
+
+class Pretended:
+    """An engine that is one of several processes."""
+
+    def __init__(self, recipe: Recipe, count: int, rank: int) -> None:
+        self.device = torch.device("cpu")
+        self.num_processes, self.process_index = count, rank
+        self.parallel_dims = data_parallel(count, rank)
+        self.plan = SimpleNamespace(
+            device=self.device,
+            parallel_dims=self.parallel_dims,
+            dataloader=recipe.dataloader,
+            rng_types=(),
+        )
+
+
+def recipe_of(steps: int | None = None, loader: dict | None = None, **fields) -> Recipe:
+    plugin = GradientAccumulationPlugin(num_steps=steps)
+    return Recipe(
+        trainer=Trainer(accumulation=plugin, **fields), dataloader=DataLoader(**(loader or {}))
+    )
+
+
+def batches_of(dataset, recipe: Recipe, count: int = 1, rank: int = 0) -> TrainBatches:
+    size = len(dataset) if hasattr(dataset, "__len__") else None
+    plan = plan_batches(recipe.trainer, count, size)
+    return TrainBatches(Pretended(recipe, count, rank), Data(dataset), recipe, plan)
+
+
+def real(window) -> list[list[float]]:
+    """Return the samples of a window that are no padding."""
+    found = []
+    for micro in window.micro_batches:
+        keep = slice(None) if micro.valid is None else micro.valid
+        found += micro.batch[keep].tolist()
+    return found
+
+
+def steps_of(
+    dataset, recipe: Recipe, count: int, epoch: int = 0, skip: int = 0
+) -> list[list[list[float]]]:
+    """Return the real samples of each step over all processes, sorted."""
+    ranks = [
+        list(batches_of(dataset, recipe, count, rank).epoch(epoch, skip)) for rank in range(count)
+    ]
+    found = []
+    for windows in zip(*ranks, strict=True):
+        assert len({len(window.micro_batches) for window in windows}) == 1
+        samples = sorted(itertools.chain.from_iterable(map(real, windows)))
+        assert {window.num_samples for window in windows} == {len(samples)}
+        found.append(samples)
+    return found
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_step_sees_the_same_samples_on_any_number_of_processes(data) -> None:
+    draw = data.draw
+    total = 8 * draw(st.integers(1, 3))
+    length = draw(st.integers(1, 90))
+    streamed = draw(st.booleans())
+    drop_last = draw(st.booleans()) and length >= total
+    epoch, limit = draw(st.integers(0, 2)), draw(st.sampled_from([None, 1, 3, 0.5]))
+    dataset = Sized(length) if streamed else Numbers(length)
+    fields = {"global_batch_size": total, "drop_last": drop_last, "limit_train_batches": limit}
+    wanted = steps_of(dataset, recipe_of(**fields), 1, epoch)
+    count = draw(st.sampled_from([1, 2, 4, 8]))
+    loader = {
+        "split_batches": draw(st.booleans()),
+        "dispatch_batches": draw(st.sampled_from([None, True, False])),
+    }
+    accumulation = draw(st.sampled_from([n for n in (1, 2, 3) if total // count % n == 0]))
+    skip = draw(st.integers(0, len(wanted)))
+    recipe = recipe_of(accumulation, loader, **fields)
+    assert steps_of(dataset, recipe, count, epoch, skip) == wanted[skip:]
+    whole = length // total * total if drop_last else length
+    if limit is None:
+        seen = sorted(int(sample[0]) for step in wanted for sample in step)
+        assert len(seen) == whole
+        assert len(set(seen)) == whole
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_change_neither_order_nor_draws(workers: int, persistent: bool) -> None:
+    def steps(**loader) -> list:
+        batches = batches_of(Numbers(20), recipe_of(loader=loader, global_batch_size=8))
+        return [[real(window) for window in batches.epoch(epoch)] for epoch in (0, 1)]
+
+    assert steps(num_workers=workers, persistent_workers=persistent) == steps()
+
+
+def test_a_stream_is_read_alike_by_a_worker() -> None:
+    def steps(**loader) -> list:
+        batches = batches_of(Stream(20), recipe_of(loader=loader, global_batch_size=8))
+        return [[real(w) for w in batches.epoch(epoch, skip)] for epoch, skip in ((0, 0), (1, 1))]
+
+    assert steps(num_workers=1) == steps()
+
+
+def test_skipping_reads_nothing_of_map_data() -> None:
+    dataset = Numbers(40)
+    batches = batches_of(dataset, recipe_of(global_batch_size=8))
+    everything = [real(window) for window in batches.epoch(3)]
+    dataset.read.clear()
+    assert [real(window) for window in batches.epoch(3, skip_steps=4)] == everything[4:]
+    assert len(dataset.read) == 8
+    assert [real(window) for window in batches.epoch(3)] == everything
+    assert list(batches.epoch(3, skip_steps=5)) == []
+
+
+def test_a_short_last_window_is_masked_on_every_process() -> None:
+    recipe = recipe_of(2, global_batch_size=8)
+    ranks = [list(batches_of(Numbers(9), recipe, 2, rank).epoch(0)) for rank in range(2)]
+    for windows in ranks:
+        assert [window.num_samples for window in windows] == [8, 1]
+        assert [len(window.micro_batches) for window in windows] == [2, 1]
+        assert all(micro.valid is None for micro in windows[0].micro_batches)
+    masks = [windows[1].micro_batches[0].valid.tolist() for windows in ranks]
+    assert masks == [[True, False], [False, False]]
+
+
+def test_one_process_is_given_no_padding() -> None:
+    windows = list(batches_of(Numbers(9), recipe_of(2, global_batch_size=8)).epoch(0))
+    assert [[len(m.batch) for m in window.micro_batches] for window in windows] == [[4, 4], [1]]
+    assert all(micro.valid is None for window in windows for micro in window.micro_batches)
+
+
+def test_a_window_is_fetched_before_it_is_given_and_the_next_is_not() -> None:
+    dataset = Numbers(32)
+    windows = batches_of(dataset, recipe_of(4, global_batch_size=16)).epoch(0)
+    next(windows)
+    assert len(dataset.read) == 20  # the window, and the one batch that the loader is ahead
+    windows.close()
+    assert not GradientState().in_dataloader
+
+
+def test_over_fitting_sees_the_same_batches_in_every_epoch() -> None:
+    batches = batches_of(Numbers(40), recipe_of(global_batch_size=8, overfit_batches=2))
+    epochs = [[real(window) for window in batches.epoch(epoch)] for epoch in range(3)]
+    assert epochs[0] == epochs[1] == epochs[2]
+    assert len(epochs[0]) == 2
+    plain = batches_of(Numbers(40), recipe_of(global_batch_size=8))
+    assert epochs[0] == [real(window) for window in plain.epoch(0)][:2]
+
+
+def test_the_engine_knows_the_end_while_the_last_window_is_in_hand() -> None:
+    batches = batches_of(Numbers(20), recipe_of(global_batch_size=8))
+    ends = [GradientState().end_of_dataloader for _ in batches.epoch(0)]
+    assert ends == [False, False, True]
+    assert not GradientState().in_dataloader
+
+
+def test_fields_reach_the_live_loader() -> None:
+    loader = {"data_seed": 7, "non_blocking": True, "num_workers": 1, "prefetch_factor": 4}
+    shard = batches_of(Numbers(20), recipe_of(loader=loader, global_batch_size=8), 2).loader
+    assert type(shard) is DataLoaderShard
+    assert isinstance(shard.sampler, SeedableRandomSampler)
+    assert (shard.sampler.seed, shard._non_blocking, shard.prefetch_factor) == (7, True, 4)
+    assert not shard.batch_sampler.split_batches
+    loader = {"split_batches": True, "use_seedable_sampler": False}
+    split = batches_of(Numbers(20), recipe_of(loader=loader, global_batch_size=8), 2).loader
+    assert split.batch_sampler.split_batches
+    assert not isinstance(split.sampler, SeedableRandomSampler)
+    loader = {"dispatch_batches": True}
+    sent = batches_of(Numbers(20), recipe_of(loader=loader, global_batch_size=8), 2).loader
+    assert type(sent) is DataLoaderDispatcher
+
+
+@pytest.mark.parametrize(
+    ("dataset", "loader", "fields", "message"),
+    [
+        (Numbers(17), {"even_batches": False}, {}, r"share the last 1 unevenly.*drop_last=true"),
+        (Stream(16), {"even_batches": False}, {}, r"even_batches=false with a stream"),
+        (Stream(16), {"num_workers": 2}, {}, r"num_workers=2 with the stream Stream"),
+        (Stream(16), {}, {"limit_train_batches": 0.5}, r"limit_train_batches=0.5.*unknown length"),
+        (
+            Stream(16),
+            {"num_workers": 1, "persistent_workers": True},
+            {},
+            r"does not learn the epoch",
+        ),
+        (Stream(16), {"num_workers": 1, "dispatch_batches": False}, {}, r"known in the worker"),
+    ],
+)
+def test_what_the_data_cannot_give_is_refused(dataset, loader, fields, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        batches_of(dataset, recipe_of(loader=loader, global_batch_size=8, **fields), 2)
+
+
+def test_uneven_batches_are_fine_where_nothing_is_uneven() -> None:
+    loader = {"even_batches": False}
+    whole = batches_of(Numbers(20), recipe_of(2, loader, global_batch_size=8), 2)
+    assert [w.num_samples for w in whole.epoch(0)] == [8, 8, 4]
+    assert batches_of(Numbers(17), recipe_of(loader=loader, global_batch_size=8), 1)
+    recipe = recipe_of(loader=loader, global_batch_size=8, drop_last=True)
+    assert len(list(batches_of(Numbers(17), recipe, 2).epoch(0))) == 2
+
+
+def test_a_stream_ends_by_itself_or_by_a_limit() -> None:
+    recipe = recipe_of(global_batch_size=8)
+    assert [w.num_samples for w in batches_of(Stream(20), recipe).epoch(0)] == [8, 8, 4]
+    recipe = recipe_of(2, global_batch_size=8, drop_last=True)
+    assert [w.num_samples for w in batches_of(Stream(20), recipe).epoch(0)] == [8, 8]
+    recipe = recipe_of(global_batch_size=8, limit_train_batches=1)
+    assert [w.num_samples for w in batches_of(Stream(20), recipe).epoch(0)] == [8]
+    assert not GradientState().in_dataloader
+
+
+# -- evaluation ----------------------------------------------------------------------------------
+
+
+def evaluated(dataset, recipe: Recipe, **kwargs) -> tuple[list[float], EvalBatches]:
+    state = PartialState(cpu=True)
+    accelerator = Pretended(recipe, state.num_processes, state.process_index)
+    batches = EvalBatches(accelerator, dataset, recipe, **kwargs)
+    gradients, found = GradientState(), []
+    for batch in batches:
+        values = gather(batch)
+        if gradients.end_of_dataloader and gradients.remainder > 0:
+            values = values[: gradients.remainder]
+        found += values.tolist()
+    return found, batches
+
+
+def test_an_evaluation_sees_every_sample_alike_each_time() -> None:
+    recipe = recipe_of(global_batch_size=4, loader={"num_workers": 1})
+    first, batches = evaluated(Numbers(21), recipe)
+    assert [int(sample[0]) for sample in first] == list(range(21))
+    assert (batches.num_samples, batches.num_batches, len(batches)) == (21, 3, 3)
+    again = [sample for batch in batches for sample in batch.tolist()]
+    assert again == first
+    assert evaluated(Numbers(21), recipe_of(global_batch_size=4))[0] == first
+
+
+def test_no_split_draws_what_another_draws() -> None:
+    recipe = recipe_of(global_batch_size=4)
+    by_split = [evaluated(Numbers(8), recipe, split=split)[0] for split in ("validation", "test")]
+    training = batches_of(Numbers(8), recipe).epoch(0)
+    by_split.append([sample for window in training for sample in real(window)])
+    draws = [{sample[-1] for sample in found} for found in by_split]
+    assert len(set().union(*draws)) == 24
+
+
+def test_a_loader_that_an_objective_prepares_draws_other_permutations(tmp_path) -> None:
+    recipe = recipe_of(global_batch_size=4)
+    torch.manual_seed(recipe.seed)
+    accelerator = make_accelerator(recipe, tmp_path, plan_batches(recipe.trainer, 1, 20))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(20), shuffle=True))
+    order = make_order(range(20), recipe.seed, recipe.dataloader)
+    assert [batch.item() for batch in loader] != list(order)
+
+
+@pytest.mark.parametrize(
+    ("limit", "samples"), [(None, 21), (2, 16), (0.5, 8), (1.0, 21), (9, 21), (0.01, 8)]
+)
+@pytest.mark.parametrize("dataset", [Numbers(21), Sized(21)])
+def test_limits_of_an_evaluation(dataset, limit, samples: int) -> None:
+    recipe = recipe_of(global_batch_size=4, limit_eval_batches=limit)
+    found, batches = evaluated(dataset, recipe)
+    assert len(found) == batches.num_samples == samples
+
+
+def test_an_evaluation_of_a_stream_of_unknown_length() -> None:
+    found, batches = evaluated(Stream(21), recipe_of(global_batch_size=4))
+    assert (len(found), batches.num_samples, batches.num_batches) == (21, None, None)
+    with pytest.raises(TypeError, match="not known"):
+        len(batches)
+    recipe = recipe_of(global_batch_size=4, limit_eval_batches=2)
+    assert len(evaluated(Stream(21), recipe)[0]) == 16
+    with pytest.raises(ConfigError, match="limit_eval_batches"):
+        evaluated(Stream(21), recipe_of(limit_eval_batches=0.5))
+
+
+def test_an_evaluation_joins_samples_as_the_data_say() -> None:
+    recipe = recipe_of(global_batch_size=4)
+    found, _ = evaluated(Numbers(5), recipe, collate_fn=lambda s: torch.stack(s) * 2)
+    assert [sample[0] for sample in found] == [0, 2, 4, 6, 8]
+
+
+# -- on real processes ---------------------------------------------------------------------------
+
+
+def real_steps(kind: str, loader: dict, steps: int, skip: int) -> list:
+    from accel.accelerator import Accelerator
+
+    if not multiprocessing.current_process().name.startswith("MainProcess"):
+        multiprocessing.set_start_method("fork", force=True)  # a worker of the pool would spawn
+    recipe = recipe_of(steps, loader, global_batch_size=8)
+    accelerator = Accelerator(cpu=True, dataloader_config=recipe.dataloader)
+    dataset = Numbers(37) if kind == "map" else Stream(37)
+    size = 37 if kind == "map" else None
+    plan = plan_batches(recipe.trainer, accelerator.num_processes, size)
+    batches = TrainBatches(accelerator, Data(dataset), recipe, plan)
+    return [
+        [(window.num_samples, len(window.micro_batches), real(window)) for window in windows]
+        for windows in (batches.epoch(0), batches.epoch(1, skip))
+    ]
+
+
+CASES = [
+    ("map", {}, 1, 0),
+    ("map", {"num_workers": 1, "persistent_workers": True}, 2, 2),
+    ("map", {"split_batches": True}, 4, 1),
+    ("map", {"dispatch_batches": True}, 1, 3),
+    ("map", {"use_seedable_sampler": False}, 1, 1),
+    ("stream", {}, 2, 2),
+    ("stream", {"dispatch_batches": False, "split_batches": True}, 1, 1),
+]
+
+
+@pytest.mark.parametrize(("kind", "loader", "steps", "skip"), CASES)
+def test_two_processes_make_the_steps_of_one(kind, loader, steps: int, skip: int) -> None:
+    alone = real_steps(kind, {k: v for k, v in loader.items() if "sampler" in k}, 1, skip)
+    ranks = run_distributed(real_steps, 2, kind, loader, steps, skip)
+    for epoch, wanted in enumerate(alone):
+        one, other = ranks[0][epoch], ranks[1][epoch]
+        assert len(one) == len(other) == len(wanted)
+        for mine, theirs, (count, _, samples) in zip(one, other, wanted, strict=True):
+            assert mine[0] == theirs[0] == count
+            assert mine[1] == theirs[1]
+            assert sorted(mine[2] + theirs[2]) == sorted(samples)
+
+
+def real_evaluation(loader: dict, length: int, streamed: bool) -> list[float]:
+    dataset = Stream(length) if streamed else Numbers(length)
+    return evaluated(dataset, recipe_of(global_batch_size=4, loader=loader))[0]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "loader", [{}, {"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}]
+)
+def test_two_processes_evaluate_each_sample_once(loader: dict, streamed: bool) -> None:
+    for length in (1, 16, 21):
+        alone = real_evaluation({}, length, streamed)
+        assert run_distributed(real_evaluation, 2, loader, length, streamed) == [alone, alone]

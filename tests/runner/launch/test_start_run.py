@@ -1,0 +1,255 @@
+"""What a command does to the run directory before and after it trains."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner import cli
+from runner.config.schema import Recipe
+from runner.launch import launcher
+from runner.run_dir import atomic_update, lock
+from runner.run_dir.job import Job
+from runner.run_dir.outcomes import Outcome
+from tests.resume_matrix.cells import tree
+from tests.runner.run_dir.test_directory import add_checkpoint
+
+LITTLE = ("name=mine", "tracker.log_with=[]", "trainer.epochs=2")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, train: Callable[[Job], int]) -> None:
+    """Let a function stand for the processes of a run."""
+
+    def stand_in(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
+        return train(job)
+
+    monkeypatch.setattr(launcher, "launch", stand_in)
+
+
+def run_dirs(folder: Path) -> list[Path]:
+    return sorted(folder.glob("runs/*/*"))
+
+
+def one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Start a run that leaves a checkpoint, as a run that is to be resumed does."""
+
+    def train(job: Job) -> int:
+        add_checkpoint(job.run_dir / "checkpoints", 0)
+        return 0
+
+    launched(monkeypatch, train)
+    assert cli.main(list(LITTLE)) == 0
+    (run_dir,) = run_dirs(folder)
+    return run_dir
+
+
+# -- new runs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_where_nothing_was_started_nothing_is_left(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(job: Job) -> int:
+        assert lock.holder(job.run_dir) is not None
+        Outcome(0, 0.0, code, "no plan for this model").write(job.run_dir, "a")
+        return code
+
+    launched(monkeypatch, refuse)
+    assert cli.main(list(LITTLE)) == code
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_number_of_processes_is_refused_before_anything_is_claimed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*LITTLE, "distributed.num_processes=3"]) == 2
+    assert "distributed=none is one process" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "left"), [(1, "metrics.jsonl"), (1, "logs/rank_1.log"), (2, "mine"), (75, "x")]
+)
+def test_what_may_be_of_use_is_kept(
+    code: int, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(job: Job) -> int:
+        file = job.run_dir / left
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("something")
+        return code
+
+    launched(monkeypatch, end)
+    assert cli.main(list(LITTLE)) == code
+    (run_dir,) = run_dirs(tmp_path)
+    assert (run_dir / left).exists()
+
+
+# -- resumed runs --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [1, 130])
+def test_a_resume_that_fails_changes_nothing(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = one_run(tmp_path, monkeypatch)
+    before = tree(run_dir)
+    seen: list[Any] = []
+
+    def fail(job: Job) -> int:
+        seen.append(Job.load(job.place)[1].model["width"])
+        assert lock.holder(run_dir) is not None
+        return code
+
+    launched(monkeypatch, fail)
+    assert cli.main([f"resume={run_dir}", "model.width=48"]) == code
+    assert seen == [48]
+    after = tree(run_dir)
+    assert {name for name in after if before.get(name) != after[name]} <= {".", ".lock"}
+    assert before.keys() == after.keys()
+
+
+def test_a_second_command_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = one_run(tmp_path, monkeypatch)
+    with lock.held(run_dir):
+        for line in ([f"resume={run_dir}"], [*LITTLE, "resume=auto"]):
+            assert cli.main(line) == 2
+            assert "another command trains in" in capsys.readouterr().err
+
+
+def test_a_recipe_that_changed_while_a_command_started_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = one_run(tmp_path, monkeypatch)
+    real = lock.held
+
+    def late(path: Path) -> Any:
+        (run_dir / "config.yaml").write_text((run_dir / "config.0001.yaml").read_text())
+        return real(path)
+
+    text = (run_dir / "config.yaml").read_text()
+    (run_dir / "config.0001.yaml").write_text(text.replace("epochs: 2", "epochs: 4"))
+    monkeypatch.setattr(lock, "held", late)
+    assert cli.main([f"resume={run_dir}"]) == 2
+    assert "another command has changed the run meanwhile" in capsys.readouterr().err
+
+
+def test_a_finished_run_says_so_and_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = one_run(tmp_path, monkeypatch)
+    summary = {"complete": True, "stopped": "epochs", "step": 40, "epoch": 2}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    before = tree(run_dir)
+    for line in (
+        [f"resume={run_dir}"],
+        [f"resume={run_dir}", "trainer.max_time=60"],
+        [*LITTLE, "resume=auto"],
+    ):
+        assert cli.main(line) == 0
+        assert "is finished: trainer.epochs=2 completed at step 40" in capsys.readouterr().out
+    assert cli.main([f"resume={run_dir}", "seed=7"]) == 2
+    assert "seed=7 with resume" in capsys.readouterr().err
+    changed = ("optimizer.lr=0.5", "model.width=48")
+    assert cli.main([f"resume={run_dir}", *changed]) == 2
+    told = capsys.readouterr().err
+    for key in changed:
+        assert f"{key} with resume=" in told
+    assert told.count("it changes nothing any more") == 2
+    assert tree(run_dir) == before
+
+
+def test_a_finished_run_that_is_past_a_limit_tells_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = one_run(tmp_path, monkeypatch)
+    summary = {"complete": True, "stopped": "epochs", "step": 50, "epoch": 5}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    for limit, reached in (("epochs=4", "completed"), ("max_steps=30", "reached")):
+        assert cli.main([f"resume={run_dir}", f"trainer.{limit}"]) == 0
+        told = f"trainer.{limit} {reached} and passed: the run is at step 50, epoch 5. Nothing"
+        assert told in capsys.readouterr().out
+
+
+def test_a_finished_run_that_goes_on_says_so_as_soon_as_it_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = one_run(tmp_path, monkeypatch)
+    early = {"complete": True, "stopped": "callback", "reason": "no better", "step": 20, "epoch": 1}
+    (run_dir / "summary.json").write_text(json.dumps(early))
+
+    def killed_after_its_first_step(job: Job) -> int:
+        assert json.loads((run_dir / "summary.json").read_text()) == early
+        atomic_update.commit(job.place)
+        return -9
+
+    launched(monkeypatch, killed_after_its_first_step)
+    more = "trainer.epochs=3"
+    assert cli.main([f"resume={run_dir}", more]) == -9
+    begun: list[Path] = []
+
+    def go_on(job: Job) -> int:
+        begun.append(job.run_dir)
+        return 0
+
+    launched(monkeypatch, go_on)
+    assert cli.main([f"resume={run_dir}"]) == 0
+    assert cli.main([*LITTLE, more, "resume=auto"]) == 0
+    assert begun == [run_dir, run_dir]
+
+
+def test_a_full_disk_is_told_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert cli.main(list(LITTLE)) == 2
+    told = capsys.readouterr().err
+    assert "the disk is full: [Errno 28] No space left on device" in told
+    assert "Make room there" in told
+    assert "Traceback" not in told
+    assert not run_dirs(tmp_path)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_relative_folder_of_states_stays_where_it_was(
+    early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str | None] = []
+
+    def train(job: Job) -> int:
+        folder = Job.load(job.place)[1].checkpoint.project.project_dir
+        seen.append(folder)
+        if len(seen) == 1:
+            add_checkpoint(tmp_path / "cks" / "checkpoints", 0)
+        return 75
+
+    launched(monkeypatch, train)
+    assert cli.main([*LITTLE, "checkpoint.project.project_dir=cks"]) == 75
+    (run_dir,) = run_dirs(tmp_path)
+    if early:  # as earlier versions have frozen it
+        for name in ("config.yaml", "job.json"):
+            text = (run_dir / name).read_text()
+            (run_dir / name).write_text(text.replace(str(tmp_path / "cks"), "cks"))
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    assert cli.main([f"resume={run_dir}"]) == 75
+    assert cli.main([f"resume={run_dir}", "checkpoint.project.project_dir=../cks"]) == 75
+    assert seen == [str(tmp_path / "cks")] * 3
