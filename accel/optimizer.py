@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 from accel.precision.amp import StepScaler, step_unless_overflow
 from accel.state import GradientState
 
@@ -98,12 +98,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if self.scaler is None:
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         if closure is not None and self.scaler.is_enabled():
-            raise ConfigError(
-                Problem(
-                    "optimizer.step(closure) with mixed_precision='fp16'",
-                    "a closure cannot be called again under a gradient scaler",
-                    "Use mixed_precision='bf16', or an optimizer that needs no closure.",
-                )
+            raise ConfigError.of(
+                "optimizer.step(closure) with mixed_precision='fp16'",
+                "a closure cannot be called again under a gradient scaler",
+                "Use mixed_precision='bf16', or an optimizer that needs no closure.",
             )
         self.step_was_skipped = step_unless_overflow(self.scaler, self.optimizer)
         return None

@@ -15,7 +15,7 @@ import torch
 from accel import env
 from accel.device import default_device_type
 from accel.enums import RNGType
-from accel.errors import CheckpointError, ConfigError, Problem, unknown_choice
+from accel.errors import CheckpointError, ConfigError, unknown_choice
 from accel.imports import require
 from accel.state import AcceleratorState, PartialState
 
@@ -92,24 +92,20 @@ def _device_module(rng_type: str) -> ModuleType:
         return require("torch_xla.core.xla_model", "rng_type='xla'", package="torch_xla")
     module = getattr(torch, rng_type, None)
     if module is None or not module.is_available():
-        raise ConfigError(
-            Problem(
-                f"rng_type={rng_type!r} on a machine without such a device",
-                "only a generator that is there can be synchronised",
-                "Leave it out; 'torch' and 'generator' are always there.",
-            )
+        raise ConfigError.of(
+            f"rng_type={rng_type!r} on a machine without such a device",
+            "only a generator that is there can be synchronised",
+            "Leave it out; 'torch' and 'generator' are always there.",
         )
     return module
 
 
 def _require(generator: torch.Generator | None) -> torch.Generator:
     if generator is None:
-        raise ConfigError(
-            Problem(
-                "rng_type='generator' without a generator",
-                "it stands for the generator that is handed over",
-                "Give generator=…, or another rng_type.",
-            )
+        raise ConfigError.of(
+            "rng_type='generator' without a generator",
+            "it stands for the generator that is handed over",
+            "Give generator=…, or another rng_type.",
         )
     return generator
 

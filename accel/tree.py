@@ -9,7 +9,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 
 T = TypeVar("T")
 Test = Callable[[Any], bool]
@@ -156,22 +156,18 @@ def _common_length(inputs: Any) -> int:
     if not isinstance(inputs, Mapping):
         is_text = isinstance(inputs, (str, bytes))
         if is_text or not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):
-            raise ConfigError(
-                Problem(
-                    f"split: {type(inputs).__name__}",
-                    "it takes lists, tuples, tensors, arrays, data sets and dicts of these",
-                    "Make a list of it.",
-                )
+            raise ConfigError.of(
+                f"split: {type(inputs).__name__}",
+                "it takes lists, tuples, tensors, arrays, data sets and dicts of these",
+                "Make a list of it.",
             )
         return len(inputs)
     lengths = {key: _common_length(value) for key, value in inputs.items()}
     if len(set(lengths.values())) > 1:
-        raise ConfigError(
-            Problem(
-                f"split: lengths {lengths}",
-                "all values of a dict have one length",
-                "Split them one by one.",
-            )
+        raise ConfigError.of(
+            f"split: lengths {lengths}",
+            "all values of a dict have one length",
+            "Split them one by one.",
         )
     return next(iter(lengths.values()), 0)
 

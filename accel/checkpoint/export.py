@@ -93,7 +93,7 @@ def parse_size(size: int | str) -> int:
     factor = UNITS.get(match[2].upper()) if match else None
     if match is None or factor is None or float(match[1]) <= 0:
         rule = f"it is a number of bytes, or a number and one of {', '.join(filter(None, UNITS))}"
-        raise ConfigError(Problem(f"max_shard_size={size!r}", rule, 'Give e.g. "5GB".'))
+        raise ConfigError.of(f"max_shard_size={size!r}", rule, 'Give e.g. "5GB".')
     return int(float(match[1]) * factor)
 
 

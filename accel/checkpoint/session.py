@@ -265,12 +265,10 @@ class CheckpointSession:
         Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
         """
         if not trust_pickle:
-            raise ConfigError(
-                Problem(
-                    f"load_native({os.fspath(input_dir)!r})",
-                    "the engine unpickles these files, which runs any code that is in them",
-                    "If you trust whoever wrote them, give trust_pickle=True; else load_state.",
-                )
+            raise ConfigError.of(
+                f"load_native({os.fspath(input_dir)!r})",
+                "the engine unpickles these files, which runs any code that is in them",
+                "If you trust whoever wrote them, give trust_pickle=True; else load_state.",
             )
         with together(self._run.comm, "load_native"):
             native = self._native("load_native", "Call load_state.")

@@ -244,12 +244,10 @@ def agreed_seed(comm: Communicator, seed: int, loader: DataLoader[object], sampl
     name = next((n for n in facts[0] if any(fact[n] != facts[0][n] for fact in facts)), None)
     if name is not None:
         listed = ", ".join(f"rank {rank}: {fact[name]}" for rank, fact in enumerate(facts))
-        raise ConfigError(
-            Problem(
-                f"a {type(sampler).__name__} that differs between ranks ({name}: {listed})",
-                "`prepare` shards one order over all ranks, which is the same on each",
-                "Give every rank the full data set and the same sampler; do not shard it before.",
-            )
+        raise ConfigError.of(
+            f"a {type(sampler).__name__} that differs between ranks ({name}: {listed})",
+            "`prepare` shards one order over all ranks, which is the same on each",
+            "Give every rank the full data set and the same sampler; do not shard it before.",
         )
     return int(found[0][0])
 

@@ -33,7 +33,7 @@ from accel.data.samplers import (
     split_problems,
 )
 from accel.enums import RNGType
-from accel.errors import ConfigError, Problem, Problems
+from accel.errors import ConfigError, Problems
 from accel.state import PartialState
 
 if TYPE_CHECKING:
@@ -195,8 +195,8 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         ConfigError: if `num_batches` is negative.
     """
     if num_batches < 0:
-        raise ConfigError(
-            Problem(f"num_batches={num_batches}", "it is at least 0", "Give how many to skip.")
+        raise ConfigError.of(
+            f"num_batches={num_batches}", "it is at least 0", "Give how many to skip."
         )
     if num_batches == 0:
         return dataloader

@@ -266,12 +266,10 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         for group in self._rounds():
             samples = group[0] if len(group) == 1 else list(itertools.chain.from_iterable(group))
             if ended or len(samples) > size:
-                raise ConfigError(
-                    Problem(
-                        f"a {type(self.batch_sampler).__name__} whose batches vary in size",
-                        f"with even_batches=True all but the last have the size {self.batch_size}",
-                        "Set even_batches=False.",
-                    )
+                raise ConfigError.of(
+                    f"a {type(self.batch_sampler).__name__} whose batches vary in size",
+                    f"with even_batches=True all but the last have the size {self.batch_size}",
+                    "Set even_batches=False.",
                 )
             first = first or samples
             if len(samples) == size:

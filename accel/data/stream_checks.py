@@ -80,13 +80,10 @@ def check_split(dataset: object) -> None:
         cut: Any = getattr(part, "_distributed", None)
         size = getattr(cut, "world_size", None)
         if isinstance(size, int) and size > 1:
-            raise ConfigError(
-                Problem(
-                    f"an iterable data set that is split by node already (rank {cut.rank} of "
-                    f"{size})",
-                    "`prepare` shards the stream, and would shard it again",
-                    "Leave `split_dataset_by_node` out, or leave the loader out of `prepare`.",
-                )
+            raise ConfigError.of(
+                f"an iterable data set that is split by node already (rank {cut.rank} of {size})",
+                "`prepare` shards the stream, and would shard it again",
+                "Leave `split_dataset_by_node` out, or leave the loader out of `prepare`.",
             )
 
 

@@ -106,19 +106,15 @@ def _named(name: str) -> type[GeneralTracker]:
     if name not in TRACKERS:
         known = [*TRACKERS, str(LoggerType.ALL)]
         if name in LoggerType.list():
-            raise NotBuiltError(
-                Problem(
-                    f"log_with={name!r}",
-                    "this version does not offer it yet",
-                    f"Use {', '.join(known)}, or a GeneralTracker of your own.",
-                )
-            )
-        raise ConfigError(
-            Problem(
+            raise NotBuiltError.of(
                 f"log_with={name!r}",
-                f"it is one of {', '.join(known)}, or a GeneralTracker",
-                nearest(name, known),
+                "this version does not offer it yet",
+                f"Use {', '.join(known)}, or a GeneralTracker of your own.",
             )
+        raise ConfigError.of(
+            f"log_with={name!r}",
+            f"it is one of {', '.join(known)}, or a GeneralTracker",
+            nearest(name, known),
         )
     entry = TRACKERS[name]
     if not entry.is_available():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 from accel.planning.choose_strategy import selected
 
 if TYPE_CHECKING:
@@ -20,10 +20,8 @@ def check(recipe: Recipe) -> None:
     found = selected(recipe.plugins, 1)
     setting = found.spec.rank0_init(found.plugins)
     if recipe.model is None and setting:
-        raise ConfigError(
-            Problem(
-                f"{setting} with model=null",
-                "the step builds its own models, with weights on every rank",
-                "Leave it out, or choose model=….",
-            )
+        raise ConfigError.of(
+            f"{setting} with model=null",
+            "the step builds its own models, with weights on every rank",
+            "Leave it out, or choose model=….",
         )

@@ -54,12 +54,10 @@ def _model(place: str, value: object) -> Iterator[Problem]:
 def check_trainable(place: str, model: torch.nn.Module) -> None:
     """Raise a ConfigError if a model that is to be trained has no trainable parameters."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            Problem(
-                f"{place} returned {shown(model)}",
-                "it has no trainable parameters",
-                "Return a model with parameters whose requires_grad is true.",
-            )
+        raise ConfigError.of(
+            f"{place} returned {shown(model)}",
+            "it has no trainable parameters",
+            "Return a model with parameters whose requires_grad is true.",
         )
 
 

@@ -121,7 +121,7 @@ def _check_states_folder(recipe: Recipe) -> None:
             "Give another folder, or leave it out: output_dir= moves a run with its checkpoints. "
             f"To go on with the run there{f' ({run})' if run else ''}: resume=<its directory>."
         )
-        raise ConfigError(Problem(value, rule, remedy))
+        raise ConfigError.of(value, rule, remedy)
     while not place.exists() and place != place.parent:
         place = place.parent
     try:
@@ -131,7 +131,7 @@ def _check_states_folder(recipe: Recipe) -> None:
         value = f"checkpoint.project.project_dir={wanted}"
         rule = f"states are written there, and that failed ({paths.failure(error)})"
         remedy = "Give a folder that you may write to, or leave it out."
-        raise ConfigError(Problem(value, rule, remedy)) from error
+        raise ConfigError.of(value, rule, remedy) from error
 
 
 def _check_clipping(recipe: Recipe) -> None:
@@ -140,12 +140,10 @@ def _check_clipping(recipe: Recipe) -> None:
     value, found = recipe.trainer.clip_grad_value, selected(recipe.plugins, 1)
     if value is not None and not found.spec.clips_value:
         on = next(iter(found.plugins))
-        raise ConfigError(
-            Problem(
-                f"trainer.clip_grad_value={value} with {on}=",
-                "sharded gradients support clipping by norm only",
-                f"Set trainer.clip_grad_norm instead, or {on}=null.",
-            )
+        raise ConfigError.of(
+            f"trainer.clip_grad_value={value} with {on}=",
+            "sharded gradients support clipping by norm only",
+            f"Set trainer.clip_grad_norm instead, or {on}=null.",
         )
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from accel.errors import ConfigError, Problem, StateError
+from accel.errors import ConfigError, StateError
 from runner.builtin import argument_ranges
 from runner.data.datasets import Data
 from runner.training.objective import Objective
@@ -92,13 +92,11 @@ def stdlib_bytes(
     folder = Path(path) if path is not None else Path(sysconfig.get_path("stdlib"))
     train, validation = _read_split(folder, validation_bytes)
     if min(len(train), len(validation)) <= context + 1 or context < 1:
-        raise ConfigError(
-            Problem(
-                f"{folder} gives {len(train)} bytes to train on and {len(validation)} to validate",
-                f"each part must be longer than data.context={context}, and that at least 1",
-                "Set data.path to a folder with more *.py files, or lower data.validation_bytes or "
-                "data.context.",
-            )
+        raise ConfigError.of(
+            f"{folder} gives {len(train)} bytes to train on and {len(validation)} to validate",
+            f"each part must be longer than data.context={context}, and that at least 1",
+            "Set data.path to a folder with more *.py files, or lower data.validation_bytes or "
+            "data.context.",
         )
     return Data(ByteWindows(train, context, random_start), ByteWindows(validation, context))
 
@@ -293,12 +291,10 @@ def byte_gpt(
     sizes = {"dim": dim, "num_layers": num_layers, "num_heads": num_heads, "expansion": expansion}
     argument_ranges.check("model", **{name: (size, 1, math.inf) for name, size in sizes.items()})
     if dim % (2 * num_heads):
-        raise ConfigError(
-            Problem(
-                f"model.dim={dim} with model.num_heads={num_heads}",
-                "rotary positions want an even number of dims per head",
-                f"Set model.dim to a multiple of {2 * num_heads}.",
-            )
+        raise ConfigError.of(
+            f"model.dim={dim} with model.num_heads={num_heads}",
+            "rotary positions want an even number of dims per head",
+            f"Set model.dim to a multiple of {2 * num_heads}.",
         )
     return ByteGPT(dim, num_layers, num_heads, expansion)
 

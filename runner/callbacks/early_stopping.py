@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel.errors import ConfigError, Problem, Problems, nearest
+from accel.errors import ConfigError, Problems, nearest
 from runner.training.callback import Callback
 from runner.training.evaluation import monitored_value
 from runner.training.state import is_better
@@ -61,12 +61,10 @@ class EarlyStopping(Callback):
             )
             self.best, self.num_waited, self._step = None, 0, None
         if loop.data.validation is None:
-            raise ConfigError(
-                Problem(
-                    "callbacks.early_stopping without validation data",
-                    "it follows a validation metric",
-                    "Give the data set a validation part, or take the callback out.",
-                )
+            raise ConfigError.of(
+                "callbacks.early_stopping without validation data",
+                "it follows a validation metric",
+                "Give the data set a validation part, or take the callback out.",
             )
 
     def on_evaluate(self, loop: Run, split: str, metrics: Mapping[str, float]) -> None:

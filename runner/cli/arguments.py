@@ -31,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
     """Raises instead of printing and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(Problem("command line", message, "See runner --help."))
+        raise ConfigError.of("command line", message, "See runner --help.")
 
 
 def _parser() -> _Parser:
@@ -77,7 +77,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if refused:
         rule = "the shipped files stay where they are"
         remedy = "Add a folder of your own with --config-dir DIR; ./conf is read anyway."
-        raise ConfigError(Problem(refused[0], rule, remedy))
+        raise ConfigError.of(refused[0], rule, remedy)
     parser = _parser()
     known, unknown = parser.parse_known_intermixed_args(_with_info(arguments))
     flags = [name for action in parser._actions for name in action.option_strings]

@@ -81,7 +81,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if flags.shell_completion or flags.hydra_help or flags.info:
         return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _no_task)
     if flags.cfg and flags.multirun:
-        raise ConfigError(Problem("--cfg with --multirun", "a sweep has many recipes", "Drop one."))
+        raise ConfigError.of("--cfg with --multirun", "a sweep has many recipes", "Drop one.")
     overrides = _last_of_each(overrides)
     if flags.cfg in ("hydra", "all"):
         return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _no_task)
@@ -138,7 +138,7 @@ def _show(overrides: Sequence[str], config_name: str, package: str | None) -> in
         known = keys.known_keys(content)
         if package not in known:
             value, rule = f"--package {package}", "the recipe has no such node"
-            raise ConfigError(Problem(value, rule, keys.suggestion(package, known)))
+            raise ConfigError.of(value, rule, keys.suggestion(package, known))
         shown = OmegaConf.select(shown, package)
     print(OmegaConf.to_yaml(shown).rstrip() if OmegaConf.is_config(shown) else shown)
     return DONE
@@ -155,7 +155,7 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
         return launcher.follow(place)
     if place is not None and multirun:
         rule = "a sweep starts the processes of each job itself"
-        raise ConfigError(Problem("--multirun under torchrun", rule, "Start it without torchrun."))
+        raise ConfigError.of("--multirun under torchrun", rule, "Start it without torchrun.")
     from runner.build import parts
     from runner.compose import hydra_setup
     from runner.sweep import jobs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 
 
 def parse_duration(value: object, name: str = "trainer.max_time") -> float | None:
@@ -16,10 +16,8 @@ def parse_duration(value: object, name: str = "trainer.max_time") -> float | Non
     if isinstance(value, str) and re.fullmatch(r"(\d+:)?\d+:[0-5]?\d:[0-5]?\d", value):
         days, hours, minutes, seconds = ([0] + [int(part) for part in value.split(":")])[-4:]
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-    raise ConfigError(
-        Problem(
-            f"{name}={value!r}",
-            'it is a number of seconds above 0, or "HH:MM:SS"',
-            f"Give {name}=3600 or {name}=01:00:00 for an hour.",
-        )
+    raise ConfigError.of(
+        f"{name}={value!r}",
+        'it is a number of seconds above 0, or "HH:MM:SS"',
+        f"Give {name}=3600 or {name}=01:00:00 for an hour.",
     )

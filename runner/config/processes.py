@@ -44,12 +44,10 @@ def adopted() -> Adopted | None:
         name, number = here.launched
         launcher = "srun" if name.startswith("SLURM") else "mpirun"
         one = "srun --ntasks=1" if launcher == "srun" else "mpirun -n 1"
-        raise ConfigError(
-            Problem(
-                f"{launcher} with {number} tasks ({name})",
-                "the runner starts its own processes, or takes those of torchrun",
-                f"Start one task ({one}); the runner or torchrun starts the processes.",
-            )
+        raise ConfigError.of(
+            f"{launcher} with {number} tasks ({name})",
+            "the runner starts its own processes, or takes those of torchrun",
+            f"Start one task ({one}); the runner or torchrun starts the processes.",
         )
     return None
 
@@ -89,7 +87,7 @@ def check_interface(distributed: Distributed) -> None:
     if missing:
         rule = f"gloo finds no network interface {missing[0]!r} on this machine"
         remedy = f"Unset it, or name one of: {', '.join(present)}."
-        raise ConfigError(Problem(f"{INTERFACE}={given}", rule, remedy))
+        raise ConfigError.of(f"{INTERFACE}={given}", rule, remedy)
 
 
 def dp_size(recipe: Recipe, num_processes: int) -> int:

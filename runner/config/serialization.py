@@ -172,4 +172,4 @@ def _parsed(text: str, path: Path, as_recipe: bool = False) -> Any:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         remedy = "Correct the file, or name another run."
         rule = f"it is not the recipe of a run: {reason}"
-        raise ConfigError(Problem(str(path), rule, remedy)) from error
+        raise ConfigError.of(str(path), rule, remedy) from error

@@ -65,7 +65,7 @@ def _table_imports(path: Path) -> list[str]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("runner", {})
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(Problem(str(path), f"it is no TOML: {error}", "Correct it.")) from error
+        raise ConfigError.of(str(path), f"it is no TOML: {error}", "Correct it.") from error
     imports = table.get("imports", [])
     problems = Problems()
     for key in sorted(set(table) - {"imports"}):
@@ -116,7 +116,7 @@ def _import(module: str, value: str) -> types.ModuleType:
     except SystemExit as error:  # with 0 an untrained run would look complete
         rule = f"importing {module} ended in SystemExit({error.code!r})"
         remedy = "Call sys.exit only under `if __name__ == '__main__'`."
-        raise ConfigError(Problem(value, rule, remedy)) from error
+        raise ConfigError.of(value, rule, remedy) from error
 
 
 def missing_packages() -> list[Problem]:
@@ -183,7 +183,7 @@ def resolve(name: str, key: str) -> Callable[..., object]:
         rule = f"it resolves to {home or type(found).__name__}, which is not trusted"
         if not callable(found):
             rule = f"it is no class or function but {type(found).__name__}"
-        raise ConfigError(Problem(f"{key}={name}", rule, "Name a class or function of your own."))
+        raise ConfigError.of(f"{key}={name}", rule, "Name a class or function of your own.")
     return found
 
 
@@ -210,16 +210,14 @@ def _locate(name: str, key: str) -> object:
         except ModuleNotFoundError as error:
             if error.name is not None and module.startswith(error.name):
                 continue
-            raise ConfigError(
-                Problem(
-                    f"{key}={name}",
-                    f"importing it needs {error.name!r}",
-                    f"Install {error.name!r}.",
-                )
+            raise ConfigError.of(
+                f"{key}={name}",
+                f"importing it needs {error.name!r}",
+                f"Install {error.name!r}.",
             ) from error
         return _attribute(found, parts[length:], name, key)
-    raise ConfigError(
-        Problem(f"{key}={name}", f"there is no package {parts[0]!r}", f"Install {parts[0]!r}.")
+    raise ConfigError.of(
+        f"{key}={name}", f"there is no package {parts[0]!r}", f"Install {parts[0]!r}."
     )
 
 
@@ -229,7 +227,7 @@ def _attribute(found: object, parts: list[str], name: str, key: str) -> object:
             place = getattr(found, "__name__", str(found))
             close = closest(part, _public(found))
             remedy = did_you_mean(close) if close else "Name one that is there."
-            raise ConfigError(Problem(f"{key}={name}", f"{place} has no {part!r}", remedy))
+            raise ConfigError.of(f"{key}={name}", f"{place} has no {part!r}", remedy)
         found = getattr(found, part)
     return found
 

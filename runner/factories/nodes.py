@@ -46,10 +46,8 @@ def name_and_arguments(
 ) -> tuple[object, str | None, dict[str, object]]:
     """Return name or `_target_` of a node (the other is None) and its arguments, or raise."""
     if not isinstance(node, Mapping):
-        raise ConfigError(
-            Problem(
-                f"{key}={node!r}", "it names a factory", f"Write {key}.name={node}, or {key}=null."
-            )
+        raise ConfigError.of(
+            f"{key}={node!r}", "it names a factory", f"Write {key}.name={node}, or {key}=null."
         )
     arguments = {
         str(name): value for name, value in node.items() if name not in ("name", "_target_")
@@ -60,9 +58,7 @@ def name_and_arguments(
         if name is None:
             rule = "nothing is chosen: it names a factory by `name` or `_target_`"
         known = ", ".join(registry.names())
-        raise ConfigError(
-            Problem(f"{key}={dict(node)}", rule, f"Set {key}.name to one of: {known}.")
-        )
+        raise ConfigError.of(f"{key}={dict(node)}", rule, f"Set {key}.name to one of: {known}.")
     return name, None if target is None else str(target), arguments
 
 

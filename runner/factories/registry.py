@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
-from accel.errors import ConfigError, Problem, nearest
+from accel.errors import ConfigError, nearest
 from accel.imports import load_attribute
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -43,12 +43,10 @@ class Registry:
             same = taken is not None and _origin(taken) == origin
             if (taken is not None and not same) or self._builtin.get(name, origin) != origin:
                 other = self._builtin.get(name) or _origin(taken)
-                raise ConfigError(
-                    Problem(
-                        f"@register.{self.kind}({name!r}) on {origin}",
-                        f"the name belongs to {other}",
-                        "Choose another name.",
-                    )
+                raise ConfigError.of(
+                    f"@register.{self.kind}({name!r}) on {origin}",
+                    f"the name belongs to {other}",
+                    "Choose another name.",
                 )
             self._factories[name] = factory
             return factory
@@ -82,13 +80,11 @@ class Registry:
         """
         if name not in self.names():
             decorator = self.kind.removesuffix("s")
-            raise ConfigError(
-                Problem(
-                    f"{self.kind}.name={name!r}",
-                    f"no {self.kind} factory has that name",
-                    f"{nearest(name, self.names())} Register your own with "
-                    f"@register.{decorator}({name!r}) in a package named by [tool.runner] imports.",
-                )
+            raise ConfigError.of(
+                f"{self.kind}.name={name!r}",
+                f"no {self.kind} factory has that name",
+                f"{nearest(name, self.names())} Register your own with "
+                f"@register.{decorator}({name!r}) in a package named by [tool.runner] imports.",
             )
 
 

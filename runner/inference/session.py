@@ -141,7 +141,7 @@ def is_stream(output: Path) -> bool:
 def _require_output(output: Path | None) -> Path:
     if output is None or not output.parent.is_dir() or output.is_dir():
         rule = "predictions are written to a file in a folder that exists"
-        raise ConfigError(Problem(f"--output {output}", rule, "Give --output predictions.jsonl."))
+        raise ConfigError.of(f"--output {output}", rule, "Give --output predictions.jsonl.")
     return output
 
 
@@ -154,7 +154,7 @@ def _opened(partial: Path, output: Path) -> TextIO:
     except OSError as error:
         rule = f"it cannot be written ({error.strerror})"
         remedy = "Give --output a file in a folder that you may write to."
-        raise ConfigError(Problem(f"--output {output}", rule, remedy)) from error
+        raise ConfigError.of(f"--output {output}", rule, remedy) from error
 
 
 def _predictions(session: Session) -> Iterator[dict[str, object]]:
@@ -166,7 +166,7 @@ def _predictions(session: Session) -> Iterator[dict[str, object]]:
     step, batches = session.step, next(reversed(session.batches.values()), None)
     if batches is None:
         value, rule = "predict without --split", "the recipe's data has neither test nor validation"
-        raise ConfigError(Problem(value, rule, "Give --split train."))
+        raise ConfigError.of(value, rule, "Give --split train.")
     owner, count, names = _predicting(step), 0, None
     with evaluation_mode(step), torch.no_grad():
         for index, batch in enumerate(batches):
@@ -179,7 +179,7 @@ def _predictions(session: Session) -> Iterator[dict[str, object]]:
     if batches.num_samples not in (None, count):
         value = f"{type(owner).__name__}.predict returned {count} rows"
         rule = f"the data set has {batches.num_samples} samples"
-        raise ConfigError(Problem(value, rule, "Give one row per sample of the data set."))
+        raise ConfigError.of(value, rule, "Give one row per sample of the data set.")
 
 
 def _predicting(step: Step) -> object:
@@ -250,7 +250,7 @@ def _in_one_process(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     if asked and distributed.kind != "none":
         rule = "a trained run is used in one process"
         remedy = "Leave it out, or choose the device: distributed.device=cpu."
-        raise ConfigError(Problem(f"distributed={distributed.kind}", rule, remedy))
+        raise ConfigError.of(f"distributed={distributed.kind}", rule, remedy)
     device = "cpu" if distributed.kind == "multi_cpu" else distributed.device
     off: dict[str, Any] = dict.fromkeys(PLUGINS)  # a checkpoint holds full tensors
     return replace(recipe, distributed=Distributed(device=device, init=distributed.init), **off)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel.errors import AccelError, ConfigError, Problem
+from accel.errors import AccelError, ConfigError
 from runner.config import paths, processes, resumed_recipe, trust
 from runner.exit_codes import DONE, REFUSED
 from runner.launch import launcher
@@ -102,7 +102,7 @@ def _resume(
     with lock.held(run_dir):
         if directory.fingerprint(run_dir) != origin:
             rule = "another command has changed the run meanwhile"
-            raise ConfigError(Problem(str(run_dir), rule, "Give the command again."))
+            raise ConfigError.of(str(run_dir), rule, "Give the command again.")
         atomic_update.recover(run_dir)
         job.mend(run_dir)
         checkpoint = _checkpoint(run_dir)
@@ -120,7 +120,7 @@ def _checkpoint(run_dir: Path) -> Path:
     if found is None:
         rule = f"no complete checkpoint lies in {directory.checkpoint_folder(run_dir)}"
         remedy = "Start a new run, or name another run directory."
-        raise ConfigError(Problem(f"resume={str(run_dir)!r}", rule, remedy))
+        raise ConfigError.of(f"resume={str(run_dir)!r}", rule, remedy)
     return found
 
 
@@ -147,5 +147,5 @@ def _staged(requested: Job, recipe: Recipe) -> Job:
     except OSError as error:
         rule = f"a run is written there, and that failed ({paths.failure(error)})"
         remedy = "Make room or give it a folder you may write to; nothing of it has changed."
-        raise ConfigError(Problem(str(requested.run_dir), rule, remedy)) from error
+        raise ConfigError.of(str(requested.run_dir), rule, remedy) from error
     return staged

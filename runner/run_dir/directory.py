@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.checkpoint import directory as checkpoints
-from accel.errors import CheckpointError, ConfigError, Problem
+from accel.errors import CheckpointError, ConfigError
 from runner.config import paths
 from runner.run_dir import atomic_update
 from runner.run_dir.atomic_update import CONFIG
@@ -30,7 +30,7 @@ def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
     """
     if name in ("", ".", "..") or Path(name).name != name:
         rule = "it is the name of one folder"
-        raise ConfigError(Problem(f"name={name!r}", rule, "Use letters, digits, '-' and '_'."))
+        raise ConfigError.of(f"name={name!r}", rule, "Use letters, digits, '-' and '_'.")
     folder = Path(output_dir).expanduser().absolute() / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
     except OSError as error:
         rule = f"runs are written there, and that failed ({paths.failure(error)})"
         remedy = "Give output_dir=<a folder you may write to>."
-        raise ConfigError(Problem(f"output_dir={str(output_dir)!r}", rule, remedy)) from error
+        raise ConfigError.of(f"output_dir={str(output_dir)!r}", rule, remedy) from error
 
 
 def _stamp() -> str:
@@ -147,5 +147,5 @@ def existing(run_dir: str | os.PathLike[str], asked_by: str = "") -> Path:
             f"a run directory holds a {CONFIG}" if path.is_dir() else "there is no such directory"
         )
         remedy = "Name a directory such as runs/<name>/<time>-<id>."
-        raise ConfigError(Problem(f"{asked_by}{os.fspath(run_dir)!r}", rule, remedy))
+        raise ConfigError.of(f"{asked_by}{os.fspath(run_dir)!r}", rule, remedy)
     return path

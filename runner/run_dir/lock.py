@@ -225,7 +225,7 @@ def _acquire(descriptor: int, run_dir: Path) -> None:
             raise _refusal(run_dir, _read_holder(descriptor))
         if not _try_lock(descriptor, WORKERS, True, WORKER_SECONDS):
             rule = f"workers of an earlier command have not ended ({_read_holder(descriptor)})"
-            raise ConfigError(Problem(str(run_dir), rule, "Wait for them, or end them."))
+            raise ConfigError.of(str(run_dir), rule, "Wait for them, or end them.")
         _lock(descriptor, "F_UNLCK", WORKERS)  # for its own workers
     except OSError as error:
         if error.errno not in NOT_OFFERED:

@@ -58,7 +58,7 @@ def _reason_to_skip(run_dir: Path, wanted: Recipe) -> str | None:
             return str(error)
         rule = f"a run with checkpoints has lost its recipe ({error})"
         remedy = "Restore the file, move the directory away, or start without resume."
-        raise ConfigError(Problem("resume=auto", rule, remedy)) from error
+        raise ConfigError.of("resume=auto", rule, remedy) from error
     if different:
         more = f" and {len(different) - MOST_KEYS} more" if len(different) > MOST_KEYS else ""
         keys = [f"{key} is {there} there, {here} here" for key, there, here in different]
@@ -66,7 +66,7 @@ def _reason_to_skip(run_dir: Path, wanted: Recipe) -> str | None:
     other = lock.holder(run_dir)
     if other is not None:
         rule = f"another command trains in {run_dir} ({other})"
-        raise ConfigError(Problem("resume=auto", rule, "Wait for its end, or stop it first."))
+        raise ConfigError.of("resume=auto", rule, "Wait for its end, or stop it first.")
     if is_finished(run_dir, wanted) is None and directory.newest_checkpoint(run_dir) is None:
         return "it has no complete checkpoint"
     return None

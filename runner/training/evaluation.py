@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel.errors import ConfigError, Problem, nearest
+from accel.errors import ConfigError, nearest
 from accel.ops import broadcast_object_list
 from accel.rng import preserved
 from runner.training import return_checks
@@ -28,7 +28,7 @@ def monitored_value(
     """Return the monitored metric; a ConfigError about `key` if it was not measured."""
     if monitor is None or monitor not in metrics:
         rule = f"the evaluation measures {', '.join(metrics)}"
-        raise ConfigError(Problem(f"{key}={monitor!r}", rule, nearest(str(monitor), metrics)))
+        raise ConfigError.of(f"{key}={monitor!r}", rule, nearest(str(monitor), metrics))
     return metrics[monitor]
 
 
@@ -102,7 +102,7 @@ def _check_counts(step: Step, values: Mapping[str, torch.Tensor], num_samples: i
     else:
         return
     name = type(_measuring(step)).__name__
-    raise ConfigError(Problem(f"{name}.evaluate measured {counts}", rule, remedy))
+    raise ConfigError.of(f"{name}.evaluate measured {counts}", rule, remedy)
 
 
 @contextmanager

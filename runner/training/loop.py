@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 from accel.rng import preserved, set_seed
 from runner.config.batch_plan import plan_batches
 from runner.config.durations import parse_duration
@@ -179,12 +179,10 @@ class Loop:
                 if last or self.stopped is not None:
                     break
         if state.step == before and skipped == 0:
-            raise ConfigError(
-                Problem(
-                    "data.train",
-                    "it gave no batch in an epoch",
-                    "Give it samples, or set trainer.drop_last=false.",
-                )
+            raise ConfigError.of(
+                "data.train",
+                "it gave no batch in an epoch",
+                "Give it samples, or set trainer.drop_last=false.",
             )
         if state.step == before:  # the position was the end of a stream of unknown length
             state.end_epoch()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
 from accel.rng import preserved, set_seed
 from runner.data import user_code
@@ -79,13 +79,13 @@ def _require_equal(
 ) -> None:
     if len(one) != len(two):
         value = f"{name}.train made {len(one)} updates of 1 micro-batch and {len(two)} of 2"
-        raise ConfigError(Problem(value, "a window is one optimizer step", REMEDY))
+        raise ConfigError.of(value, "a window is one optimizer step", REMEDY)
     if _difference(one, two) > limit:
         value = (
             f"{name}.train: the gradient of 2 micro-batches is {_ratio(one, two):.3g} times that "
             "of the same samples as 1, or points elsewhere"
         )
-        raise ConfigError(Problem(value, CONTRACT, REMEDY))
+        raise ConfigError.of(value, CONTRACT, REMEDY)
 
 
 def _samples(loop: Run) -> list[object]:

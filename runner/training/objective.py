@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 
 
 class Objective:
@@ -65,12 +65,10 @@ class Objective:
         finally:
             hook.remove()
         if len(outputs) != 1:
-            raise ConfigError(
-                Problem(
-                    f"{type(self).__name__}.losses called the model {len(outputs)} times",
-                    "by default its one output is the prediction",
-                    f"Define {type(self).__name__}.predict(model, batch).",
-                )
+            raise ConfigError.of(
+                f"{type(self).__name__}.losses called the model {len(outputs)} times",
+                "by default its one output is the prediction",
+                f"Define {type(self).__name__}.predict(model, batch).",
             )
         return _per_sample(outputs[0])
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 from runner.data.train_eval_batches import EvalBatches, TrainBatches
 from runner.training.checkpointing import OWN, RunState, Stateful
 from runner.training.saved_hyperparameters import Hyperparameters
@@ -93,12 +93,10 @@ def _make_schedulers(run: Run) -> Mapping[str, LRScheduler]:
     # A stream without trainer.max_steps has no known end to plan a schedule for.
     schedulers = run.step.make_schedulers(total or 1)
     if schedulers and total is None:
-        raise ConfigError(
-            Problem(
-                "trainer.max_steps=null with a data set of unknown length",
-                "a learning-rate schedule needs the number of steps",
-                "Set trainer.max_steps, or scheduler=null for a constant rate.",
-            )
+        raise ConfigError.of(
+            "trainer.max_steps=null with a data set of unknown length",
+            "a learning-rate schedule needs the number of steps",
+            "Set trainer.max_steps, or scheduler=null for a constant rate.",
         )
     return schedulers
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
-from accel.errors import CheckpointError, ConfigError, Problem
+from accel.errors import CheckpointError, ConfigError
 
 FORMERLY = "best_checkpoint"  # in checkpoints of earlier versions, and never set
 
@@ -86,14 +86,12 @@ class TrainState:
             return
         steps, rest = divmod(self.samples_in_epoch, global_batch)
         if rest:
-            raise ConfigError(
-                Problem(
-                    f"trainer.global_batch_size={global_batch}",
-                    f"the checkpoint is {self.samples_in_epoch} samples into an epoch, which is no "
-                    "multiple of that batch size",
-                    "Resume with the global batch size that it was trained with, one that divides "
-                    f"{self.samples_in_epoch}, or from a checkpoint at the end of an epoch.",
-                )
+            raise ConfigError.of(
+                f"trainer.global_batch_size={global_batch}",
+                f"the checkpoint is {self.samples_in_epoch} samples into an epoch, which is no "
+                "multiple of that batch size",
+                "Resume with the global batch size that it was trained with, one that divides "
+                f"{self.samples_in_epoch}, or from a checkpoint at the end of an epoch.",
             )
         self.step_in_epoch = steps
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError
 from runner.training import return_checks
 from runner.training.optimizer_step import optimizer_step
 
@@ -81,7 +81,7 @@ class Step(ABC):
         """Return predictions as nested tensors, each [B, ...]."""
         name = type(self).__name__
         remedy = f"Define {name}.predict(batch), which returns tensors [B, ...]."
-        raise ConfigError(Problem(f"step {name}", "it defines no predict", remedy))
+        raise ConfigError.of(f"step {name}", "it defines no predict", remedy)
 
 
 class SupervisedStep(Step):

@@ -17,7 +17,7 @@ SOURCES = {package: read(ROOT, package) for package in PACKAGES}
 BOTH = [source for sources in SOURCES.values() for source in sources]
 
 # What is there now. Lower a number where code gets below it; the aim is in the comment.
-MAX_NAMING = 21  # 20
+MAX_NAMING = 20
 # Such lines by file, with the files that all strategies share: documented arguments, members and
 # attributes, and a kind of optimizer.
 NAMING = {
@@ -29,7 +29,7 @@ NAMING = {
 MAX_MEMBERS = 17  # 14
 MAX_CYCLES = {"accel": 0, "runner": 0}
 MAX_LONG_FILES = {"accel": 0, "runner": 0}  # over 500 lines
-MAX_ANY = {"accel": 33.6, "runner": 18.5}  # per 1,000 lines: 25, 12
+MAX_ANY = {"accel": 16.0, "runner": 6.5}  # per 1,000 lines
 MAX_UNTESTED = {"accel": 14, "runner": 0}  # 0, 0
 MAX_MEDIAN, MAX_P90 = 7, 21
 
