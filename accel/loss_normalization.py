@@ -8,11 +8,12 @@ each of N processes give the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from accel.comm.base import Communicator
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
 
 Total = TypeVar("Total", float, torch.Tensor)
 
@@ -38,14 +39,18 @@ def normalize_loss(
     return total * (grad_size * num_steps) / global_weight  # type: ignore[return-value]
 
 
-def global_weight(weights: Sequence[torch.Tensor | int], comm: Communicator) -> torch.Tensor | int:
+def global_weight(
+    weights: Sequence[torch.Tensor | int], accelerator: Accelerator
+) -> torch.Tensor | int:
     """Return the summed weight of an optimizer step over all processes. Never waits for the device.
+
+    Ranks that compute the same samples together (tensor parallelism) count once.
 
     Args:
         weights: one per micro-batch. Integers are weights that every process knows to be global
             (the count of real samples over all processes); tensors ([] or [B]) are this process's
             own.
-        comm: how this process talks to the others.
+        accelerator: of the run.
 
     Returns:
         The sum: an integer if all weights are, else a 0-d tensor (one all-reduce).
@@ -54,5 +59,8 @@ def global_weight(weights: Sequence[torch.Tensor | int], comm: Communicator) -> 
     known = sum(weight for weight in weights if not isinstance(weight, torch.Tensor))
     if not local:
         return known
-    summed = comm.all_reduce(torch.stack(local).sum(), "sum")
+    summed = accelerator.comm.all_reduce(torch.stack(local).sum(), "sum")
+    copies = accelerator.parallel_dims.model_size
+    if copies > 1:
+        summed = summed / copies
     return summed + known if known else summed

@@ -130,7 +130,7 @@ def train_epoch(
     num_steps = accelerator.gradient_accumulation_steps
     for window in in_windows(loader, num_steps):
         # How many bytes the step has over all processes, known before its first backward pass.
-        weight = global_weight([targets.ne(IGNORED) for _, targets in window], accelerator.comm)
+        weight = global_weight([targets.ne(IGNORED) for _, targets in window], accelerator)
         loss = torch.zeros((), device=accelerator.device)
         for number, (inputs, targets) in enumerate(window, start=1):
             with accelerator.accumulate(model, sync_gradients=number == len(window)):

@@ -91,13 +91,11 @@ def _weight_of(
             return window.num_samples
         total = keep_valid(of_samples, micro_batch.valid).sum()
         sums.append(total.to(accelerator.device))
-    weight = global_weight(sums, accelerator.comm)
+    weight = global_weight(sums, accelerator)
     if not isinstance(weight, torch.Tensor):
         return weight
     # A window in which every item is masked has a loss of 0 / 0; it is to change nothing.
-    weight = torch.where(weight == 0, 1, weight)
-    copies = accelerator.parallel_dims.model_size
-    return weight / copies if copies > 1 else weight  # summed over ranks with the same samples
+    return torch.where(weight == 0, 1, weight)
 
 
 def keep_valid(values: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:

@@ -65,8 +65,9 @@ class Step(ABC):
 
         Returns:
             0-d tensors on the device: this process's share of each value to log, so that the sum
-            over processes is the value (for a loss: the local sum over the global weight). `loss`
-            is the one that the progress bar shows. Nothing here may wait for the device.
+            over processes is the value (for a loss: the local sum over the global weight and
+            over `accelerator.parallel_dims.num_copies`, the ranks that compute the same loss).
+            `loss` is the one that the progress bar shows. Nothing here may wait for the device.
         """
 
     @abstractmethod

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from accel import Accelerator
 from accel.comm.local import LocalCommunicator
 from accel.loss_normalization import global_weight, normalize_loss
+from accel.parallel import ParallelDims
 from tests.helpers import run_distributed
 
 # Tokens of each sequence, one sequence a micro-batch; ragged on purpose. An optimizer step is the
@@ -66,7 +69,7 @@ def accumulated_weights(weigh: str) -> list[list[float]]:
         mine += [torch.empty(0, 2)] * (-(-len(window) // count) - len(mine))
         known: list[torch.Tensor | int] = [len(sequence) for sequence in window]
         own: list[torch.Tensor | int] = [torch.tensor(len(sequence)) for sequence in mine]
-        total = global_weight(known if weigh == "known" else own, accelerator.comm)
+        total = global_weight(known if weigh == "known" else own, accelerator)
         for index, sequence in enumerate(mine):
             with accelerator.accumulate(model, sync_gradients=index == len(mine) - 1):
                 loss = normalize_loss(
@@ -98,13 +101,18 @@ def test_a_mean_per_micro_batch_would_be_another_step() -> None:
     assert (1 - 0.5 * gradient).flatten().tolist() != pytest.approx(exact_weights()[0], rel=0.01)
 
 
+def alone() -> Any:
+    """Return an accelerator's share of one process in a weight."""
+    return SimpleNamespace(comm=LocalCommunicator(), parallel_dims=ParallelDims())
+
+
 def test_known_weights_need_no_exchange() -> None:
-    assert global_weight([3, 4], LocalCommunicator()) == 7
-    assert global_weight([], LocalCommunicator()) == 0
+    assert global_weight([3, 4], alone()) == 7
+    assert global_weight([], alone()) == 0
 
 
 def test_weights_of_both_kinds_are_summed() -> None:
-    total = global_weight([3, torch.tensor([1.0, 2.0]), torch.tensor(4)], LocalCommunicator())
+    total = global_weight([3, torch.tensor([1.0, 2.0]), torch.tensor(4)], alone())
     assert isinstance(total, torch.Tensor)
     assert total.item() == 10
 

@@ -111,8 +111,7 @@ def step(
     """Make one optimizer step; return this process's share of its loss."""
     recipe = sabotaged(cell).recipe
     replicas = accelerator.parallel_dims.dp_size
-    copies = accelerator.num_processes // replicas  # processes that read the same data
-    weight = global_weight([(t != IGNORED).sum() for _, t in window], accelerator.comm) / copies
+    weight = global_weight([(t != IGNORED).sum() for _, t in window], accelerator)
     twice = cell.sabotage == "gradients divided by W twice"
     divisor = accelerator.num_processes if twice else 1
     share = 0.0

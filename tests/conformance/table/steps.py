@@ -219,7 +219,7 @@ NORMALISATION = [
     Entry(
         "accel.loss_normalization:global_weight",
         EQUAL_STEPS,
-        parameters={"weights": P(REQUIRED, EQUAL_STEPS), "comm": P(REQUIRED, EQUAL_STEPS)},
+        parameters={"weights": P(REQUIRED, EQUAL_STEPS), "accelerator": P(REQUIRED, EQUAL_STEPS)},
     ),
 ]
 

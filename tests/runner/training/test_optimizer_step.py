@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import runner
-from accel.accelerator import Accelerator
+from accel import Accelerator, TorchTensorParallelPlugin
 from runner import MicroBatch, Step, Window
 from runner.config.schema import Trainer
+from tests.helpers import run_distributed
 
+Tensors = Mapping[str, torch.Tensor]
 NUM_SAMPLES, LR, MAX_NORM = 10, 0.1, 0.05
 
 
@@ -22,7 +24,7 @@ class Own(Step):
 
     def __init__(self, weighted: bool) -> None:
         torch.manual_seed(0)
-        model = nn.Linear(3, 1)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
         self.weighted = weighted
         self.models = {"model": model}
         self.optimizers = {"optimizer": torch.optim.SGD(model.parameters(), lr=LR)}
@@ -62,7 +64,7 @@ class ByHand(Own):
         weight: Any = window.num_samples
         if self.weighted:
             kept = [runner.keep_valid(m.batch[2], m.valid) for m in window.micro_batches]
-            weight = runner.global_weight(kept, accelerator.comm)
+            weight = runner.global_weight(kept, accelerator)
         share, norms = 0.0, {}
         for index, micro_batch in enumerate(window.micro_batches):
             last = index == len(window.micro_batches) - 1
@@ -75,7 +77,7 @@ class ByHand(Own):
                     num_steps=accelerator.gradient_accumulation_steps,
                 )
                 accelerator.backward(loss)
-                share += total.detach() / weight
+                share += total.detach() / weight / accelerator.parallel_dims.num_copies
                 if last:
                     norms = runner.clip_gradients(accelerator, model, trainer)
                     optimizer.step()
@@ -105,25 +107,32 @@ def window() -> Window:
     return Window(micro_batches, NUM_SAMPLES)
 
 
+def made(kind: type[Own], weighted: bool, tp_size: int) -> tuple[dict[str, float], Tensors]:
+    """Return the values that a step logs, summed over processes, and the weights after it."""
+    plan = {"0": "colwise", "2": "rowwise"}
+    plugin = TorchTensorParallelPlugin(tp_size, tp_plan=plan) if tp_size > 1 else None
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, torch_tp_plugin=plugin)
+    step = kind(weighted)
+    model, optimizer = accelerator.prepare(step.models["model"], step.optimizers["optimizer"])
+    step.models, step.optimizers = {"model": model}, {"optimizer": optimizer}
+    values = step.train(accelerator, window(), Trainer(clip_grad_norm=MAX_NORM))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    summed = {name: accelerator.reduce(value).item() for name, value in values.items()}
+    return summed, accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", [Own, ByHand])
-def test_an_own_step_is_that_of_a_plain_loop(kind: type[Own], weighted: bool) -> None:
+def test_an_own_step_is_that_of_a_plain_loop(kind: type[Own], weighted: bool, tp_size: int) -> None:
     plain = Own(weighted)
     batch = samples()
     loss = plain.losses(batch).sum() / (batch[2].sum() if weighted else NUM_SAMPLES)
     loss.backward()
     norm = nn.utils.clip_grad_norm_(plain.models["model"].parameters(), MAX_NORM)
     plain.optimizers["optimizer"].step()
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    step = kind(weighted)
-    model, optimizer = accelerator.prepare(step.models["model"], step.optimizers["optimizer"])
-    step.models, step.optimizers = {"model": model}, {"optimizer": optimizer}
-    values = step.train(accelerator, window(), Trainer(clip_grad_norm=MAX_NORM))
-
-    assert values["loss"].item() == pytest.approx(loss.item(), rel=1e-5)
-    assert values["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-5)
-    own = accelerator.unwrap_model(model)
-    for ours, theirs in zip(own.parameters(), plain.models["model"].parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)
-    assert all(p.grad is None for p in own.parameters())
+    for values, weights in run_distributed(made, tp_size, kind, weighted, tp_size):
+        assert values["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert values["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+        for name, weight in plain.models["model"].state_dict().items():
+            torch.testing.assert_close(weights[name], weight)
