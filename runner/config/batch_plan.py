@@ -10,6 +10,15 @@ from runner.config.schema import Trainer
 
 
 @dataclass(frozen=True)
+class Position:
+    """Where a run stands: optimizer steps made, epochs completed, samples in the one under way."""
+
+    step: int = 0
+    epoch: int = 0
+    samples_in_epoch: int = 0
+
+
+@dataclass(frozen=True)
 class BatchPlan:
     """Batch sizes and step counts of a run.
 
@@ -39,13 +48,16 @@ class BatchPlan:
         return self.micro_batch * self.dp_size
 
 
-def plan_batches(trainer: Trainer, dp_size: int, num_samples: int | None) -> BatchPlan:
+def plan_batches(
+    trainer: Trainer, dp_size: int, num_samples: int | None, position: Position | None = None
+) -> BatchPlan:
     """Derive the batch arithmetic of a run.
 
     Args:
         trainer: the node of the recipe.
         dp_size: data-parallel size.
         num_samples: samples of the training data; None: not known (yet).
+        position: where the run is resumed, maybe with epochs of another length; None: at its start.
 
     Raises:
         ConfigError: naming every size that does not divide or leaves no step, with valid ones.
@@ -61,7 +73,7 @@ def plan_batches(trainer: Trainer, dp_size: int, num_samples: int | None) -> Bat
         dp_size=dp_size,
         eval_batch=trainer.eval_batch_size or 2 * micro,
         steps_per_epoch=steps,
-        total_steps=_total_steps(trainer, steps),
+        total_steps=_total_steps(trainer, steps, position or Position()),
     )
 
 
@@ -127,8 +139,10 @@ def _steps_per_epoch(trainer: Trainer, num_samples: int, problems: Problems) -> 
     return limited(trainer.overfit_batches, steps)
 
 
-def _total_steps(trainer: Trainer, steps_per_epoch: int | None) -> int | None:
+def _total_steps(trainer: Trainer, steps_per_epoch: int | None, position: Position) -> int | None:
     limits = [] if trainer.max_steps is None else [trainer.max_steps]
     if trainer.epochs is not None and steps_per_epoch is not None:
-        limits.append(trainer.epochs * steps_per_epoch)
+        in_epoch = min(position.samples_in_epoch // trainer.global_batch_size, steps_per_epoch)
+        remaining = max(0, (trainer.epochs - position.epoch) * steps_per_epoch - in_epoch)
+        limits.append(position.step + remaining)
     return min(limits, default=None)

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from accel.checkpoint import directory
 from accel.errors import ConfigError
 from accel.rng import preserved, set_seed
-from runner.config.batch_plan import plan_batches
+from runner.config.batch_plan import Position, plan_batches
 from runner.config.durations import parse_duration
 from runner.data.micro_batch_window import with_last
 from runner.reporting.console import Display
@@ -57,7 +58,6 @@ class Loop:
         step: owns models and optimizers, not prepared yet.
         data: the data sets.
         callbacks: by name.
-        plan: batch arithmetic; None: derived from the recipe.
         resume_from: a checkpoint of this run; None: from the beginning.
         stop_flag: receives requests to stop; None: there are none.
         display: shows the run; None: on standard output of rank 0.
@@ -74,7 +74,6 @@ class Loop:
         data: Data,
         callbacks: Mapping[str, Callback] | None = None,
         *,
-        plan: BatchPlan | None = None,
         resume_from: str | Path | None = None,
         stop_flag: StopFlag | None = None,
         display: Display | None = None,
@@ -86,8 +85,8 @@ class Loop:
         self.step = step
         self.data = data
         self.callbacks = dict(callbacks or {})
-        self.plan = plan or self._plan()
         self.resume_from = None if resume_from is None else str(resume_from)
+        self.plan = self._plan()
         self.stop_flag = stop_flag or StopFlag()
         self.display = display or Display(enabled=accelerator.is_main_process)
         self._on_begin = on_begin
@@ -184,9 +183,11 @@ class Loop:
                 "it gave no batch in an epoch",
                 "Give it samples, or set trainer.drop_last=false.",
             )
-        if state.step == before:  # the position was the end of a stream of unknown length
+        if state.step == before:  # the position is the end: of a stream, or of an epoch cut shorter
             state.end_epoch()
-            self._at_boundary()
+            self._check_limits(resumed=True)
+            self._check_requests()
+            self._evaluate_and_save()
 
     def _train_step(self, window: Window) -> None:
         given = self.step.train(self.accelerator, window, self.recipe.trainer)
@@ -209,6 +210,9 @@ class Loop:
         self._check_requests()
         if self.complete or self._log.due(state.step):
             self._notify("on_log", self._log.write())
+        self._evaluate_and_save()
+
+    def _evaluate_and_save(self) -> None:
         if self.complete and self.stop_flag.reason == TIME_IS_UP:
             self._save()  # whoever set the limit may not wait for an evaluation
         self._evaluations.validate_if_due()
@@ -219,7 +223,15 @@ class Loop:
 
     def _plan(self) -> BatchPlan:
         size = summaries.num_samples(self.data.train)
-        return plan_batches(self.recipe.trainer, self.accelerator.parallel_dims.dp_size, size)
+        dp_size = self.accelerator.parallel_dims.dp_size
+        return plan_batches(self.recipe.trainer, dp_size, size, self._position())
+
+    def _position(self) -> Position | None:
+        """Return where the run is resumed: before objects are made, the schedule among them."""
+        if self.resume_from is None:
+            return None
+        recorded = directory.read_manifest(self.resume_from).metadata
+        return Position(*(recorded.get(name, 0) for name in ("step", "epoch", "samples_in_epoch")))
 
     def _prepare(self) -> None:
         self._prepared = prepare(self, self.callbacks, self.meter)

@@ -117,9 +117,10 @@ class Hyperparameters:
         for note in self.notes():
             loop.display.note(note)
         if self.monitors_differently and state.best is not None:
+            other = "other options of data or objective" * self.measures_differently
             loop.display.note(
-                f"The best state so far (step {state.best_step}) was found by another metric: "
-                f"the best {loop.monitor} is reset."
+                f"The best state so far (step {state.best_step}) was found with "
+                f"{other or 'another metric'}: the best {loop.monitor} is reset."
             )
             state.best = state.best_step = None
             state.evaluated_step = -1

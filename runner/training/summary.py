@@ -168,6 +168,10 @@ def length_line(loop: Run) -> str:
     unlimited = counted(trainer.epochs * plan.steps_per_epoch, "step")
     line = f"{limits[0]} × {counted(plan.steps_per_epoch, 'step')} = {unlimited}"
     total = counted(plan.total_steps or 0, "step")
+    if plan.total_steps not in (trainer.max_steps, trainer.epochs * plan.steps_per_epoch):
+        # Resumed with epochs of another length.
+        made, left = loop.state.step, (plan.total_steps or 0) - loop.state.step
+        return f"{total}: {made} made, then {left} to the end of epoch {trainer.epochs}"
     return line if total == unlimited else f"{total} (of {line})"
 
 

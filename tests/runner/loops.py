@@ -200,7 +200,7 @@ def build(
         make_scheduler,
     )
     kwargs.setdefault("display", Display(enabled=False))
-    return Loop(recipe, run_dir, accelerator, step, data, plan=plan, **kwargs)
+    return Loop(recipe, run_dir, accelerator, step, data, **kwargs)
 
 
 def forget() -> None:

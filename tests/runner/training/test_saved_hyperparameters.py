@@ -236,7 +236,28 @@ def test_other_training_data_are_refused_within_an_epoch(tmp_path: Path) -> None
 def test_other_data_are_taken_from_the_end_of_an_epoch_on(tmp_path: Path) -> None:
     loop = resumed(tmp_path, data(), data(train=80), stop_after=10)
     assert loop.state.step == 10 + 2 * 10
-    assert rates(tmp_path)[10] == pytest.approx(0.02 * (1 - 0.9 * 10 / 40))  # of 4 · 10 steps
+    assert rates(tmp_path)[10] == pytest.approx(0.02 * (1 - 0.9 * 10 / 30))  # of 10 + 2 · 10 steps
+
+
+@pytest.mark.parametrize(
+    ("stop", "batch", "total"),
+    [(10, 4, 10 + 2 * 10), (10, 16, 10 + 2 * 3), (14, 4, 14 + 2 + 10), (14, 16, 14 + 1 + 3)],
+)
+def test_a_schedule_ends_with_a_run_whose_epochs_have_another_length(
+    tmp_path: Path, stop: int, batch: int, total: int
+) -> None:
+    made = {"make_scheduler": loops.scheduler}  # linear, to a tenth
+    loop = resumed(tmp_path, made, made, {"trainer__global_batch_size": batch}, stop_after=stop)
+    assert loop.state.step == loop.plan.total_steps == total
+    assert rates(tmp_path)[stop:] == pytest.approx(
+        [0.02 * (1 - 0.9 * step / total) for step in range(stop, total)]
+    )
+
+
+def test_an_epoch_that_a_resume_cuts_shorter_is_over_and_logs_no_step(tmp_path: Path) -> None:
+    loop = resumed(tmp_path, {}, {}, {"trainer__limit_train_batches": 2}, stop_after=3)
+    assert loop.state.step == loop.plan.total_steps == 3 + 3 * 2
+    assert [record["step"] for record in records(tmp_path)] == list(range(1, 10))
 
 
 def test_the_best_of_another_measure_is_not_compared(tmp_path: Path) -> None:
@@ -281,7 +302,7 @@ def test_the_best_by_other_data_or_another_objective_is_looked_for_anew(
     )
     loop.run()
     assert loop.remeasured is anew
-    assert ("was found by another metric" in told.getvalue()) is anew
+    assert ("other options of data or objective" in told.getvalue()) is anew
     assert ((loop.state.best_step or 0) > STOP) is anew  # the larger values improve on nothing else
 
 
