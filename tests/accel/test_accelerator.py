@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -371,6 +372,22 @@ def test_end_training_can_be_called_twice() -> None:
     accelerator.end_training()
     accelerator.end_training()
     assert accelerator.is_main_process
+
+
+def test_an_accelerator_pickles_without_the_processs_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "secret of the process")
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    stored = pickle.dumps(accelerator)
+    assert b"secret of the process" not in stored
+    other = pickle.loads(stored)
+    assert other.plan == accelerator.plan
+    (copied,) = other._models
+    other.backward(copied(torch.ones(1, 2)).sum())
+    assert copied.weight.grad is not None
+    assert model.weight.grad is None
 
 
 # -- subclasses ----------------------------------------------------------------------------
