@@ -57,7 +57,7 @@ def named(name: str) -> StrategySpec:
 
 
 # In a pickle a spec is its name: its functions are code, which may be lambdas.
-copyreg.pickle(StrategySpec, lambda spec: (named, (spec.name,)))  # type: ignore[arg-type,return-value]
+copyreg.pickle(StrategySpec, lambda spec: (named, (spec.name,)))
 
 
 def plugins() -> tuple[PluginSpec, ...]:
