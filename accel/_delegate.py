@@ -20,11 +20,25 @@ def delegate(
         owner: name of the attribute.
         method: of the owner's class.
     """
-    bound = operator.attrgetter(f"{owner}.{method.__name__}")
+    # Of the object's class: it may itself hold a method of the facade, see `hand_overridden`.
+    found = operator.attrgetter(owner, f"{owner}.__class__.{method.__name__}")
 
     @functools.wraps(method)
     def call(self: object, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        answer: R = bound(self)(*args, **kwargs)
+        owned, own = found(self)
+        answer: R = own(owned, *args, **kwargs)
         return answer
 
+    vars(call)["owner"] = owner
     return call
+
+
+def hand_overridden(facade: object, base: type) -> None:
+    """Let the objects that `facade` owns call its methods where its class overrides some of `base`.
+
+    They call each other's by `self`, as if they were methods of one object.
+    """
+    for name, inherited in vars(base).items():
+        owner = getattr(inherited, "owner", None)
+        if owner is not None and getattr(type(facade), name) is not inherited:
+            setattr(getattr(facade, owner), name, getattr(facade, name))

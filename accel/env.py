@@ -147,7 +147,8 @@ class Environment:
         dynamo_fullgraph: whether a graph break is an error.
         dynamo_dynamic: whether shapes are symbolic.
         dynamo_regional: whether repeated blocks are compiled instead of the full model.
-        variables: all variables, of which strategies read those of their plugins.
+        variables: all variables, of which strategies read those of their plugins; they may hold
+            secrets, so a pickle has none of them.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """
@@ -171,7 +172,10 @@ class Environment:
     dynamo_fullgraph: bool | None = None
     dynamo_dynamic: bool | None = None
     dynamo_regional: bool | None = None
-    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "variables": {}}
 
     @property
     def has_rendezvous(self) -> bool:

@@ -56,6 +56,12 @@ class RunObjects:
             return None
         return Path(project.project_dir) / directory.FOLDER
 
+    @property
+    def registered(self) -> list[str]:
+        """The qualified names of the classes of the objects registered for checkpointing."""
+        kinds = map(type, self.objects.custom)
+        return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]
+
     def parameter_names(self) -> ParameterNames:
         """Return the names of all models' parameters."""
         unwrap = self.strategy.state.unwrap

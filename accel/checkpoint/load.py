@@ -130,6 +130,12 @@ def _check_counts(run: RunObjects, checkpoint: Saved) -> None:
     if lacking:
         remedy = "Prepare and register the same objects as when it was saved."
         raise directory.broken(checkpoint.path, f"it holds only {', '.join(lacking)}", remedy)
+    # Other names may be those of renamed classes; earlier versions recorded none.
+    now, then = run.registered, checkpoint.manifest.engine.get("registered", [])
+    if now != then and sorted(now) == sorted(then):
+        rule = f"objects were registered as {', '.join(then)}, and now as {', '.join(now)}"
+        remedy = "Register them in the order in which they were saved."
+        raise directory.broken(checkpoint.path, rule, remedy)
 
 
 def _restore_models(run: RunObjects, saved: Saved, models: list[Any], strict: bool) -> None:

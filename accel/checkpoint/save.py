@@ -22,7 +22,7 @@ from accel.checkpoint.dataloader_state import positions
 from accel.checkpoint.directory import numbered
 from accel.checkpoint.serialization import save_plain, write_model
 from accel.comm.all_or_none import decided, together
-from accel.errors import CheckpointError
+from accel.errors import CheckpointError, Problem
 from accel.logging import get_logger
 
 logger = get_logger(__name__)
@@ -129,13 +129,37 @@ def _stage(run: RunObjects, final: Path) -> Path:
     try:
         with together(comm, f"creating {final}"):
             mine = directory.stage(final) if is_writer else None
-        created = comm.all_gather_object(None if mine is None else fspath(mine))
+        held: dict[str, int | str] = {
+            **_numbers(run),
+            "custom": ", ".join(run.registered) or "none",
+        }
+        ranks = comm.all_gather_object((None if mine is None else fspath(mine), held))
+        _check_alike([of_rank for _, of_rank in ranks])
         with together(comm, f"creating {final}"):
-            return _own_folder(created, comm.rank, final)
+            return _own_folder([path for path, _ in ranks], comm.rank, final)
     except CheckpointError:
         if mine is not None:
             directory.discard(mine)
         raise
+
+
+def _numbers(run: RunObjects) -> dict[str, int]:
+    return {kind: len(found) for kind, found in vars(run.objects).items()}
+
+
+def _check_alike(ranks: list[dict[str, int | str]]) -> None:
+    """Refuse, on every rank, ranks that hold other objects: one of them writes for all."""
+    differing = [kind for kind in ranks[0] if len({held[kind] for held in ranks}) > 1]
+    if differing:
+        listed = "; ".join(
+            f"rank {rank}: " + ", ".join(f"{kind}: {held[kind]}" for kind in differing)
+            for rank, held in enumerate(ranks)
+        )
+        rule = "one rank writes for all, so every rank has the same objects in the same order"
+        remedy = "Prepare and register the same objects in the same order on every rank."
+        raise CheckpointError(
+            Problem(f"save_state with ranks that differ ({listed})", rule, remedy)
+        )
 
 
 def _own_folder(created: list[str | None], rank: int, final: Path) -> Path:
@@ -153,7 +177,6 @@ def _own_folder(created: list[str | None], rank: int, final: Path) -> Path:
 
 
 def _facts(run: RunObjects) -> dict[str, Any]:
-    objects = run.objects
     return {
         "world_size": run.comm.world_size,
         "dp_size": run.plan.parallel_dims.dp_size,
@@ -163,8 +186,9 @@ def _facts(run: RunObjects) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "iteration": run.plan.project.iteration,
         "accumulation_step": run.accumulation.step,
-        "objects": {kind: len(getattr(objects, kind)) for kind in vars(objects)},
-        "dataloaders": [describe(loader) for loader in objects.dataloaders],
+        "objects": _numbers(run),
+        "registered": run.registered,
+        "dataloaders": [describe(loader) for loader in run.objects.dataloaders],
     }
 
 

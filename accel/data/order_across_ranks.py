@@ -160,7 +160,7 @@ def shard_problems(
         return []
     return [
         Problem(
-            f"a {type(drawing_sampler(sampler)).__name__} that gives each rank other samples",
+            f"sampler {type(drawing_sampler(sampler)).__name__} that gives each rank other samples",
             "the indices are sharded by `prepare`, so that those of every rank but the first would "
             "never be read",
             "Give the loader the indices of the full data set: omit the sampler, as in "
@@ -211,7 +211,7 @@ def unshardable_problems(
     if type(sampler).__iter__ not in known:
         return [
             Problem(
-                f"a {type(sampler).__name__} in a loader that is prepared",
+                f"sampler {type(sampler).__name__} in a loader that is prepared",
                 "its own `__iter__` shards the data, and `prepare` would shard it again",
                 remedy,
             )
@@ -219,7 +219,7 @@ def unshardable_problems(
     if sampler.num_replicas not in counts:
         return [
             Problem(
-                f"a {type(sampler).__name__} with num_replicas={sampler.num_replicas} on "
+                f"sampler {type(sampler).__name__} with num_replicas={sampler.num_replicas} on "
                 f"{counts[0]} data-parallel ranks",
                 "`prepare` would shard the indices of each rank again",
                 remedy,
@@ -245,7 +245,7 @@ def agreed_seed(comm: Communicator, seed: int, loader: DataLoader[object], sampl
     if name is not None:
         listed = ", ".join(f"rank {rank}: {fact[name]}" for rank, fact in enumerate(facts))
         raise ConfigError.of(
-            f"a {type(sampler).__name__} that differs between ranks ({name}: {listed})",
+            f"sampler {type(sampler).__name__} that differs between ranks ({name}: {listed})",
             "`prepare` shards one order over all ranks, which is the same on each",
             "Give every rank the full data set and the same sampler; do not shard it before.",
         )

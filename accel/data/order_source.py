@@ -282,7 +282,7 @@ class DrawnSampler:
 def _other_entries(sampler: object) -> Problem:
     name = type(drawing_sampler(sampler)).__name__
     return Problem(
-        f"a {name} that does not draw again what it had drawn when the checkpoint was saved",
+        f"sampler {name} that does not draw again what it had drawn when the checkpoint was saved",
         "the rest of the pass has another order, so that samples are repeated and others skipped",
         f"Let {name} draw from its attribute `generator` (a torch.Generator) or from Python's, "
         "NumPy's or torch's global generator, or give it state_dict() and load_state_dict().",

@@ -197,7 +197,6 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         self._check()
 
     def _check(self) -> None:
-        name = type(self.batch_sampler).__name__
         problems = Problems()
         if not 0 <= self.process_index < self.num_processes:
             problems.add(
@@ -207,7 +206,7 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
             )
         if self.batch_size is None and (self.even_batches or self.split_batches):
             problems.add(
-                f"a {name} without `batch_size`",
+                f"batch sampler {class_name(self.batch_sampler)} without `batch_size`",
                 "even or split batches want to know the size of a full batch",
                 "Give the sampler an attribute `batch_size`, or set even_batches=False "
                 "and split_batches=False.",
@@ -267,7 +266,7 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
             samples = group[0] if len(group) == 1 else list(itertools.chain.from_iterable(group))
             if ended or len(samples) > size:
                 raise ConfigError.of(
-                    f"a {type(self.batch_sampler).__name__} whose batches vary in size",
+                    f"batch sampler {class_name(self.batch_sampler)}, whose batches vary in size",
                     f"with even_batches=True all but the last have the size {self.batch_size}",
                     "Set even_batches=False.",
                 )
@@ -423,6 +422,13 @@ def samplers(sampler: object) -> Iterator[Any]:
         yield sampler
         inner = getattr(sampler, "batch_sampler", None)
         sampler = getattr(sampler, "sampler", None) if inner is None else inner
+
+
+def class_name(sampler: object) -> str:
+    """Return the class of `sampler`; of what the engine put around the caller's own, of that."""
+    kinds = [type(inner) for inner in samplers(sampler)]
+    own = [kind for kind in kinds if not kind.__module__.startswith("accel.")]
+    return (own or kinds)[0].__name__
 
 
 def drawing_sampler(sampler: object) -> Any:

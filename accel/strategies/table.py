@@ -10,12 +10,13 @@ Source: https://packaging.python.org/en/latest/specifications/entry-points/
 
 from __future__ import annotations
 
+import copyreg
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, unknown_choice
 from accel.imports import load_attribute
 from accel.planning.spec import PluginSpec, StrategySpec
 
@@ -45,6 +46,18 @@ def specs() -> tuple[StrategySpec, ...]:
             problems += error.problems
     ConfigError.raise_if(problems + _taken_twice(found))
     return tuple(found)
+
+
+def named(name: str) -> StrategySpec:
+    """Return the spec of the strategy `name`, or raise `ConfigError` where there is none."""
+    known = {spec.name: spec for spec in specs()}
+    if name not in known:
+        raise ConfigError(unknown_choice("strategy", name, known))
+    return known[name]
+
+
+# In a pickle a spec is its name: its functions are code, which may be lambdas.
+copyreg.pickle(StrategySpec, lambda spec: (named, (spec.name,)))
 
 
 def plugins() -> tuple[PluginSpec, ...]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -369,3 +372,68 @@ def test_end_training_can_be_called_twice() -> None:
     accelerator.end_training()
     accelerator.end_training()
     assert accelerator.is_main_process
+
+
+def test_an_accelerator_pickles_without_the_processs_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "secret of the process")
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    stored = pickle.dumps(accelerator)
+    assert b"secret of the process" not in stored
+    other = pickle.loads(stored)
+    assert other.plan == accelerator.plan
+    (copied,) = other._models
+    other.backward(copied(torch.ones(1, 2)).sum())
+    assert copied.weight.grad is not None
+    assert model.weight.grad is None
+
+
+# -- subclasses ----------------------------------------------------------------------------
+
+OVERRIDDEN = (
+    *("get_state_dict", "unscale_gradients", "accumulate", "backward", "lomo_backward"),
+    *("check_trigger", "free_memory"),
+)
+
+
+class Watched(Accelerator):
+    """Notes the calls of the methods that others of them call."""
+
+    called: ClassVar[list[str]] = []
+
+
+def _watched(name: str) -> Callable[..., object]:
+    def call(self: Watched, *args: object, **kwargs: object) -> object:
+        self.called.append(name)
+        return getattr(super(Watched, self), name)(*args, **kwargs)
+
+    return call
+
+
+for _name in OVERRIDDEN:
+    setattr(Watched, _name, _watched(_name))
+
+
+def test_methods_that_a_subclass_overrides_are_called_by_the_others(tmp_path: Path) -> None:
+    accelerator = Watched(cpu=True, mixed_precision="fp16")
+    module = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), 0.1))
+
+    def calls(method: Callable[..., object], *args: object, **kwargs: object) -> list[str]:
+        accelerator.called.clear()
+        method(*args, **kwargs)
+        return accelerator.called[:]
+
+    window, of_batch = [torch.ones(1, 2)], lambda model, batch: model(batch).sum()
+    step = calls(accelerator.forward_backward, model, window, of_batch)
+    assert step == ["accumulate", "backward"]
+    for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+        assert calls(clip, model.parameters(), 1.0) == ["unscale_gradients"]
+    assert calls(accelerator.save_model, model, tmp_path) == ["get_state_dict"]
+    assert calls(accelerator.check_breakpoint) == ["check_trigger"]
+    optimizer.optimizer.fused_backward = lambda loss, rate: None
+    loss = model(window[0]).sum()
+    assert calls(accelerator.backward, loss, learning_rate=0.1) == ["backward", "lomo_backward"]
+    assert calls(accelerator.clear) == ["free_memory"]

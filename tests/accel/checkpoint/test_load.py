@@ -85,6 +85,24 @@ def test_registered_objects_come_back_and_others_do_not(tmp_path: Path) -> None:
     assert [counter.value for counter in counters] == [1, 2]
 
 
+def test_registered_objects_in_another_order_are_refused(tmp_path: Path) -> None:
+    class Other(Counter):
+        """Another class."""
+
+    engine = accelerator()
+    engine.register_for_checkpointing(Counter(1), Other(2))
+    engine.save_state(tmp_path)
+    other = accelerator()
+    other.register_for_checkpointing(Other(), Counter())
+    with pytest.raises(CheckpointError, match=r"registered as .*Counter, .*Other, and now as"):
+        other.load_state(tmp_path)
+    renamed = accelerator()  # the names of classes may change
+    counters = Counter(), Counter()
+    renamed.register_for_checkpointing(*counters)
+    renamed.load_state(tmp_path)
+    assert [counter.value for counter in counters] == [1, 2]
+
+
 def test_a_hook_before_loading_takes_models_over(tmp_path: Path) -> None:
     engine = accelerator()
     model = engine.prepare(nn.Linear(2, 2))

@@ -15,6 +15,7 @@ from accel.config.handlers import DistributedDataParallelKwargs
 from accel.config.training import ProjectConfiguration
 from accel.errors import CheckpointError
 from tests.accel.checkpoint.parts import Run, automatic, build, equal
+from tests.accel.checkpoint.test_session import Counter
 from tests.helpers import run_distributed
 
 # DDP then keeps its first buckets; else a fresh wrapper adds up three ranks' gradients in another
@@ -73,6 +74,20 @@ def fail(folder: str, at: str) -> list[str]:
             call(folder)
         except CheckpointError as error:
             messages.append(str(error))
+    return messages
+
+
+def register_otherwise(folder: str) -> list[str]:
+    """Register one object on rank 1 only, then both, in another order than there."""
+    run = build()
+    is_first = run.accelerator.process_index == 0
+    counter, picky = Counter(), Picky(0, "")
+    messages = []
+    for objects in ([] if is_first else [counter], [picky, counter] if is_first else [picky]):
+        run.accelerator.register_for_checkpointing(*objects)
+        with pytest.raises(CheckpointError) as caught:
+            run.accelerator.save_state(folder)
+        messages.append(str(caught.value))
     return messages
 
 
@@ -224,6 +239,14 @@ def test_one_failing_rank_makes_all_raise(tmp_path: Path, at: str, world_size: i
         assert "rank 1 cannot" in messages[0]
     assert (tmp_path / "state").exists() == (at == "load")
     assert [path for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+def test_ranks_that_registered_other_objects_are_refused(tmp_path: Path) -> None:
+    for only, order in run_distributed(register_otherwise, 2, str(tmp_path / "state")):
+        assert "rank 0: custom: none; rank 1: custom: tests.accel.checkpoint" in only
+        assert "the same objects in the same order" in order
+        assert order.index("Picky") < order.index("Counter") < order.rindex("Picky")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_rotation_and_numbering_agree_over_processes(tmp_path: Path) -> None:

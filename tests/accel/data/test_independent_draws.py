@@ -121,7 +121,7 @@ def test_a_sampler_draws_as_without_an_engine_where_nobody_else_does(tmp_path: P
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_sampler_with_a_generator_of_its_own_is_told_at_the_resume(size, tmp_path) -> None:
     told = run_distributed(told_of_own, size, str(tmp_path / "state"))
-    assert "a Wanted that does not draw again what it had drawn" in told[0]
+    assert "sampler Wanted that does not draw again what it had drawn" in told[0]
     assert told[1:] == [""] * (size - 1)
 
 

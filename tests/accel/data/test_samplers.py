@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
+from accel.data.order_across_ranks import AgreedSampler
+from accel.data.order_source import Order
 from accel.data.samplers import (
     BatchSamplerShard,
     SamplerShard,
@@ -144,8 +147,11 @@ def test_a_sampler_without_batch_size_is_shared_out_unevenly_or_refused() -> Non
 def test_even_batches_refuse_a_short_batch_in_the_middle() -> None:
     sampler = Bare([3, 1, 3, 3])
     sampler.batch_size = 3
-    with pytest.raises(ConfigError, match=r"vary in size.*even_batches=False"):
-        list(BatchSamplerShard(sampler, 2, 0))
+    alone: Any = None
+    for one in (sampler, AgreedSampler(sampler, Order(), alone, None)):
+        message = r"sampler Bare, whose batches vary in size.*even_batches=False"
+        with pytest.raises(ConfigError, match=message):
+            list(BatchSamplerShard(one, 2, 0))
 
 
 def test_a_batch_that_does_not_split_names_the_nearest_sizes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -71,3 +72,11 @@ def test_names_that_are_taken_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     text = listing(monkeypatch, f"{__name__}:TAKEN")
     for name in ("strategy 'ddp'", "plugin 'fsdp'", "argument of Accelerator 'fsdp_plugin'"):
         assert f"{name}: 2 strategies name it so" in text
+
+
+def test_a_spec_is_pickled_by_its_name() -> None:
+    for spec in table.specs():
+        assert pickle.loads(pickle.dumps(spec)) is spec
+    unknown = pickle.dumps(replace(single_and_ddp_specs.DDP, name="dpp"))
+    with pytest.raises(ConfigError, match=r"strategy='dpp'.*ddp"):
+        pickle.loads(unknown)
