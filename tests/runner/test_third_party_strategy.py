@@ -54,6 +54,10 @@ def test_a_run_trains_and_is_evaluated(site: Path, tmp_path: Path) -> None:
         (["averaging.factor=2"], "averaging is off. Switch it on with averaging=default."),
         (["averaging=default", "fsdp=full_shard"], "fsdp= and averaging= are both on"),
         (["averaging=default", "averaging.factor=0"], "averaging.factor=0: a factor of 0"),
+        (
+            ["averaging=default", "averaging.replicas=4"],
+            "(dp_replicate=4) need as many processes as their product, 4, and the world size is 1",
+        ),
     ],
 )
 def test_bad_options_are_refused(
