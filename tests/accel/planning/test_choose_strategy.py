@@ -90,6 +90,13 @@ def test_a_plugin_is_of_the_strategy_whose_class_is_nearest(kind: type[Derived])
     assert chosen(strategy_plugins=[FullyShardedDataParallelPlugin()]) == ("fsdp", "")
 
 
+def test_plugins_are_given_in_a_sequence() -> None:
+    label, text = chosen(strategy_plugins=FullyShardedDataParallelPlugin())
+    assert label == "ddp"
+    assert text.startswith("strategy_plugins=FullyShardedDataParallelPlugin(")
+    assert text.endswith("it is a sequence of plugins. Give it in a list: strategy_plugins=[…].")
+
+
 def test_a_switch_is_true_or_false() -> None:
     _, text = chosen(Environment(variables={"ACCELERATE_USE_FSDP": "maybe"}))
     assert "ACCELERATE_USE_FSDP='maybe' (environment): expected true or false" in text
