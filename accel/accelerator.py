@@ -33,7 +33,7 @@ from accel.prepared import Objects
 from accel.processes import ProcessControl
 from accel.scheduler import AcceleratedScheduler
 from accel.state import AcceleratorState, GradientState, current_environment, settled_arguments
-from accel.strategies.table import strategy_class
+from accel.strategies.base import strategy_class
 from accel.trackers.base import GeneralTracker
 from accel.trackers.group import TrackerGroup
 from accel.trackers.table import Choice, Wanted, filter_trackers

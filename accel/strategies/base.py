@@ -18,7 +18,8 @@ import torch
 
 from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, state_by_name
 from accel.device import copies_in_order
-from accel.errors import ConfigError
+from accel.errors import AccelError, ConfigError
+from accel.imports import load_attribute
 from accel.memory_estimate import Footprint, num_bytes, state_bytes
 from accel.ops import send_to_device
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
@@ -26,6 +27,7 @@ from accel.precision.amp import StepScaler
 from accel.prepared import Objects
 from accel.scheduler import wrap_scheduler
 from accel.strategies.compile import compile_model
+from accel.strategies.table import packages_of
 from accel.wrapping import own_module
 
 if TYPE_CHECKING:
@@ -319,3 +321,23 @@ def make_scaler(plan: Plan) -> StepScaler | None:
     if plan.mixed_precision != "fp16":
         return None
     return StepScaler(plan.device_type, **plan.scaler.to_dict())
+
+
+def strategy_class(spec: StrategySpec) -> type[Strategy]:
+    """Import and return the class of a strategy.
+
+    Raises:
+        ConfigError: if `spec.place` leads to none.
+    """
+    try:
+        found = load_attribute(spec.place)
+        if isinstance(found, type) and issubclass(found, Strategy):
+            return found
+        rule = f"it is a subclass of accel.strategies.base.Strategy, not {found!r}"
+    except AccelError:
+        raise
+    except Exception as error:
+        rule = f"loading it failed with {type(error).__name__}: {error}"
+    package = ", ".join(packages_of(spec)) or "accel"
+    value = f"strategy {spec.name!r} ({package}): StrategySpec.place={spec.place!r}"
+    raise ConfigError.of(value, rule, f"Correct or uninstall {package}.")

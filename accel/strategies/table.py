@@ -15,17 +15,12 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
 
-from accel.errors import AccelError, ConfigError, Problem, unknown_choice
+from accel.errors import ConfigError, Problem, unknown_choice
 from accel.imports import load_attribute
 from accel.planning.spec import PluginSpec, StrategySpec
 
-if TYPE_CHECKING:
-    from accel.strategies.base import Strategy
-
 GROUP = "accel.strategies"
-BASE = "accel.strategies.base:Strategy"
 STRATEGIES = (
     "accel.strategies.single_and_ddp_specs:SINGLE",
     "accel.strategies.single_and_ddp_specs:DDP",
@@ -70,26 +65,9 @@ def plugins() -> tuple[PluginSpec, ...]:
     return tuple(plugin for spec in specs() for plugin in spec.plugins)
 
 
-def strategy_class(spec: StrategySpec) -> type[Strategy]:
-    """Import and return the class of a strategy.
-
-    Raises:
-        ConfigError: if `spec.place` leads to none.
-    """
-    try:
-        found = load_attribute(spec.place)
-        if isinstance(found, type) and issubclass(found, load_attribute(BASE)):
-            return found
-        rule = f"it is a subclass of {BASE}, not {found!r}"
-    except AccelError:
-        raise
-    except Exception as error:
-        rule = f"loading it failed with {type(error).__name__}: {error}"
-    entries = entry_points(group=GROUP)
-    packages = [_package(entry) for entry in entries if _loaded(entry) is spec]
-    where = "".join(f" ({package})" for package in packages)
-    value = f"strategy {spec.name!r}{where}: StrategySpec.place={spec.place!r}"
-    raise ConfigError.of(value, rule, f"Correct or uninstall {packages[0] if packages else 'it'}.")
+def packages_of(spec: StrategySpec) -> list[str]:
+    """Return the distributions, at most one as a rule, whose entry point leads to `spec`."""
+    return [_package(entry) for entry in entry_points(group=GROUP) if _loaded(entry) is spec]
 
 
 def _package(entry: EntryPoint) -> str:

@@ -95,7 +95,7 @@ def _check_plan(recipe: Recipe) -> None:
     """Raise what the engine has to say against a recipe, in the recipe's words."""
     from accel.planning.arguments import Arguments
     from accel.planning.plan import resolve
-    from accel.strategies.table import strategy_class
+    from accel.strategies.base import strategy_class
     from runner.build.accelerator import arguments
 
     here = processes.environment(recipe.distributed)

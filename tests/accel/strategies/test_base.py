@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
+from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ import torch
 
 from accel import Accelerator, load_checkpoint_in_model
 from accel.errors import CheckpointError, ConfigError
-from accel.strategies.base import StateIO
+from accel.strategies import single_and_ddp_specs, table
+from accel.strategies.base import StateIO, strategy_class
 from accel.wrapping import register_wrapper
 from tests.helpers import run_distributed
 
@@ -151,6 +155,28 @@ def test_a_registered_wrapper_is_taken_off_by_everything(tmp_path: Path) -> None
 def test_a_strategy_that_unwraps_in_its_own_way_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Own\.unwrap: .*accel\.wrapping\.register_wrapper"):
         type("Own", (StateIO,), {"unwrap": lambda self, model: model})
+
+
+@pytest.mark.parametrize(
+    ("place", "rule"),
+    [
+        ("no_such_package.strategy:Mine", "loading it failed with ModuleNotFoundError"),
+        (f"{__name__}:Mine", "loading it failed with AttributeError"),
+        (f"{__name__}:Recorded", "it is a subclass of accel.strategies.base.Strategy, not"),
+    ],
+)
+def test_a_place_without_a_strategy_is_named(
+    place: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = replace(single_and_ddp_specs.DDP, name="mine", place=place)
+    monkeypatch.setattr(sys.modules[__name__], "MINE", spec, raising=False)
+    entry = EntryPoint("theirs", f"{__name__}:MINE", table.GROUP)
+    monkeypatch.setattr(table, "entry_points", lambda group: [entry])
+    with pytest.raises(ConfigError) as caught:
+        strategy_class(spec)
+    assert f"strategy 'mine' ({__name__}): StrategySpec.place={place!r}: {rule}" in str(
+        caught.value
+    )
 
 
 def test_a_strategy_without_a_format_of_its_own_says_so() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import EntryPoint
@@ -67,28 +66,6 @@ def test_an_entry_point_that_cannot_be_loaded_is_named(monkeypatch: pytest.Monke
     assert "ModuleNotFoundError" in text
     text = listing(monkeypatch, f"{__name__}:TORCH_FREE")
     assert "it is a StrategySpec, not str" in text
-
-
-@pytest.mark.parametrize(
-    ("place", "rule"),
-    [
-        ("no_such_package.strategy:Mine", "loading it failed with ModuleNotFoundError"),
-        (f"{__name__}:Mine", "loading it failed with AttributeError"),
-        (f"{__name__}:Iterator", "it is a subclass of accel.strategies.base:Strategy, not"),
-    ],
-)
-def test_a_place_without_a_strategy_is_named(
-    place: str, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = replace(single_and_ddp_specs.DDP, name="mine", place=place)
-    monkeypatch.setattr(sys.modules[__name__], "MINE", spec, raising=False)
-    entry = EntryPoint("theirs", f"{__name__}:MINE", table.GROUP)
-    monkeypatch.setattr(table, "entry_points", lambda group: [entry])
-    with pytest.raises(ConfigError) as caught:
-        table.strategy_class(spec)
-    assert f"strategy 'mine' ({__name__}): StrategySpec.place={place!r}: {rule}" in str(
-        caught.value
-    )
 
 
 def test_names_that_are_taken_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
