@@ -23,7 +23,6 @@ from accel.config.training import (
     TorchDynamoPlugin,
 )
 from accel.enums import DynamoBackend, PrecisionType, RNGType
-from accel.imports import load_attribute
 from accel.optimizer import AcceleratedOptimizer
 from accel.parallel import ParallelDims
 from accel.planning.arguments import Arguments
@@ -34,7 +33,7 @@ from accel.prepared import Objects
 from accel.processes import ProcessControl
 from accel.scheduler import AcceleratedScheduler
 from accel.state import AcceleratorState, GradientState, current_environment, settled_arguments
-from accel.strategies.base import Strategy
+from accel.strategies.base import strategy_class
 from accel.trackers.base import GeneralTracker
 from accel.trackers.group import TrackerGroup
 from accel.trackers.table import Choice, Wanted, filter_trackers
@@ -146,7 +145,7 @@ class Accelerator(ProcessControl):
         self.comm = self.state.comm
         self.device = self.state.device
         self.precision = build_precision(plan)
-        kind: type[Strategy] = load_attribute(plan.spec.place)  # imported only where it is chosen
+        kind = strategy_class(plan.spec)  # imported only where it is chosen
         self.strategy = kind(plan, self.comm, self.device, self.precision)
         objects = Objects()
         self.accumulation = Accumulation(plan, self.strategy, objects)

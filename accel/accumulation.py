@@ -199,31 +199,36 @@ class Accumulation:
     def forward_backward(
         self,
         model: torch.nn.Module,
-        micro_batches: Sequence[Batch],
+        micro_batches: Iterable[Batch],
         loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor],
     ) -> list[torch.Tensor]:
         """Compute the gradients of a window of micro-batches; `optimizer.step()` may follow.
 
         The strategy decides how forward and backward passes follow each other, and moves each
-        micro-batch to the device when it is computed.
+        micro-batch to the device when it is computed. Each loss is divided by
+        `gradient_accumulation_steps`, as by `backward`, and not by the number of micro-batches: the
+        gradients are those of the mean loss where both are the same.
 
         Args:
             model: prepared.
             micro_batches: all of the window on this rank; nested data, on the host or the device.
-            loss_fn: from `model` and a micro-batch on the device to its loss [], which is divided
-                by `gradient_accumulation_steps`, as by `backward`.
+            loss_fn: from `model` and a micro-batch on the device to its loss [].
 
         Returns:
             The losses [] of the micro-batches, detached, as `loss_fn` returned them.
 
         Example:
+            >>> accelerator = Accelerator(gradient_accumulation_steps=len(batches))
+            >>> model, optimizer = accelerator.prepare(model, optimizer)
             >>> losses = accelerator.forward_backward(
             ...     model, batches, lambda model, batch: loss_function(model(batch[0]), batch[1])
             ... )
             >>> optimizer.step()
             >>> optimizer.zero_grad()
         """
-        return self._strategy.forward_backward(model, micro_batches, loss_fn, self)
+        losses = self._strategy.forward_backward(model, list(micro_batches), loss_fn, self)
+        self.step, self.sync_gradients = 0, True  # whatever the strategy did, the window ends here
+        return losses
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Compute gradients and update at once, as LOMO optimizers do.

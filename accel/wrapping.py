@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -12,15 +13,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from accel.ops import convert_to_fp32
 
 MakeContext = Callable[[], AbstractContextManager[object]]
+Wrapper = TypeVar("Wrapper", bound=type[torch.nn.Module])
 # Wrappers whose `module` attribute is what they wrap.
 PARALLEL_WRAPPERS: tuple[type[torch.nn.Module], ...] = (DistributedDataParallel, DataParallel)
 
 
-def register_wrapper(kind: type[torch.nn.Module]) -> None:
-    """Let modules of `kind` be taken for wrappers whose `module` is what they wrap."""
+def register_wrapper(kind: Wrapper) -> Wrapper:
+    """Take modules of `kind` for wrappers whose `module` is what they wrap; return `kind`."""
     global PARALLEL_WRAPPERS
     if kind not in PARALLEL_WRAPPERS:
         PARALLEL_WRAPPERS = (*PARALLEL_WRAPPERS, kind)
+    return kind
 
 
 class WrappedForward:

@@ -24,10 +24,12 @@ class AveragingPlugin:
     Args:
         order: small (parameters first that have few elements) or large.
         factor: what the average is multiplied by.
+        replicas: on how many processes the model is; 0: on all.
     '''
 
     order: str = "small"
     factor: float = 1.0
+    replicas: int = 0
 
     def __post_init__(self):
         problems = []
@@ -36,8 +38,14 @@ class AveragingPlugin:
 """
 SPEC = """
 from accel.errors import Problem
+from accel.parallel import ParallelDims
 from accel.planning.spec import PluginSpec, StrategySpec
 from averaging.plugin import AveragingPlugin
+
+
+def dims(plugins, environment):
+    replicas = plugins["averaging"].replicas
+    return ParallelDims(dp_replicate=replicas or environment.world_size)
 
 
 def problems(request):
@@ -53,6 +61,7 @@ SPEC = StrategySpec(
         PluginSpec("averaging", AveragingPlugin, switch="USE_AVERAGING", prefixes=("AVERAGING_",)),
     ),
     packages=("averaging",),
+    dims=dims,
     problems=problems,
 )
 """

@@ -59,13 +59,14 @@ def load_checkpoint_in_model(
         offload_buffers: whether buffers are offloaded with the weights; not built yet.
         keep_in_fp32_modules: submodules, by full name or one part of it, that stay in fp32.
         offload_8bit_bnb: whether 8-bit modules are offloaded; not built yet.
-        strict: whether missing and unexpected names are an error, else one warning.
+        strict: whether missing and unexpected names are an error, else one warning unless no name
+            fits.
         full_state_dict: whether weights are full tensors; sharded ones are not built yet.
         broadcast_from_rank0: whether only rank 0 reads and sends the weights; every rank calls.
 
     Raises:
         CheckpointError: naming every wrong shape (and with `strict` every missing and unexpected
-            name), or the problems of the files.
+            name), a checkpoint without a weight of the model, or the problems of the files.
         ConfigError: for devices and names that do not exist.
         NotBuiltError: for an option that is not built yet.
 
@@ -290,9 +291,10 @@ def _compare(checkpoint: str, plan: _Plan, shapes: Shapes, strict: bool) -> None
         )
         if found
     ]
-    if wrong or (strict and differences):
+    nothing = bool(unexpected) and len(unexpected) == len(shapes)
+    if wrong or nothing or (strict and differences):
         remedy = "Build the model as it was when it was saved"
-        also = ", or pass strict=False." if not wrong else "."
+        also = ", or pass strict=False." if not (wrong or nothing) else "."
         value = f"checkpoint {checkpoint!r}"
         rule = f"its weights do not fit {type(plan.model).__name__}; {'; '.join(differences)}"
         raise CheckpointError(Problem(value, rule, remedy + also))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from accel.env import Environment
 from accel.errors import ConfigError, Problems, nearest
-from accel.parallel import ParallelDims
+from accel.parallel import AXES, ParallelDims
 from accel.planning.arguments import Arguments
 from accel.planning.spec import Plugins, PluginSpec, StrategySpec
 from accel.strategies.table import plugins, specs
@@ -38,10 +38,24 @@ class Choice:
         """Return the parallel dimensions, seen from rank 0; note where there are none."""
         try:
             if environment.world_size >= 1:
-                return self.spec.dims(self.plugins, environment)
+                return self.fitting_dims(environment)
         except ConfigError as error:
             found.take(error)
         return ParallelDims()
+
+    def fitting_dims(self, environment: Environment) -> ParallelDims:
+        """Return the parallel dimensions, seen from rank 0; `ConfigError` where they do not fit."""
+        dims, world_size = self.spec.dims(self.plugins, environment), environment.world_size
+        if dims.world_size == world_size:
+            return dims
+        plugins = ", ".join(f"{name}={plugin!r}" for name, plugin in self.plugins.items())
+        sizes = " × ".join(f"{axis}={dims.size(axis)}" for axis in AXES if dims.size(axis) > 1)
+        raise ConfigError.of(
+            f"strategy {self.spec.name!r} with {plugins or 'no plugin'}",
+            f"its parallel dimensions ({sizes or 'all of size 1'}) need as many processes as their "
+            f"product, {dims.world_size}, and the world size is {world_size}",
+            f"Start {dims.world_size}, or choose sizes whose product is {world_size}.",
+        )
 
 
 def choose(arguments: Arguments, environment: Environment, found: Problems) -> Choice:
@@ -102,9 +116,16 @@ def _given(arguments: Arguments, found: Problems) -> Mapping[str, object]:
         for name in filter(None, (plugin.argument, *plugin.aliases)):
             if arguments.plugins.get(name) is not None:
                 put(plugin, arguments.plugins[name], name)
-    for value in arguments.strategy_plugins:
+    several = arguments.strategy_plugins
+    if not isinstance(several, Iterable):
+        value, remedy = f"strategy_plugins={several!r}", "Give it in a list: strategy_plugins=[…]."
+        found.add(value, "it is a sequence of plugins", remedy)
+        several = ()
+    for value in several:
         kinds = [plugin for plugin in plugins() if plugin.kind is not None]
-        owner = next((p for p in kinds if p.kind and isinstance(value, p.kind)), None)
+        # By the nearest class: a plugin may be derived from that of another strategy.
+        bases = type(value).__mro__
+        owner = next((p for base in bases for p in kinds if p.kind is base), None)
         if owner is None:
             known = [plugin.kind.__name__ for plugin in kinds if plugin.kind]
             rule = f"each is one of {', '.join(known)}"

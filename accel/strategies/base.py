@@ -12,12 +12,14 @@ from abc import ABC
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, final
 
 import torch
 
 from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, state_by_name
 from accel.device import copies_in_order
+from accel.errors import AccelError, ConfigError
+from accel.imports import load_attribute
 from accel.memory_estimate import Footprint, num_bytes, state_bytes
 from accel.ops import send_to_device
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
@@ -25,6 +27,7 @@ from accel.precision.amp import StepScaler
 from accel.prepared import Objects
 from accel.scheduler import wrap_scheduler
 from accel.strategies.compile import compile_model
+from accel.strategies.table import packages_of
 from accel.wrapping import own_module
 
 if TYPE_CHECKING:
@@ -115,9 +118,24 @@ class Gradients:
 class StateIO:
     """Full state dicts of models and optimizers by parameter name; every rank calls each method."""
 
+    def __init_subclass__(cls) -> None:
+        if "unwrap" in vars(cls):
+            rule = "unwrap_model and load_checkpoint_in_model would not follow it"
+            remedy = "Name the strategy's wrapper by accel.wrapping.register_wrapper instead."
+            raise ConfigError.of(f"{cls.__name__}.unwrap", rule, remedy)
+
+    @final
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the user's own module; its names are those of a portable state dict."""
-        return own_module(model)
+        """Return the user's own module; its names are those of a portable state dict.
+
+        What `accel.wrapping.register_wrapper` was called with is taken off, as by `unwrap_model`.
+        """
+        own = own_module(model)
+        self.expose(own)
+        return own
+
+    def expose(self, own: torch.nn.Module) -> None:
+        """Give a user's own module the tensors that its state dict is of; it has them already."""
 
     @property
     def sharded(self) -> tuple[str, ...]:
@@ -171,6 +189,9 @@ class NativeFormat(Protocol):
 
 class Strategy(ABC):
     """One way to distribute a model over processes.
+
+    A module that `wrap_model` puts around a model has it as its `module`, and its class is
+    decorated with `accel.wrapping.register_wrapper`: all that takes wrappers off then knows it.
 
     Args:
         plan: the resolved configuration of the run.
@@ -267,9 +288,12 @@ class Strategy(ABC):
         loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor],
         accumulation: Accumulation,
     ) -> list[torch.Tensor]:
-        """Do what `Accumulation.forward_backward` does; the window ends with the last micro-batch.
+        """Do what `Accumulation.forward_backward` does: by default, one micro-batch at a time.
 
-        Micro-batches are moved to the device one at a time.
+        An override moves each micro-batch to the device where `accumulation.device_placement` is
+        set, and calls `loss_fn` and `accumulation.backward` for each inside
+        ``accumulation.accumulate(model, sync_gradients=...)``, true for the last of the window
+        alone: it says when gradients are synchronized. It returns the losses, detached.
         """
         losses = []
         last = len(micro_batches) - 1
@@ -297,3 +321,23 @@ def make_scaler(plan: Plan) -> StepScaler | None:
     if plan.mixed_precision != "fp16":
         return None
     return StepScaler(plan.device_type, **plan.scaler.to_dict())
+
+
+def strategy_class(spec: StrategySpec) -> type[Strategy]:
+    """Import and return the class of a strategy.
+
+    Raises:
+        ConfigError: if `spec.place` leads to none.
+    """
+    try:
+        found = load_attribute(spec.place)
+        if isinstance(found, type) and issubclass(found, Strategy):
+            return found
+        rule = f"it is a subclass of accel.strategies.base.Strategy, not {found!r}"
+    except AccelError:
+        raise
+    except Exception as error:
+        rule = f"loading it failed with {type(error).__name__}: {error}"
+    package = ", ".join(packages_of(spec)) or "accel"
+    value = f"strategy {spec.name!r} ({package}): StrategySpec.place={spec.place!r}"
+    raise ConfigError.of(value, rule, f"Correct or uninstall {package}.")

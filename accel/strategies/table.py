@@ -65,9 +65,18 @@ def plugins() -> tuple[PluginSpec, ...]:
     return tuple(plugin for spec in specs() for plugin in spec.plugins)
 
 
+def packages_of(spec: StrategySpec) -> list[str]:
+    """Return the distributions, at most one as a rule, whose entry point leads to `spec`."""
+    return [_package(entry) for entry in entry_points(group=GROUP) if _loaded(entry) is spec]
+
+
+def _package(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else entry.module
+
+
 def _loaded(entry: EntryPoint) -> StrategySpec:
     """Return the spec that an entry point names, or raise `ConfigError`."""
-    package = entry.dist.name if entry.dist is not None else entry.module
+    package = _package(entry)
     where = f"entry point {GROUP}: {entry.name} = {entry.value} ({package})"
     try:
         spec = entry.load()

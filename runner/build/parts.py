@@ -95,6 +95,7 @@ def _check_plan(recipe: Recipe) -> None:
     """Raise what the engine has to say against a recipe, in the recipe's words."""
     from accel.planning.arguments import Arguments
     from accel.planning.plan import resolve
+    from accel.strategies.base import strategy_class
     from runner.build.accelerator import arguments
 
     here = processes.environment(recipe.distributed)
@@ -103,7 +104,7 @@ def _check_plan(recipe: Recipe) -> None:
     except ConfigError:  # reported beside this one
         batch_plan = None
     with of_the_recipe():
-        resolve(Arguments.of(arguments(recipe, batch_plan)), here)
+        strategy_class(resolve(Arguments.of(arguments(recipe, batch_plan)), here).spec)
 
 
 def _check_states_folder(recipe: Recipe) -> None:

@@ -94,7 +94,7 @@ def dp_size(recipe: Recipe, num_processes: int) -> int:
     """Return the data-parallel size of a recipe; a ConfigError if its strategy does not fit."""
     found = selected(recipe.plugins, num_processes)
     with of_the_recipe():
-        return found.spec.dims(found.plugins, Environment(world_size=num_processes)).dp_size
+        return found.fitting_dims(Environment(world_size=num_processes)).dp_size
 
 
 def environment(distributed: Distributed) -> Environment:

@@ -143,6 +143,10 @@ def yaml_text(plain: dict[str, object] | list[str]) -> str:
     return str(OmegaConf.to_yaml(OmegaConf.create(plain)))
 
 
+class UnknownStrategyError(ConfigError):
+    """A frozen recipe has a plugin on that no installed strategy has."""
+
+
 def parse_yaml(text: str, path: Path) -> dict[str, object]:
     """Return a frozen recipe as plain containers, checked against the types of the schema.
 
@@ -166,10 +170,25 @@ def _parsed(text: str, path: Path, as_recipe: bool = False) -> Any:
     try:
         found = OmegaConf.create(text)
         if as_recipe:
+            _require_strategies(OmegaConf.to_container(found), path)
             found = OmegaConf.merge(OmegaConf.structured(Recipe), found)
         return to_plain(OmegaConf.to_container(found, resolve=as_recipe))
+    except UnknownStrategyError:
+        raise
     except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         remedy = "Correct the file, or name another run."
         rule = f"it is not the recipe of a run: {reason}"
         raise ConfigError.of(str(path), rule, remedy) from error
+
+
+def _require_strategies(found: Any, path: Path) -> None:
+    """Refuse nodes that the schema lacks: a plugin is frozen with the runs that it is on in."""
+    known = {field.name for field in dataclasses.fields(Recipe)}
+    nodes = found.items() if isinstance(found, Mapping) else ()
+    lacking = [str(key) for key, node in nodes if key not in known and isinstance(node, Mapping)]
+    if lacking:
+        names = ", ".join(lacking)
+        rule = f"the run has {names} on, the plugin of a strategy that is not installed here"
+        remedy = f"Install the package that brings {names}, or name another run."
+        raise UnknownStrategyError.of(str(path), rule, remedy)

@@ -53,6 +53,8 @@ def _reason_to_skip(run_dir: Path, wanted: Recipe) -> str | None:
         return "it was killed before its recipe was written"
     try:
         different = _differences(run_dir, wanted, resumed_recipe.SAME_RUN)
+    except serialization.UnknownStrategyError as error:  # it is no run of the recipe `wanted`
+        return str(error)
     except ConfigError as error:
         if not _has_checkpoints(run_dir, wanted):
             return str(error)

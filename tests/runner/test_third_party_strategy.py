@@ -44,6 +44,10 @@ def test_a_run_trains_and_is_evaluated(site: Path, tmp_path: Path) -> None:
     ended = runner(site, tmp_path, "eval", str(run_dir), "--split", "test")
     assert ended.returncode == 0, ended.stderr
     assert "accuracy" in ended.stdout
+    ended = runner(tmp_path, tmp_path, "eval", str(run_dir))  # without the package
+    assert "Install the package that brings averaging" in ended.stderr
+    ended = runner(tmp_path, tmp_path, f"resume={run_dir}", "trainer.max_steps=4")
+    assert "Install the package that brings averaging" in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -54,6 +58,10 @@ def test_a_run_trains_and_is_evaluated(site: Path, tmp_path: Path) -> None:
         (["averaging.factor=2"], "averaging is off. Switch it on with averaging=default."),
         (["averaging=default", "fsdp=full_shard"], "fsdp= and averaging= are both on"),
         (["averaging=default", "averaging.factor=0"], "averaging.factor=0: a factor of 0"),
+        (
+            ["averaging=default", "averaging.replicas=4"],
+            "(dp_replicate=4) need as many processes as their product, 4, and the world size is 1",
+        ),
     ],
 )
 def test_bad_options_are_refused(
@@ -70,6 +78,16 @@ def test_the_recipe_and_the_help_show_its_node(site: Path, tmp_path: Path) -> No
     assert "averaging:\n  order: small\n  factor: 2.0" in shown.stdout
     assert "averaging: null" in runner(site, tmp_path, "--cfg", "job").stdout
     assert "  averaging     default" in runner(site, tmp_path, "--help").stdout
+
+
+def test_a_place_without_a_strategy_is_refused_before_the_start(tmp_path: Path) -> None:
+    broken = write_package(tmp_path / "broken")
+    (broken / "averaging" / "strategy.py").write_text("")
+    ended = runner(broken, tmp_path, "averaging=default", *SMALL)
+    assert ended.returncode == 2
+    named = "strategy 'averaging' (averaging): StrategySpec.place='averaging.strategy:Averaging"
+    assert named in ended.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_package_that_cannot_be_loaded_is_named(site: Path, tmp_path: Path) -> None:

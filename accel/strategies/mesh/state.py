@@ -33,11 +33,9 @@ class MeshState(StateIO):
         is_sharded = max(self._dims.dp_shard, self._dims.tp) > 1
         return ("parameters", "gradients", "optimizer state") if is_sharded else ()
 
-    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the user's own module, its parameters resharded (a forward may gather them)."""
-        own = super().unwrap(model)
+    def expose(self, own: torch.nn.Module) -> None:
+        """Reshard the parameters: a forward may have gathered them."""
         reshard(own)
-        return own
 
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return full tensors in the host's memory, on all ranks."""

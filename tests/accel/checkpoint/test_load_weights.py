@@ -140,6 +140,13 @@ def test_names_must_match_if_strict(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert torch.equal(other[0].weight, model[0].weight)
 
 
+def test_a_checkpoint_of_which_no_name_fits_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    message = fails(load_checkpoint_in_model, nn.Sequential(net()), tmp_path)
+    assert "not in the model: 0.bias, 0.weight" in message
+    assert "strict" not in message
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_tied_weights_stay_tied(tmp_path: Path, device: str) -> None:
     model, fresh = Tied(), Tied(device=device)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+
 import pytest
 
 from accel.config.deepspeed import DeepSpeedPlugin
@@ -14,6 +18,8 @@ from accel.errors import ConfigError, Problems
 from accel.planning.arguments import Arguments
 from accel.planning.choose_strategy import choose
 from accel.planning.plan import resolve
+from accel.planning.spec import PluginSpec, StrategySpec
+from accel.strategies import table
 
 FOUR = Environment(
     rank=0, local_rank=0, world_size=4, local_world_size=4, master_addr="localhost", master_port=1
@@ -54,6 +60,41 @@ def test_a_plugin_switches_its_engine_on(
 def test_a_launcher_switches_an_engine_on(name: str) -> None:
     variables = {f"ACCELERATE_USE_{name.upper()}": "yes"}
     assert chosen(Environment(variables=variables)) == (name, "")
+
+
+@dataclass
+class Derived(FullyShardedDataParallelPlugin):
+    """A plugin of another strategy, derived from one of ours."""
+
+
+class Further(Derived):
+    """A class that no strategy names."""
+
+
+THEIRS = StrategySpec("theirs", "theirs:Strategy", (PluginSpec("derived", Derived),))
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    entry = EntryPoint("theirs", f"{__name__}:THEIRS", table.GROUP)
+    monkeypatch.setattr(table, "entry_points", lambda group: [entry])
+    table.specs.cache_clear()
+    yield
+    table.specs.cache_clear()
+
+
+@pytest.mark.parametrize("kind", [Derived, Further])
+@pytest.mark.usefixtures("theirs")
+def test_a_plugin_is_of_the_strategy_whose_class_is_nearest(kind: type[Derived]) -> None:
+    assert chosen(strategy_plugins=[kind()]) == ("derived", "")
+    assert chosen(strategy_plugins=[FullyShardedDataParallelPlugin()]) == ("fsdp", "")
+
+
+def test_plugins_are_given_in_a_sequence() -> None:
+    label, text = chosen(strategy_plugins=FullyShardedDataParallelPlugin())
+    assert label == "ddp"
+    assert text.startswith("strategy_plugins=FullyShardedDataParallelPlugin(")
+    assert text.endswith("it is a sequence of plugins. Give it in a list: strategy_plugins=[…].")
 
 
 def test_a_switch_is_true_or_false() -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import copy
+import sys
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from accel import Accelerator
-from accel.errors import CheckpointError
+from accel import Accelerator, load_checkpoint_in_model
+from accel.errors import CheckpointError, ConfigError
+from accel.strategies import single_and_ddp_specs, table
+from accel.strategies.base import StateIO, strategy_class
+from accel.wrapping import register_wrapper
 from tests.helpers import run_distributed
 
 NUM_MICRO_BATCHES = 3
@@ -72,6 +79,27 @@ def test_a_window_is_that_of_a_plain_loop(world_size: int) -> None:
             torch.testing.assert_close(ours, theirs.grad)
 
 
+def test_a_window_may_be_any_iterable() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(model_of())
+    losses = accelerator.forward_backward(model, iter(batches()), loss_of)
+    assert losses == [loss_of(model, batch) for batch in batches()]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_the_window_ends_whatever_the_strategy_does(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(model_of())
+    if count:  # a strategy that calls no `accumulate`
+        monkeypatch.setattr(accelerator.strategy, "forward_backward", lambda *_: [])
+    with accelerator.accumulate(model):
+        assert not accelerator.sync_gradients
+    accelerator.forward_backward(model, batches()[:count], loss_of)
+    assert (accelerator.sync_gradients, accelerator.step) == (True, 0)
+
+
 @pytest.mark.parametrize("assigned", [True, False])
 @pytest.mark.parametrize("placed", [True, False])
 def test_micro_batches_move_to_the_device_one_at_a_time(placed: bool, assigned: bool) -> None:
@@ -102,6 +130,53 @@ def test_a_copy_of_the_state_dict_loads() -> None:
     accelerator.strategy.state.load_model_state(model, state)
     assert torch.equal(model.weight, state["weight"])
     assert accelerator.strategy.state.sharded == ()
+
+
+@register_wrapper
+class Wrapped(torch.nn.Module):
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_a_registered_wrapper_is_taken_off_by_everything(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    own = accelerator.prepare(model_of())
+    model = Wrapped(own)
+    assert accelerator.strategy.state.unwrap(model) is own
+    assert accelerator.unwrap_model(model) is own
+    assert list(accelerator.get_state_dict(model)) == ["weight", "bias"]
+    accelerator.save_model(model, tmp_path)
+    torch.nn.init.zeros_(own.weight)
+    load_checkpoint_in_model(model, tmp_path)
+    assert torch.equal(own.weight, model_of().weight)
+
+
+def test_a_strategy_that_unwraps_in_its_own_way_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Own\.unwrap: .*accel\.wrapping\.register_wrapper"):
+        type("Own", (StateIO,), {"unwrap": lambda self, model: model})
+
+
+@pytest.mark.parametrize(
+    ("place", "rule"),
+    [
+        ("no_such_package.strategy:Mine", "loading it failed with ModuleNotFoundError"),
+        (f"{__name__}:Mine", "loading it failed with AttributeError"),
+        (f"{__name__}:Recorded", "it is a subclass of accel.strategies.base.Strategy, not"),
+    ],
+)
+def test_a_place_without_a_strategy_is_named(
+    place: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = replace(single_and_ddp_specs.DDP, name="mine", place=place)
+    monkeypatch.setattr(sys.modules[__name__], "MINE", spec, raising=False)
+    entry = EntryPoint("theirs", f"{__name__}:MINE", table.GROUP)
+    monkeypatch.setattr(table, "entry_points", lambda group: [entry])
+    with pytest.raises(ConfigError) as caught:
+        strategy_class(spec)
+    assert f"strategy 'mine' ({__name__}): StrategySpec.place={place!r}: {rule}" in str(
+        caught.value
+    )
 
 
 def test_a_strategy_without_a_format_of_its_own_says_so() -> None:

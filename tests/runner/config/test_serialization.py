@@ -91,3 +91,11 @@ def test_a_frozen_recipe_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
     path.write_text("trainer: {epochs: many}\n")
     with pytest.raises(ConfigError, match="not the recipe of a run"):
         serialization.parse_yaml(path.read_text(), path)
+
+
+def test_a_plugin_of_a_strategy_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    with pytest.raises(serialization.UnknownStrategyError) as caught:
+        serialization.parse_yaml("seed: 1\nother: {size: 2}\nsome: {}\nodd: 3\n", path)
+    assert f"{path}: the run has other, some on, the plugin of a strategy" in str(caught.value)
+    assert "Install the package that brings other, some" in str(caught.value)

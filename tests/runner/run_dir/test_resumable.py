@@ -78,6 +78,20 @@ def test_auto_does_not_train_anew_what_has_lost_its_recipe(tmp_path: Path) -> No
         auto(tmp_path)
 
 
+def test_auto_skips_a_run_of_a_strategy_that_is_not_installed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = (new_run(tmp_path, stamp=stamp) for stamp in (FIRST, SECOND))
+    for run_dir in (ours, theirs):
+        add_checkpoint(run_dir / "checkpoints", 7)
+    (theirs / "job.json").unlink()
+    with (theirs / "config.yaml").open("a") as file:
+        file.write("other:\n  size: 2\n")
+    with caplog.at_level(logging.WARNING):
+        assert auto(tmp_path) == ours
+    assert "the run has other on, the plugin of a strategy that is not installed" in caplog.text
+
+
 def test_auto_does_not_train_what_another_command_trains(tmp_path: Path) -> None:
     run_dir = new_run(tmp_path, stamp=FIRST)
     with lock.held(run_dir), pytest.raises(ConfigError, match="another command trains in"):
