@@ -55,7 +55,8 @@ class Accelerator(ProcessControl):
         megatron_lm_plugin: not built yet.
         rng_types: generators that processes synchronise at the start of each pass over a loader:
             torch, cuda, xla, generator; None: generator.
-        log_with: trackers: tensorboard, "all", or a `GeneralTracker` of your own; one or several.
+        log_with: trackers: names of `LoggerType`, "all", or a `GeneralTracker` of your own; one or
+            several.
         project_dir: folder for states and logs.
         project_config: the same, in detail.
         gradient_accumulation_plugin: accumulation in detail.
@@ -135,11 +136,10 @@ class Accelerator(ProcessControl):
         arguments.kwargs_handlers = [*(kwargs_handlers or ()), *(kwarg_handler or ())]
         plan = resolve(settled_arguments(arguments), current_environment())
         chosen = filter_trackers(log_with, plan.project.logging_dir)
-        self._set_up(plan, cpu)
-        self.tracker_group = TrackerGroup(chosen, self.logging_dir, self.is_main_process)
+        self._set_up(plan, cpu, chosen)
         hand_overridden(self, Accelerator)
 
-    def _set_up(self, plan: Plan, cpu: bool) -> None:
+    def _set_up(self, plan: Plan, cpu: bool, trackers: list[Choice]) -> None:
         self.state = AcceleratorState(cpu=cpu, _from_accelerator=True, _plan=plan)
         self.plan = plan = self.state.settle(plan)
         self.comm = self.state.comm
@@ -151,8 +151,11 @@ class Accelerator(ProcessControl):
         self.accumulation = Accumulation(plan, self.strategy, objects)
         self.preparation = Preparation(plan, self.strategy, self.accumulation, objects)
         self.collectives = Collectives(plan, self.comm, self.gradient_state)
+        self.tracker_group = TrackerGroup(trackers, self.logging_dir, self.is_main_process)
         self.checkpoints = CheckpointSession(
-            RunObjects(plan, self.comm, self.strategy, objects, self.accumulation)
+            RunObjects(
+                plan, self.comm, self.strategy, objects, self.accumulation, self.tracker_group
+            )
         )
 
     # -- preparing -----------------------------------------------------------------------------

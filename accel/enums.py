@@ -51,7 +51,7 @@ class PrecisionType(BaseEnum):
 
 
 class LoggerType(BaseEnum):
-    """The experiment trackers. ``all`` stands for every one that is installed."""
+    """The experiment trackers. ``all``: those of installed libraries (``csv`` needs none)."""
 
     ALL = "all"
     TENSORBOARD = "tensorboard"
@@ -63,6 +63,7 @@ class LoggerType(BaseEnum):
     MLFLOW = "mlflow"
     SWANLAB = "swanlab"
     TRACKIO = "trackio"
+    CSV = "csv"
 
 
 class RNGType(BaseEnum):

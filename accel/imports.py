@@ -27,9 +27,13 @@ OPERATORS: dict[str, Callable[[Version, Version], bool]] = {
 
 @cache
 def is_available(package: str) -> bool:
-    """Return whether `package` (its import name) is installed; does not import it."""
+    """Return whether `package` (its import name) is installed; does not import it.
+
+    A folder of that name without modules, such as the `wandb` that runs leave, is no package.
+    """
     try:
-        return importlib.util.find_spec(package) is not None
+        spec = importlib.util.find_spec(package)
+        return spec is not None and spec.origin is not None
     except (ImportError, ValueError):  # a parent package is missing, or a module without a spec
         return False
 
@@ -157,6 +161,46 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 def is_tensorboard_available() -> bool:
     """Return whether TensorBoard is installed."""
     return is_available("tensorboard") or is_available("tensorboardX")
+
+
+def is_wandb_available() -> bool:
+    """Return whether W&B is installed."""
+    return is_available("wandb")
+
+
+def is_comet_ml_available() -> bool:
+    """Return whether Comet is installed."""
+    return is_available("comet_ml")
+
+
+def is_aim_available() -> bool:
+    """Return whether Aim is installed."""
+    return is_available("aim")
+
+
+def is_clearml_available() -> bool:
+    """Return whether ClearML is installed."""
+    return is_available("clearml")
+
+
+def is_dvclive_available() -> bool:
+    """Return whether DVCLive is installed."""
+    return is_available("dvclive")
+
+
+def is_mlflow_available() -> bool:
+    """Return whether MLflow is installed."""
+    return is_available("mlflow")
+
+
+def is_swanlab_available() -> bool:
+    """Return whether SwanLab is installed."""
+    return is_available("swanlab")
+
+
+def is_trackio_available() -> bool:
+    """Return whether Trackio is installed."""
+    return is_available("trackio")
 
 
 def is_rich_available() -> bool:

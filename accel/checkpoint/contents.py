@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from accel.planning.plan import Plan
     from accel.prepared import Objects
     from accel.strategies.base import Strategy
+    from accel.trackers.group import TrackerGroup
 
 T = TypeVar("T")
 AnyPath = str | PathLike[str]
@@ -34,6 +35,7 @@ class RunObjects:
         strategy: how models are distributed.
         objects: prepared and registered ones.
         accumulation: counts micro-batches, and holds the gradient scaler.
+        trackers: their run ids are kept, so that a resumed run continues them.
     """
 
     plan: Plan
@@ -41,6 +43,7 @@ class RunObjects:
     strategy: Strategy
     objects: Objects
     accumulation: Accumulation
+    trackers: TrackerGroup
 
     @property
     def writes(self) -> bool:

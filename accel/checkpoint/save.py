@@ -189,6 +189,7 @@ def _facts(run: RunObjects) -> dict[str, Any]:
         "objects": _numbers(run),
         "registered": run.registered,
         "dataloaders": [describe(loader) for loader in run.objects.dataloaders],
+        "trackers": run.trackers.run_ids(),
     }
 
 

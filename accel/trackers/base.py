@@ -6,6 +6,9 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar, cast
 
+import torch
+
+from accel.errors import StateError
 from accel.state import PartialState
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -39,10 +42,14 @@ class GeneralTracker:
     A subclass gives `name`, `requires_logging_directory` and `tracker`, and overrides
     `store_init_configuration` and `log`.
 
+    Args:
+        _blank: whether the attributes of the subclass are not checked.
+
     Attributes:
         name: the name by which the tracker is chosen.
         requires_logging_directory: whether it writes into a folder that must be given.
         main_process_only: whether only the main process logs.
+        failed: whether the run ends with an exception; set before `finish`.
 
     Raises:
         NotImplementedError: naming the attributes that a subclass lacks.
@@ -51,14 +58,30 @@ class GeneralTracker:
     name: str
     requires_logging_directory: bool
     main_process_only: ClassVar[bool] = True
+    failed: bool = False
 
-    def __init__(self) -> None:
-        require_attributes(type(self))
+    def __init__(self, _blank: bool = False) -> None:
+        if not _blank:
+            require_attributes(type(self))
 
     @property
     def tracker(self) -> Any:
         """The object of the tracking library, for what this interface does not cover."""
         raise NotImplementedError(f"{type(self).__name__} defines no property `tracker`.")
+
+    @property
+    def run_id(self) -> str | None:
+        """The library's id of the open run, which checkpoints keep; None: it has none."""
+        return None
+
+    @classmethod
+    def resume_arguments(cls, run_id: str) -> dict[str, Any]:
+        """Return the arguments with which the constructor opens an earlier run.
+
+        Args:
+            run_id: `run_id` of that run.
+        """
+        return {}
 
     def start(self) -> None:
         """Open the run; called once, by `Accelerator.init_trackers`."""
@@ -95,6 +118,56 @@ class GeneralTracker:
         """Flush and close the run."""
 
 
+class LibraryTracker(GeneralTracker):
+    """Base of trackers that are one run object of a library: opened once, closed once.
+
+    A subclass opens it in `_open` and closes it in `_close`. Attributes that the tracker lacks are
+    those of the run object: ``get_tracker("wandb").log_artifact(…)``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._run: Any = None
+        self._finished = False
+
+    def _open(self) -> object:
+        raise NotImplementedError(f"{type(self).__name__} opens no run.")
+
+    def _close(self, run: Any) -> None:
+        raise NotImplementedError(f"{type(self).__name__} closes no run.")
+
+    @property
+    def tracker(self) -> Any:
+        """The run object of the library; opened on first use.
+
+        Raises:
+            StateError: after `finish`.
+        """
+        if self._run is None:
+            if self._finished:
+                raise StateError(f"The tracker {self.name!r} is finished: call init_trackers(…).")
+            self._run = self._open()
+        return self._run
+
+    def __getattr__(self, name: str) -> Any:
+        run = None if name.startswith("_") else self.__dict__.get("_run")
+        if run is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(run, name)
+
+    @on_main_process
+    def start(self) -> None:
+        """Open the run."""
+        assert self.tracker is not None
+
+    @on_main_process
+    def finish(self) -> None:
+        """Flush and close the run, once."""
+        run, self._run, self._finished = self._run, None, True
+        if run is not None:
+            self._close(run)
+
+
 def require_attributes(kind: type) -> None:
     """Raise `NotImplementedError` unless a tracker class gives all it must."""
     base = GeneralTracker
@@ -115,3 +188,72 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def number(name: str, value: Any) -> float:
+    """Return a number or a tensor of one element as a float.
+
+    Args:
+        name: of the value, for the message.
+        value: the number.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value.item())
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"log: {name}={value!r}: a value is a number, a tensor of one element, text or a dict "
+            "of numbers. Reduce it first, or use log_images."
+        ) from None
+
+
+def scalars_and_texts(values: Mapping[str, object]) -> tuple[dict[str, float], dict[str, str]]:
+    """Divide values into numbers and texts; keys of nested mappings are joined by slashes.
+
+    Args:
+        values: by name: numbers, tensors of one element, text or mappings of these.
+
+    Returns:
+        (numbers by name, texts by name).
+
+    Raises:
+        TypeError: for any other value.
+    """
+    flat = flatten(values)
+    texts = {name: value for name, value in flat.items() if isinstance(value, str)}
+    return {name: number(name, v) for name, v in flat.items() if name not in texts}, texts
+
+
+def detached(values: Mapping[str, object]) -> dict[str, object]:
+    """Return values with tensors of one element as Python numbers; others as they are."""
+    return {name: _detached(value) for name, value in values.items()}
+
+
+def _detached(value: object) -> object:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return detached(value) if isinstance(value, Mapping) else value
+
+
+def images_of(images: Any) -> list[Any]:
+    """Return the images of one name as a list, arrays with channels last.
+
+    Args:
+        images: one image or a sequence of them: PIL's, a path, an array [H, W] or [H, W, C], or a
+            tensor [H, W] or [C, H, W] (C = 1, 3 or 4); or a batch of these with N as first dim.
+    """
+    if isinstance(images, (list, tuple)):
+        return [one for image in images for one in images_of(image)]
+    if isinstance(images, torch.Tensor):
+        images = images.detach().cpu()
+        if images.ndim > 2 and images.shape[-3] in (1, 3, 4):
+            images = images.movedim(-3, -1)
+        images = images.numpy()
+    if getattr(images, "ndim", 0) > 2 and images.shape[-1] == 1:
+        images = images[..., 0]
+        return list(images) if images.ndim > 2 else [images]
+    return list(images) if getattr(images, "ndim", 0) > 3 else [images]

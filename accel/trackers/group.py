@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import ConfigError, Problem, StateError, nearest
+from accel.logging import get_logger
 from accel.trackers.base import GeneralTracker
 
 if TYPE_CHECKING:
     from accel.trackers.table import Choice
+
+logger = get_logger(__name__)
 
 
 class TrackerGroup:
@@ -32,6 +37,7 @@ class TrackerGroup:
         self.trackers: list[GeneralTracker] = []
         self._logging_dir = logging_dir
         self._is_main_process = is_main_process
+        self._resumed: dict[str, str] = {}
 
     def init_trackers(
         self,
@@ -40,6 +46,10 @@ class TrackerGroup:
         init_kwargs: Mapping[str, Mapping[str, object]] | None = None,
     ) -> None:
         """Open a run in every tracker of `log_with`, and record the hyper-parameters.
+
+        After `load_state`, the trackers continue the runs that the checkpoint names, unless
+        `init_kwargs` name others. Runs that no `end_training` closes are closed at the exit of the
+        process, after an exception too.
 
         Args:
             project_name: name of the run or project, as the tracker takes it.
@@ -53,10 +63,12 @@ class TrackerGroup:
         arguments = init_kwargs or {}
         unknown = [self._unknown(f"init_kwargs[{name!r}]", name) for name in arguments]
         ConfigError.raise_if([problem for problem in unknown if problem is not None])
-        self.trackers = []
+        self.finish()
+        atexit.register(self._finish_at_exit)
         for choice in self.log_with:
             if not choice.main_process_only or self._is_main_process:
                 self.trackers.append(self._open(choice, project_name, arguments))
+        self._resumed = {}
         for tracker in self.trackers:
             tracker.start()
             if config is not None:
@@ -75,10 +87,26 @@ class TrackerGroup:
     ) -> GeneralTracker:
         if not inspect.isclass(choice):
             return choice
-        given = arguments.get(choice.name, {})
+        given = dict(arguments.get(choice.name, {}))
+        if choice.name in self._resumed:
+            given = {**choice.resume_arguments(self._resumed[choice.name]), **given}
+        build: Callable[..., GeneralTracker] = choice
         if choice.requires_logging_directory is True:
-            return choice(project_name, self._logging_dir, **given)  # type: ignore[call-arg]
-        return choice(project_name, **given)  # type: ignore[call-arg]
+            return build(project_name, self._logging_dir, **given)
+        return build(project_name, **given)
+
+    def run_ids(self) -> dict[str, str]:
+        """Return the run ids of the open trackers by their names, as checkpoints keep them."""
+        ids = {tracker.name: tracker.run_id for tracker in self.trackers}
+        return {**self._resumed, **{name: found for name, found in ids.items() if found}}
+
+    def resume(self, run_ids: Mapping[str, str]) -> None:
+        """Continue earlier runs at the next `init_trackers`.
+
+        Args:
+            run_ids: by name of the tracker, as `run_ids` returned them.
+        """
+        self._resumed = dict(run_ids)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker of this run.
@@ -127,21 +155,53 @@ class TrackerGroup:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record images in every tracker.
+        """Record images in every tracker that has them.
 
         Args:
             values: by name: images [N, ...], as the trackers take them.
             step: optimizer step.
             log_kwargs: arguments of each tracker's own call, by its name.
+
+        Raises:
+            NotImplementedError: if none of the trackers has images.
         """
+        able = [tracker for tracker in self.trackers if _has_images(tracker)]
         for tracker in self.trackers:
+            if not able:
+                raise NotImplementedError(f"The tracker {tracker.name!r} does not log images.")
+            if tracker not in able:
+                logger.warning_once("The tracker %r does not log images: skipped.", tracker.name)
+        for tracker in able:
             tracker.log_images(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
-    def finish(self) -> None:
-        """Close the trackers."""
-        for tracker in self.trackers:
-            tracker.finish()
-        self.trackers = []
+    def finish(self, failed: bool = False) -> None:
+        """Close every tracker, once.
+
+        Args:
+            failed: whether the run ends with an exception, for trackers that record it.
+
+        Raises:
+            Exception: that of the first tracker that could not be closed, after all others are.
+        """
+        atexit.unregister(self._finish_at_exit)
+        open_trackers, self.trackers = self.trackers, []
+        errors = []
+        for tracker in open_trackers:
+            tracker.failed = failed
+            try:
+                tracker.finish()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _finish_at_exit(self) -> None:
+        # Python keeps the exception that ended the script there.
+        self.finish(failed=getattr(sys, "last_value", None) is not None)
+
+
+def _has_images(tracker: GeneralTracker) -> bool:
+    return type(tracker).log_images is not GeneralTracker.log_images
 
 
 class SilentTracker(GeneralTracker):
@@ -164,3 +224,9 @@ class SilentTracker(GeneralTracker):
 
     def log_images(self, values: object, step: int | None = None, **kwargs: object) -> None:
         """Do nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        # Methods of the tracker that it stands for: log_table, log_artifact, …
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None

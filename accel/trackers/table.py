@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from accel import imports
 from accel.enums import LoggerType
-from accel.errors import ConfigError, MissingPackageError, NotBuiltError, Problem, nearest
-from accel.imports import is_tensorboard_available, load_attribute
+from accel.errors import ConfigError, MissingPackageError, Problem, nearest
 from accel.trackers.base import GeneralTracker, require_attributes
 
+EXTRA = "trackers"
 # A name, a class of a user's own, or an object of one.
 Wanted = str | LoggerType | GeneralTracker | type[GeneralTracker]
 # A chosen tracker: a class that is yet to be built, or an object.
@@ -34,15 +35,49 @@ class Entry:
 
     def load(self) -> type[GeneralTracker]:
         """Return the class."""
-        found: type[GeneralTracker] = load_attribute(self.place)
+        found: type[GeneralTracker] = imports.load_attribute(self.place)
         return found
 
 
+def _entry(name: str, kind: str, package: str, is_available: Callable[[], bool]) -> Entry:
+    return Entry(f"accel.trackers.{name}:{kind}", package, is_available)
+
+
 TRACKERS: dict[str, Entry] = {
-    "tensorboard": Entry(
-        "accel.trackers.tensorboard:TensorBoardTracker", "tensorboard", is_tensorboard_available
+    "tensorboard": _entry(
+        "tensorboard", "TensorBoardTracker", "tensorboard", imports.is_tensorboard_available
     ),
+    "wandb": _entry("wandb", "WandBTracker", "wandb", imports.is_wandb_available),
+    "comet_ml": _entry("comet_ml", "CometMLTracker", "comet-ml", imports.is_comet_ml_available),
+    "aim": _entry("aim", "AimTracker", "aim", imports.is_aim_available),
+    "clearml": _entry("clearml", "ClearMLTracker", "clearml", imports.is_clearml_available),
+    "dvclive": _entry("dvclive", "DVCLiveTracker", "dvclive", imports.is_dvclive_available),
+    "mlflow": _entry("mlflow", "MLflowTracker", "mlflow", imports.is_mlflow_available),
+    "swanlab": _entry("swanlab", "SwanLabTracker", "swanlab", imports.is_swanlab_available),
+    "trackio": _entry("trackio", "TrackioTracker", "trackio", imports.is_trackio_available),
 }
+# Needs no library, so "all" leaves it out.
+OWN = {"csv": Entry("accel.trackers.csv:CSVTracker", "accel-runner", lambda: True)}
+# Classes of the user's own that have a name here.
+REGISTERED: dict[str, type[GeneralTracker]] = {}
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
+    """Make a tracker class available by its `name`: ``Accelerator(log_with="my_tracker")``.
+
+    Args:
+        tracker_class: a subclass of `GeneralTracker`. It replaces one of the same name, shipped
+            ones included.
+
+    Returns:
+        The class, so that this is a decorator, too.
+
+    Raises:
+        NotImplementedError: naming the attributes that it lacks.
+    """
+    require_attributes(tracker_class)
+    REGISTERED[tracker_class.name] = tracker_class
+    return tracker_class
 
 
 def get_available_trackers() -> list[LoggerType]:
@@ -56,7 +91,8 @@ def filter_trackers(
     """Return the requested trackers.
 
     Args:
-        log_with: names ("all": every one that is installed), classes or objects; one or several.
+        log_with: names ("all": those of installed libraries, and the registered ones), classes or
+            objects; one or several.
         logging_dir: folder of the trackers.
 
     Returns:
@@ -98,25 +134,23 @@ def _choices(item: Any) -> list[Choice]:
         return [item]
     name = str(item).lower()
     if name == LoggerType.ALL:
-        return [TRACKERS[tracker].load() for tracker in get_available_trackers()]
+        names = dict.fromkeys([*map(str, get_available_trackers()), *REGISTERED])
+        return [_named(tracker) for tracker in names]
     return [_named(name)]
 
 
 def _named(name: str) -> type[GeneralTracker]:
-    if name not in TRACKERS:
-        known = [*TRACKERS, str(LoggerType.ALL)]
-        if name in LoggerType.list():
-            raise NotBuiltError.of(
-                f"log_with={name!r}",
-                "this version does not offer it yet",
-                f"Use {', '.join(known)}, or a GeneralTracker of your own.",
-            )
+    if name in REGISTERED:
+        return REGISTERED[name]
+    table = {**TRACKERS, **OWN}
+    if name not in table:
+        known = [*table, *REGISTERED, str(LoggerType.ALL)]
         raise ConfigError.of(
             f"log_with={name!r}",
             f"it is one of {', '.join(known)}, or a GeneralTracker",
             nearest(name, known),
         )
-    entry = TRACKERS[name]
+    entry = table[name]
     if not entry.is_available():
-        raise MissingPackageError(entry.package, f"log_with={name!r}")
+        raise MissingPackageError(entry.package, f"log_with={name!r}", EXTRA)
     return entry.load()

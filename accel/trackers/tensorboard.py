@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from accel.trackers.base import GeneralTracker, flatten, on_main_process
+from accel.trackers.base import GeneralTracker, flatten, number, on_main_process
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -75,7 +73,7 @@ class TensorBoardTracker(GeneralTracker):
             elif isinstance(value, Mapping):
                 writer.add_scalars(name, value, global_step=step, **kwargs)
             else:
-                writer.add_scalar(name, _number(name, value), global_step=step, **kwargs)
+                writer.add_scalar(name, number(name, value), global_step=step, **kwargs)
         writer.flush()
 
     @on_main_process
@@ -91,20 +89,3 @@ class TensorBoardTracker(GeneralTracker):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def _number(name: str, value: Any) -> float:
-    """Return a number or a tensor of one element as a float.
-
-    Raises:
-        TypeError: for anything else.
-    """
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return float(value.item())
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"log: {name}={value!r}: a value is a number, a tensor of one element, text or a dict "
-            "of numbers. Reduce it first, or use log_images."
-        ) from None

@@ -66,3 +66,11 @@ from accel.tree import recursively_apply as recursively_apply
 from accel.wrapping import extract_model_from_parallel as extract_model_from_parallel
 
 __all__: list[str]
+from accel.imports import is_aim_available as is_aim_available
+from accel.imports import is_clearml_available as is_clearml_available
+from accel.imports import is_comet_ml_available as is_comet_ml_available
+from accel.imports import is_dvclive_available as is_dvclive_available
+from accel.imports import is_mlflow_available as is_mlflow_available
+from accel.imports import is_swanlab_available as is_swanlab_available
+from accel.imports import is_trackio_available as is_trackio_available
+from accel.imports import is_wandb_available as is_wandb_available

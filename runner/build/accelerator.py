@@ -28,11 +28,9 @@ def running(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Iterator[Ac
     try:
         yield accelerator
     except BaseException:
+        accelerator.tracker_group.finish(failed=True)
         if accelerator.num_processes == 1:
             accelerator.end_training()
-        else:
-            for tracker in accelerator.trackers:
-                tracker.finish()
         raise
     accelerator.end_training()
 

@@ -23,6 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from accel.errors import ConfigError, Problem, Problems
@@ -124,6 +125,7 @@ def compose(overrides: Sequence[str], config_name: str = PRIMARY, number: int = 
         config[node] = _compose([*others, f"{node}=null"], config_name)[node]
     for node, name in _missing_values(config):
         config[node][name] = MISSING
+    _merge_trackers(config, overrides, config_name)
     config.hydra.job.num, config.hydra.job.id = number, str(number)
     HydraConfig.instance().set_config(config)
     del config["hydra"]
@@ -134,6 +136,26 @@ def _compose(overrides: Sequence[str], config_name: str) -> DictConfig:
     return hydra_compose(
         config_name, overrides=[*FIXED, *opened(overrides)], return_hydra_config=True
     )
+
+
+def _merge_trackers(config: DictConfig, overrides: Sequence[str], config_name: str) -> None:
+    """Use the trackers of all files of ``tracker=[a,b]``: Hydra keeps the last file's list.
+
+    A list that is given elsewhere, as in an experiment or on the command line, stands.
+    """
+    if "tracker" in config.hydra.runtime.choices or "tracker" not in config:
+        return
+    loader = GlobalHydra.instance().config_loader()
+    found = loader.compute_defaults_list(config_name, [*FIXED, *opened(overrides)], RunMode.RUN)
+    paths_of_files = [str(default.config_path) for default in found.defaults]
+    options = [path.removeprefix("tracker/") for path in paths_of_files if path[:8] == "tracker/"]
+    files = [_file_of(config.hydra, "tracker", option) for option in options]
+    chosen = [list(file.get("log_with") or ()) for file in files if isinstance(file, DictConfig)]
+    given = any(key_of(override) == "tracker.log_with" for override in overrides)
+    if chosen and not given and config.tracker.log_with == chosen[-1]:
+        config.tracker.log_with = list(dict.fromkeys(name for names in chosen for name in names))
+    elif "tracker=[]" in overrides and not given:
+        config.tracker.log_with = []
 
 
 def _nodes_of_other_factories(config: DictConfig) -> list[str]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # Logged under their own names; everything else under ``<split>/<name>``.
 COMMON = ("lr", "samples_per_second", "skipped_steps")
+PURGING = ("tensorboard", "csv")  # trackers that take `purge_step`
 
 
 class Position(Protocol):
@@ -97,12 +98,13 @@ class Recorder:
             self._file.close()
 
     def _tracker_arguments(self, resumed: bool) -> dict[str, dict[str, Any]]:
-        """Return the trackers' arguments; TensorBoard hides records after a resumed step."""
+        """Return the trackers' arguments; those that can drop records after a resumed step do."""
         given = self._recipe.tracker.init_kwargs
         arguments = {name: dict(values) for name, values in given.items()}
         names = [choice.name for choice in self._accelerator.log_with]
-        if resumed and "tensorboard" in names:
-            arguments.setdefault("tensorboard", {}).setdefault("purge_step", self._state.step + 1)
+        for name in PURGING:
+            if resumed and name in names:
+                arguments.setdefault(name, {}).setdefault("purge_step", self._state.step + 1)
         return arguments
 
 

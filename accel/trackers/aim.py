@@ -1,0 +1,118 @@
+"""Aim: a repository in a folder.
+
+Source: https://aimstack.readthedocs.io/en/latest/refs/sdk.html
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accel.trackers.base import (
+    LibraryTracker,
+    images_of,
+    on_main_process,
+    scalars_and_texts,
+)
+
+Options = Mapping[str, Mapping[str, object]]
+PLAIN = (bool, int, float, str, list, tuple, type(None))
+
+
+class AimTracker(LibraryTracker):
+    """Logs to a run of an Aim repository.
+
+    Args:
+        run_name: name of the run, and of its experiment where `kwargs` give none.
+        logging_dir: folder of the repository (``.aim``).
+        kwargs: for `aim.Run`.
+    """
+
+    name = "aim"
+    requires_logging_directory = True
+
+    def __init__(
+        self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: object
+    ) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir = logging_dir
+        self._kwargs = kwargs
+
+    def _open(self) -> object:
+        from aim import Run
+
+        repo = self._kwargs.get("repo") or os.fspath(self.logging_dir or ".")
+        if isinstance(repo, str) and "://" not in repo:
+            Path(repo).mkdir(parents=True, exist_ok=True)
+        run = Run(**{"experiment": self.run_name, **self._kwargs, "repo": repo})
+        run.name = self.run_name
+        return run
+
+    def _close(self, run: Any) -> None:
+        run.close()
+
+    @property
+    def run_id(self) -> str | None:
+        """The run's hash."""
+        return None if self._run is None else str(self._run.hash)
+
+    @classmethod
+    def resume_arguments(cls, run_id: str) -> dict[str, object]:
+        """Return the arguments of `aim.Run` that continue a run."""
+        return {"run_hash": run_id}
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, object]) -> None:
+        """Record hyper-parameters, nested as they are, as the run's ``hparams``."""
+        self.tracker["hparams"] = _plain(values)
+
+    @on_main_process
+    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
+        """Record numbers, nested ones under ``outer/inner``, and text."""
+        from aim import Text
+
+        numbers, texts = scalars_and_texts(values)
+        for name, value in {**numbers, **{n: Text(text) for n, text in texts.items()}}.items():
+            self.tracker.track(value, name=name, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(
+        self,
+        values: dict[str, object],
+        step: int | None = None,
+        kwargs: Options | None = None,
+        **options: Mapping[str, object],
+    ) -> None:
+        """Record images.
+
+        Args:
+            values: by name: images, as `images_of` takes them, or (image, caption).
+            step: optimizer step.
+            kwargs: ``aim_image``: arguments of `aim.Image`; ``track``: of the run's `track`.
+            options: the same, by keyword.
+        """
+        from aim import Image
+
+        given = {"aim_image": {}, "track": {}, **(kwargs or {}), **options}
+        for name, found in values.items():
+            captioned = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], str)
+            images, caption = found if captioned else (found, "")
+            described = {"caption": caption, **given["aim_image"]}
+            made = [Image(image, **described) for image in images_of(images)]
+            one = made[0] if len(made) == 1 else made
+            self.tracker.track(one, name=name, step=step, **given["track"])
+
+
+def _plain(values: Mapping[str, object]) -> dict[str, object]:
+    """Return a nested mapping with text for values that Aim cannot store."""
+    return {
+        str(name): _plain(value)
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, PLAIN)
+        else str(value)
+        for name, value in values.items()
+    }
