@@ -74,4 +74,7 @@ class CometMLTracker(LibraryTracker):
         """
         for name, found in values.items():
             for image in images_of(found):
-                self.tracker.log_image(image, name=name, step=step, **kwargs)
+                # Comet would stretch bytes to its full range.
+                is_bytes = str(getattr(image, "dtype", "")) == "uint8"
+                options = {"image_minmax": (0, 255), **kwargs} if is_bytes else kwargs
+                self.tracker.log_image(image, name=name, step=step, **options)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 from accel import Accelerator
-from accel.trackers.base import flatten
+from accel.errors import StateError
+from accel.trackers.base import (
+    LibraryTracker,
+    detached,
+    flatten,
+    images_of,
+    scalars_and_texts,
+)
 from accel.tracking import GeneralTracker
 
 
@@ -17,7 +26,78 @@ def test_a_tracker_class_says_what_it_lacks() -> None:
         Half()
     with pytest.raises(NotImplementedError, match="Half"):
         Accelerator(cpu=True, log_with=Half)
+    blank = Half(_blank=True)
+    assert (blank.run_id, blank.resume_arguments("a"), blank.failed) == (None, {}, False)
 
 
 def test_nested_configurations_become_paths() -> None:
     assert flatten({"a": {"b": 1, "c": {"d": 2}}, "e": 3}) == {"a/b": 1, "a/c/d": 2, "e": 3}
+
+
+class Run:
+    """A run object of a library."""
+
+    def __init__(self) -> None:
+        self.closed: list[bool] = []
+
+    def log_artifact(self, path: str) -> str:
+        return f"artifact {path}"
+
+
+class Library(LibraryTracker):
+    """A tracker over `Run`."""
+
+    name = "library"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str) -> None:
+        super().__init__()
+        self.opened = 0
+
+    def _open(self) -> Run:
+        self.opened += 1
+        return Run()
+
+    def _close(self, run: Run) -> None:
+        run.closed.append(self.failed)
+
+
+def test_a_librarys_run_is_opened_and_closed_once() -> None:
+    tracker = Library("run")
+    assert tracker.opened == 0
+    with pytest.raises(AttributeError, match="log_artifact"):
+        tracker.log_artifact("x")
+    tracker.start()
+    tracker.start()
+    run = tracker.tracker
+    assert (tracker.opened, tracker.log_artifact("x")) == (1, "artifact x")
+    tracker.failed = True
+    tracker.finish()
+    tracker.finish()
+    assert run.closed == [True]
+    with pytest.raises(StateError, match=r"library.*finished"):
+        assert tracker.tracker
+
+
+def test_values_are_plain_numbers_and_texts() -> None:
+    values = {"loss": torch.tensor(0.5), "parts": {"a": np.float32(2), "b": True}, "note": "fine"}
+    numbers = {"loss": 0.5, "parts/a": 2.0, "parts/b": 1.0}
+    assert scalars_and_texts(values) == (numbers, {"note": "fine"})
+    with pytest.raises(TypeError, match="parts/a="):
+        scalars_and_texts({"parts": {"a": [1, 2]}})
+    table = object()
+    kept = detached({"loss": torch.tensor([3]), "parts": {"a": torch.tensor(1.5)}, "table": table})
+    assert kept == {"loss": 3, "parts": {"a": 1.5}, "table": table}
+
+
+def test_images_are_a_list_with_channels_last() -> None:
+    assert [one.shape for one in images_of(torch.zeros(2, 3, 8, 4))] == [(8, 4, 3)] * 2
+    assert [one.shape for one in images_of(torch.zeros(1, 8, 4))] == [(8, 4)]
+    assert [one.shape for one in images_of(np.zeros((2, 8, 4, 1)))] == [(8, 4)] * 2
+    assert [one.shape for one in images_of(np.zeros((8, 4, 3)))] == [(8, 4, 3)]
+    assert [one.shape for one in images_of([np.zeros((8, 4)), torch.zeros(3, 8, 4)])] == [
+        (8, 4),
+        (8, 4, 3),
+    ]
+    picture = object()
+    assert images_of(picture) == [picture]

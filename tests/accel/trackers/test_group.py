@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from accel import Accelerator
 from accel.errors import ConfigError, StateError
 from accel.tracking import GeneralTracker, on_main_process
-from tests.helpers import run_distributed
+from tests.helpers import ROOT, python, run_distributed
 
 
 class Memory(GeneralTracker):
@@ -93,6 +94,107 @@ def test_a_tracker_is_found_by_its_name_alone() -> None:
         accelerator.init_trackers("run", init_kwargs={"memry": {}})
 
 
+class Broken(Memory):
+    """Cannot be closed."""
+
+    name = "broken"
+
+    def finish(self) -> None:
+        super().finish()
+        raise OSError("disk full")
+
+
+def test_all_are_closed_once_though_one_fails() -> None:
+    first, last = Broken("first"), Memory("last")
+    accelerator = Accelerator(cpu=True, log_with=[first, last])
+    accelerator.init_trackers("run")
+    with pytest.raises(OSError, match="disk full"):
+        accelerator.tracker_group.finish(failed=True)
+    accelerator.end_training()
+    assert (first.calls, last.calls) == ([("finished",)], [("finished",)])
+    assert (first.failed, last.failed) == (True, True)
+
+
+def test_images_go_to_the_trackers_that_have_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = Memory("mine")
+    both = Accelerator(cpu=True, log_with=["csv", mine], project_dir=tmp_path)
+    both.init_trackers("run")
+    both.log_images({"x": None}, step=1)
+    assert mine.calls == [("images", {"x": None}, 1)]
+    assert "'csv' does not log images" in caplog.text
+    both.end_training()
+    alone = Accelerator(cpu=True, log_with="csv", project_dir=tmp_path)
+    alone.init_trackers("run")
+    with pytest.raises(NotImplementedError, match="csv"):
+        alone.log_images({"x": None}, step=1)
+    alone.end_training()
+
+
+class Numbered(Memory):
+    """Has run ids."""
+
+    name = "numbered"
+
+    def __init__(self, run_name: str, number: str = "new") -> None:
+        super().__init__(run_name)
+        self.number = number
+
+    @property
+    def run_id(self) -> str:
+        return self.number
+
+    @classmethod
+    def resume_arguments(cls, run_id: str) -> dict[str, Any]:
+        return {"number": run_id}
+
+
+def test_a_resumed_run_continues_its_trackers_runs(tmp_path: Path) -> None:
+    before = Accelerator(cpu=True, log_with=[Numbered, Memory])
+    before.init_trackers("run", init_kwargs={"numbered": {"number": "seven"}})
+    before.save_state(str(tmp_path / "state"))
+    before.end_training()
+    after = Accelerator(cpu=True, log_with=[Numbered, Memory])
+    after.load_state(str(tmp_path / "state"))
+    assert after.tracker_group.run_ids() == {"numbered": "seven"}  # a state before they are open
+    after.init_trackers("run")
+    assert after.get_tracker("numbered").number == "seven"
+    after.init_trackers("run")  # only the next one continues it
+    assert after.get_tracker("numbered").number == "new"
+    after.load_state(str(tmp_path / "state"))
+    after.init_trackers("run", init_kwargs={"numbered": {"number": "eight"}})
+    assert after.get_tracker("numbered").number == "eight"
+    after.end_training()
+
+
+UNFINISHED = """
+import sys
+from accel import Accelerator
+from tests.accel.trackers.test_group import Memory
+
+class Loud(Memory):
+    name = "loud"
+    def finish(self):
+        print("finished", self.failed)
+
+accelerator = Accelerator(cpu=True, log_with=Loud)
+accelerator.init_trackers("run")
+if sys.argv[1] == "ended":
+    accelerator.end_training()
+elif sys.argv[1] == "error":
+    raise ValueError
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "printed"), [("ended", "False"), ("forgotten", "False"), ("error", "True")]
+)
+def test_a_script_that_ends_anyhow_closes_its_trackers_once(way: str, printed: str) -> None:
+    done = subprocess.run(python("-c", UNFINISHED, way), capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines() == [f"finished {printed}"], done.stderr
+
+
 def logged(folder: str) -> tuple[list[str], int, Any]:
     accelerator = Accelerator(cpu=True, log_with=["tensorboard", Everywhere], project_dir=folder)
     accelerator.init_trackers("run", config={"lr": 1.0})
@@ -100,6 +202,9 @@ def logged(folder: str) -> tuple[list[str], int, Any]:
     everywhere = accelerator.get_tracker("everywhere")
     own = accelerator.get_tracker("tensorboard")
     own.log({"more": 1.0}, step=0)
+    if not accelerator.is_main_process:
+        own.log_table("any method", columns=[])
+        assert not hasattr(own, "_private")
     raw = accelerator.get_tracker("tensorboard", unwrap=True)
     names = [tracker.name for tracker in accelerator.trackers]
     accelerator.end_training()

@@ -1,4 +1,4 @@
-"""Which trackers there are, and which of them a run gets."""
+"""Which trackers there are, and what stands for them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from accel import Accelerator
+from accel import Accelerator, imports
 from accel.enums import LoggerType
-from accel.errors import ConfigError, MissingPackageError, NotBuiltError
+from accel.errors import ConfigError, MissingPackageError
 from accel.trackers import table
-from accel.trackers.table import filter_trackers, get_available_trackers
-from accel.tracking import TensorBoardTracker
+from accel.trackers.table import TRACKERS, filter_trackers, get_available_trackers
+from accel.tracking import TensorBoardTracker, WandBTracker, register_tracker_class
 from tests.accel.trackers.test_group import Memory
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test its own register, and TensorBoard as the only installed library."""
+    monkeypatch.setattr(table, "REGISTERED", {})
+    for name, entry in list(TRACKERS.items()):
+        own = table.Entry(
+            entry.place, entry.package, {"tensorboard": True}.get(name, False).__bool__
+        )
+        monkeypatch.setitem(TRACKERS, name, own)
 
 
 def test_all_stands_for_what_is_installed(tmp_path: Path) -> None:
@@ -29,20 +40,72 @@ def test_trackers_are_named_to_the_accelerator(tmp_path: Path) -> None:
         accelerator.end_training()
     both = Accelerator(cpu=True, log_with=["all", Memory], project_dir=tmp_path)
     assert [choice.name for choice in both.log_with] == ["tensorboard", "memory"]
-    for name in ("wandb", "comet_ml"):
-        with pytest.raises(NotBuiltError, match=f"log_with='{name}'"):
+    for name in set(TRACKERS) - {"tensorboard"}:
+        with pytest.raises(
+            MissingPackageError, match=rf"log_with='{name}'.*accel-runner\[trackers"
+        ):
             Accelerator(cpu=True, log_with=name)
 
 
 def test_a_tracker_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="Did you mean 'tensorboard'"):
         filter_trackers("tensorbord", "logs")
-    with pytest.raises(NotBuiltError, match="wandb"):
-        filter_trackers("wandb", "logs")
     with pytest.raises(ConfigError, match="project_dir"):
         filter_trackers("tensorboard")
     entry = table.Entry("accel.trackers.tensorboard:TensorBoardTracker", "tb", lambda: False)
     monkeypatch.setitem(table.TRACKERS, "tensorboard", entry)
-    with pytest.raises(MissingPackageError, match="pip install tb"):
+    with pytest.raises(MissingPackageError, match="'tb'"):
         filter_trackers("tensorboard", "logs")
     assert filter_trackers("all", "logs") == []
+
+
+def test_every_tracker_is_one_of_the_documented_words() -> None:
+    assert {*TRACKERS, *table.OWN, "all"} == set(LoggerType.list())
+    for name, entry in {**TRACKERS, **table.OWN}.items():
+        kind = entry.load()
+        assert kind.name == name
+        assert kind.main_process_only
+        writes_into_a_folder = name in ("tensorboard", "aim", "csv")
+        assert kind.requires_logging_directory == writes_into_a_folder
+
+
+def test_a_registered_class_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert register_tracker_class(Memory) is Memory
+    assert filter_trackers(["memory", Memory]) == [Memory]
+    assert filter_trackers("all", "logs") == [TensorBoardTracker, Memory]
+    with pytest.raises(ConfigError, match="Did you mean 'memory'"):
+        filter_trackers("memry")
+
+    class Other(Memory):
+        name = "wandb"
+
+    register_tracker_class(Other)  # in the place of a shipped one
+    assert filter_trackers("wandb") == [Other]
+
+    class Half(Memory):
+        tracker = table.GeneralTracker.tracker
+
+    with pytest.raises(NotImplementedError, match="Half lacks tracker"):
+        register_tracker_class(Half)
+
+
+def test_a_librarys_function_says_whether_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = {"wandb", "comet_ml", "aim", "clearml", "dvclive", "mlflow", "swanlab", "trackio"}
+    for name in names:
+        monkeypatch.setattr(imports, "is_available", name.__eq__)
+        assert getattr(imports, f"is_{name}_available")() is True
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "leftover").mkdir()  # as wandb leaves a folder "wandb" where a run was
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    assert not imports.is_available("leftover")
+    assert imports.is_available("package")
+
+
+def test_a_trackers_object_is_used_as_it_is() -> None:
+    mine = WandBTracker("project", mode="offline")  # opens nothing yet
+    assert filter_trackers(mine) == [mine]
+    assert mine.run_id is None
