@@ -64,11 +64,12 @@ class TrackerGroup:
         unknown = [self._unknown(f"init_kwargs[{name!r}]", name) for name in arguments]
         ConfigError.raise_if([problem for problem in unknown if problem is not None])
         self.finish()
-        atexit.register(self._finish_at_exit)
         for choice in self.log_with:
             if not choice.main_process_only or self._is_main_process:
                 self.trackers.append(self._open(choice, project_name, arguments))
         self._resumed = {}
+        if self.trackers:
+            atexit.register(self._finish_at_exit)
         for tracker in self.trackers:
             tracker.start()
             if config is not None:

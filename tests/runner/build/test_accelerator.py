@@ -103,7 +103,7 @@ def test_a_project_folder_of_its_own_is_kept(tmp_path: Path) -> None:
 class Tape:
     """A tracker that knows whether it was closed."""
 
-    finished = False
+    finished = failed = False
 
     def finish(self) -> None:
         self.finished = True
@@ -126,7 +126,7 @@ def fail_in_group(folder: str) -> tuple[bool, bool]:
 
     tape = Tape()
     fail(Path(folder), tape)
-    return tape.finished, dist.is_initialized()
+    return tape.finished and tape.failed, dist.is_initialized()
 
 
 def test_after_an_error_trackers_are_closed_and_nobody_is_waited_for(tmp_path: Path) -> None:
@@ -136,5 +136,5 @@ def test_after_an_error_trackers_are_closed_and_nobody_is_waited_for(tmp_path: P
 def test_one_process_is_ended_after_an_error(tmp_path: Path) -> None:
     tape = Tape()
     accelerator = fail(tmp_path, tape)
-    assert tape.finished
+    assert (tape.finished, tape.failed) == (True, True)
     assert accelerator.trackers == []

@@ -63,7 +63,7 @@ REFUSALS = {
     "objective=null": ("objective=null with step=supervised", "needs an objective"),
     "trainer.micro_batch_size=7": ("7", "64"),
     "distributed.num_processes=3": ("distributed.num_processes=3", "distributed=multi_cpu"),
-    "tracker.log_with=[wandb]": ("log_with='wandb'", "does not offer it yet", "tensorboard"),
+    "tracker=[csv,tensorbord]": ("tracker=tensorbord", "tracker is one of", "tensorboard"),
     "distributed.device=gpu": ("device='gpu'", "it is one of", "cuda"),
     "distributed=multi_node": ("distributed=multi_node", "multi_cpu, multi_gpu, none"),
     "seed=1,2": ("seed=1,2", "Add -m"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from accel.errors import ConfigError
@@ -71,3 +73,36 @@ def test_the_runners_own_part_of_hydra_is_closed() -> None:
     assert hydra_setup.hydra_problems(["hydra/launcher=joblib", "seed=1"]) == []
     (problem,) = hydra_setup.hydra_problems(["hydra.run.dir=/tmp"])
     assert problem.value == "hydra.run.dir=/tmp"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "log_with"),
+    [
+        (["tracker=csv"], ["csv"]),
+        (["tracker=[tensorboard,mlflow]"], ["tensorboard", "mlflow"]),
+        (["tracker=[mlflow,csv,csv]"], ["mlflow", "csv"]),
+        (["tracker=[csv]"], ["csv"]),
+        (["tracker=[]"], []),
+        (["tracker=[tensorboard,csv]", "tracker.log_with=[csv]"], ["csv"]),
+        (["experiment=tracked"], ["tensorboard", "csv"]),
+        (["experiment=tracked", "tracker=mlflow"], ["mlflow"]),
+        (["experiment=own"], ["wandb"]),
+    ],
+)
+def test_several_files_of_the_tracker_are_all_used(
+    overrides: list[str],
+    log_with: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    lines = "# @package _global_\ndefaults:\n  - override /tracker: [tensorboard, csv]\n"
+    (folder / "tracked.yaml").write_text(lines)
+    (folder / "own.yaml").write_text(f"{lines}  - _self_\ntracker:\n  log_with: [wandb]\n")
+    monkeypatch.chdir(tmp_path)
+    with hydra_setup.session():
+        found = hydra_setup.compose(overrides)
+    assert found.tracker.log_with == log_with
+    if "mlflow" in log_with:
+        assert found.tracker.init_kwargs.mlflow.logging_dir == "runs/mlflow"

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+import os
+import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 
+from accel.checkpoint.directory import checkpoints
+from accel.imports import is_mlflow_available, is_wandb_available
 from runner.reporting.recorder import learning_rates
+from tests import commands
+from tests.accel.trackers.test_wandb import records
+from tests.helpers import ROOT, python
 from tests.runner.loops import (
     build,
     recipe_of,
@@ -26,6 +35,79 @@ def test_trackers_get_the_values_under_their_names(tmp_path: Path) -> None:
     expected = {"train/loss", "validation/loss", "test/loss", "lr", "samples_per_second"}
     assert expected <= set(accumulator.Tags()["scalars"])
     assert [event.step for event in accumulator.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+
+
+def test_a_resumed_run_appends_to_its_trackers_files(tmp_path: Path) -> None:
+    recipe = recipe_of(
+        trainer__max_steps=8,
+        checkpoint__every_epochs=None,
+        checkpoint__every_steps=2,
+        tracker__log_with=["csv"],
+    )
+    build(tmp_path, recipe).run()
+    older = checkpoints(tmp_path / "checkpoints")[-2]
+    table = tmp_path / "tensorboard" / recipe.name / "metrics.csv"
+    before = logged_losses(table)
+    assert [step for step, _ in before] == list(range(1, 9))
+    again = build(tmp_path, recipe, resume_from=older)
+    again.run()
+    again.accelerator.end_training()
+    assert logged_losses(table) == before  # steps 7 and 8 once
+
+
+def logged_losses(table: Path) -> list[tuple[int, float]]:
+    """Return (step, loss) of the rows of training."""
+    with table.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["train/loss"]]
+    return [(int(row["step"]), float(row["train/loss"])) for row in rows]
+
+
+def command(folder: Path, *overrides: str, **environment: str) -> None:
+    """Run `python -m runner` in `folder`, small and fast."""
+    small = ("trainer.log_every=1", "trainer.global_batch_size=64")
+    known = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), **environment}
+    answer = commands.run("-m", "runner", *small, *overrides, cwd=folder, environment=known)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_mlflow_available(), reason="mlflow is not installed")
+def test_a_recipe_names_several_trackers_and_resumes_them(tmp_path: Path) -> None:
+    script = "import sys; from mlflow import MlflowClient\n" + (
+        "client = MlflowClient('sqlite:///runs/mlflow/mlflow.db')\n"
+        "experiment = client.get_experiment_by_name('digits')\n"
+        "run, = client.search_runs([experiment.experiment_id])\n"
+        "history = client.get_metric_history(run.info.run_id, 'train/loss')\n"
+        "steps = [metric.step for metric in history]\n"
+        "print(run.info.status, steps, run.data.params['optimizer/lr'])"
+    )
+    command(tmp_path, "tracker=[tensorboard,mlflow,csv]", "trainer.stop_after=3")
+    run_dir = next(tmp_path.glob("runs/digits/*/config.yaml")).parent
+    command(tmp_path, f"resume={run_dir}", "trainer.stop_after=5")
+    done = subprocess.run(python("-c", script), cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.startswith("FINISHED [1, 2, 3, 4, 5] 0."), done.stderr
+    table = run_dir / "tensorboard" / "digits" / "metrics.csv"
+    assert [step for step, _ in logged_losses(table)] == [1, 2, 3, 4, 5]
+    assert list((run_dir / "tensorboard" / "digits").glob("events.out.tfevents.*"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_wandb_available(), reason="wandb is not installed")
+def test_a_recipe_resumes_its_run_of_wandb(tmp_path: Path) -> None:
+    command(tmp_path, "tracker=wandb", "trainer.stop_after=2", WANDB_MODE="offline")
+    run_dir = next(tmp_path.glob("runs/digits/*/config.yaml")).parent
+    command(tmp_path, f"resume={run_dir}", "trainer.stop_after=3", WANDB_MODE="offline")
+    files = sorted(tmp_path.glob("runs/wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    assert len({path.name for path in files}) == 1  # one run id
+    steps = [
+        item.value_json
+        for path in files
+        for record in records(path)
+        for item in record.history.item
+        if (item.key or "/".join(item.nested_key)) == "_step"
+    ]
+    assert [int(step) for step in steps] == [1, 2, 3]
 
 
 def test_learning_rates_are_those_of_the_first_groups() -> None:
