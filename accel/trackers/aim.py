@@ -98,12 +98,18 @@ class AimTracker(LibraryTracker):
 
         given = {"aim_image": {}, "track": {}, **(kwargs or {}), **options}
         for name, found in values.items():
-            captioned = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], str)
-            images, caption = found if captioned else (found, "")
+            images, caption = _captioned(found)
             described = {"caption": caption, **given["aim_image"]}
             made = [Image(image, **described) for image in images_of(images)]
             one = made[0] if len(made) == 1 else made
             self.tracker.track(one, name=name, step=step, **given["track"])
+
+
+def _captioned(found: object) -> tuple[object, str]:
+    """Return (images, caption) of a value, which may be such a pair."""
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], str):
+        return found[0], found[1]
+    return found, ""
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, object]:

@@ -27,11 +27,13 @@ class Entry:
         place: "module:Class".
         package: name of its library in the package index.
         is_available: whether that is installed.
+        extra: the extra of this distribution that brings it.
     """
 
     place: str
     package: str
     is_available: Callable[[], bool]
+    extra: str | None = EXTRA
 
     def load(self) -> type[GeneralTracker]:
         """Return the class."""
@@ -40,7 +42,9 @@ class Entry:
 
 
 def _entry(name: str, kind: str, package: str, is_available: Callable[[], bool]) -> Entry:
-    return Entry(f"accel.trackers.{name}:{kind}", package, is_available)
+    # Aim compiles its user interface when it is installed, which takes minutes.
+    extra = None if name == "aim" else EXTRA
+    return Entry(f"accel.trackers.{name}:{kind}", package, is_available, extra)
 
 
 TRACKERS: dict[str, Entry] = {
@@ -152,5 +156,5 @@ def _named(name: str) -> type[GeneralTracker]:
         )
     entry = table[name]
     if not entry.is_available():
-        raise MissingPackageError(entry.package, f"log_with={name!r}", EXTRA)
+        raise MissingPackageError(entry.package, f"log_with={name!r}", entry.extra)
     return entry.load()

@@ -147,9 +147,9 @@ def _merge_trackers(config: DictConfig, overrides: Sequence[str], config_name: s
         return
     loader = GlobalHydra.instance().config_loader()
     found = loader.compute_defaults_list(config_name, [*FIXED, *opened(overrides)], RunMode.RUN)
-    paths_of_files = [str(default.config_path) for default in found.defaults]
-    options = [path.removeprefix("tracker/") for path in paths_of_files if path[:8] == "tracker/"]
-    files = [_file_of(config.hydra, "tracker", option) for option in options]
+    names = [str(default.config_path) for default in found.defaults]
+    options = [name.removeprefix("tracker/") for name in names if name.startswith("tracker/")]
+    files = [_file_of("tracker", option) for option in options]
     chosen = [list(file.get("log_with") or ()) for file in files if isinstance(file, DictConfig)]
     given = any(key_of(override) == "tracker.log_with" for override in overrides)
     if chosen and not given and config.tracker.log_with == chosen[-1]:

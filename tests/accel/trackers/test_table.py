@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,9 +22,8 @@ def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each test its own register, and TensorBoard as the only installed library."""
     monkeypatch.setattr(table, "REGISTERED", {})
     for name, entry in list(TRACKERS.items()):
-        own = table.Entry(
-            entry.place, entry.package, {"tensorboard": True}.get(name, False).__bool__
-        )
+        is_installed = name == "tensorboard"
+        own = replace(entry, is_available=partial(bool, is_installed))
         monkeypatch.setitem(TRACKERS, name, own)
 
 
@@ -41,9 +42,8 @@ def test_trackers_are_named_to_the_accelerator(tmp_path: Path) -> None:
     both = Accelerator(cpu=True, log_with=["all", Memory], project_dir=tmp_path)
     assert [choice.name for choice in both.log_with] == ["tensorboard", "memory"]
     for name in set(TRACKERS) - {"tensorboard"}:
-        with pytest.raises(
-            MissingPackageError, match=rf"log_with='{name}'.*accel-runner\[trackers"
-        ):
+        target = r"accel-runner\[trackers" if name != "aim" else "install aim"
+        with pytest.raises(MissingPackageError, match=rf"log_with='{name}'.*{target}"):
             Accelerator(cpu=True, log_with=name)
 
 
