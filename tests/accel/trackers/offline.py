@@ -12,10 +12,10 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -24,6 +24,7 @@ from tests.helpers import ROOT, python
 
 CONFIG = {"optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}, "name": "digits", "layers": None}
 RESULT = "result.json"
+Test = TypeVar("Test", bound=Callable[..., None])
 SECONDS = 240.0
 
 
@@ -44,13 +45,15 @@ class Case:
     environment: Mapping[str, str]
 
 
-def needs(name: str) -> list[pytest.MarkDecorator]:
-    """Return the marks of a test module of a library."""
-    reason = f"{TRACKERS[name].package} is not installed (the extra trackers)"
-    return [
-        pytest.mark.slow,
-        pytest.mark.skipif(not TRACKERS[name].is_available(), reason=reason),
-    ]
+def needs(name: str) -> Callable[[Test], Test]:
+    """Mark a test that uses a library: slow, and skipped where that is not installed."""
+    entry = TRACKERS[name]
+    missing = pytest.mark.skipif(not entry.is_available(), reason=f"no {entry.package} here")
+
+    def mark(test: Test) -> Test:
+        return pytest.mark.slow(missing(test))
+
+    return mark
 
 
 def logged(

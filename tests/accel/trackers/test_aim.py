@@ -9,8 +9,6 @@ from typing import Any
 from tests.accel.trackers.offline import logged, needs
 from tests.helpers import python
 
-pytestmark = needs("aim")
-
 
 def read(run_id: str) -> dict[str, Any]:
     """Return what Aim's SDK finds."""
@@ -34,6 +32,7 @@ def read(run_id: str) -> dict[str, Any]:
     }
 
 
+@needs("aim")
 def test_a_repository_holds_what_was_logged(tmp_path: Path) -> None:
     report = logged(tmp_path, "aim", f"{__name__}:read")
     assert report["ids"][0] == report["ids"][1]
@@ -73,6 +72,7 @@ for name, context, caption in places:
 """
 
 
+@needs("aim")
 def test_images_have_captions_and_contexts(tmp_path: Path) -> None:
     done = subprocess.run(python("-c", ARGUMENTS), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,6 @@ import pytest
 from accel.trackers.clearml import _chart
 from tests.accel.trackers.offline import logged, needs
 
-pytestmark = needs("clearml")
 ENVIRONMENT = {"CLEARML_OFFLINE_MODE": "1", "CLEARML_CACHE_DIR": "{here}/cache"}
 
 
@@ -37,6 +36,7 @@ def read(run_id: str) -> dict[str, Any]:
     }
 
 
+@needs("clearml")
 def test_an_offline_session_holds_what_was_logged(tmp_path: Path) -> None:
     report = logged(tmp_path, "clearml", f"{__name__}:read", environment=ENVIRONMENT)
     assert report["ids"][0] == report["ids"][1]

@@ -9,8 +9,6 @@ from typing import Any
 
 from tests.accel.trackers.offline import logged, needs
 
-pytestmark = needs("comet_ml")
-
 
 def read(run_id: str) -> dict[str, Any]:
     """Return the messages of the experiment, of both processes, in the order of writing."""
@@ -38,6 +36,7 @@ def read(run_id: str) -> dict[str, Any]:
     return found
 
 
+@needs("comet_ml")
 def test_an_offline_experiment_holds_what_was_logged(tmp_path: Path) -> None:
     report = logged(tmp_path, "comet_ml", f"{__name__}:read", {"online": False})
     assert report["ids"][0] == report["ids"][1]

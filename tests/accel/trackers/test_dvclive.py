@@ -9,8 +9,6 @@ from typing import Any
 
 from tests.accel.trackers.offline import logged, needs
 
-pytestmark = needs("dvclive")
-
 
 def table(name: str) -> list[dict[str, str]]:
     """Return the rows of a metric's history."""
@@ -33,6 +31,7 @@ def read(run_id: str) -> dict[str, Any]:
     }
 
 
+@needs("dvclive")
 def test_a_folder_holds_what_was_logged(tmp_path: Path) -> None:
     report = logged(tmp_path, "dvclive", f"{__name__}:read", {"save_dvc_exp": False})
     assert report["ids"] == ["dvclive", "dvclive"]

@@ -13,8 +13,6 @@ from accel.tracking import MLflowTracker
 from tests.accel.trackers.offline import logged, needs
 from tests.helpers import python
 
-pytestmark = needs("mlflow")
-
 PLOTS = """
 import sys
 from pathlib import Path
@@ -82,6 +80,7 @@ def read(run_id: str) -> dict[str, Any]:
     }
 
 
+@needs("mlflow")
 def test_a_store_holds_what_was_logged(tmp_path: Path) -> None:
     report = logged(tmp_path, "mlflow", f"{__name__}:read", {"logging_dir": "store"})
     assert report["ids"][0] == report["ids"][1]
@@ -100,6 +99,7 @@ def test_a_store_holds_what_was_logged(tmp_path: Path) -> None:
     }
 
 
+@needs("mlflow")
 def test_figures_artifacts_and_the_arguments_of_a_run(tmp_path: Path) -> None:
     done = subprocess.run(python("-c", PLOTS), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

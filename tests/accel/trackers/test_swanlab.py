@@ -7,8 +7,6 @@ from typing import Any
 
 from tests.accel.trackers.offline import logged, needs
 
-pytestmark = needs("swanlab")
-
 
 def read(run_id: str) -> dict[str, Any]:
     """Return records, configurations and media of the run, of both processes."""
@@ -29,6 +27,7 @@ def read(run_id: str) -> dict[str, Any]:
     return found
 
 
+@needs("swanlab")
 def test_an_offline_run_holds_what_was_logged(tmp_path: Path) -> None:
     report = logged(tmp_path, "swanlab", f"{__name__}:read", {"mode": "offline"})
     assert report["ids"][0] == report["ids"][1]

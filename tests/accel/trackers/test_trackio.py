@@ -10,8 +10,6 @@ from typing import Any
 
 from tests.accel.trackers.offline import logged, needs
 
-pytestmark = needs("trackio")
-
 
 def read(run_id: str) -> dict[str, Any]:
     """Return what the database holds of the run."""
@@ -27,6 +25,7 @@ def read(run_id: str) -> dict[str, Any]:
     }
 
 
+@needs("trackio")
 def test_a_database_holds_what_was_logged(tmp_path: Path) -> None:
     report = logged(
         tmp_path, "trackio", f"{__name__}:read", environment={"TRACKIO_DIR": "{here}/db"}

@@ -10,7 +10,6 @@ from typing import Any
 
 from tests.accel.trackers.offline import logged, needs
 
-pytestmark = needs("wandb")
 BLOCK, HEADER = 32768, 7
 
 
@@ -61,6 +60,7 @@ def read(run_id: str) -> dict[str, Any]:
     return found
 
 
+@needs("wandb")
 def test_an_offline_run_holds_what_was_logged(tmp_path: Path) -> None:
     report = logged(tmp_path, "wandb", f"{__name__}:read", {"mode": "offline"})
     assert report["ids"][0] == report["ids"][1]

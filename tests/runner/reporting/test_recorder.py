@@ -7,13 +7,12 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
 import torch
 
 from accel.checkpoint.directory import checkpoints
-from accel.imports import is_mlflow_available, is_wandb_available
 from runner.reporting.recorder import learning_rates
 from tests import commands
+from tests.accel.trackers.offline import needs
 from tests.accel.trackers.test_wandb import records
 from tests.helpers import ROOT, python
 from tests.runner.loops import (
@@ -70,8 +69,7 @@ def command(folder: Path, *overrides: str, **environment: str) -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not is_mlflow_available(), reason="mlflow is not installed")
+@needs("mlflow")
 def test_a_recipe_names_several_trackers_and_resumes_them(tmp_path: Path) -> None:
     script = "import sys; from mlflow import MlflowClient\n" + (
         "client = MlflowClient('sqlite:///runs/mlflow/mlflow.db')\n"
@@ -91,8 +89,7 @@ def test_a_recipe_names_several_trackers_and_resumes_them(tmp_path: Path) -> Non
     assert list((run_dir / "tensorboard" / "digits").glob("events.out.tfevents.*"))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not is_wandb_available(), reason="wandb is not installed")
+@needs("wandb")
 def test_a_recipe_resumes_its_run_of_wandb(tmp_path: Path) -> None:
     command(tmp_path, "tracker=wandb", "trainer.stop_after=2", WANDB_MODE="offline")
     run_dir = next(tmp_path.glob("runs/digits/*/config.yaml")).parent
