@@ -64,7 +64,7 @@ def test_every_tracker_is_one_of_the_documented_words() -> None:
     for name, entry in {**TRACKERS, **table.OWN}.items():
         kind = entry.load()
         assert kind.name == name
-        assert kind.main_process_only
+        assert kind.main_process_only is True
         writes_into_a_folder = name in ("tensorboard", "aim", "csv")
         assert kind.requires_logging_directory == writes_into_a_folder
 
