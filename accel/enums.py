@@ -33,6 +33,7 @@ class DistributedType(BaseEnum):
     MULTI_MUSA = "MULTI_MUSA"
     MULTI_XPU = "MULTI_XPU"
     MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
     TP = "TP"
@@ -77,6 +78,7 @@ class RNGType(BaseEnum):
     NPU = "npu"
     XPU = "xpu"
     HPU = "hpu"
+    NEURON = "neuron"
     XLA = "xla"
     GENERATOR = "generator"
 
@@ -99,6 +101,8 @@ class DynamoBackend(BaseEnum):
     TORCHXLA_TRACE_ONCE = "torchxla_trace_once"
     IPEX = "ipex"
     TVM = "tvm"
+    HPU_BACKEND = "hpu_backend"
+    NEURON = "neuron"
 
 
 class DDPCommunicationHookType(BaseEnum):

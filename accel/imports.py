@@ -100,18 +100,66 @@ def is_cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
-def is_mps_available() -> bool:
-    """Return whether Apple's GPU can be used."""
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Return whether Apple's GPU can be used.
+
+    Args:
+        min_version: lowest version of torch.
+    """
     import torch
 
-    return torch.backends.mps.is_available()
+    return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
 
 
-def is_xpu_available() -> bool:
-    """Return whether an Intel GPU can be used."""
-    import torch
+def _device_check(kind: str, package: str) -> Callable[[bool], bool]:
+    """Return the function that says whether there is a device of a `kind` of `torch.device`.
 
-    return torch.xpu.is_available()
+    Args:
+        kind: name of torch's module for it.
+        package: plugs the device into torch when it is imported; "torch" for torch's own.
+    """
+
+    def is_device_available(check_device: bool = False) -> bool:
+        """Return whether torch can compute on this kind of device.
+
+        Args:
+            check_device: whether its driver is asked, too, for at least one device.
+        """
+        if not is_available(package):
+            return False
+        importlib.import_module(package)
+        module = getattr(importlib.import_module("torch"), kind, None)
+        if module is None or not module.is_available():
+            return False
+        try:
+            return not check_device or module.device_count() > 0
+        except RuntimeError:  # of a driver that finds none
+            return False
+
+    return is_device_available
+
+
+is_xpu_available = _device_check("xpu", "torch")
+is_npu_available = _device_check("npu", "torch_npu")
+is_mlu_available = _device_check("mlu", "torch_mlu")
+is_musa_available = _device_check("musa", "torch_musa")
+is_sdaa_available = _device_check("sdaa", "torch_sdaa")
+is_neuron_available = _device_check("neuron", "torch_neuronx")
+
+
+def is_hpu_available(init_hccl: bool = False) -> bool:
+    """Return whether Intel's Gaudi can be used.
+
+    Args:
+        init_hccl: whether its backend of collectives is imported, too.
+    """
+    if not is_available("habana_frameworks"):
+        return False
+    importlib.import_module("habana_frameworks.torch")
+    if init_hccl:
+        importlib.import_module("habana_frameworks.torch.distributed.hccl")
+    module = getattr(importlib.import_module("torch"), "hpu", None)
+    return module is not None and bool(module.is_available())
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
@@ -158,56 +206,53 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     return True
 
 
-def is_tensorboard_available() -> bool:
-    """Return whether TensorBoard is installed."""
-    return is_available("tensorboard") or is_available("tensorboardX")
+def _package_check(*packages: str) -> Callable[[], bool]:
+    """Return the function that says whether one of the packages (import names) is installed."""
+
+    def is_package_available() -> bool:
+        """Return whether the package is installed, without importing it."""
+        return any(is_available(package) for package in packages)
+
+    return is_package_available
 
 
-def is_wandb_available() -> bool:
-    """Return whether W&B is installed."""
-    return is_available("wandb")
-
-
-def is_comet_ml_available() -> bool:
-    """Return whether Comet is installed."""
-    return is_available("comet_ml")
-
-
-def is_aim_available() -> bool:
-    """Return whether Aim is installed."""
-    return is_available("aim")
-
-
-def is_clearml_available() -> bool:
-    """Return whether ClearML is installed."""
-    return is_available("clearml")
-
-
-def is_dvclive_available() -> bool:
-    """Return whether DVCLive is installed."""
-    return is_available("dvclive")
-
-
-def is_mlflow_available() -> bool:
-    """Return whether MLflow is installed."""
-    return is_available("mlflow")
-
-
-def is_swanlab_available() -> bool:
-    """Return whether SwanLab is installed."""
-    return is_available("swanlab")
-
-
-def is_trackio_available() -> bool:
-    """Return whether Trackio is installed."""
-    return is_available("trackio")
-
-
-def is_rich_available() -> bool:
-    """Return whether rich is installed."""
-    return is_available("rich")
-
-
-def is_torchdata_available() -> bool:
-    """Return whether torchdata is installed."""
-    return is_available("torchdata")
+# Trackers.
+is_aim_available = _package_check("aim")
+is_clearml_available = _package_check("clearml")
+is_comet_ml_available = _package_check("comet_ml")
+is_dvclive_available = _package_check("dvclive")
+is_mlflow_available = _package_check("mlflow")
+is_swanlab_available = _package_check("swanlab")
+is_tensorboard_available = _package_check("tensorboard", "tensorboardX")
+is_trackio_available = _package_check("trackio")
+is_wandb_available = _package_check("wandb")
+# Engines and number formats.
+is_bnb_available = _package_check("bitsandbytes")
+is_ccl_available = _package_check("oneccl_bindings_for_pytorch", "torch_ccl")
+is_deepspeed_available = _package_check("deepspeed")
+is_ipex_available = _package_check("intel_extension_for_pytorch")
+is_megatron_lm_available = _package_check("megatron")
+is_msamp_available = _package_check("msamp")
+is_pippy_available = _package_check("torch.distributed.pipelining")
+is_torchao_available = _package_check("torchao")
+is_transformer_engine_available = _package_check("transformer_engine")
+is_fp8_available = _package_check("msamp", "transformer_engine", "torchao")
+is_triton_available = _package_check("triton")
+# Optimizers.
+is_lomo_available = _package_check("lomo_optim")
+is_schedulefree_available = _package_check("schedulefree")
+# Libraries beside.
+is_boto3_available = _package_check("boto3")
+is_datasets_available = _package_check("datasets")
+is_matplotlib_available = _package_check("matplotlib")
+is_pandas_available = _package_check("pandas")
+is_peft_available = _package_check("peft")
+is_pynvml_available = _package_check("pynvml")
+is_pytest_available = _package_check("pytest")
+is_rich_available = _package_check("rich")
+is_timm_available = _package_check("timm")
+is_torchdata_available = _package_check("torchdata")
+is_torchdata_stateful_dataloader_available = _package_check("torchdata.stateful_dataloader")
+is_torchvision_available = _package_check("torchvision")
+is_tqdm_available = _package_check("tqdm")
+is_transformers_available = _package_check("transformers")
