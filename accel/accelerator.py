@@ -16,6 +16,7 @@ from accel.checkpoint.contents import RunObjects
 from accel.checkpoint.session import CheckpointSession
 from accel.collectives import Collectives
 from accel.config.handlers import AutocastKwargs, KwargsHandler, ProfileKwargs
+from accel.config.parallelism import ParallelismConfig
 from accel.config.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -24,13 +25,13 @@ from accel.config.training import (
 )
 from accel.enums import DynamoBackend, PrecisionType, RNGType
 from accel.optimizer import AcceleratedOptimizer
-from accel.parallel import ParallelDims
 from accel.planning.arguments import Arguments
 from accel.planning.plan import Plan, resolve
 from accel.precision.amp import build_precision
 from accel.preparation import Preparation
 from accel.prepared import Objects
 from accel.processes import ProcessControl
+from accel.run_settings import RunSettings
 from accel.scheduler import AcceleratedScheduler
 from accel.state import AcceleratorState, GradientState, current_environment, settled_arguments
 from accel.strategies.base import strategy_class
@@ -39,7 +40,7 @@ from accel.trackers.group import TrackerGroup
 from accel.trackers.table import Choice, Wanted, filter_trackers
 
 
-class Accelerator(ProcessControl):
+class Accelerator(ProcessControl, RunSettings):
     """One run: its processes, device, precision, and the objects it trains.
 
     Args:
@@ -66,6 +67,7 @@ class Accelerator(ProcessControl):
         dynamo_backend: backend of `torch.compile`.
         deepspeed_plugins: alias of `deepspeed_plugin`.
         torch_tp_plugin: tensor parallelism.
+        parallelism_config: sizes of the parallel axes.
         strategy_plugins: plugins of strategies, known by their classes: those of other packages.
         dynamo_plugin: compilation in detail.
         device: "cpu", "cuda", …; None or "auto": the machine's accelerator, else the CPU.
@@ -123,6 +125,7 @@ class Accelerator(ProcessControl):
         deepspeed_plugins: object = None,
         *,
         torch_tp_plugin: object = None,
+        parallelism_config: ParallelismConfig | None = None,
         strategy_plugins: Sequence[object] = (),
         dynamo_plugin: TorchDynamoPlugin | None = None,
         device: str | None = None,
@@ -321,73 +324,6 @@ class Accelerator(ProcessControl):
     @property
     def _custom_objects(self) -> list[Any]:
         return self.preparation.objects.custom
-
-    # -- what was decided ----------------------------------------------------------------------
-
-    @property
-    def parallel_dims(self) -> ParallelDims:
-        """Sizes of the parallel axes, this process's rank on them, and what follows from them."""
-        return self.plan.parallel_dims
-
-    @property
-    def mixed_precision(self) -> str:
-        """The number format of a step: no, fp16 or bf16."""
-        return self.precision.name
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether loaders split their batches over processes."""
-        return self.plan.dataloader.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether the main process reads for all; None: for streams alone."""
-        return self.plan.dataloader.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether last batches are completed, so that each process has as many."""
-        return self.plan.dataloader.even_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether random samplers draw an order that depends on seed and epoch alone."""
-        return self.plan.dataloader.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether copies to the device overlap with computation."""
-        return self.plan.dataloader.non_blocking
-
-    @property
-    def step_scheduler_with_optimizer(self) -> bool:
-        """Whether schedulers step when their optimizer does."""
-        return self.plan.step_scheduler_with_optimizer
-
-    @property
-    def rng_types(self) -> tuple[str, ...]:
-        """The generators that processes synchronise."""
-        return self.plan.rng_types
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        """Where states and logs go."""
-        return self.plan.project
-
-    @property
-    def project_dir(self) -> str | None:
-        """The folder of the run."""
-        return self.plan.project.project_dir
-
-    @property
-    def logging_dir(self) -> str | None:
-        """The folder of the trackers."""
-        return self.plan.project.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """The number of the next automatically named checkpoint."""
-        return self.plan.project.iteration
 
     # -- around the run ------------------------------------------------------------------------
 

@@ -120,6 +120,10 @@ class StateError(AccelError, RuntimeError):
     """A call at the wrong time, such as the use of a state that was reset."""
 
 
+class ResetError(StateError, AttributeError):
+    """The use of a state that was reset; what asks for an attribute that may lack finds none."""
+
+
 class MissingPackageError(AccelError, ImportError):
     """An optional package is needed and not installed.
 

@@ -12,7 +12,7 @@ import torch
 from accel import tree
 from accel.device import default_device_type, use_device
 from accel.enums import DistributedType
-from accel.errors import ConfigError, Problem, StateError
+from accel.errors import ConfigError, Problem, ResetError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -212,8 +212,8 @@ class SharedState(ProcessControl):
     _shared_state: ClassVar[dict[str, object]]
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name in ("plan", "comm", "device"):
-            raise StateError(
+        if not self._shared_state and not name.startswith("__"):
+            raise ResetError(
                 f"{type(self).__name__} was reset, so it has no {name!r} any more. "
                 f"Build a new Accelerator() or {type(self).__name__}()."
             )
@@ -238,6 +238,11 @@ class SharedState(ProcessControl):
     def backend(self) -> str | None:
         """The backend of the process group; None for one process."""
         return self.comm.backend
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether a launcher forked this process from another one, as in a notebook."""
+        return self.plan.environment.flag("FORK_LAUNCHED")
 
     @property
     def default_device(self) -> torch.device:

@@ -11,12 +11,15 @@ from typing import Any, ClassVar, NoReturn
 
 from accel.comm.connect import connect
 from accel.config.deepspeed import DeepSpeedPlugin, active, named
+from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import InitProcessGroupKwargs
+from accel.config.parallelism import ParallelismConfig
+from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel.device import default_device_type, use_device
 from accel.enums import DistributedType
 from accel.env import Environment
-from accel.errors import ConfigError, Problem, Problems, StateError, nearest
+from accel.errors import ConfigError, Problem, Problems, ResetError, nearest
 from accel.planning.arguments import Arguments
 from accel.planning.plan import Plan, resolve
 from accel.processes import SharedState
@@ -123,6 +126,8 @@ class AcceleratorState(SharedState):
         fsdp_plugin: fully sharded training.
         megatron_lm_plugin: not built yet.
         _from_accelerator: whether an `Accelerator` builds it.
+        torch_tp_plugin: tensor parallelism.
+        parallelism_config: sizes of the parallel axes.
         kwargs: fields of `InitProcessGroupKwargs`.
 
     Attributes:
@@ -141,6 +146,8 @@ class AcceleratorState(SharedState):
         megatron_lm_plugin: object = None,
         _from_accelerator: bool = False,
         *,
+        torch_tp_plugin: object = None,
+        parallelism_config: ParallelismConfig | None = None,
         _plan: Plan | None = None,
         **kwargs: Any,
     ) -> None:
@@ -214,6 +221,28 @@ class AcceleratorState(SharedState):
         self.get_deepspeed_plugin(name).select()
 
     @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """How FSDP2 shards the model; None where it is off."""
+        found: FullyShardedDataParallelPlugin | None = self.plan.plugin("fsdp")
+        return found
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether FSDP2 shards the model; it is the only version there is."""
+        return self.fsdp_plugin is not None
+
+    @property
+    def torch_tp_plugin(self) -> TorchTensorParallelPlugin | None:
+        """How weights are sharded over tensor-parallel ranks; None where they are not."""
+        found: TorchTensorParallelPlugin | None = self.plan.plugin("tensor_parallel")
+        return found
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """The sizes of the parallel axes that the run was asked for; None: it was not."""
+        return self.plan.parallelism
+
+    @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
         """How models are compiled."""
         return self.plan.dynamo
@@ -246,6 +275,7 @@ class GradientState:
             check of the call order.
         sync_with_dataloader: whether the end of a loader closes the current window.
         sync_each_batch: whether gradients are exchanged at every micro-batch.
+        is_xla_gradients_synced: whether a TPU has reduced the gradients; False, as none is used.
         end_of_dataloader: whether the active loader gave its last batch.
         remainder: samples that the last batch really has, over all processes, 0 if all of them;
             -1: not known, or not at the last batch.
@@ -262,6 +292,7 @@ class GradientState:
     adjust_scheduler: bool
     sync_with_dataloader: bool
     sync_each_batch: bool
+    is_xla_gradients_synced: bool
     end_of_dataloader: bool
     remainder: int
     abandoned_remainder: tuple[int, int]
@@ -275,6 +306,7 @@ class GradientState:
         self.__dict__ = self._shared_state
         if not self.initialized:
             self.sync_gradients = True
+            self.is_xla_gradients_synced = False
             self.abandoned_remainder = self.passed = 0, 0
             self._loaders = []
             self._reader = Reader()
@@ -291,8 +323,8 @@ class GradientState:
         self.sync_each_batch = plugin.sync_each_batch
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name in GradientState.__annotations__:
-            raise StateError(
+        if not self._shared_state and not name.startswith("__"):
+            raise ResetError(
                 f"GradientState was reset, so it has no {name!r}. Build a new Accelerator()."
             )
         raise AttributeError(f"'GradientState' object has no attribute {name!r}")

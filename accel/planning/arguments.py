@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel.config.handlers import KwargsHandler
+from accel.config.parallelism import ParallelismConfig
 from accel.config.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -49,6 +50,7 @@ class Arguments:
     dispatch_batches: bool | None = None
     even_batches: bool | None = None
     use_seedable_sampler: bool | None = None
+    parallelism_config: ParallelismConfig | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Arguments:

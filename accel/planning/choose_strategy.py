@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from accel.config.parallelism import SWITCH, ParallelismConfig, from_variables
 from accel.env import Environment
 from accel.errors import ConfigError, Problems, nearest
 from accel.parallel import AXES, ParallelDims
@@ -78,7 +79,55 @@ def choose(arguments: Arguments, environment: Environment, found: Problems) -> C
     for first, second in conflicts(requested):
         rule, remedy = "they cannot be combined", f"Switch {first} or {second} off."
         found.add(f"{first} with {second}", rule, remedy)
+    _apply_sizes(on, parallelism(arguments, environment, found), found)
     return selected(on, environment.world_size)
+
+
+def parallelism(
+    arguments: Arguments, environment: Environment, found: Problems
+) -> ParallelismConfig | None:
+    """Return the sizes of the axes that a run requests, as an argument or by the environment."""
+    if arguments.parallelism_config is not None or not environment.flag(SWITCH):
+        return arguments.parallelism_config
+    try:
+        return from_variables(environment.variables)
+    except ConfigError as error:
+        found.take(error)
+        return None
+
+
+def _apply_sizes(on: dict[str, object], sizes: ParallelismConfig | None, found: Problems) -> None:
+    """Give the sizes of the axes to the plugins of the strategy that is on, or switch some on."""
+    owner = next((spec for spec in specs() if spec.leading(on)), None)
+    for plugin in plugins() if owner is None else owner.plugins:
+        if sizes is None or plugin.sized is None:
+            continue
+        try:
+            sized = plugin.sized(on.get(plugin.name), sizes)
+        except ConfigError as error:
+            found.take(error)
+            continue
+        if sized is not None:
+            on[plugin.name] = sized
+
+
+def check_sizes(sizes: ParallelismConfig, dims: ParallelDims, found: Problems) -> None:
+    """Note the axes that have another size than requested."""
+    wrong = {
+        axis: (sizes.size(axis), dims.size(axis))
+        for axis in (axis for axis in AXES if hasattr(sizes, f"{axis}_size"))
+        if sizes.size(axis) != dims.size(axis)
+    }
+    if not wrong:
+        return
+    wanted = ", ".join(f"{axis}_size={size}" for axis, (size, _) in wrong.items())
+    got = ", ".join(f"{axis}={size}" for axis, (_, size) in wrong.items())
+    found.add(
+        f"ParallelismConfig({wanted})",
+        f"its sizes give {sizes.total_size} processes; {dims.world_size} processes and the "
+        f"strategy that is on give {got}",
+        f"Start {sizes.total_size} processes with that strategy, or change the sizes.",
+    )
 
 
 def selected(on: Plugins, world_size: int) -> Choice:

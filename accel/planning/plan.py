@@ -19,6 +19,7 @@ from accel.config.handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
+from accel.config.parallelism import ParallelismConfig
 from accel.config.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -31,7 +32,7 @@ from accel.env import Environment
 from accel.errors import ConfigError, Problems, nearest, unknown_choice
 from accel.parallel import ParallelDims
 from accel.planning.arguments import Arguments
-from accel.planning.choose_strategy import Choice, choose
+from accel.planning.choose_strategy import Choice, check_sizes, choose, parallelism
 from accel.planning.spec import Plugins, Request, StrategySpec
 from accel.strategies.table import specs
 
@@ -63,6 +64,7 @@ class Plan:
         spec: the strategy, as its room describes it.
         plugins: its plugins that are on, by name.
         parallel_dims: sizes of the parallel axes, and what each rank computes.
+        parallelism: the sizes of axes that were requested; None: none were.
         distributed_type: what is reported to the user.
         mixed_precision: a value of `PrecisionType`.
         autocast: behaviour of autocast.
@@ -93,6 +95,7 @@ class Plan:
     spec: StrategySpec
     plugins: Plugins
     parallel_dims: ParallelDims
+    parallelism: ParallelismConfig | None
     distributed_type: DistributedType
     mixed_precision: str
     autocast: AutocastKwargs
@@ -134,6 +137,9 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
     device = _device(arguments, environment, found)
     mixed_precision = _mixed_precision(arguments, environment, handlers, choice, found)
     dims = choice.dims(environment, found)
+    sizes = parallelism(arguments, environment, Problems())
+    if sizes is not None and not found:
+        check_sizes(sizes, dims, found)
     dataloader = _dataloader(arguments, found)
     accumulation = _accumulation(arguments, environment, choice, found)
     project = _project(arguments, found)
@@ -158,6 +164,7 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
         spec=choice.spec,
         plugins=choice.plugins,
         parallel_dims=dataclasses.replace(dims, rank=rank),
+        parallelism=sizes,
         distributed_type=_distributed_type(choice, environment.world_size, device.type),
         mixed_precision=mixed_precision,
         autocast=_handler(handlers, AutocastKwargs),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from accel.config.handlers import KwargsHandler
+from accel.config.parallelism import ParallelismConfig
 from accel.config.training import TorchDynamoPlugin
 from accel.enums import DistributedType
 from accel.env import Environment
@@ -44,6 +45,8 @@ class PluginSpec:
         frozen_fields: returns the fields of a plugin that a frozen recipe records otherwise, such
             as the content of a file that it names; None: none.
         callables: fields that import what a dotted name stands for: a recipe names trusted code.
+        sized: returns the plugin, from the one that is on or None, with the sizes of the axes that
+            a run requests; None: these do not switch it on.
         shared: whether later `Accelerator`s of the process that name no plugin take it over.
     """
 
@@ -59,6 +62,7 @@ class PluginSpec:
     adopt: Callable[[Any, Decided], object] | None = None
     frozen_fields: Callable[[Any], Mapping[str, object]] | None = None
     callables: tuple[str, ...] = ()
+    sized: Callable[[Any, ParallelismConfig], object] | None = None
     shared: bool = False
 
     def variables(self, environment: Environment) -> dict[str, str]:

@@ -15,6 +15,7 @@ from accel.config.handlers import GradScalerKwargs as GradScalerKwargs
 from accel.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel.config.handlers import KwargsHandler as KwargsHandler
 from accel.config.handlers import ProfileKwargs as ProfileKwargs
+from accel.config.parallelism import ParallelismConfig as ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel.config.training import DataLoaderConfiguration as DataLoaderConfiguration
 from accel.config.training import GradientAccumulationPlugin as GradientAccumulationPlugin
@@ -68,7 +69,9 @@ from accel.imports import is_torch_version as is_torch_version
 from accel.imports import is_torch_xla_available as is_torch_xla_available
 from accel.imports import is_torchao_available as is_torchao_available
 from accel.imports import is_torchdata_available as is_torchdata_available
-from accel.imports import is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available
+from accel.imports import (
+    is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available,
+)
 from accel.imports import is_torchvision_available as is_torchvision_available
 from accel.imports import is_tqdm_available as is_tqdm_available
 from accel.imports import is_trackio_available as is_trackio_available

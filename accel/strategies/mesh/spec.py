@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin, from_variables
+from accel.config.parallelism import ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.enums import DistributedType
 from accel.env import Environment
@@ -37,6 +38,41 @@ def _read(given: object, variables: Mapping[str, str]) -> FullyShardedDataParall
             fields = {name: value for name, value in fields.items() if name not in group}
     lacking = {name: value for name, value in fields.items() if getattr(plugin, name) is None}
     return dataclasses.replace(plugin, **lacking) if lacking else plugin
+
+
+def _sized_shards(
+    plugin: FullyShardedDataParallelPlugin | None, sizes: ParallelismConfig
+) -> FullyShardedDataParallelPlugin | None:
+    """Return the FSDP plugin with so many replicas; shards switch it on."""
+    if plugin is None:
+        if not sizes.dp_shard_enabled:
+            return None
+        plugin = FullyShardedDataParallelPlugin()
+    given, wanted = plugin.dp_replicate_size, sizes.dp_replicate_size
+    if isinstance(given, int) and given != wanted:
+        raise ConfigError.of(
+            f"ParallelismConfig.dp_replicate_size={wanted} with "
+            f"FullyShardedDataParallelPlugin.dp_replicate_size={given}",
+            "given in two places with different values",
+            "Give it in ParallelismConfig alone.",
+        )
+    return dataclasses.replace(plugin, dp_replicate_size=wanted)
+
+
+def _sized_tensor_parallel(
+    plugin: TorchTensorParallelPlugin | None, sizes: ParallelismConfig
+) -> TorchTensorParallelPlugin | None:
+    """Return the plugin of tensor parallelism with so many ranks; a size above 1 switches it on."""
+    if plugin is None:
+        return TorchTensorParallelPlugin(tp_size=sizes.tp_size) if sizes.tp_enabled else None
+    if plugin.tp_size not in (1, sizes.tp_size):
+        raise ConfigError.of(
+            f"ParallelismConfig.tp_size={sizes.tp_size} with "
+            f"TorchTensorParallelPlugin.tp_size={plugin.tp_size}",
+            "given in two places with different values",
+            "Give it in ParallelismConfig alone.",
+        )
+    return dataclasses.replace(plugin, tp_size=sizes.tp_size)
 
 
 def dims(plugins: Plugins, environment: Environment) -> ParallelDims:
@@ -136,6 +172,7 @@ SPEC = StrategySpec(
             prefixes=(PREFIX,),
             read=_read,
             callables=("auto_wrap_policy", "param_init_fn"),
+            sized=_sized_shards,
         ),
         PluginSpec(
             name=TENSOR_PARALLEL,
@@ -143,6 +180,7 @@ SPEC = StrategySpec(
             label="tp",
             reported=DistributedType.TP,
             argument="torch_tp_plugin",
+            sized=_sized_tensor_parallel,
         ),
     ),
     owns_precision=True,

@@ -1,0 +1,213 @@
+"""Sizes of the parallel axes of a run, as the documentation names them.
+
+Source: https://huggingface.co/docs/accelerate/concept_guides/nd_parallel
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from accel.config.checks import check_choice, check_minimum
+from accel.errors import Problems
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Axes as the documentation names them, outermost first: the field of each is ``<axis>_size``.
+AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+NOT_BUILT = {"cp": "context parallelism", "sp": "sequence parallelism"}
+# Documented environment variables, without their prefix: the field that each one fills.
+PREFIX = "PARALLELISM_CONFIG_"
+SWITCH = "ACCELERATE_USE_PARALLELISM_CONFIG"
+VARIABLES = {
+    **{f"{axis.upper()}_SIZE": f"{axis}_size" for axis in AXES},
+    "CP_BACKEND": "cp_backend",
+    "SP_BACKEND": "sp_backend",
+}
+
+
+@dataclass
+class ParallelismConfig:
+    """How many processes compute along each parallel axis; their product is the world size.
+
+    A size above 1 switches what it names on where nothing else does: `dp_shard_size` FSDP2 with its
+    defaults, `tp_size` tensor parallelism by the model's own plan.
+
+    Args:
+        dp_replicate_size: replicas of the (sharded) model, each of which reads other samples.
+        dp_shard_size: processes that shard one replica, each of which reads other samples.
+        tp_size: processes that compute parts of the same matrices.
+        cp_size: processes that compute parts of the same sequences; not built yet above 1.
+        cp_backend: of context parallelism: torch.
+        sp_size: processes of sequence parallelism; not built yet above 1.
+        sp_backend: of sequence parallelism: deepspeed.
+        tp_handler: settings of tensor parallelism; not built yet.
+        cp_handler: settings of context parallelism; not built yet.
+        sp_handler: settings of sequence parallelism; not built yet.
+
+    Raises:
+        ConfigError: naming every size below 1 and every unknown backend.
+        NotBuiltError: for what is not built yet.
+
+    Example:
+        >>> config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
+        >>> accelerator = Accelerator(parallelism_config=config)
+    """
+
+    dp_replicate_size: int = 1
+    dp_shard_size: int = 1
+    tp_size: int = 1
+    cp_size: int = 1
+    cp_backend: str = "torch"
+    sp_size: int = 1
+    sp_backend: str = "deepspeed"
+    tp_handler: object = None
+    cp_handler: object = None
+    sp_handler: object = None
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        for axis in AXES:
+            check_minimum(self, f"{axis}_size", 1, problems)
+        check_choice(self, "cp_backend", ("torch",), problems)
+        check_choice(self, "sp_backend", ("deepspeed",), problems)
+        for axis, name in NOT_BUILT.items():
+            if self.size(axis) > 1:
+                value = f"ParallelismConfig.{axis}_size={self.size(axis)} ({name})"
+                problems.add_not_built(value, f"Leave {axis}_size out.")
+        for axis in ("tp", "cp", "sp"):
+            if (handler := getattr(self, f"{axis}_handler")) is not None:
+                value = f"ParallelismConfig.{axis}_handler={handler!r}"
+                problems.add_not_built(value, "Leave it out.")
+        problems.raise_if()
+
+    def size(self, axis: str) -> int:
+        """Return the number of processes along an axis.
+
+        Args:
+            axis: dp_replicate, dp_shard, cp, sp or tp.
+        """
+        return int(getattr(self, f"{axis}_size"))
+
+    def to_json(self) -> dict[str, object]:
+        """Return the fields by name, as plain values."""
+        return asdict(self)
+
+    # -- sizes ---------------------------------------------------------------------------------
+
+    @property
+    def total_size(self) -> int:
+        """The number of processes."""
+        return math.prod(self.size(axis) for axis in AXES)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of processes that read different samples."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """The number of processes that compute the same samples together."""
+        return self.total_size // self.data_parallel_size
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are several replicas of the model."""
+        return self.dp_replicate_size > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether several processes shard a replica."""
+        return self.dp_shard_size > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether several processes compute parts of the same matrices."""
+        return self.tp_size > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether several processes compute parts of the same sequences."""
+        return self.cp_size > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether sequence parallelism is on."""
+        return self.sp_size > 1
+
+    # -- axes of the mesh ----------------------------------------------------------------------
+
+    def _on(self, *axes: str) -> list[str]:
+        return [axis for axis in axes if self.size(axis) > 1]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """The axes of a size above 1, outermost first."""
+        return self._on(*AXES)
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """Those of them along which processes read different samples."""
+        return self._on("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Those of them along which processes compute the same samples."""
+        return self._on("cp", "sp", "tp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Those of them over which FSDP2 shards parameters."""
+        return self._on("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Those of them over which losses are averaged."""
+        return self._on("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The axes of the mesh that FSDP2 works on: of replicas, if any, and of shards."""
+        return [*self._on("dp_replicate"), "dp_shard"]
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Return a mesh of the axes of a size above 1; None where there is none.
+
+        Every rank calls this, inside the process group of all.
+
+        Args:
+            device_type: kind of device, as of `torch.device.type`.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        axes = self.active_mesh_dims
+        if not axes:
+            return None
+        return init_device_mesh(
+            device_type, tuple(self.size(axis) for axis in axes), mesh_dim_names=tuple(axes)
+        )
+
+
+def from_variables(variables: Mapping[str, str]) -> ParallelismConfig:
+    """Return the configuration that environment variables give.
+
+    Args:
+        variables: all variables; those of ours begin with ``PARALLELISM_CONFIG_``.
+
+    Raises:
+        ConfigError: naming each one whose text makes no sense.
+    """
+    problems = Problems()
+    fields: dict[str, int | str] = {}
+    for name, field in VARIABLES.items():
+        text = variables.get(f"{PREFIX}{name}", "").strip()
+        if text and field.endswith("_size") and not text.isdigit():
+            value = f"{PREFIX}{name}={text!r} (environment)"
+            problems.add(value, "expected a number, at least 1", "Correct it.")
+        elif text:
+            fields[field] = int(text) if field.endswith("_size") else text
+    problems.raise_if()
+    return ParallelismConfig(**fields)  # type: ignore[arg-type]

@@ -1,0 +1,255 @@
+"""What was decided for a run, as the `Accelerator` shows it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.parallelism import ParallelismConfig
+from accel.config.training import DataLoaderConfiguration, ProjectConfiguration
+from accel.errors import NotBuiltError, not_built
+from accel.parallel import CP, DP_REPLICATE, DP_SHARD, PP, TP, ParallelDims
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel.planning.plan import Plan
+    from accel.state import AcceleratorState
+    from accel.strategies.base import Strategy
+
+
+class RunSettings:
+    """Read the settings of a run; those of loaders can be set for the loaders prepared later.
+
+    Attributes:
+        plan: everything decided, frozen.
+        state: who this process is, and what the run was set up with.
+        strategy: how the model is distributed.
+    """
+
+    plan: Plan
+    state: AcceleratorState
+    strategy: Strategy
+
+    # -- precision -----------------------------------------------------------------------------
+
+    @property
+    def mixed_precision(self) -> str:
+        """The number format of a step: no, fp16 or bf16."""
+        return self.plan.mixed_precision
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether models compute under torch's autocast; False switches it off."""
+        return self.plan.mixed_precision != "no" and self.plan.autocast.enabled
+
+    @native_amp.setter
+    def native_amp(self, native_amp: bool) -> None:
+        self.plan.autocast.enabled = native_amp
+
+    @property
+    def fp8_backend(self) -> str | None:
+        """The library that computes in fp8; None, as no run computes in fp8 yet."""
+        return None
+
+    # -- parallelism ---------------------------------------------------------------------------
+
+    @property
+    def parallel_dims(self) -> ParallelDims:
+        """Sizes of the parallel axes, this process's rank on them, and what follows from them."""
+        return self.plan.parallel_dims
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """The sizes of the parallel axes that the run was asked for; None: it was not."""
+        return self.plan.parallelism
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The `DeviceMesh` of the run; None where its strategy has none, as DDP."""
+        return self.strategy.device_mesh
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """The rank of this process among those that compute parts of the same matrices."""
+        return self.parallel_dims.coordinates[TP]
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """The pipeline stage that this process computes."""
+        return self.parallel_dims.coordinates[PP]
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """The rank of this process among those that compute parts of the same sequences."""
+        return self.parallel_dims.coordinates[CP]
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The index of the replica of the model that this process is a part of."""
+        return self.parallel_dims.coordinates[DP_REPLICATE]
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """The rank of this process among those that shard one replica of the model."""
+        return self.parallel_dims.coordinates[DP_SHARD]
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether the run has several processes, each on a device of its own."""
+        return self.plan.world_size > 1
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether FSDP2 shards the model; it is the only version there is."""
+        return self.state.is_fsdp2
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether FSDP2 is on, which other axes of a `ParallelismConfig` compose with."""
+        return self.state.is_fsdp2
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process holds a part of the model that a checkpoint takes from it.
+
+        True on the ranks of the first replica: of a model that is not sharded, on rank 0 alone.
+        """
+        at = self.parallel_dims.coordinates
+        return at[DP_REPLICATE] == at[CP] == 0
+
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Return the context in which sequences are sharded over the context-parallel ranks.
+
+        There is one such rank today (`ParallelismConfig` refuses more), so the context changes
+        nothing.
+
+        Args:
+            buffers: tensors with a sequence dim.
+            buffer_seq_dims: the sequence dim of each.
+            no_restore_buffers: those of `buffers` that need not be restored afterwards.
+        """
+        return nullcontext()
+
+    def deepspeed_ulysses_dl_adapter(self, dl: object, model: object) -> NoReturn:
+        """Refuse: sequence parallelism is not built yet.
+
+        Args:
+            dl: a prepared loader.
+            model: the prepared model.
+
+        Raises:
+            NotBuiltError: always.
+        """
+        remedy = "Leave sp_size out."
+        raise NotBuiltError(
+            not_built("deepspeed_ulysses_dl_adapter (sequence parallelism)", remedy)
+        )
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """DeepSpeed's active plugin, which the next `prepare` follows; None where it is off."""
+        return self.state.deepspeed_plugin
+
+    # -- loaders -------------------------------------------------------------------------------
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How loaders that are prepared from now on behave; its fields may be set."""
+        return self.plan.dataloader
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether loaders split their batches over processes."""
+        return self.plan.dataloader.split_batches
+
+    @split_batches.setter
+    def split_batches(self, split_batches: bool) -> None:
+        self.plan.dataloader.split_batches = split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether the main process reads for all; None: for streams alone."""
+        return self.plan.dataloader.dispatch_batches
+
+    @dispatch_batches.setter
+    def dispatch_batches(self, dispatch_batches: bool | None) -> None:
+        self.plan.dataloader.dispatch_batches = dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether last batches are completed, so that each process has as many."""
+        return self.plan.dataloader.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self.plan.dataloader.even_batches = even_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether random samplers draw an order that depends on seed and epoch alone."""
+        return self.plan.dataloader.use_seedable_sampler
+
+    @use_seedable_sampler.setter
+    def use_seedable_sampler(self, use_seedable_sampler: bool) -> None:
+        self.plan.dataloader.use_seedable_sampler = use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether copies to the device overlap with computation."""
+        return self.plan.dataloader.non_blocking
+
+    @non_blocking.setter
+    def non_blocking(self, non_blocking: bool) -> None:
+        self.plan.dataloader.non_blocking = non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders are torchdata's `StatefulDataLoader`."""
+        return self.plan.dataloader.use_stateful_dataloader
+
+    @use_stateful_dataloader.setter
+    def use_stateful_dataloader(self, use_stateful_dataloader: bool) -> None:
+        self.plan.dataloader.use_stateful_dataloader = use_stateful_dataloader
+
+    # -- the rest ------------------------------------------------------------------------------
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether schedulers step when their optimizer does."""
+        return self.plan.step_scheduler_with_optimizer
+
+    @property
+    def rng_types(self) -> tuple[str, ...]:
+        """The generators that processes synchronise."""
+        return self.plan.rng_types
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where states and logs go."""
+        return self.plan.project
+
+    @property
+    def project_dir(self) -> str | None:
+        """The folder of the run."""
+        return self.plan.project.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder of the trackers."""
+        return self.plan.project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self.plan.project.iteration
