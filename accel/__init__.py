@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from accel import _lazy
 
+# Release of the documented API that this package offers: libraries choose their calls by it.
+__version__ = "1.15.0"
+
 
 def __getattr__(name: str) -> object:
     return _lazy.attribute(__name__, name)

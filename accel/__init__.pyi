@@ -24,6 +24,7 @@ from accel.data.prepare import skip_first_batches as skip_first_batches
 from accel.enums import DDPCommunicationHookType as DDPCommunicationHookType
 from accel.enums import DistributedType as DistributedType
 from accel.imports import is_rich_available as is_rich_available
+from accel.local_sgd import LocalSGD as LocalSGD
 from accel.memory import find_executable_batch_size as find_executable_batch_size
 from accel.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from accel.rng import synchronize_rng_states as synchronize_rng_states
@@ -32,4 +33,5 @@ from accel.state import AcceleratorState as AcceleratorState
 from accel.state import GradientState as GradientState
 from accel.state import PartialState as PartialState
 
+__version__: str
 __all__: list[str]

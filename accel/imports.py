@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from packaging.version import Version, parse
 
@@ -186,6 +186,23 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
         return True
     kind = importlib.import_module("torch_xla.runtime").device_type()
     return kind == "TPU" if check_is_tpu else kind in ("GPU", "CUDA", "ROCM")
+
+
+def install_xla(upgrade: bool = False) -> NoReturn:
+    """Refuse to install torch_xla: a running program installs nothing.
+
+    Args:
+        upgrade: not used.
+
+    Raises:
+        ConfigError: always; it names the command.
+    """
+    version = importlib.metadata.version("torch").partition("+")[0]
+    raise ConfigError.of(
+        "install_xla",
+        "a running program installs no packages",
+        f"Run: pip install 'torch_xla[tpu]~={version}'.",
+    )
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:

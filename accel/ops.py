@@ -338,6 +338,18 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     return torch.cat(list(data), dim=dim)
 
 
+def listify(data: Any) -> Any:
+    """Turn the tensors of nested data into Python numbers, and lists of them.
+
+    Args:
+        data: nested tensors; other leaves stay as they are.
+
+    Returns:
+        The same structure.
+    """
+    return recursively_apply(lambda tensor: tensor.tolist(), data)
+
+
 def find_batch_size(data: object) -> int:
     """Return the size of dim 0 of the first tensor in nested data.
 

@@ -109,6 +109,18 @@ class AcceleratedScheduler:
         """Return the rates of the wrapped scheduler for its current step."""
         return self.scheduler.get_lr()
 
+    def print_lr(self, *args: object, **kwargs: object) -> None:
+        """Print the learning rate, as the wrapped scheduler does or in one line a group.
+
+        Args:
+            args, kwargs: of the wrapped scheduler's `print_lr`, which torch no longer has.
+        """
+        if hasattr(self.scheduler, "print_lr"):
+            self.scheduler.print_lr(*args, **kwargs)
+            return
+        for group, rate in enumerate(self.get_last_lr()):
+            PartialState().print(f"Learning rate of group {group}: {rate:.4e}")
+
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped scheduler's state."""
         return self.scheduler.state_dict()

@@ -10,7 +10,8 @@ import weakref
 from typing import Any, ClassVar, NoReturn
 
 from accel.comm.connect import connect
-from accel.config.deepspeed import DeepSpeedPlugin, active, named
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed_active import active, named
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import InitProcessGroupKwargs
 from accel.config.parallelism import ParallelismConfig

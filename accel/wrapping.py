@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -10,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from accel.imports import is_available
 from accel.ops import convert_to_fp32
 
 MakeContext = Callable[[], AbstractContextManager[object]]
@@ -76,9 +78,21 @@ def unwrap_forward(model: torch.nn.Module) -> None:
         model.forward = own
 
 
-def is_compiled(model: object) -> bool:
+def is_compiled_module(model: object) -> bool:
     """Return whether `model` is what `torch.compile` returned for a module."""
     return isinstance(model, torch.nn.Module) and "_orig_mod" in model._modules
+
+
+def is_peft_model(model: torch.nn.Module) -> bool:
+    """Return whether a model, inside its containers, is one of peft.
+
+    Args:
+        model: prepared or not.
+    """
+    if not is_available("peft"):
+        return False
+    peft = importlib.import_module("peft")
+    return isinstance(own_module(model), (peft.PeftModel, peft.PeftMixedModel))
 
 
 def compiled_from(model: torch.nn.Module) -> torch.nn.Module:
@@ -114,8 +128,21 @@ def extract_model_from_parallel(
     if not keep_torch_compile:
         _remove_compiled_calls(model)
     if not keep_fp32_wrapper:
-        unwrap_forward(compiled_from(model) if is_compiled(model) else model)
+        unwrap_forward(compiled_from(model) if is_compiled_module(model) else model)
     return model
+
+
+def get_module_children_bottom_up(
+    model: torch.nn.Module, return_fqns: bool = False
+) -> list[torch.nn.Module] | list[tuple[str, torch.nn.Module]]:
+    """Return a module and all inside it, each after those inside it; `model` itself is the last.
+
+    Args:
+        model: any module.
+        return_fqns: whether each is a pair with its full name, "" for `model`.
+    """
+    named = list(model.named_modules())[::-1]
+    return named if return_fqns else [module for _, module in named]
 
 
 def own_module(model: torch.nn.Module) -> torch.nn.Module:
@@ -127,7 +154,7 @@ def _without_containers(model: torch.nn.Module, keep_torch_compile: bool) -> tor
     while True:
         if isinstance(model, PARALLEL_WRAPPERS):
             model = model.get_submodule("module")
-        elif is_compiled(model) and (not keep_torch_compile or _holds_container(model)):
+        elif is_compiled_module(model) and (not keep_torch_compile or _holds_container(model)):
             model = compiled_from(model)
         else:
             return model
@@ -141,7 +168,7 @@ def _remove_compiled_calls(model: torch.nn.Module) -> None:
 
 def _holds_container(compiled: torch.nn.Module) -> bool:
     inner = compiled_from(compiled)
-    return isinstance(inner, PARALLEL_WRAPPERS) or is_compiled(inner)
+    return isinstance(inner, PARALLEL_WRAPPERS) or is_compiled_module(inner)
 
 
 def _remove_containers(model: torch.nn.Module) -> None:

@@ -7,11 +7,12 @@ Nothing read here can run code: weights are safetensors, the rest is read with
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
@@ -105,6 +106,21 @@ def load_plain(
         )
         raise CheckpointError(Problem(f"file {str(path)!r}", rule, remedy)) from error
     return numpy_arrays.put_back(plain, path)
+
+
+def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
+    """Load what `torch.save` wrote, without running code: tensors, plain values, NumPy arrays.
+
+    Args:
+        f: path or open file.
+        map_location: device of the tensors, as of `torch.load`; None: where they were.
+        kwargs: of `torch.load`; ``weights_only=False`` unpickles everything, which can run code.
+
+    Raises:
+        pickle.UnpicklingError: if the file holds anything else.
+    """
+    with torch.serialization.safe_globals(_ARRAYS):
+        return torch.load(f, map_location, **{"weights_only": True, **kwargs})
 
 
 def _lacking(path: Path) -> CheckpointError:

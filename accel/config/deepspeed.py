@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 from accel.config.checks import check_choice, check_minimum
 from accel.config.deepspeed_json import (
@@ -25,6 +26,9 @@ from accel.config.deepspeed_json import (
 )
 from accel.env import parse_bool
 from accel.errors import ConfigError, Problem, Problems, nearest, unknown_choice
+
+if TYPE_CHECKING:
+    import torch
 
 STAGE = "zero_optimization.stage"
 DEFAULT_STAGE = 2
@@ -304,6 +308,112 @@ class DeepSpeedPlugin:
         """Return whether models are partitioned while they are built."""
         return bool(self.zero3_init_flag) and self.stage == 3
 
+    def fill_match(
+        self,
+        ds_key_long: str,
+        mismatches: list[str] | None = None,
+        must_match: bool = True,
+        **kwargs: object,
+    ) -> None:
+        """Fill a value of the configuration that is "auto", or compare it with the given one.
+
+        Args:
+            ds_key_long: key with dots.
+            mismatches: takes a line for a value that differs; None: it is an error.
+            must_match: whether it is compared.
+            kwargs: values by key with dots: ``**{"optimizer.params.lr": 1e-3}``.
+
+        Raises:
+            ConfigError: if the value is "auto" and not given, or differs.
+        """
+        found = self.get_value(ds_key_long)
+        if found == AUTO:
+            if ds_key_long not in kwargs:
+                remedy = f"Give it, or write a value for {ds_key_long} into the configuration."
+                raise ConfigError.of(f'{ds_key_long}="auto"', "its value is not given", remedy)
+            set_at(self.deepspeed_config, ds_key_long, kwargs[ds_key_long])
+            return
+        given = kwargs.get(ds_key_long)
+        if not must_match or None in (found, given) or found == given:
+            return
+        if mismatches is None:
+            value, rule = f"{ds_key_long}={found!r}", f"{given!r} is given for it, too"
+            raise ConfigError.of(value, rule, 'Make them equal, or write "auto".')
+        mismatches.append(f"{ds_key_long}={found!r} in the configuration, and {given!r} is given")
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: Mapping[str, object] | None = None,
+        must_match: bool = True,
+        **kwargs: object,
+    ) -> None:
+        """Fill every value of the configuration that is "auto", and compare the others.
+
+        Args:
+            prefix: dotted key of `config`, with a dot at its end; "": the full configuration.
+            mismatches: takes a line for each value that differs; None: they are one error.
+            config: the section of the configuration to go through; None: all of it.
+            must_match: whether values are compared.
+            kwargs: values by key with dots.
+
+        Raises:
+            ConfigError: naming the values that differ, or one that is "auto" and not given.
+        """
+        found: list[str] = [] if mismatches is None else mismatches
+        for name, value in list((self.deepspeed_config if config is None else config).items()):
+            key = f"{prefix}{name}"
+            if isinstance(value, Mapping):
+                self.deepspeed_config_process(f"{key}.", found, value, must_match, **kwargs)
+            else:
+                self.fill_match(key, found, must_match, **kwargs)
+        if mismatches is None:
+            rule, remedy = "given in two places with different values", "Make them equal."
+            ConfigError.raise_if([Problem(line, rule, remedy) for line in found])
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Switch the number format of a run on in the configuration, where that leaves it open.
+
+        Args:
+            mixed_precision: no, fp16 or bf16.
+
+        Raises:
+            ConfigError: if the configuration switches another format on.
+        """
+        for name in ("fp16", "bf16"):
+            key, wanted = f"{name}.enabled", name == str(mixed_precision)
+            found = self.get_value(key)
+            if found in (None, AUTO) and (wanted or found == AUTO):
+                set_at(self.deepspeed_config, key, wanted)
+            elif found and not wanted and str(mixed_precision) != "no":
+                value = f"mixed_precision={str(mixed_precision)!r}"
+                remedy = f'Write "auto" for {key}, or give mixed_precision={name!r}.'
+                raise ConfigError.of(value, f"{self.place} enables {name}", remedy)
+
+    def set_moe_leaf_modules(self, model: torch.nn.Module) -> None:
+        """Let stage 3 gather mixture-of-experts modules all at once; `prepare` does it, too.
+
+        Args:
+            model: has the classes of `transformer_moe_cls_names`; nothing where that is None.
+
+        Raises:
+            ConfigError: for a class that the model does not have.
+        """
+        names = [name.strip() for name in (self.transformer_moe_cls_names or "").split(",")]
+        kinds = {type(module).__name__: type(module) for module in model.modules()}
+        wanted = [name for name in names if name]
+        ConfigError.raise_if(
+            [
+                unknown_choice("transformer_moe_cls_names", name, sorted(kinds))
+                for name in wanted
+                if name not in kinds
+            ]
+        )
+        if wanted:
+            utils = importlib.import_module("deepspeed.utils")
+            utils.set_z3_leaf_modules(model, [kinds[name] for name in wanted])
+
     @contextlib.contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
         """Partition models while they are built, or do not, inside the context.
@@ -357,45 +467,3 @@ def _field_problems(plugin: DeepSpeedPlugin) -> list[Problem]:
             value = f"DeepSpeedPlugin.offload_{name}_device='nvme'"
             problems.add(value, rule, f"Give {path}=…")
     return problems
-
-
-# -- the plugins of a run, by name ---------------------------------------------------------
-
-
-class HasPlugins(Protocol):
-    """A state of a run, as `AcceleratorState`."""
-
-    @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """DeepSpeed's active plugin; None where it is off."""
-
-
-def active(plugins: Mapping[str, DeepSpeedPlugin] | None) -> DeepSpeedPlugin | None:
-    """Return the plugin that is selected; None where none is, or DeepSpeed is off."""
-    return next((plugin for plugin in (plugins or {}).values() if plugin.selected), None)
-
-
-def named(plugins: Mapping[str, DeepSpeedPlugin] | None, name: str) -> DeepSpeedPlugin:
-    """Return the plugin called `name`, or raise `ConfigError`."""
-    if plugins is None or name not in plugins:
-        raise ConfigError(unknown_choice("DeepSpeed plugin", name, plugins or {}))
-    return plugins[name]
-
-
-def get_active_deepspeed_plugin(state: HasPlugins) -> DeepSpeedPlugin:
-    """Return DeepSpeed's active plugin, which the next `prepare` follows.
-
-    Args:
-        state: of a run under DeepSpeed.
-
-    Raises:
-        ConfigError: if DeepSpeed is off.
-    """
-    plugin = state.deepspeed_plugin
-    if plugin is None:
-        raise ConfigError.of(
-            "get_active_deepspeed_plugin",
-            "DeepSpeed is off",
-            "Switch it on with Accelerator(deepspeed_plugin=…).",
-        )
-    return plugin

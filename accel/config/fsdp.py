@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.config.checks import check_choice, check_minimum
+from accel.config.fsdp_setters import DTYPES, ShardingSetters
 from accel.env import parse_bool
 from accel.errors import NotBuiltError, Problem, Problems, nearest, not_built
 
@@ -34,12 +35,6 @@ WANTED_BY = {
 }
 REPLICAS = ("nodes", "all")
 OFFLOADS = ("OffloadPolicy", "CPUOffload")  # torch's classes, which this module does not import
-DTYPES = {
-    "no": None,
-    **dict.fromkeys(("fp32", "float32"), "float32"),
-    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
-    **dict.fromkeys(("fp16", "float16"), "float16"),
-}
 FORMATS = {"no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 TRANSLATED = (*POLICY_FIELDS, "buffer_dtype", "cast_root_forward_inputs")
@@ -74,7 +69,7 @@ VARIABLES = {
 
 
 @dataclass
-class FullyShardedDataParallelPlugin:
+class FullyShardedDataParallelPlugin(ShardingSetters):
     """How FSDP2 shards a model.
 
     Fields that are None are filled from the environment variables ``FSDP_…``, then with the

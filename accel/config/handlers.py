@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from accel.config.checks import as_enum, check_choice, check_minimum, import_callable
 from accel.enums import DDPCommunicationHookType
 from accel.errors import ConfigError, Problem, Problems, nearest
+from accel.imports import load_attribute
 
 if TYPE_CHECKING:
     import torch
@@ -24,9 +25,14 @@ if TYPE_CHECKING:
 class KwargsHandler:
     """Mixin: `to_kwargs` gives the fields that differ from their defaults."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return every field by name."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+    def to_dict(self, ignore_keys: Collection[str] = ()) -> dict[str, Any]:
+        """Return the fields by name.
+
+        Args:
+            ignore_keys: those to skip.
+        """
+        names = [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in names if name not in ignore_keys}
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields whose value differs from the default of this class."""
@@ -86,6 +92,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
         check_choice(self, "comm_wrapper", ("no", "fp16", "bf16"), problems)
         check_minimum(self, "bucket_cap_mb", 1, problems)
         problems.raise_if()
+
+    def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
+        """Give a wrapped model the communication hook; `prepare` does it for its own.
+
+        Args:
+            model: has none yet.
+        """
+        load_attribute("accel.strategies.ddp:register_hook")(model, self)
 
 
 @dataclass

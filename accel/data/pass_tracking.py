@@ -13,6 +13,7 @@ from accel.data.loader_arguments import index_arguments, index_sampler, loader_a
 from accel.data.open_pass import Pass, begun_after
 from accel.data.resumable_loader import OrderedLoader
 from accel.data.samplers import SkipBatchSampler
+from accel.errors import ConfigError
 from accel.state import GradientState
 from accel.window_ends import Reading
 
@@ -121,6 +122,55 @@ class PreparedLoader(OrderedLoader):
 
     def __len__(self) -> int:
         return max(0, super().__len__() - self.skip_batches)
+
+    # -- for loops by hand ---------------------------------------------------------------------
+
+    @property
+    def iteration(self) -> int:
+        """The epoch of the current pass, or of the next one; to set it is to call `set_epoch`."""
+        return self.epoch
+
+    @iteration.setter
+    def iteration(self, iteration: int) -> None:
+        self.set_epoch(iteration)
+
+    def get_sampler(self) -> Any:
+        """Return the sampler that draws single samples."""
+        return getattr(index_sampler(self), "sampler", self.sampler)
+
+    def set_sampler(self, sampler: object) -> None:
+        """Replace the sampler that draws single samples; batches are cut from it as before.
+
+        Args:
+            sampler: yields indices of the data set.
+
+        Raises:
+            ConfigError: for a loader over a stream, which has none.
+        """
+        around = index_sampler(self)
+        if isinstance(self.dataset, IterableDataset) or not hasattr(around, "sampler"):
+            rule, remedy = (
+                "only batches of a map data set are drawn by one",
+                "Build another loader.",
+            )
+            raise ConfigError.of("set_sampler", rule, remedy)
+        around.sampler = sampler
+        self.__dict__["sampler"] = sampler  # torch refuses to set it
+
+    def reset(self) -> None:
+        """Forget where a pass stands: `end_of_dataloader` and `remainder` are as before one."""
+        self.end_of_dataloader, self.remainder = False, -1
+
+    def begin(self) -> None:
+        """Make this the active loader of `GradientState`, as the start of a pass does."""
+        self.reset()
+        GradientState()._add_dataloader(self)
+
+    def end(self) -> None:
+        """Take this loader out of `GradientState`, as the end of a pass does."""
+        GradientState()._remove_dataloader(self)
+
+    # -- passes --------------------------------------------------------------------------------
 
     def _enter(self) -> Pass:
         """Start a pass; return what `_leave` takes."""

@@ -15,9 +15,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel.config.handlers import AutocastKwargs
 from accel.errors import ConfigError, StateError, unknown_choice
 from accel.precision.base import COMPUTE_DTYPES, Precision
+from accel.state import AcceleratorState, PartialState
 from accel.wrapping import wrap_forward
 
 if TYPE_CHECKING:
+    from accel.enums import DistributedType
     from accel.planning.plan import Plan
 
 
@@ -299,6 +301,39 @@ class AmpPrecision(Precision):
 
     def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
         wrap_forward(model, self.autocast, outputs_in_fp32)
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[object]:
+    """Return a context that computes in the mixed precision of the run.
+
+    Args:
+        native_amp: whether it does; else the context changes nothing.
+        autocast_kwargs: takes the place of `AutocastKwargs()`.
+    """
+    if not native_amp:
+        return contextlib.nullcontext()
+    state, chosen = AcceleratorState(), autocast_kwargs or AutocastKwargs()
+    return torch.autocast(
+        state.device.type,
+        dtype=COMPUTE_DTYPES.get(state.mixed_precision),
+        enabled=chosen.enabled,
+        cache_enabled=chosen.cache_enabled,
+    )
+
+
+def get_grad_scaler(
+    distributed_type: DistributedType | None = None, **kwargs: Any
+) -> torch.amp.GradScaler:
+    """Return a gradient scaler for fp16 on this process's device.
+
+    Args:
+        distributed_type: of the run. Where a strategy shards gradients, ranks do not agree on
+            overflows through this scaler: use `Accelerator.scaler`, which FSDP and DeepSpeed make.
+        kwargs: of `torch.amp.GradScaler`.
+    """
+    return StepScaler(PartialState().device.type, **kwargs)
 
 
 def build_precision(plan: Plan) -> Precision:

@@ -18,7 +18,7 @@ from accel.config.training import TorchDynamoPlugin
 from accel.enums import DynamoBackend
 from accel.errors import ConfigError, unknown_choice
 from accel.logging import get_logger
-from accel.wrapping import is_compiled
+from accel.wrapping import is_compiled_module
 
 logger = get_logger(__name__)
 
@@ -44,7 +44,7 @@ def compile_model(
     Raises:
         ConfigError: if torch does not have the backend here, or the options contradict each other.
     """
-    if not is_on(plugin) or is_compiled(model):
+    if not is_on(plugin) or is_compiled_module(model):
         return model
     arguments = compile_arguments(plugin)
     regional = plugin.use_regional_compilation

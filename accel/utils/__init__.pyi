@@ -1,14 +1,16 @@
 # The table of public names and their modules: type checkers read it, and `accel._lazy` at run time.
 from accel.checkpoint.export import save as save
 from accel.checkpoint.load_weights import load_checkpoint_in_model as load_checkpoint_in_model
+from accel.checkpoint.serialization import load as load
 from accel.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
-from accel.config.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+from accel.config.deepspeed_active import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from accel.config.deepspeed_json import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accel.config.fp8 import AORecipeKwargs as AORecipeKwargs
 from accel.config.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
 from accel.config.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from accel.config.fp8 import TERecipeKwargs as TERecipeKwargs
 from accel.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from accel.config.fsdp_setters import get_module_class_from_name as get_module_class_from_name
 from accel.config.handlers import AutocastKwargs as AutocastKwargs
 from accel.config.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel.config.handlers import GradScalerKwargs as GradScalerKwargs
@@ -30,6 +32,7 @@ from accel.enums import PrecisionType as PrecisionType
 from accel.enums import RNGType as RNGType
 from accel.errors import DistributedOperationException as DistributedOperationException
 from accel.imports import compare_versions as compare_versions
+from accel.imports import install_xla as install_xla
 from accel.imports import is_aim_available as is_aim_available
 from accel.imports import is_bf16_available as is_bf16_available
 from accel.imports import is_bnb_available as is_bnb_available
@@ -92,19 +95,50 @@ from accel.ops import convert_to_fp32 as convert_to_fp32
 from accel.ops import find_batch_size as find_batch_size
 from accel.ops import gather as gather
 from accel.ops import gather_object as gather_object
+from accel.ops import listify as listify
 from accel.ops import pad_across_processes as pad_across_processes
 from accel.ops import reduce as reduce
 from accel.ops import send_to_device as send_to_device
 from accel.ops import slice_tensors as slice_tensors
 from accel.ops import wait_for_everyone as wait_for_everyone
+from accel.precision.amp import get_grad_scaler as get_grad_scaler
+from accel.precision.amp import (
+    get_mixed_precision_context_manager as get_mixed_precision_context_manager,
+)
+from accel.progress import tqdm as tqdm
 from accel.rng import set_seed as set_seed
 from accel.rng import synchronize_rng_state as synchronize_rng_state
 from accel.rng import synchronize_rng_states as synchronize_rng_states
+from accel.strategies.deepspeed.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+from accel.strategies.deepspeed.wrappers import (
+    DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
+)
+from accel.strategies.deepspeed.wrappers import (
+    DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
+)
 from accel.strategies.deepspeed.wrappers import DummyOptim as DummyOptim
 from accel.strategies.deepspeed.wrappers import DummyScheduler as DummyScheduler
+from accel.strategies.mesh.utilities import (
+    disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
+)
+from accel.strategies.mesh.utilities import (
+    enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
+)
+from accel.strategies.mesh.utilities import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
+from accel.strategies.mesh.utilities import fsdp2_prepare_model as fsdp2_prepare_model
+from accel.strategies.mesh.utilities import (
+    fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
+)
+from accel.strategies.mesh.utilities import load_fsdp_model as load_fsdp_model
+from accel.strategies.mesh.utilities import load_fsdp_optimizer as load_fsdp_optimizer
+from accel.strategies.mesh.utilities import save_fsdp_model as save_fsdp_model
+from accel.strategies.mesh.utilities import save_fsdp_optimizer as save_fsdp_optimizer
 from accel.tree import honor_type as honor_type
 from accel.tree import is_namedtuple as is_namedtuple
 from accel.tree import recursively_apply as recursively_apply
 from accel.wrapping import extract_model_from_parallel as extract_model_from_parallel
+from accel.wrapping import get_module_children_bottom_up as get_module_children_bottom_up
+from accel.wrapping import is_compiled_module as is_compiled_module
+from accel.wrapping import is_peft_model as is_peft_model
 
 __all__: list[str]

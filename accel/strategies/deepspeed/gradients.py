@@ -14,7 +14,7 @@ import torch
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.errors import ConfigError, Problem, Problems
 from accel.strategies.base import Gradients, Sync
-from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, TrainedEngine
+from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizerWrapper, TrainedEngine
 
 
 @final
@@ -94,7 +94,7 @@ class DeepSpeedGradients(Gradients):
 
 def _clip_problems(
     plugin: DeepSpeedPlugin,
-    optimizer: DeepSpeedOptimizer,
+    optimizer: DeepSpeedOptimizerWrapper,
     parameters: list[torch.Tensor],
     max_norm: float,
     norm_type: float,
@@ -120,7 +120,7 @@ def _clip_problems(
 
 
 def backward_problems(
-    optimizer: DeepSpeedOptimizer, options: Mapping[str, object]
+    optimizer: DeepSpeedOptimizerWrapper, options: Mapping[str, object]
 ) -> list[Problem]:
     """Return the reasons why a backward pass would compute wrong gradients."""
     stage = optimizer.engine.zero_optimization_stage()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from accel.config.deepspeed import DeepSpeedPlugin, active, share_selection
+from accel.config.deepspeed import DeepSpeedPlugin, share_selection
+from accel.config.deepspeed_active import active
 from accel.config.deepspeed_conflicts import Claims
 from accel.config.deepspeed_json import Config, HfDeepSpeedConfig
 from accel.enums import DistributedType

@@ -19,7 +19,7 @@ from accel.strategies.deepspeed.fragments import (
     SwappedState,
     fragments,
 )
-from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizer, TrainedEngine
+from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizerWrapper, TrainedEngine
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -55,7 +55,7 @@ class ZeroState(StateIO):
         held += sum(
             p.ds_numel * p.element_size() for p in persistent if p.ds_tensor.numel() < p.ds_numel
         )
-        prepared = [one for one in optimizers if isinstance(one, DeepSpeedOptimizer)]
+        prepared = [one for one in optimizers if isinstance(one, DeepSpeedOptimizerWrapper)]
         if not prepared:
             return Footprint(held, 0, 0)
         (optimizer,) = prepared
@@ -185,8 +185,8 @@ class ZeroState(StateIO):
                 value.copy_(full)
 
 
-def _prepared(optimizer: torch.optim.Optimizer) -> DeepSpeedOptimizer:
-    if not isinstance(optimizer, DeepSpeedOptimizer):
+def _prepared(optimizer: torch.optim.Optimizer) -> DeepSpeedOptimizerWrapper:
+    if not isinstance(optimizer, DeepSpeedOptimizerWrapper):
         raise StateError(f"{type(optimizer).__name__} was not prepared with DeepSpeed.")
     return optimizer
 

@@ -33,8 +33,8 @@ from accel.strategies.deepspeed.settings import MICRO_BATCH, Settings
 from accel.strategies.deepspeed.state import ZeroState
 from accel.strategies.deepspeed.universal import UniversalCheckpoint
 from accel.strategies.deepspeed.wrappers import (
-    DeepSpeedOptimizer,
-    DeepSpeedScheduler,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
     DummyScheduler,
     TrainedEngine,
 )
@@ -221,13 +221,13 @@ class DeepSpeedStrategy(Strategy):
             return
         undo_first_step(engine)
         share_weights(engine)
-        wrapped = DeepSpeedOptimizer(engine, groups, optimizer)
+        wrapped = DeepSpeedOptimizerWrapper(engine, groups, optimizer)
         self._trained.set(wrapped)
         self._lacks_loaders = not settings.batch_sizes and MICRO_BATCH not in self.plugin.decided
         done.optimizers = [wrapped]
         for scheduler in schedulers:
             if isinstance(scheduler, DummyScheduler):
-                done.schedulers.append(DeepSpeedScheduler(engine.lr_scheduler, wrapped))
+                done.schedulers.append(DeepSpeedSchedulerWrapper(engine.lr_scheduler, wrapped))
             else:
                 wrapped.attach(scheduler)
                 done.schedulers.append(wrap_scheduler(scheduler, [wrapped], self.plan))

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 
-from accel.config.deepspeed import DeepSpeedPlugin, active
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed_active import active
 from accel.errors import ConfigError, StateError
 from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler
@@ -146,7 +147,7 @@ class DummyScheduler:
 
 
 @final
-class DeepSpeedOptimizer(AcceleratedOptimizer):
+class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     """The optimizer that an engine steps.
 
     Attributes:
@@ -282,14 +283,56 @@ class DeepSpeedOptimizer(AcceleratedOptimizer):
 
 
 @final
-class DeepSpeedScheduler(AcceleratedScheduler):
-    """A scheduler that the engine steps with its optimizer."""
+class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
+    """A scheduler that the engine steps with its optimizer.
 
-    def __init__(self, scheduler: Any, optimizer: DeepSpeedOptimizer) -> None:
-        super().__init__(scheduler, optimizer, split_batches=True)
+    Args:
+        scheduler: of the engine.
+        optimizers: the prepared optimizer.
+    """
+
+    def __init__(self, scheduler: Any, optimizers: DeepSpeedOptimizerWrapper) -> None:
+        super().__init__(scheduler, optimizers, split_batches=True)
 
     def step(self, *args: object, **kwargs: object) -> None:
-        """Do nothing: the engine stepped it with the optimizer."""
+        """Do nothing: the engine stepped it with the optimizer.
+
+        Args:
+            args: not used.
+            kwargs: not used.
+        """
+
+
+class DeepSpeedEngineWrapper:
+    """An engine of DeepSpeed whose backward pass makes the step, too, for loops by hand.
+
+    `prepare` returns the engine itself, and `Accelerator.backward` leaves the step to the prepared
+    optimizer.
+
+    Args:
+        engine: of DeepSpeed.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.engine = engine
+
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: bool) -> None:
+        """Compute gradients, and let the engine step where a window of micro-batches ends.
+
+        Args:
+            loss: [] of a micro-batch.
+            sync_gradients: whether the micro-batch is the last of its window.
+            kwargs: of the engine's `backward`.
+        """
+        self.engine.set_gradient_accumulation_boundary(sync_gradients)
+        self.engine.backward(loss, **kwargs)
+        if sync_gradients:
+            self.engine.step()
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of all gradients of the last step; None before the first."""
+        norm = self.engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
 
 
 @final
@@ -298,7 +341,7 @@ class TrainedEngine:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._optimizer: weakref.ref[DeepSpeedOptimizer] | None = None
+        self._optimizer: weakref.ref[DeepSpeedOptimizerWrapper] | None = None
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
@@ -308,15 +351,15 @@ class TrainedEngine:
             raise StateError("No DeepSpeed plugin is selected. Select one by its name.")
         return plugin
 
-    def set(self, optimizer: DeepSpeedOptimizer | None) -> None:
+    def set(self, optimizer: DeepSpeedOptimizerWrapper | None) -> None:
         """Set the optimizer of the engine that trains; None: no engine trains."""
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
 
-    def optimizer(self) -> DeepSpeedOptimizer | None:
+    def optimizer(self) -> DeepSpeedOptimizerWrapper | None:
         """Return the optimizer of the engine that trains, or None."""
         return None if self._optimizer is None else self._optimizer()
 
-    def require_optimizer(self, call: str) -> DeepSpeedOptimizer:
+    def require_optimizer(self, call: str) -> DeepSpeedOptimizerWrapper:
         """Return the optimizer of the engine that trains, or raise `StateError` with `call`."""
         optimizer = self.optimizer()
         if optimizer is None:

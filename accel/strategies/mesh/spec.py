@@ -21,6 +21,7 @@ TOGETHER = (
 )
 FSDP, TENSOR_PARALLEL = "fsdp", "tensor_parallel"
 PREFIX = "FSDP_"
+FULL = "FULL_STATE_DICT"  # the default
 
 
 def _read(given: object, variables: Mapping[str, str]) -> FullyShardedDataParallelPlugin:
@@ -32,11 +33,13 @@ def _read(given: object, variables: Mapping[str, str]) -> FullyShardedDataParall
     plugin = None if given is None else require_kind("fsdp_plugin", given, kind)
     fields = from_variables({name.removeprefix(PREFIX): text for name, text in variables.items()})
     if plugin is None:
-        return kind(**fields)
+        return kind(**{"state_dict_type": FULL, **fields})
     for group in TOGETHER:
         if any(getattr(plugin, name) is not None for name in group):
             fields = {name: value for name, value in fields.items() if name not in group}
     lacking = {name: value for name, value in fields.items() if getattr(plugin, name) is None}
+    if plugin.state_dict_type is None:
+        lacking.setdefault("state_dict_type", FULL)
     return dataclasses.replace(plugin, **lacking) if lacking else plugin
 
 

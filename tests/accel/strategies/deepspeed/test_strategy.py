@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.config.deepspeed import DeepSpeedPlugin, get_active_deepspeed_plugin
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed_active import get_active_deepspeed_plugin
 from accel.errors import ConfigError
 from accel.state import AcceleratorState
 from tests.accel.strategies.deepspeed.helpers import (

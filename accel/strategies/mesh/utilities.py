@@ -1,0 +1,290 @@
+"""Documented functions on models and optimizers that FSDP2 shards.
+
+They are meant for libraries that prepare a model by themselves, as trainers do; a script calls
+`Accelerator.prepare`, `save_state` and `load_state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel import env
+from accel.checkpoint import directory
+from accel.checkpoint.optimizer_state import ParameterNames
+from accel.checkpoint.serialization import load_plain, save_plain
+from accel.comm.all_or_none import together
+from accel.comm.base import Communicator
+from accel.errors import ConfigError, NotBuiltError, not_built
+from accel.optimizer import unwrap_optimizer
+from accel.strategies.mesh.state import shard_like, shard_weight
+from accel.strategies.mesh.units import ignored_modules, parameters_of
+from accel.wrapping import own_module
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+    from accel.config.fsdp import FullyShardedDataParallelPlugin
+
+FSDP_MODEL_NAME = "pytorch_model_fsdp"
+OPTIMIZER_NAME = "optimizer"
+Folder = str | PathLike[str]
+
+
+# -- environment ---------------------------------------------------------------------------
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Let models of transformers read their weights on rank 0 only, by environment variables."""
+    _set_ram_efficient_loading(True)
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Let models of transformers read their weights on every rank, by environment variables."""
+    _set_ram_efficient_loading(False)
+
+
+def _set_ram_efficient_loading(on: bool) -> None:
+    env.set_values({"ACCELERATE_USE_FSDP": True, "FSDP_CPU_RAM_EFFICIENT_LOADING": on})
+
+
+# -- preparing -----------------------------------------------------------------------------
+
+
+def fsdp2_prepare_model(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+    """Shard a model in place, as `Accelerator.prepare` does, and return it.
+
+    Args:
+        accelerator: of a run under FSDP.
+        model: not sharded yet; one that is stays as it is.
+
+    Raises:
+        ConfigError: if FSDP is off.
+    """
+    if not accelerator.is_fsdp2:
+        remedy = "Give Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())."
+        raise ConfigError.of("fsdp2_prepare_model", "FSDP is off", remedy)
+    return accelerator.prepare_model(model)
+
+
+def fsdp2_switch_optimizer_parameters(
+    optimizer: torch.optim.Optimizer, mapping: Mapping[int, torch.Tensor]
+) -> None:
+    """Let an optimizer step other parameters, such as the shards of its own; its state is sharded.
+
+    Args:
+        optimizer: prepared or not; changed in place.
+        mapping: from the `data_ptr` of each of its parameters to the one that replaces it.
+
+    Raises:
+        KeyError: if a parameter is not in `mapping`: it would not be trained any more. Nothing is
+            changed then.
+    """
+    own = unwrap_optimizer(optimizer)
+    new = {
+        parameter: mapping[parameter.data_ptr()]
+        for group in own.param_groups
+        for parameter in group["params"]
+    }
+    for group in own.param_groups:
+        group["params"] = [new[parameter] for parameter in group["params"]]
+    for old, parameter in new.items():
+        if old in own.state:
+            state = own.state.pop(old)
+            own.state[parameter] = {k: shard_like(value, parameter) for k, value in state.items()}
+
+
+def get_parameters_from_modules(
+    modules: Iterable[torch.nn.Module] | str | None,
+    model: torch.nn.Module,
+    device: torch.device | None = None,
+) -> set[torch.nn.Parameter]:
+    """Return the parameters of modules that are not sharded.
+
+    Args:
+        modules: modules of the model, or a regular expression of names; None: none.
+        model: not sharded yet.
+        device: where the modules are moved; None: they stay.
+
+    Raises:
+        ConfigError: for entries that match no module of the model.
+    """
+    found = ignored_modules(model, modules)
+    for module in found if device is not None else ():
+        module.to(device)
+    return set(parameters_of(found))
+
+
+# -- full state dicts ----------------------------------------------------------------------
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    full_sd: Mapping[str, torch.Tensor],
+    cpu_offload: bool = False,
+) -> None:
+    """Load the full state dict of rank 0 into a sharded model, in place. Every rank calls this.
+
+    Parameters on the meta device are replaced, so that optimizers have to be built afterwards;
+    others keep their identity.
+
+    Args:
+        accelerator: of a run under FSDP.
+        model: sharded.
+        full_sd: full tensors by parameter name; read on rank 0 only.
+        cpu_offload: whether parameters that were on the meta device rest in the host's memory.
+
+    Raises:
+        RuntimeError: of torch, for names and shapes that differ from the model's.
+    """
+    comm, own = accelerator.comm, own_module(model)
+    target = own.state_dict()
+    device = torch.device("cpu") if cpu_offload else accelerator.device
+    shards: dict[str, torch.Tensor] = {}
+    for name, value in _received(comm, full_sd, accelerator.device):
+        held = target.get(name)
+        shard = shard_weight(value, held)
+        lacks_memory = isinstance(held, torch.Tensor) and held.is_meta
+        shards[name] = shard.to(device) if lacks_memory else shard
+    assign = any(isinstance(held, torch.Tensor) and held.is_meta for held in target.values())
+    own.load_state_dict(shards, assign=assign)
+
+
+def _received(
+    comm: Communicator, full: Mapping[str, torch.Tensor], device: torch.device
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """Yield (name, full tensor on `device`) of rank 0's state dict, one after the other."""
+    first = comm.rank == 0
+    own = [(name, value.shape, value.dtype) for name, value in full.items()] if first else None
+    (described,) = comm.broadcast_objects([own])
+    for name, shape, dtype in described:
+        value = full[name].to(device) if first else torch.empty(shape, dtype=dtype, device=device)
+        yield name, comm.broadcast(value.detach())
+
+
+def _check_full(plugin: FullyShardedDataParallelPlugin, adapter_only: bool) -> None:
+    if "SHARDED" in str(plugin.state_dict_type):
+        raise NotBuiltError(not_built("SHARDED_STATE_DICT", "Use FULL_STATE_DICT."))
+    if adapter_only:
+        remedy = "Save the adapter by its own save_pretrained."
+        raise NotBuiltError(not_built("adapter_only=True", remedy))
+
+
+def _path(folder: Folder, name: str, index: int) -> Path:
+    return Path(folder) / directory.numbered(name, ".bin", index)
+
+
+def _save(comm: Communicator, state: object, path: Path, what: str) -> None:
+    """Write on rank 0; every rank calls this, and waits until it is written."""
+    with together(comm, f"saving {path.name}"):
+        if comm.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_plain(state, path, what)
+
+
+def save_fsdp_model(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    output_dir: Folder,
+    model_index: int = 0,
+    adapter_only: bool = False,
+) -> None:
+    """Write the full weights of a sharded model. Every rank calls this.
+
+    Args:
+        fsdp_plugin: of the run; it names the kind of state dict.
+        accelerator: of the run.
+        model: prepared.
+        output_dir: folder of the file ``pytorch_model_fsdp.bin``.
+        model_index: number of the model: that of a further one is in the name.
+        adapter_only: whether only the weights of adapters are saved; not built yet.
+    """
+    _check_full(fsdp_plugin, adapter_only)
+    state = accelerator.strategy.state.model_state(model)
+    path = _path(output_dir, FSDP_MODEL_NAME, model_index)
+    _save(accelerator.comm, state, path, f"model {model_index}")
+
+
+def load_fsdp_model(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    input_dir: Folder,
+    model_index: int = 0,
+    adapter_only: bool = False,
+) -> None:
+    """Load what `save_fsdp_model` wrote, without running code. Every rank calls this.
+
+    Args:
+        fsdp_plugin: of the run.
+        accelerator: of the run.
+        model: prepared.
+        input_dir: folder of the file.
+        model_index: number of the model.
+        adapter_only: whether only the weights of adapters are there; not built yet.
+
+    Raises:
+        CheckpointError: if the file is missing or broken.
+    """
+    _check_full(fsdp_plugin, adapter_only)
+    state = load_plain(_path(input_dir, FSDP_MODEL_NAME, model_index))
+    accelerator.strategy.state.load_model_state(model, state)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    output_dir: Folder,
+    optimizer_index: int = 0,
+) -> None:
+    """Write the full state of an optimizer of a sharded model. Every rank calls this.
+
+    Args:
+        fsdp_plugin: of the run.
+        accelerator: of the run.
+        optimizer: prepared.
+        model: whose parameters it steps; they name its state.
+        output_dir: folder of the file ``optimizer.bin``.
+        optimizer_index: number of the optimizer: that of a further one is in the name.
+    """
+    _check_full(fsdp_plugin, adapter_only=False)
+    names = ParameterNames([own_module(model)])
+    state = accelerator.strategy.state.optimizer_state(optimizer, names)
+    path = _path(output_dir, OPTIMIZER_NAME, optimizer_index)
+    _save(accelerator.comm, state, path, f"optimizer {optimizer_index}")
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    input_dir: Folder,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+) -> None:
+    """Load what `save_fsdp_optimizer` wrote, without running code. Every rank calls this.
+
+    Args:
+        fsdp_plugin: of the run.
+        accelerator: of the run.
+        optimizer: prepared.
+        model: whose parameters it steps.
+        input_dir: folder of the file.
+        optimizer_index: number of the optimizer.
+        adapter_only: whether only the weights of adapters are trained; not built yet.
+
+    Raises:
+        CheckpointError: if the file is missing or broken.
+    """
+    _check_full(fsdp_plugin, adapter_only)
+    state: dict[str, Any] = load_plain(_path(input_dir, OPTIMIZER_NAME, optimizer_index))
+    names = ParameterNames([own_module(model)])
+    accelerator.strategy.state.load_optimizer_state(optimizer, state, names)

@@ -1,0 +1,67 @@
+"""Plugins, handlers and enumerations, at the documented path: re-exports."""
+
+from __future__ import annotations
+
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed_active import get_active_deepspeed_plugin
+from accel.config.fp8 import (
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
+from accel.config.fsdp import FullyShardedDataParallelPlugin
+from accel.config.fsdp_setters import get_module_class_from_name
+from accel.config.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
+from accel.config.tensor_parallel import TorchTensorParallelPlugin
+from accel.config.training import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from accel.enums import (
+    BaseEnum,
+    DDPCommunicationHookType,
+    DistributedType,
+    DynamoBackend,
+    LoggerType,
+    PrecisionType,
+    RNGType,
+)
+
+__all__ = [
+    "AORecipeKwargs",
+    "AutocastKwargs",
+    "BaseEnum",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "DynamoBackend",
+    "FP8RecipeKwargs",
+    "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "LoggerType",
+    "MSAMPRecipeKwargs",
+    "PrecisionType",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "RNGType",
+    "TERecipeKwargs",
+    "TorchDynamoPlugin",
+    "TorchTensorParallelPlugin",
+    "get_active_deepspeed_plugin",
+    "get_module_class_from_name",
+]
