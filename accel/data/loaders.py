@@ -89,6 +89,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         _drop_last: whether a short last round is dropped: then all samples of the last are real.
         _non_blocking: whether copies to the device overlap with computation.
         torch_device_mesh: kept as an attribute; the sampler decides what this process reads.
+        iteration: epoch of the first pass.
         kwargs: of `torch.utils.data.DataLoader`.
 
     Raises:
@@ -108,6 +109,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         _drop_last: bool = False,
         _non_blocking: bool = False,
         torch_device_mesh: DeviceMesh | None = None,
+        iteration: int = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -121,6 +123,8 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         )
         self._drop_last = _drop_last
         self.torch_device_mesh = torch_device_mesh
+        if iteration:
+            self.set_epoch(iteration)
 
     def _pass(self) -> Iterator[object]:
         state, current_pass = GradientState(), self._enter()
@@ -209,6 +213,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         slice_fn: cuts a batch, as ``slice_fn(batch, slice, process_index=…, num_processes=…)``;
             None: tensors and lists with one entry per sample are cut, the rest is not.
         torch_device_mesh: ranks along its axes "tp", "cp", "sp" and "pp" get the same slice.
+        iteration: epoch of the first pass.
         device: where slices are put; None leaves them on the CPU.
         rng_types: generators that ranks synchronise at the start of each pass.
         synchronized_generator: the one called "generator".
@@ -233,6 +238,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         _non_blocking: bool = False,
         slice_fn: SliceFunction | None = None,
         torch_device_mesh: DeviceMesh | None = None,
+        iteration: int = 0,
         *,
         device: torch.device | None = None,
         rng_types: Iterable[str | RNGType] | None = None,
@@ -259,6 +265,8 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         self.process_index = index if process_index is None else process_index
         self._drop_last = _drop_last
         self.torch_device_mesh = torch_device_mesh
+        if iteration:
+            self.set_epoch(iteration)
 
     @property
     def even_batches(self) -> bool:

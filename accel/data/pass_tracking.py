@@ -145,16 +145,15 @@ class PreparedLoader(OrderedLoader):
             sampler: yields indices of the data set.
 
         Raises:
-            ConfigError: for a loader over a stream, which has none.
+            ConfigError: for a loader over a stream, or one that does not batch.
         """
-        around = index_sampler(self)
-        if isinstance(self.dataset, IterableDataset) or not hasattr(around, "sampler"):
+        if isinstance(self.dataset, IterableDataset) or self.batch_sampler is None:
             rule, remedy = (
-                "only batches of a map data set are drawn by one",
+                "only batches of a map data set are cut from one",
                 "Build another loader.",
             )
             raise ConfigError.of("set_sampler", rule, remedy)
-        around.sampler = sampler
+        self.batch_sampler.sampler = sampler  # type: ignore[attr-defined]
         self.__dict__["sampler"] = sampler  # torch refuses to set it
 
     def reset(self) -> None:

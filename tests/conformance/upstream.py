@@ -109,7 +109,7 @@ def takes(found: object, parameter: str) -> bool:
 def has(found: object, member: str) -> bool:
     """Return whether a class has the member: its own, a field, or set by one of its methods."""
     assert inspect.isclass(found)
-    if hasattr(found, member):
+    if hasattr(found, member) or hasattr(_stateful(found), member):
         return True
     if dataclasses.is_dataclass(found) and member in found.__dataclass_fields__:
         return True
@@ -117,6 +117,14 @@ def has(found: object, member: str) -> bool:
     own = [kind for kind in found.__mro__ if kind.__module__.startswith("accel.")]
     annotated = any(member in vars(kind).get("__annotations__", {}) for kind in own)
     return annotated or any(written.search(inspect.getsource(kind)) for kind in own)
+
+
+def _stateful(found: object) -> object:
+    """Return the class of a loader's instances with ``use_stateful_dataloader=True``."""
+    from accel.data.loaders import PreparedLoader, stateful_class
+
+    is_loader = inspect.isclass(found) and issubclass(found, PreparedLoader)
+    return stateful_class(found) if is_loader else found  # type: ignore[arg-type]
 
 
 def gaps_of(name: Documented) -> Iterator[Gap]:

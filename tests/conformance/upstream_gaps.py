@@ -2,5 +2,62 @@
 
 from __future__ import annotations
 
+LARGE = "large models: the next issue"
+FP8 = "fp8: the next issue"
+MEGATRON = "Megatron-LM: the next issue"
+QUANTIZED = "quantized models: the next issue"
+LAUNCHING = "environment and launching: another part of this issue"
+BY_PREPARE = "`prepare` builds the object with its engine; it is documented as internal"
 # Beginning of a documented name, member (``Name.member``) or parameter (``Name(parameter)``) → why.
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    "big_modeling.": LARGE,
+    "hooks.": LARGE,
+    "inference.prepare_pippy": "pipeline parallelism for inference: " + LARGE,
+    "accelerate.debug_launcher": LAUNCHING,
+    "accelerate.notebook_launcher": LAUNCHING,
+    "utils.ComputeEnvironment": LAUNCHING,
+    "utils.SageMakerDistributedType": LAUNCHING,
+    "utils.clear_environment": LAUNCHING,
+    "utils.environment.": LAUNCHING,
+    "utils.patch_environment": LAUNCHING,
+    "utils.purge_accelerate_environment": LAUNCHING,
+    "utils.set_numa_affinity": LAUNCHING,
+    "utils.write_basic_config": LAUNCHING,
+    "utils.AbstractTrainStep": MEGATRON,
+    "utils.BertTrainStep": MEGATRON,
+    "utils.GPTTrainStep": MEGATRON,
+    "utils.MegatronLM": MEGATRON,
+    "utils.T5TrainStep": MEGATRON,
+    "utils.avg_losses_across_data_parallel_group": MEGATRON,
+    "utils.BnbQuantizationConfig": QUANTIZED,
+    "utils.load_and_quantize_model": QUANTIZED,
+    "utils.FP8RecipeKwargs": FP8,
+    "utils.apply_fp8_autowrap": FP8,
+    "utils.contextual_fp8_autocast": FP8,
+    "utils.convert_model": FP8,
+    "utils.has_transformer_engine_layers": FP8,
+    "utils.align_module_device": LARGE,
+    "utils.calculate_maximum_sizes": LARGE,
+    "utils.compute_module_sizes": LARGE,
+    "utils.get_balanced_memory": LARGE,
+    "utils.get_max_layer_size": LARGE,
+    "utils.has_offloaded_params": LARGE,
+    "utils.infer_auto_device_map": LARGE,
+    "utils.load_offloaded_weights": LARGE,
+    "utils.load_state_dict": LARGE,
+    "utils.offload_state_dict": LARGE,
+    "utils.retie_parameters": LARGE,
+    "utils.set_module_tensor_to_device": LARGE,
+    "utils.merge_fsdp_weights": "sharded state dicts of torch are not written yet",
+    "utils.DeepSpeedPlugin.set_deepspeed_weakref": "a run registers its configuration by itself",
+    "utils.DeepSpeedPlugin.select(_from_accelerator_state)": "a private flag of the other package",
+    "utils.deepspeed.DeepSpeedOptimizerWrapper(optimizer)": BY_PREPARE,
+    "data_loader.DataLoaderDispatcher.adjust_state_dict_for_prefetch": (
+        "a state dict is that of the batch in hand, so nothing is to be adjusted"
+    ),
+    "data_loader.DataLoaderShard.adjust_state_dict_for_prefetch": (
+        "a state dict is that of the batch in hand, so nothing is to be adjusted"
+    ),
+    "Accelerator.init_trackers(": "named parameters, which take what is documented",
+    "Accelerator.log(": "named parameters, which take what is documented",
+}
