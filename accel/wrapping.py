@@ -78,9 +78,13 @@ def unwrap_forward(model: torch.nn.Module) -> None:
         model.forward = own
 
 
-def is_compiled_module(model: object) -> bool:
-    """Return whether `model` is what `torch.compile` returned for a module."""
-    return isinstance(model, torch.nn.Module) and "_orig_mod" in model._modules
+def is_compiled_module(module: object) -> bool:
+    """Return whether a module is what `torch.compile` returned.
+
+    Args:
+        module: any object.
+    """
+    return isinstance(module, torch.nn.Module) and "_orig_mod" in module._modules
 
 
 def is_peft_model(model: torch.nn.Module) -> bool:

@@ -22,6 +22,7 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.data_loader", 9),
     ("accel.tracking", 9),
     ("accel.checkpointing", 9),
+    ("accel.parallelism_config", 9),
     ("accel.errors", 0),
     ("accel.enums", 0),
     ("accel.env", 0),
@@ -58,7 +59,10 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.trackers", 7),
     ("accel", 8),
 ]
-FACADES = {"accel", "accel.utils", "accel.data_loader", "accel.tracking", "accel.checkpointing"}
+FACADES = {
+    *("accel", "accel.utils", "accel.data_loader", "accel.tracking", "accel.checkpointing"),
+    "accel.parallelism_config",
+}
 STRATEGIES = "accel/strategies/"
 # Where torch's own sharding is known.
 SHARDS = ("accel/strategies/mesh/",)
@@ -70,8 +74,9 @@ BACKEND_ROOMS: dict[str, tuple[str, ...]] = {
     "torch.distributed.fsdp": SHARDS,
     "torch.distributed.tensor": SHARDS,
     "torch.distributed._composable": SHARDS,
-    "accel.strategies.mesh": SHARDS,
-    "accel.strategies.deepspeed": ("accel/strategies/deepspeed/",),
+    # The facades are the documented modules of the same name.
+    "accel.strategies.mesh": (*SHARDS, "accel/utils/fsdp_utils.py"),
+    "accel.strategies.deepspeed": ("accel/strategies/deepspeed/", "accel/utils/deepspeed.py"),
     "accel.strategies.ddp": (),
     "accel.strategies.single": (),
 }

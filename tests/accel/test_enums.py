@@ -6,7 +6,7 @@ import pytest
 
 from accel import DistributedType
 from accel.enums import BaseEnum
-from accel.utils import LoggerType, PrecisionType
+from accel.utils import DynamoBackend, LoggerType, PrecisionType, RNGType
 
 DOCUMENTED: dict[type[BaseEnum], dict[str, str]] = {
     DistributedType: {
@@ -15,12 +15,38 @@ DOCUMENTED: dict[type[BaseEnum], dict[str, str]] = {
         "MULTI_GPU": "MULTI_GPU",
         "DEEPSPEED": "DEEPSPEED",
         "TPU": "XLA",  # the documentation's older name
+        **{
+            name: name
+            for name in (
+                *("FSDP", "MEGATRON_LM", "XLA", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA"),
+                *("MULTI_NEURON", "MULTI_NPU", "MULTI_SDAA", "MULTI_XPU"),
+            )
+        },
     },
     LoggerType: {
         "ALL": "all",
         "TENSORBOARD": "tensorboard",
         "WANDB": "wandb",
         "COMETML": "comet_ml",
+        **{
+            name.upper(): name
+            for name in ("aim", "clearml", "dvclive", "mlflow", "swanlab", "trackio")
+        },
+    },
+    RNGType: {
+        name.upper(): name
+        for name in (
+            *("torch", "cuda", "generator", "xla", "hpu", "mlu", "musa", "neuron", "npu"),
+            *("sdaa", "xpu"),
+        )
+    },
+    DynamoBackend: {
+        name.upper(): name
+        for name in (
+            *("no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser"),
+            *("cudagraphs", "ofi", "fx2trt", "onnxrt", "tensorrt", "aot_torchxla_trace_once"),
+            *("torchxla_trace_once", "tvm", "hpu_backend", "neuron"),
+        )
     },
     PrecisionType: {"NO": "no", "FP8": "fp8", "FP16": "fp16", "BF16": "bf16"},
 }

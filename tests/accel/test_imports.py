@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 
@@ -38,6 +39,140 @@ def test_compare_versions() -> None:
     assert not imports.is_torch_version("<", "2.9")
     with pytest.raises(ConfigError, match="one of >, >="):
         imports.compare_versions("torch", "=", "2.9")
+
+
+PACKAGES = {
+    imports.is_aim_available: "aim",
+    imports.is_bnb_available: "bitsandbytes",
+    imports.is_boto3_available: "boto3",
+    imports.is_ccl_available: "oneccl_bindings_for_pytorch",
+    imports.is_clearml_available: "clearml",
+    imports.is_comet_ml_available: "comet_ml",
+    imports.is_datasets_available: "datasets",
+    imports.is_deepspeed_available: "deepspeed",
+    imports.is_dvclive_available: "dvclive",
+    imports.is_fp8_available: "torchao",
+    imports.is_ipex_available: "intel_extension_for_pytorch",
+    imports.is_lomo_available: "lomo_optim",
+    imports.is_matplotlib_available: "matplotlib",
+    imports.is_megatron_lm_available: "megatron",
+    imports.is_mlflow_available: "mlflow",
+    imports.is_msamp_available: "msamp",
+    imports.is_pandas_available: "pandas",
+    imports.is_peft_available: "peft",
+    imports.is_pippy_available: "torch.distributed.pipelining",
+    imports.is_pynvml_available: "pynvml",
+    imports.is_pytest_available: "pytest",
+    imports.is_rich_available: "rich",
+    imports.is_schedulefree_available: "schedulefree",
+    imports.is_swanlab_available: "swanlab",
+    imports.is_tensorboard_available: "tensorboard",
+    imports.is_timm_available: "timm",
+    imports.is_torchao_available: "torchao",
+    imports.is_torchdata_available: "torchdata",
+    imports.is_torchdata_stateful_dataloader_available: "torchdata.stateful_dataloader",
+    imports.is_torchvision_available: "torchvision",
+    imports.is_tqdm_available: "tqdm",
+    imports.is_trackio_available: "trackio",
+    imports.is_transformer_engine_available: "transformer_engine",
+    imports.is_transformers_available: "transformers",
+    imports.is_triton_available: "triton",
+    imports.is_wandb_available: "wandb",
+}
+
+
+@pytest.mark.parametrize("package", PACKAGES.values())
+def test_a_check_asks_for_its_package(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = next(check for check, name in PACKAGES.items() if name == package)
+    monkeypatch.setattr(imports, "is_available", lambda name: name == package)
+    assert check() is True
+    monkeypatch.setattr(imports, "is_available", lambda name: False)
+    assert check() is False
+
+
+def test_every_check_of_a_package_is_tested() -> None:
+    checks = {name for name in vars(imports) if re.fullmatch(r"is_\w+_available", name)}
+    devices = {*DEVICES, "mps", "hpu", "cuda", "bf16", "torch_xla"}
+    tested = {name for name, check in vars(imports).items() if check in list(PACKAGES)}
+    assert checks - tested == {f"is_{device}_available" for device in devices}
+
+
+class _Device:
+    """What torch, or a package that plugs into it, offers for a kind of device."""
+
+    def __init__(self, available: bool, count: int | None) -> None:
+        self.available, self.count = available, count
+
+    def is_available(self) -> bool:
+        return self.available
+
+    def device_count(self) -> int:
+        if self.count is None:
+            raise RuntimeError("no driver")
+        return self.count
+
+
+DEVICES = {
+    "xpu": ("torch", imports.is_xpu_available),
+    "npu": ("torch_npu", imports.is_npu_available),
+    "mlu": ("torch_mlu", imports.is_mlu_available),
+    "musa": ("torch_musa", imports.is_musa_available),
+    "sdaa": ("torch_sdaa", imports.is_sdaa_available),
+    "neuron": ("torch_neuronx", imports.is_neuron_available),
+}
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_devices_that_a_package_plugs_into_torch(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, check = DEVICES[kind]
+    monkeypatch.setattr(imports, "is_available", lambda name: name == package)
+    if package != "torch":
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    for available, count, plain, checked in [
+        (True, 2, True, True),
+        (True, 0, True, False),
+        (True, None, True, False),
+        (False, 2, False, False),
+    ]:
+        monkeypatch.setattr(torch, kind, _Device(available, count), raising=False)
+        assert check() is plain
+        assert check(check_device=True) is checked  # type: ignore[call-arg]
+    monkeypatch.setattr(imports, "is_available", lambda name: False)
+    assert check() is False
+
+
+def test_gaudi_with_its_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr(imports, "is_available", lambda name: name == "habana_frameworks")
+    real = imports.importlib.import_module
+
+    def import_module(name: str) -> object:
+        imported.append(name)
+        return real(name) if name == "torch" else types.ModuleType(name)
+
+    monkeypatch.setattr(imports.importlib, "import_module", import_module)
+    monkeypatch.setattr(torch, "hpu", _Device(True, 1), raising=False)
+    assert imports.is_hpu_available() is True
+    assert not [name for name in imported if "hccl" in name]
+    assert imports.is_hpu_available(init_hccl=True) is True
+    assert [name for name in imported if "hccl" in name]
+    monkeypatch.setattr(imports, "is_available", lambda name: False)
+    assert imports.is_hpu_available() is False
+
+
+def test_apples_gpu_needs_a_version_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert imports.is_mps_available()
+    assert not imports.is_mps_available(min_version="99")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert not imports.is_mps_available()
+
+
+def test_a_running_program_installs_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"pip install 'torch_xla\[tpu\]"):
+        imports.install_xla(upgrade=True)
 
 
 def test_what_this_machine_has() -> None:

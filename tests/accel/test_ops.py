@@ -375,3 +375,9 @@ def test_tensors_go_to_the_device() -> None:
     moved = ops.send_to_device({"x": torch.ones(2).pin_memory()}, "cuda", non_blocking=True)
     assert moved["x"].device.type == "cuda"
     assert moved["x"].tolist() == [1.0, 1.0]
+
+
+def test_tensors_become_lists_of_numbers() -> None:
+    data = {"a": [torch.tensor([[1, 2], [3, 4]]), "text"], "b": (torch.tensor(0.5), None)}
+    assert ops.listify(data) == {"a": [[[1, 2], [3, 4]], "text"], "b": (0.5, None)}
+    assert ops.listify(torch.ones(2, dtype=torch.bfloat16)) == [1.0, 1.0]

@@ -324,3 +324,12 @@ def test_a_copy_works_on_its_own(duplicate: Callable[[Any], Any]) -> None:
     GradientState().sync_gradients = False
     twin.step()
     assert twin.get_last_lr() == [0.25]
+
+
+def test_rates_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    _, scheduler = make()
+    scheduler.print_lr()
+    assert capsys.readouterr().out == "Learning rate of group 0: 1.0000e+00\n"
+    scheduler.scheduler.print_lr = print
+    scheduler.print_lr("own", end="!")
+    assert capsys.readouterr().out == "own!"

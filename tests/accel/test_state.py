@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from accel import env
+from accel.config.parallelism import ParallelismConfig
+from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel.enums import DistributedType
+from accel.env import Environment
 from accel.errors import ConfigError, StateError
 from accel.planning.arguments import Arguments
 from accel.planning.plan import resolve
@@ -323,3 +326,47 @@ def test_a_loader_that_is_gone_is_forgotten() -> None:
     gc.collect()
     assert state.active_dataloader is outer
     assert state.dataloader_references == [None, outer]
+
+
+def test_what_lacks_after_a_reset_names_the_remedy() -> None:
+    state, gradients = AcceleratorState(cpu=True), GradientState()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for name in ("device", "num_processes", "mixed_precision", "is_main_process", "nothing"):
+        assert not hasattr(state, name)
+        with pytest.raises(AttributeError, match=r"Build a new Accelerator\(\)"):
+            getattr(state, name)
+    for name in ("sync_gradients", "in_dataloader", "plugin_kwargs"):
+        assert not hasattr(gradients, name)
+        with pytest.raises(StateError, match=r"Build a new Accelerator\(\)"):
+            getattr(gradients, name)
+
+
+def test_plugins_and_sizes_of_a_state() -> None:
+    config = ParallelismConfig()
+    state = AcceleratorState(cpu=True, parallelism_config=config)
+    assert state.parallelism_config is config
+    assert state.fsdp_plugin is None
+    assert state.torch_tp_plugin is None
+    assert not state.is_fsdp2
+    with pytest.raises(ConfigError, match="tp_size=2"):
+        resolve(Arguments(plugins={"torch_tp_plugin": TorchTensorParallelPlugin(2)}), Environment())
+
+
+def test_a_state_takes_the_plugin_of_tensor_parallelism() -> None:
+    state = AcceleratorState(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin())
+    assert state.torch_tp_plugin == TorchTensorParallelPlugin()
+
+
+def test_a_forked_process_knows_it() -> None:
+    assert not PartialState(cpu=True).fork_launched
+    PartialState._reset_state()
+    with env.patched(FORK_LAUNCHED="1"):
+        assert PartialState(cpu=True).fork_launched
+
+
+def test_gradients_of_a_tpu_are_never_in_sync() -> None:
+    state = GradientState()
+    assert state.is_xla_gradients_synced is False
+    state.is_xla_gradients_synced = True
+    assert GradientState().is_xla_gradients_synced is True

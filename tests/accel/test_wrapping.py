@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import types
 
+import pytest
 import torch
 
+from accel import wrapping
 from accel.utils import extract_model_from_parallel
-from accel.wrapping import WrappedForward, unwrap_forward, wrap_forward
+from accel.wrapping import (
+    WrappedForward,
+    get_module_children_bottom_up,
+    is_peft_model,
+    unwrap_forward,
+    wrap_forward,
+)
 
 
 def test_containers_deeper_in_a_module_are_removed_on_demand() -> None:
@@ -53,3 +63,27 @@ def test_a_model_is_taken_out_of_its_containers() -> None:
     assert isinstance(inner.forward, WrappedForward)
     assert extract_model_from_parallel(outside, keep_fp32_wrapper=False) is inner
     assert "forward" not in inner.__dict__
+
+
+def test_modules_come_after_those_inside_them() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Tanh()))
+    found = get_module_children_bottom_up(model)
+    named = get_module_children_bottom_up(model, return_fqns=True)
+    assert [module for _, module in named] == found
+    assert sorted(name for name, _ in named) == ["", "0", "1", "1.0"]
+    places = {name: index for index, (name, _) in enumerate(named)}
+    assert places["1.0"] < places["1"] < places[""] == len(found) - 1
+    assert places["0"] < places[""]
+
+
+def test_a_model_of_peft_is_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PeftModel(torch.nn.Linear):
+        """As in peft, as far as it is asked for."""
+
+    assert not is_peft_model(torch.nn.Linear(1, 1))
+    peft = types.ModuleType("peft")
+    peft.PeftModel = peft.PeftMixedModel = PeftModel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "peft", peft)
+    monkeypatch.setattr(wrapping, "is_available", lambda name: name == "peft")
+    assert is_peft_model(torch.nn.DataParallel(PeftModel(1, 1)))
+    assert not is_peft_model(torch.nn.Linear(1, 1))

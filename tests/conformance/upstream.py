@@ -143,7 +143,7 @@ def gaps_of(name: Documented) -> Iterator[Gap]:
         if not has(found, member):
             yield Gap("member", f"{name.path}.{member}")
             continue
-        method = getattr(found, member, None)
+        method = getattr(_stateful(found), member, None)
         for argument in arguments or ():
             if not (callable(method) and takes(method, argument)):
                 yield Gap("argument", f"{name.path}.{member}({argument})")

@@ -148,10 +148,15 @@ class DummyScheduler:
 
 @final
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
-    """The optimizer that an engine steps.
+    """The optimizer that an engine steps, as `prepare` returns it.
+
+    Args:
+        engine: steps it.
+        groups: the parameters of each group at `prepare`.
+        given: the optimizer that `prepare` was given.
 
     Attributes:
-        engine: that steps it.
+        engine: steps it.
         groups: as above, without empty ones.
         step_was_skipped: whether the last step was skipped because gradients overflowed.
         trainable: the trainable parameters of the model at `prepare`.
@@ -213,7 +218,11 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         )
 
     def attach(self, scheduler: Any) -> None:
-        """Let a scheduler of the optimizer given to `prepare` set the live learning rates."""
+        """Let a scheduler of the optimizer given to `prepare` set the live learning rates.
+
+        Args:
+            scheduler: of torch, or like one.
+        """
         given = self._given()
         built_on = getattr(scheduler, "optimizer", None)
         if given is None or built_on is not given:
@@ -253,7 +262,11 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             live.update({name: group[name] for name in ("lr", "initial_lr") if name in group})
 
     def set_clipping(self, max_norm: float) -> None:
-        """Let the next step clip gradients to `max_norm`."""
+        """Let the next step clip gradients.
+
+        Args:
+            max_norm: their largest norm; 0: they are not clipped.
+        """
         self.engine._config.gradient_clipping = max_norm
         if hasattr(self.engine.optimizer, "clip_grad"):
             self.engine.optimizer.clip_grad = max_norm

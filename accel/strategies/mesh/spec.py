@@ -50,7 +50,7 @@ def _sized_shards(
     if plugin is None:
         if not sizes.dp_shard_enabled:
             return None
-        plugin = FullyShardedDataParallelPlugin()
+        plugin = FullyShardedDataParallelPlugin(state_dict_type=FULL)
     given, wanted = plugin.dp_replicate_size, sizes.dp_replicate_size
     if isinstance(given, int) and given != wanted:
         raise ConfigError.of(

@@ -106,18 +106,19 @@ def full_tensors(value: object) -> object:
     return full_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
-def shard(value: torch.Tensor, target: DTensor) -> DTensor:
+def shard(value: torch.Tensor, target: DTensor, device: torch.device | None = None) -> DTensor:
     """Return this rank's shard of a full tensor, placed as `target`; no communication.
 
     Args:
         value: [...] of the shape of `target`; its dtype is kept.
-        target: gives mesh, placements and device.
+        target: gives mesh and placements.
+        device: of the shard; None: that of `target`.
     """
     mesh, placements = target.device_mesh, target.placements
     own = value.detach()
     for dim, (size, offset) in enumerate(local_sizes_and_offsets(target.shape, mesh, placements)):
         own = own.narrow(dim, min(offset, own.shape[dim]), size)
-    own = own.to(target.to_local().device).clone(memory_format=torch.contiguous_format)
+    own = own.to(device or target.to_local().device).clone(memory_format=torch.contiguous_format)
     return DTensor.from_local(
         own, mesh, placements, run_check=False, shape=target.shape, stride=target.stride()
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from accel import env
 from accel.checkpoint import directory
@@ -21,7 +22,7 @@ from accel.comm.all_or_none import together
 from accel.comm.base import Communicator
 from accel.errors import ConfigError, NotBuiltError, not_built
 from accel.optimizer import unwrap_optimizer
-from accel.strategies.mesh.state import shard_like, shard_weight
+from accel.strategies.mesh.state import shard, shard_like, shard_weight
 from accel.strategies.mesh.units import ignored_modules, parameters_of
 from accel.wrapping import own_module
 
@@ -147,9 +148,12 @@ def fsdp2_load_full_state_dict(
     shards: dict[str, torch.Tensor] = {}
     for name, value in _received(comm, full_sd, accelerator.device):
         held = target.get(name)
-        shard = shard_weight(value, held)
-        lacks_memory = isinstance(held, torch.Tensor) and held.is_meta
-        shards[name] = shard.to(device) if lacks_memory else shard
+        if not isinstance(held, torch.Tensor) or not held.is_meta:
+            shards[name] = shard_weight(value, held)
+        elif isinstance(held, DTensor) and held.shape == value.shape:
+            shards[name] = shard(value, held, device)
+        else:
+            shards[name] = value.to(device)
     assign = any(isinstance(held, torch.Tensor) and held.is_meta for held in target.values())
     own.load_state_dict(shards, assign=assign)
 

@@ -187,3 +187,18 @@ def test_models_keep_values_that_are_no_tensors(tmp_path: Path, safe: bool) -> N
     found = serialization.read_model(tmp_path, index=1)
     assert found["_extra_state"] == {"seen": 5}
     assert torch.equal(found["weight"], state["weight"])
+
+
+def test_a_file_of_torch_is_loaded_without_running_code(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"weight": torch.ones(2), "array": np.arange(3)}, path)
+    found = serialization.load(path)
+    assert torch.equal(found["weight"], torch.ones(2))
+    assert found["array"].tolist() == [0, 1, 2]
+    assert serialization.load(path, map_location="meta")["weight"].is_meta
+    with path.open("rb") as file:
+        assert set(serialization.load(file)) == {"weight", "array"}
+    torch.save(Color.RED, path)
+    with pytest.raises(pickle.UnpicklingError):
+        serialization.load(path)
+    assert serialization.load(path, weights_only=False) is Color.RED

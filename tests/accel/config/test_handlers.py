@@ -239,3 +239,22 @@ def test_hooks_are_named_by_value_or_by_member() -> None:
         DistributedDataParallelKwargs(comm_hook="fp61")
     with pytest.raises(ConfigError, match="at least 1"):
         DistributedDataParallelKwargs(bucket_cap_mb=0)
+
+
+def test_fields_are_skipped_by_name() -> None:
+    found = AutocastKwargs(enabled=False).to_dict(ignore_keys=("cache_enabled",))
+    assert found == {"enabled": False}
+
+
+def test_a_communication_hook_is_registered_by_hand() -> None:
+    class Model:
+        registered: list[object] = []  # noqa: RUF012
+
+        def register_comm_hook(self, state: object, hook: object) -> None:
+            self.registered.append(hook)
+
+    handler = DistributedDataParallelKwargs(comm_hook="fp16")
+    handler.register_comm_hook(Model())  # type: ignore[arg-type]
+    assert len(Model.registered) == 1
+    DistributedDataParallelKwargs().register_comm_hook(Model())  # type: ignore[arg-type]
+    assert len(Model.registered) == 1

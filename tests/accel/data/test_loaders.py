@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
     RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
 )
 
 from accel import GradientAccumulationPlugin
-from accel.data.loaders import (
-    PreparedLoader,
-)
+from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, PreparedLoader
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.data.samplers import SeedableRandomSampler
+from accel.errors import ConfigError
 from accel.state import GradientState
 from tests.accel.data.parts import Counting, Pair, Stream, prepared, values
 
@@ -433,3 +433,50 @@ def test_the_cost_of_a_batch_is_a_generator_step() -> None:
         next(iterator)
     sys.setprofile(None)
     assert calls == ["_pass"] * 10
+
+
+# -- loops by hand -------------------------------------------------------------------------------
+
+
+def test_the_iteration_is_the_epoch() -> None:
+    given = DataLoader(range(4), batch_size=2, shuffle=True)
+    loader = prepare_data_loader(given, use_seedable_sampler=True, data_seed=1)
+    orders = [values(loader) for _ in range(2)]
+    assert loader.iteration == loader.epoch == 2
+    loader.iteration = 1
+    assert loader.iteration == 1
+    assert values(loader) == orders[1]
+
+
+def test_the_sampler_is_read_and_replaced() -> None:
+    loader = prepared(4, 2)
+    assert isinstance(loader.get_sampler(), SequentialSampler)
+    loader.set_sampler(SubsetRandomSampler([3]))
+    assert isinstance(loader.get_sampler(), SubsetRandomSampler)
+    assert loader.sampler is loader.get_sampler()
+    assert values(loader) == [[3]]
+    shard = prepared(8, 2, count=2, rank=1)
+    shard.set_sampler([7, 6, 5, 4, 3, 2, 1, 0])
+    assert values(shard) == [[5, 4], [1, 0]]
+    stream = prepare_data_loader(DataLoader(Stream(4), batch_size=2))
+    with pytest.raises(ConfigError, match="set_sampler"):
+        stream.set_sampler([0])
+
+
+def test_a_pass_by_hand_makes_the_loader_active() -> None:
+    loader, state = prepared(4, 2), GradientState()
+    loader.end_of_dataloader, loader.remainder = True, 3
+    loader.begin()
+    assert state.active_dataloader is loader
+    assert (loader.end_of_dataloader, loader.remainder) == (False, -1)
+    loader.remainder = 3
+    loader.end()
+    assert state.active_dataloader is None
+    loader.reset()
+    assert loader.remainder == -1
+
+
+@pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher])
+def test_a_loader_begins_at_an_iteration(kind: type[PreparedLoader]) -> None:
+    assert kind(range(4), iteration=3).iteration == 3
+    assert kind(range(4)).iteration == 0

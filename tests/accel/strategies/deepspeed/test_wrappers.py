@@ -11,7 +11,11 @@ import torch
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.errors import ConfigError, StateError
-from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
+from accel.strategies.deepspeed.wrappers import (
+    DeepSpeedEngineWrapper,
+    DummyOptim,
+    DummyScheduler,
+)
 from tests.accel.strategies.deepspeed.helpers import (
     GLOBAL_BATCH,
     build,
@@ -205,3 +209,35 @@ def configurations() -> None:
 
 def test_optimizer_and_schedule_come_from_either_side() -> None:
     run_distributed(configurations, 2)
+
+
+class _Engine:
+    """What a wrapper asks of an engine."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        self.calls.append(is_boundary)
+
+    def backward(self, loss: object, **kwargs: object) -> None:
+        self.calls.append((loss, kwargs))
+
+    def step(self) -> None:
+        self.calls.append("step")
+
+    def get_global_grad_norm(self) -> object:
+        return self.calls[-1] if self.calls else None
+
+
+def test_a_wrapped_engine_steps_where_a_window_ends() -> None:
+    engine: Any = _Engine()
+    wrapped, loss = DeepSpeedEngineWrapper(engine), torch.ones(1)
+    assert wrapped.engine is engine
+    assert wrapped.get_global_grad_norm() is None
+    wrapped.backward(loss, sync_gradients=False, retain_graph=True)
+    assert engine.calls == [False, (loss, {"retain_graph": True})]
+    wrapped.backward(loss)
+    assert engine.calls[2:] == [True, (loss, {}), "step"]
+    engine.calls = [torch.tensor(2.0)]
+    assert wrapped.get_global_grad_norm() == 2.0

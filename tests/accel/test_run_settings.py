@@ -1,0 +1,149 @@
+"""What was decided for a run, as the Accelerator shows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel import Accelerator
+from accel.config.handlers import AutocastKwargs
+from accel.config.parallelism import ParallelismConfig
+from accel.config.training import DataLoaderConfiguration, ProjectConfiguration
+from accel.data.loaders import DataLoaderDispatcher
+from accel.errors import NotBuiltError
+from accel.parallel import ParallelDims
+from tests.helpers import run_distributed
+
+SETTINGS: dict[str, Any] = {
+    "split_batches": True,
+    "dispatch_batches": True,
+    "even_batches": False,
+    "use_seedable_sampler": True,
+    "non_blocking": True,
+    "use_stateful_dataloader": True,
+}
+
+
+def test_the_settings_of_loaders_are_read_and_set() -> None:
+    config = DataLoaderConfiguration(**SETTINGS)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    assert accelerator.dataloader_config is config
+    for name, value in SETTINGS.items():
+        assert getattr(accelerator, name) is value
+        setattr(accelerator, name, not value)
+        assert getattr(accelerator, name) is getattr(config, name) is not value
+
+
+def test_a_setting_holds_for_loaders_that_are_prepared_later() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.dispatch_batches = True
+    accelerator.even_batches = False
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.zeros(4, 1))))
+    assert isinstance(loader, DataLoaderDispatcher)
+    assert loader.even_batches is False
+
+
+def test_what_a_run_of_one_process_shows(tmp_path: Any) -> None:
+    project = ProjectConfiguration(str(tmp_path), logging_dir=str(tmp_path / "logs"), iteration=3)
+    accelerator = Accelerator(
+        cpu=True, project_config=project, step_scheduler_with_optimizer=False, rng_types=["torch"]
+    )
+    assert accelerator.parallelism_config is None
+    assert accelerator.torch_device_mesh is None
+    assert accelerator.deepspeed_plugin is None
+    assert accelerator.fp8_backend is None
+    assert not accelerator.is_fsdp2
+    assert not accelerator.is_composable_parallelism_enabled
+    assert not accelerator.multi_device
+    assert accelerator.should_save_model
+    assert accelerator.project_configuration is project
+    assert accelerator.project_dir == str(tmp_path)
+    assert accelerator.logging_dir == str(tmp_path / "logs")
+    assert accelerator.save_iteration == 3
+    assert not accelerator.step_scheduler_with_optimizer
+    assert accelerator.rng_types == ("torch",)
+    assert accelerator.parallel_dims == ParallelDims()
+
+
+def test_autocast_is_switched_off() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    with accelerator.autocast():
+        assert model.forward.__wrapped__(torch.ones(1, 1)).dtype == torch.bfloat16
+    assert accelerator.native_amp
+    accelerator.native_amp = False
+    assert not accelerator.native_amp
+    with accelerator.autocast():
+        assert model.forward.__wrapped__(torch.ones(1, 1)).dtype == torch.float32
+    with accelerator.autocast(AutocastKwargs(enabled=True)):
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_full_precision_has_no_autocast() -> None:
+    assert not Accelerator(cpu=True).native_amp
+    assert Accelerator(cpu=True).mixed_precision == "no"
+
+
+def test_sequences_are_not_sharded() -> None:
+    accelerator = Accelerator(cpu=True)
+    tokens = torch.arange(4)
+    with accelerator.maybe_context_parallel([tokens], [0], no_restore_buffers={tokens}):
+        assert tokens.tolist() == [0, 1, 2, 3]
+    with pytest.raises(NotBuiltError, match="sequence parallelism"):
+        accelerator.deepspeed_ulysses_dl_adapter(None, None)
+
+
+RANKS = (
+    *("data_parallel_rank", "data_parallel_shard_rank", "tensor_parallel_rank"),
+    *("context_parallel_rank", "pipeline_parallel_rank"),
+)
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected", "saves"),
+    [(0, (0, 0, 0, 0, 0), True), (3, (0, 1, 1, 0, 0), True), (5, (1, 0, 1, 0, 0), False)],
+)
+def test_ranks_along_the_axes(rank: int, expected: tuple[int, ...], saves: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    dims = ParallelDims(dp_replicate=2, dp_shard=2, tp=2, rank=rank)
+    object.__setattr__(accelerator.plan, "parallel_dims", dims)
+    assert tuple(getattr(accelerator, name) for name in RANKS) == expected
+    assert accelerator.should_save_model is saves
+
+
+@pytest.mark.parametrize(("axis", "rank"), [("pp", 1), ("cp", 1)])
+def test_ranks_along_axes_that_are_not_built(axis: str, rank: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    dims = ParallelDims(**{axis: 2}, rank=rank)
+    object.__setattr__(accelerator.plan, "parallel_dims", dims)
+    found = accelerator.pipeline_parallel_rank, accelerator.context_parallel_rank
+    assert found == ((1, 0) if axis == "pp" else (0, 1))
+    assert accelerator.should_save_model is (axis == "pp")
+
+
+def shards() -> tuple[Any, ...]:
+    config = ParallelismConfig(dp_shard_size=2)
+    accelerator = Accelerator(cpu=True, parallelism_config=config)
+    mesh = accelerator.torch_device_mesh
+    assert mesh is not None
+    found = (
+        accelerator.parallelism_config == config,
+        accelerator.is_fsdp2,
+        accelerator.is_composable_parallelism_enabled,
+        accelerator.multi_device,
+        accelerator.should_save_model,
+        mesh.mesh_dim_names,
+        accelerator.data_parallel_shard_rank,
+        accelerator.state.fsdp_plugin.state_dict_type,
+    )
+    accelerator.end_training()
+    return found
+
+
+def test_what_a_sharded_run_of_two_processes_shows() -> None:
+    first, second = run_distributed(shards, 2)
+    assert first == (True, True, True, True, True, ("dp_shard",), 0, "FULL_STATE_DICT")
+    assert second == (*first[:6], 1, first[7])
