@@ -15,11 +15,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel.config.handlers import AutocastKwargs
 from accel.errors import ConfigError, StateError, unknown_choice
 from accel.precision.base import COMPUTE_DTYPES, Precision
-from accel.state import AcceleratorState, PartialState
+from accel.state import AcceleratorState
 from accel.wrapping import wrap_forward
 
 if TYPE_CHECKING:
-    from accel.enums import DistributedType
     from accel.planning.plan import Plan
 
 
@@ -321,19 +320,6 @@ def get_mixed_precision_context_manager(
         enabled=chosen.enabled,
         cache_enabled=chosen.cache_enabled,
     )
-
-
-def get_grad_scaler(
-    distributed_type: DistributedType | None = None, **kwargs: Any
-) -> torch.amp.GradScaler:
-    """Return a gradient scaler for fp16 on this process's device.
-
-    Args:
-        distributed_type: of the run. Where a strategy shards gradients, ranks do not agree on
-            overflows through this scaler: use `Accelerator.scaler`, which FSDP and DeepSpeed make.
-        kwargs: of `torch.amp.GradScaler`.
-    """
-    return StepScaler(PartialState().device.type, **kwargs)
 
 
 def build_precision(plan: Plan) -> Precision:

@@ -101,7 +101,6 @@ from accel.ops import reduce as reduce
 from accel.ops import send_to_device as send_to_device
 from accel.ops import slice_tensors as slice_tensors
 from accel.ops import wait_for_everyone as wait_for_everyone
-from accel.precision.amp import get_grad_scaler as get_grad_scaler
 from accel.precision.amp import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
@@ -118,6 +117,7 @@ from accel.strategies.deepspeed.wrappers import (
 )
 from accel.strategies.deepspeed.wrappers import DummyOptim as DummyOptim
 from accel.strategies.deepspeed.wrappers import DummyScheduler as DummyScheduler
+from accel.strategies.mesh.grad_scaler import get_grad_scaler as get_grad_scaler
 from accel.strategies.mesh.utilities import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
 )

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
+from accel.config.deepspeed import DeepSpeedPlugin, share_selection
 from accel.config.handlers import AutocastKwargs
 from accel.config.parallelism import ParallelismConfig
 from accel.config.training import DataLoaderConfiguration, ProjectConfiguration
@@ -147,3 +148,10 @@ def test_what_a_sharded_run_of_two_processes_shows() -> None:
     first, second = run_distributed(shards, 2)
     assert first == (True, True, True, True, True, ("dp_shard",), 0, "FULL_STATE_DICT")
     assert second == (*first[:6], 1, first[7])
+
+
+def test_the_active_plugin_of_deepspeed() -> None:
+    accelerator, plugin = Accelerator(cpu=True), DeepSpeedPlugin()
+    share_selection([plugin])
+    object.__setattr__(accelerator.state.plan, "plugins", {"deepspeed": {"only": plugin}})
+    assert accelerator.deepspeed_plugin is plugin

@@ -13,8 +13,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accel.comm.flat import by_dtype
+from accel.enums import DistributedType
+from accel.errors import ConfigError
 from accel.memory_estimate import local
 from accel.precision.amp import StepScaler, parameters_of
+from accel.state import PartialState
 from accel.strategies.mesh.torch_internals import (
     Models,
     gradient_values,
@@ -69,3 +72,24 @@ class ShardedStepScaler(StepScaler):
         # Also without gradients: the other ranks wait for this one's flag.
         here = torch.stack([found_inf, *(flag.to(found_inf.device) for flag in found)]).max()
         return {found_inf.device: self._comm.all_reduce(here, "max")}
+
+
+def get_grad_scaler(
+    distributed_type: DistributedType | None = None, **kwargs: Any
+) -> torch.amp.GradScaler:
+    """Return a gradient scaler for fp16 on this process's device.
+
+    Args:
+        distributed_type: of the run; None: gradients are not sharded.
+        kwargs: of `torch.amp.GradScaler`.
+
+    Raises:
+        ConfigError: for FSDP: a scaler has to know the models whose shards it unscales.
+    """
+    if distributed_type == DistributedType.FSDP:
+        raise ConfigError.of(
+            f"get_grad_scaler({distributed_type})",
+            "ranks agree on overflows only through the scaler of the run",
+            "Use accelerator.scaler, with mixed_precision='fp16'.",
+        )
+    return StepScaler(PartialState().device.type, **kwargs)

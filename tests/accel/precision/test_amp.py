@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.config.handlers import AutocastKwargs, GradScalerKwargs
-from accel.enums import DistributedType
 from accel.env import Environment
 from accel.errors import ConfigError, StateError
 from accel.planning.arguments import Arguments
@@ -22,11 +21,10 @@ from accel.precision.amp import (
     AmpPrecision,
     StepScaler,
     build_precision,
-    get_grad_scaler,
     get_mixed_precision_context_manager,
 )
 from accel.precision.base import Precision
-from accel.state import AcceleratorState, PartialState
+from accel.state import AcceleratorState
 from accel.wrapping import unwrap_forward
 from tests.helpers import run_distributed
 
@@ -381,17 +379,3 @@ def test_a_context_computes_in_the_precision_of_the_run(precision: str, dtype: t
     off = AutocastKwargs(enabled=False)
     with get_mixed_precision_context_manager(True, autocast_kwargs=off):
         assert (product @ product).dtype == torch.float32
-
-
-def test_a_gradient_scaler_on_its_own() -> None:
-    PartialState(cpu=True)
-    scaler = get_grad_scaler(DistributedType.MULTI_CPU, init_scale=8.0, growth_interval=1)
-    weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], 0.5)
-    scaler.scale(weight.sum()).backward()
-    assert weight.grad is not None
-    assert weight.grad.item() == 8.0
-    scaler.step(optimizer)
-    scaler.update()
-    assert weight.item() == 0.5
-    assert scaler.get_scale() == 16.0

@@ -6,6 +6,7 @@ from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
 SAMPLERS = "tests/accel/data/test_samplers.py::"
 ITERABLE = "tests/accel/data/test_iterable.py::"
+BEGINS = "tests/accel/data/test_loaders.py::test_a_loader_begins_at_an_iteration"
 BY_HAND = "tests/accel/data/test_by_hand.py::"
 CONFIGURATION = "tests/accel/data/test_configuration.py::"
 RNG = "tests/accel/test_rng.py::"
@@ -97,6 +98,7 @@ LOADER_ENTRIES = [
             "_drop_last": P(False, BY_HAND + "test_a_shard_that_dropped_the_rest_has_no_remainder"),
             "_non_blocking": P(False, BY_HAND + "test_a_shard_copies_without_blocking"),
             "torch_device_mesh": P(None, BY_HAND + "test_a_shard_keeps_its_mesh"),
+            "iteration": P(0, BEGINS + "[DataLoaderShard]"),
             "kwargs": P(dict, SKIPS),
         },
         attributes={
@@ -123,6 +125,7 @@ LOADER_ENTRIES = [
             "_non_blocking": P(False, DISPATCHER_PLACES),
             "slice_fn": P(None, BY_HAND + "test_a_dispatcher_cuts_as_it_is_told"),
             "torch_device_mesh": P(None, MESH),
+            "iteration": P(0, BEGINS + "[DataLoaderDispatcher]"),
             "device": P(None, DISPATCHER_PLACES, keyword=True),
             "kwargs": P(dict, DEALS, keyword=True),
         },
@@ -232,5 +235,6 @@ RANDOM_ENTRIES = [
         attributes={"TORCH": STATES, "CUDA": DEVICES, "XLA": DEVICES, "GENERATOR": STATES},
     ),
 ]
+
 
 ENTRIES = [*SAMPLER_ENTRIES, *LOADER_ENTRIES, *ACCELERATOR_ENTRIES, *RANDOM_ENTRIES]

@@ -23,8 +23,27 @@ def values(name: str, *members: str) -> Entry:
 
 
 ENTRIES = [
-    values("accel:DistributedType", "NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "TPU"),
-    values("accel.utils:LoggerType", "ALL", "TENSORBOARD", "WANDB", "COMETML"),
+    values(
+        "accel:DistributedType",
+        *("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "TPU", "FSDP", "MEGATRON_LM", "XLA"),
+        *("MULTI_HPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_NEURON", "MULTI_NPU", "MULTI_SDAA"),
+        "MULTI_XPU",
+    ),
+    values(
+        "accel.utils:LoggerType",
+        *("ALL", "TENSORBOARD", "WANDB", "COMETML", "AIM", "CLEARML", "DVCLIVE", "MLFLOW"),
+        *("SWANLAB", "TRACKIO"),
+    ),
+    values(
+        "accel.utils:RNGType",
+        *("HPU", "MLU", "MUSA", "NEURON", "NPU", "SDAA", "XPU"),
+    ),
+    values(
+        "accel.utils:DynamoBackend",
+        *("NO", "EAGER", "AOT_EAGER", "INDUCTOR", "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER"),
+        *("CUDAGRAPHS", "OFI", "FX2TRT", "ONNXRT", "TENSORRT", "AOT_TORCHXLA_TRACE_ONCE"),
+        *("TORCHXLA_TRACE_ONCE", "TVM", "HPU_BACKEND", "NEURON"),
+    ),
     values("accel.utils:PrecisionType", "NO", "FP8", "FP16", "BF16"),
     Entry("accel.utils:is_bf16_available", BF16, parameters={"ignore_tpu": P(False, BF16)}),
     Entry(

@@ -12,7 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from accel.config.handlers import GradScalerKwargs
-from accel.strategies.mesh.grad_scaler import ShardedStepScaler
+from accel.enums import DistributedType
+from accel.errors import ConfigError
+from accel.state import PartialState
+from accel.strategies.mesh.grad_scaler import ShardedStepScaler, get_grad_scaler
 from tests.accel.strategies.training import (
     BATCH,
     Model,
@@ -237,3 +240,22 @@ def test_the_scale_is_part_of_the_state_under_any_engine(tmp_path: Path) -> None
         folder = str(tmp_path / str(number))
         run_distributed(saved, 2, folder, writer)
         assert run_distributed(loaded, 2, folder, reader) == [SCALE / 2] * 2
+
+
+def test_a_gradient_scaler_on_its_own() -> None:
+    PartialState(cpu=True)
+    scaler = get_grad_scaler(DistributedType.MULTI_CPU, init_scale=8.0, growth_interval=1)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], 0.5)
+    scaler.scale(weight.sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad.item() == 8.0
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.item() == 0.5
+    assert scaler.get_scale() == 16.0
+
+
+def test_the_scaler_of_sharded_gradients_is_that_of_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"accelerator\.scaler"):
+        get_grad_scaler(DistributedType.FSDP)

@@ -1,0 +1,237 @@
+"""Functions and classes that scripts and libraries of the current release import."""
+
+from __future__ import annotations
+
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+
+IMPORTS = "tests/accel/test_imports.py::"
+SGD = "tests/accel/test_local_sgd.py::"
+AVERAGED = SGD + "test_two_processes_train_as_by_hand[2]"
+PLAIN = SGD + "test_without_it_gradients_are_averaged_at_every_step"
+BAR = "tests/accel/test_progress.py::"
+SHOWN = BAR + "test_the_main_process_shows_it"
+MESH = "tests/accel/strategies/mesh/test_utilities.py::"
+SAVED = MESH + "test_a_sharded_model_and_its_optimizer_are_saved_and_loaded"
+FIRST, SECOND = SAVED + "[0]", SAVED + "[1]"
+REFUSED = MESH + "test_what_is_not_there_or_not_built_is_refused"
+FULL = MESH + "test_the_state_of_rank_0_is_loaded_into_the_shards"
+META = MESH + "test_a_model_on_the_meta_device_gets_memory"
+FOLLOWS = MESH + "test_an_optimizer_follows_the_shards"
+IGNORED = MESH + "test_the_parameters_of_ignored_modules"
+SWITCHED = MESH + "test_loading_on_rank_0_is_switched_by_the_environment"
+NUMBERS = "tests/accel/test_ops.py::test_tensors_become_lists_of_numbers"
+LOADED = (
+    "tests/accel/checkpoint/test_serialization.py::"
+    "test_a_file_of_torch_is_loaded_without_running_code"
+)
+WRAPPING = "tests/accel/test_wrapping.py::"
+ORDER = WRAPPING + "test_modules_come_after_those_inside_them"
+PEFT = WRAPPING + "test_a_model_of_peft_is_recognized"
+AMP = "tests/accel/precision/test_amp.py::"
+CONTEXT = AMP + "test_a_context_computes_in_the_precision_of_the_run[bf16-dtype0]"
+SCALER = "tests/accel/strategies/mesh/test_grad_scaler.py::"
+OWN_SCALER = SCALER + "test_a_gradient_scaler_on_its_own"
+ENGINE = (
+    "tests/accel/strategies/deepspeed/test_wrappers.py::"
+    "test_a_wrapped_engine_steps_where_a_window_ends"
+)
+RATES = "tests/accel/test_scheduler.py::test_rates_are_printed"
+LOADERS = "tests/accel/data/test_loaders.py::"
+SAMPLER = LOADERS + "test_the_sampler_is_read_and_replaced"
+BY_HAND = LOADERS + "test_a_pass_by_hand_makes_the_loader_active"
+NAMED = "tests/accel/config/test_fsdp_setters.py::test_a_class_is_found_by_its_name"
+DEVICES = ("xpu", "npu", "mlu", "musa", "sdaa", "neuron")
+PACKAGES = {
+    "aim": "aim",
+    "bnb": "bitsandbytes",
+    "boto3": "boto3",
+    "ccl": "oneccl_bindings_for_pytorch",
+    "clearml": "clearml",
+    "comet_ml": "comet_ml",
+    "datasets": "datasets",
+    "deepspeed": "deepspeed",
+    "dvclive": "dvclive",
+    "ipex": "intel_extension_for_pytorch",
+    "lomo": "lomo_optim",
+    "matplotlib": "matplotlib",
+    "megatron_lm": "megatron",
+    "mlflow": "mlflow",
+    "msamp": "msamp",
+    "pandas": "pandas",
+    "peft": "peft",
+    "pippy": "torch.distributed.pipelining",
+    "pynvml": "pynvml",
+    "schedulefree": "schedulefree",
+    "swanlab": "swanlab",
+    "tensorboard": "tensorboard",
+    "timm": "timm",
+    "torchdata_stateful_dataloader": "torchdata.stateful_dataloader",
+    "torchvision": "torchvision",
+    "trackio": "trackio",
+    "transformer_engine": "transformer_engine",
+    "transformers": "transformers",
+    "triton": "triton",
+    "wandb": "wandb",
+}
+APPLE = IMPORTS + "test_apples_gpu_needs_a_version_of_torch"
+GAUDI = IMPORTS + "test_gaudi_with_its_collectives"
+UTILS = "accel.utils:"
+
+
+def device_check(kind: str) -> Entry:
+    test = IMPORTS + f"test_devices_that_a_package_plugs_into_torch[{kind}]"
+    name = f"{UTILS}is_{kind}_available"
+    return Entry(name, test, parameters={"check_device": P(False, test)})
+
+
+def of_sharded_model(name: str, last: str, adapter: bool, optimizer: bool = False) -> Entry:
+    """Return the rows of a function that saves or loads a sharded model or its optimizer."""
+    objects = ("fsdp_plugin", "accelerator", *(("optimizer",) if optimizer else ()), "model")
+    parameters = {each: P(REQUIRED, FIRST) for each in (*objects, last)}
+    parameters["optimizer_index" if optimizer else "model_index"] = P(0, SECOND)
+    if adapter:
+        parameters["adapter_only"] = P(False, REFUSED)
+    return Entry(UTILS + name, FIRST, parameters=parameters)
+
+
+ENTRIES = [
+    *(device_check(kind) for kind in DEVICES),
+    *(
+        Entry(
+            f"{UTILS}is_{name}_available",
+            IMPORTS + f"test_a_check_asks_for_its_package[{package}]",
+        )
+        for name, package in PACKAGES.items()
+    ),
+    Entry(UTILS + "is_mps_available", APPLE, parameters={"min_version": P("1.12", APPLE)}),
+    Entry(UTILS + "is_hpu_available", GAUDI, parameters={"init_hccl": P(False, GAUDI)}),
+    Entry(UTILS + "install_xla", IMPORTS + "test_a_running_program_installs_nothing"),
+    Entry(
+        "accel.local_sgd:LocalSGD",
+        AVERAGED,
+        parameters={
+            "accelerator": P(REQUIRED, AVERAGED),
+            "model": P(REQUIRED, AVERAGED),
+            "local_sgd_steps": P(REQUIRED, AVERAGED),
+            "enabled": P(True, PLAIN),
+        },
+    ),
+    Entry("accel.local_sgd:LocalSGD.step", AVERAGED),
+    Entry(
+        UTILS + "tqdm",
+        SHOWN,
+        parameters={
+            "main_process_only": P(True, SHOWN, keyword=True),
+            "kwargs": P(REQUIRED, BAR + "test_one_process_shows_it", keyword=True),
+        },
+    ),
+    of_sharded_model("save_fsdp_model", "output_dir", adapter=True),
+    of_sharded_model("load_fsdp_model", "input_dir", adapter=True),
+    of_sharded_model("save_fsdp_optimizer", "output_dir", adapter=False, optimizer=True),
+    of_sharded_model("load_fsdp_optimizer", "input_dir", adapter=True, optimizer=True),
+    Entry(UTILS + "enable_fsdp_ram_efficient_loading", SWITCHED),
+    Entry(UTILS + "disable_fsdp_ram_efficient_loading", SWITCHED),
+    Entry(
+        UTILS + "fsdp2_load_full_state_dict",
+        FULL,
+        parameters={
+            "accelerator": P(REQUIRED, FULL),
+            "model": P(REQUIRED, FULL),
+            "full_sd": P(REQUIRED, FULL),
+            "cpu_offload": P(False, META),
+        },
+    ),
+    Entry(
+        UTILS + "fsdp2_prepare_model",
+        FULL,
+        parameters={"accelerator": P(REQUIRED, FULL), "model": P(REQUIRED, FULL)},
+    ),
+    Entry(
+        UTILS + "fsdp2_switch_optimizer_parameters",
+        FOLLOWS,
+        parameters={"optimizer": P(REQUIRED, FOLLOWS), "mapping": P(REQUIRED, FOLLOWS)},
+    ),
+    Entry(
+        "accel.utils.fsdp_utils:get_parameters_from_modules",
+        IGNORED,
+        parameters={
+            "modules": P(REQUIRED, IGNORED),
+            "model": P(REQUIRED, IGNORED),
+            "device": P(None, IGNORED),
+        },
+    ),
+    Entry(UTILS + "listify", NUMBERS, NoOp.FIRST, {"data": P(REQUIRED, NUMBERS)}),
+    Entry(
+        UTILS + "load",
+        LOADED,
+        parameters={
+            "f": P(REQUIRED, LOADED),
+            "map_location": P(None, LOADED),
+            "kwargs": P(REQUIRED, LOADED, keyword=True),
+        },
+    ),
+    Entry(
+        UTILS + "get_module_children_bottom_up",
+        ORDER,
+        parameters={"model": P(REQUIRED, ORDER), "return_fqns": P(False, ORDER)},
+    ),
+    Entry(UTILS + "is_peft_model", PEFT, parameters={"model": P(REQUIRED, PEFT)}),
+    Entry(
+        "accel.utils.dataclasses:get_module_class_from_name",
+        NAMED,
+        parameters={"module": P(REQUIRED, NAMED), "name": P(REQUIRED, NAMED)},
+    ),
+    Entry(
+        UTILS + "get_mixed_precision_context_manager",
+        CONTEXT,
+        NoOp.CONTEXT,
+        {"native_amp": P(False, CONTEXT), "autocast_kwargs": P(None, CONTEXT)},
+    ),
+    Entry(
+        UTILS + "get_grad_scaler",
+        OWN_SCALER,
+        parameters={
+            "distributed_type": P(
+                None, SCALER + "test_the_scaler_of_sharded_gradients_is_that_of_the_run"
+            ),
+            "kwargs": P(REQUIRED, OWN_SCALER, keyword=True),
+        },
+    ),
+    Entry(
+        "accel.utils.deepspeed:DeepSpeedEngineWrapper",
+        ENGINE,
+        parameters={"engine": P(REQUIRED, ENGINE)},
+    ),
+    Entry(
+        "accel.utils.deepspeed:DeepSpeedEngineWrapper.backward",
+        ENGINE,
+        parameters={
+            "loss": P(REQUIRED, ENGINE),
+            "sync_gradients": P(True, ENGINE),
+            "kwargs": P(REQUIRED, ENGINE, keyword=True),
+        },
+    ),
+    Entry("accel.utils.deepspeed:DeepSpeedEngineWrapper.get_global_grad_norm", ENGINE),
+    Entry(
+        "accel:AcceleratedScheduler.print_lr",
+        RATES,
+        parameters={
+            "args": P(REQUIRED, RATES, keyword=True),
+            "kwargs": P(REQUIRED, RATES, keyword=True),
+        },
+    ),
+    Entry(
+        "accel.data_loader:DataLoaderShard",
+        attributes={"iteration": LOADERS + "test_the_iteration_is_the_epoch"},
+        call=False,
+    ),
+    Entry("accel.data_loader:DataLoaderShard.get_sampler", SAMPLER),
+    Entry(
+        "accel.data_loader:DataLoaderShard.set_sampler",
+        SAMPLER,
+        parameters={"sampler": P(REQUIRED, SAMPLER)},
+    ),
+    Entry("accel.data_loader:DataLoaderShard.begin", BY_HAND),
+    Entry("accel.data_loader:DataLoaderShard.end", BY_HAND),
+    Entry("accel.data_loader:DataLoaderShard.reset", BY_HAND),
+]

@@ -1,0 +1,75 @@
+"""Methods of plugins and handlers of the current release."""
+
+from __future__ import annotations
+
+from tests.conformance.rows import REQUIRED, Entry, P
+
+SETTERS = "tests/accel/config/test_fsdp_setters.py::"
+POLICY = SETTERS + "test_a_policy_becomes_a_function_with_the_same_units[fields0]"
+PRECISION = SETTERS + "test_a_precision_becomes_a_policy"
+KIND = SETTERS + "test_the_kind_of_state_dict_is_set"
+OFFLOAD = SETTERS + "test_offloading_becomes_a_policy"
+FILLING = "tests/accel/config/test_deepspeed.py::"
+ALL = FILLING + "test_every_auto_value_is_filled"
+SECTION = FILLING + "test_a_section_of_the_configuration_is_filled"
+ONE = FILLING + "test_one_value_is_filled_or_compared"
+WRITTEN = FILLING + "test_a_precision_is_written_into_the_configuration[config0-bf16-None-True]"
+LEAVES = FILLING + "test_leaf_modules_are_named_to_deepspeed"
+HANDLERS = "tests/accel/config/test_handlers.py::"
+HOOK = HANDLERS + "test_a_communication_hook_is_registered_by_hand"
+FSDP = "accel:FullyShardedDataParallelPlugin."
+DEEPSPEED = "accel:DeepSpeedPlugin."
+
+ENTRIES = [
+    Entry(FSDP + "set_auto_wrap_policy", POLICY, parameters={"model": P(REQUIRED, POLICY)}),
+    Entry(
+        FSDP + "set_mixed_precision",
+        PRECISION,
+        parameters={
+            "mixed_precision": P(REQUIRED, PRECISION),
+            "buffer_autocast": P(False, PRECISION),
+            "override": P(False, PRECISION),
+        },
+    ),
+    Entry(FSDP + "set_state_dict_type", KIND, parameters={"state_dict_type": P(None, KIND)}),
+    Entry(FSDP + "set_cpu_offload", OFFLOAD),
+    Entry(FSDP + "validate_cpu_offload", OFFLOAD),
+    Entry(FSDP + "validate_mixed_precision_policy", SETTERS + "test_an_assigned_policy_is_checked"),
+    Entry(
+        DEEPSPEED + "deepspeed_config_process",
+        ALL,
+        parameters={
+            "prefix": P("", SECTION),
+            "mismatches": P(None, ALL),
+            "config": P(None, SECTION),
+            "must_match": P(True, ALL),
+            "kwargs": P(REQUIRED, ALL, keyword=True),
+        },
+    ),
+    Entry(
+        DEEPSPEED + "fill_match",
+        ONE,
+        parameters={
+            "ds_key_long": P(REQUIRED, ONE),
+            "mismatches": P(None, ONE),
+            "must_match": P(True, ONE),
+            "kwargs": P(REQUIRED, ONE, keyword=True),
+        },
+    ),
+    Entry(
+        DEEPSPEED + "set_mixed_precision",
+        WRITTEN,
+        parameters={"mixed_precision": P(REQUIRED, WRITTEN)},
+    ),
+    Entry(DEEPSPEED + "set_moe_leaf_modules", LEAVES, parameters={"model": P(REQUIRED, LEAVES)}),
+    Entry(
+        "accel:DistributedDataParallelKwargs.register_comm_hook",
+        HOOK,
+        parameters={"model": P(REQUIRED, HOOK)},
+    ),
+    Entry(
+        "accel:KwargsHandler.to_dict",
+        parameters={"ignore_keys": P((), HANDLERS + "test_fields_are_skipped_by_name")},
+        call=False,
+    ),
+]

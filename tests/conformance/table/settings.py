@@ -1,0 +1,113 @@
+"""What a run was asked for and shows: the current release's attributes, sizes of parallel axes."""
+
+from __future__ import annotations
+
+from tests.conformance.rows import REQUIRED, Entry, P
+
+SETTINGS = "tests/accel/test_run_settings.py::"
+LOADERS = SETTINGS + "test_the_settings_of_loaders_are_read_and_set"
+ONE = SETTINGS + "test_what_a_run_of_one_process_shows"
+TWO = SETTINGS + "test_what_a_sharded_run_of_two_processes_shows"
+RANKS = SETTINGS + "test_ranks_along_the_axes[0-expected0-True]"
+OTHER_RANKS = SETTINGS + "test_ranks_along_axes_that_are_not_built[pp-1]"
+STATE = "tests/accel/test_state.py::"
+SIZES = "tests/accel/config/test_parallelism.py::"
+PROPERTIES = SIZES + "test_sizes_and_what_follows_from_them"
+SHARDS = SIZES + "test_shards_switch_fsdp_on"
+SPLIT_WEIGHTS = SIZES + "test_a_tensor_parallel_size_switches_that_on"
+WRONG = SIZES + "test_values_that_are_none"
+REFUSED = SIZES + "test_what_is_not_built_yet_is_refused"
+PLUGIN = STATE + "test_a_state_takes_the_plugin_of_tensor_parallelism"
+PLUGINS = STATE + "test_plugins_and_sizes_of_a_state"
+
+ENTRIES = [
+    Entry(
+        "accel:Accelerator",
+        parameters={"parallelism_config": P(None, TWO, keyword=True)},
+        attributes={
+            "split_batches": LOADERS,
+            "dispatch_batches": LOADERS,
+            "even_batches": LOADERS,
+            "use_seedable_sampler": LOADERS,
+            "non_blocking": LOADERS,
+            "use_stateful_dataloader": LOADERS,
+            "dataloader_config": LOADERS,
+            "project_configuration": ONE,
+            "save_iteration": ONE,
+            "step_scheduler_with_optimizer": ONE,
+            "rng_types": ONE,
+            "native_amp": SETTINGS + "test_autocast_is_switched_off",
+            "deepspeed_plugin": SETTINGS + "test_the_active_plugin_of_deepspeed",
+            "is_fsdp2": TWO,
+            "is_composable_parallelism_enabled": TWO,
+            "multi_device": TWO,
+            "parallelism_config": TWO,
+            "should_save_model": TWO,
+            "torch_device_mesh": TWO,
+            "data_parallel_rank": RANKS,
+            "data_parallel_shard_rank": RANKS,
+            "tensor_parallel_rank": RANKS,
+            "context_parallel_rank": OTHER_RANKS,
+            "pipeline_parallel_rank": OTHER_RANKS,
+        },
+        call=False,
+    ),
+    Entry(
+        "accel:Accelerator.deepspeed_ulysses_dl_adapter",
+        SETTINGS + "test_sequences_are_not_sharded",
+    ),
+    Entry(
+        "accel.state:AcceleratorState",
+        parameters={
+            "torch_tp_plugin": P(None, PLUGIN, keyword=True),
+            "parallelism_config": P(None, PLUGINS, keyword=True),
+        },
+        attributes={
+            "fork_launched": STATE + "test_a_forked_process_knows_it",
+            "is_fsdp2": TWO,
+            "fsdp_plugin": TWO,
+            "torch_tp_plugin": PLUGIN,
+            "parallelism_config": PLUGINS,
+        },
+        call=False,
+    ),
+    Entry(
+        "accel.state:GradientState",
+        attributes={
+            "is_xla_gradients_synced": STATE + "test_gradients_of_a_tpu_are_never_in_sync",
+        },
+        call=False,
+    ),
+    Entry(
+        "accel.parallelism_config:ParallelismConfig",
+        PROPERTIES,
+        parameters={
+            "dp_replicate_size": P(1, SHARDS),
+            "dp_shard_size": P(1, SHARDS),
+            "tp_size": P(1, SPLIT_WEIGHTS),
+            "cp_size": P(1, REFUSED + "[cp_size]"),
+            "cp_backend": P("torch", WRONG + "[wrong3-cp_backend]"),
+            "sp_size": P(1, REFUSED + "[sp_size]"),
+            "sp_backend": P("deepspeed", WRONG + "[wrong4-sp_backend]"),
+            "tp_handler": P(None, REFUSED + "[tp_handler]"),
+            "cp_handler": P(None, REFUSED + "[cp_handler]"),
+            "sp_handler": P(None, REFUSED + "[sp_handler]"),
+        },
+        attributes={
+            name: PROPERTIES
+            for name in (
+                *("total_size", "data_parallel_size", "non_data_parallel_size"),
+                *("dp_replicate_enabled", "dp_shard_enabled", "tp_enabled"),
+                *("active_mesh_dims", "dp_dim_names", "non_dp_dim_names", "fsdp_dim_names"),
+                *("dp_shard_cp_dim_names", "dp_cp_dim_names"),
+            )
+        },
+    ),
+    Entry(
+        "accel.parallelism_config:ParallelismConfig.build_device_mesh",
+        SIZES + "test_the_mesh_has_the_axes_above_one",
+        parameters={
+            "device_type": P(REQUIRED, SIZES + "test_the_mesh_has_the_axes_above_one"),
+        },
+    ),
+]
