@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 KINDS = ("models", "optimizers", "schedulers", "dataloaders")
 STATEFUL = ("state_dict", "load_state_dict")
 PREPARED = (AcceleratedOptimizer, AcceleratedScheduler, PreparedLoader)
+# Attributes that are true of what was prepared; other libraries ask for them.
+MARKS = ("_is_accelerate_prepared", "_is_accelerator_prepared")
 
 
 class Preparation:
@@ -162,6 +164,9 @@ class Preparation:
         done = self._strategy.prepare(given, placement, self.objects, evaluation)
         self._num_loaders += len(loaders)
         self.objects.extend(done)
+        for item in (*done.models, *done.optimizers, *done.schedulers, *done.dataloaders):
+            for mark in MARKS:
+                setattr(item, mark, True)
         if new.models and new.optimizers and not self._strategy.spec.owns_parameters:
             self._check_parameters(new.optimizers, before)
         return done

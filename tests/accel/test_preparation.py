@@ -333,3 +333,13 @@ def test_where_objects_go_can_be_assigned() -> None:
     accelerator.device_placement = False
     loader = accelerator.prepare(DataLoader(range(4)))
     assert loader.device is None
+
+
+def test_what_was_prepared_is_marked() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    given = model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1), DataLoader([0.0])
+    assert not any(hasattr(item, "_is_accelerator_prepared") for item in given)
+    for item in Accelerator(cpu=True).prepare(*given):
+        assert item._is_accelerator_prepared is True
+        assert item._is_accelerate_prepared is True

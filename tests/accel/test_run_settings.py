@@ -64,7 +64,7 @@ def test_what_a_run_of_one_process_shows(tmp_path: Any) -> None:
     assert accelerator.project_dir == str(tmp_path)
     assert accelerator.logging_dir == str(tmp_path / "logs")
     assert accelerator.save_iteration == 3
-    assert not accelerator.step_scheduler_with_optimizer
+    assert accelerator.step_scheduler_with_optimizer is False
     assert accelerator.rng_types == ("torch",)
     assert accelerator.parallel_dims == ParallelDims()
 

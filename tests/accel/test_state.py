@@ -359,10 +359,10 @@ def test_a_state_takes_the_plugin_of_tensor_parallelism() -> None:
 
 
 def test_a_forked_process_knows_it() -> None:
-    assert not PartialState(cpu=True).fork_launched
-    PartialState._reset_state()
+    assert AcceleratorState(cpu=True).fork_launched is False
+    AcceleratorState._reset_state(reset_partial_state=True)
     with env.patched(FORK_LAUNCHED="1"):
-        assert PartialState(cpu=True).fork_launched
+        assert AcceleratorState(cpu=True).fork_launched is True
 
 
 def test_gradients_of_a_tpu_are_never_in_sync() -> None:

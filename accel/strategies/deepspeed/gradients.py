@@ -119,6 +119,10 @@ def _clip_problems(
     return problems
 
 
+# An option of the engine that is off in every backward pass: losses are divided before.
+SCALES = "scale_wrt_gas"
+
+
 def backward_problems(
     optimizer: DeepSpeedOptimizerWrapper, options: Mapping[str, object]
 ) -> list[Problem]:
@@ -131,7 +135,7 @@ def backward_problems(
             "Remove it.",
         )
         for name in options
-        if name != "retain_graph"
+        if name != "retain_graph" and (name != SCALES or options[name])
     )
     if optimizer.trainable.changed():
         problems.add(

@@ -25,6 +25,7 @@ from accel.strategies.deepcopies import WHOLE_AVERAGE, refuse_copies
 from accel.strategies.deepspeed import checks, initialize, transformers_flag
 from accel.strategies.deepspeed.fragments import share_weights, undo_first_step
 from accel.strategies.deepspeed.gradients import (
+    SCALES,
     DeepSpeedGradients,
     DeepSpeedSync,
     backward_problems,
@@ -241,7 +242,7 @@ class DeepSpeedStrategy(Strategy):
         state, engine = optimizer.gradient_state, optimizer.engine
         ends = state.sync_gradients and not self.sync.num_no_sync
         engine.set_gradient_accumulation_boundary(ends)
-        engine.backward(loss / state.num_steps, scale_wrt_gas=False, **kwargs)
+        engine.backward(loss / state.num_steps, **{**kwargs, SCALES: False})
         optimizer.window_ended = ends
 
     # -- the end ---------------------------------------------------------------------------

@@ -33,7 +33,6 @@ ENTRIES = [
             "use_stateful_dataloader": LOADERS,
             "dataloader_config": LOADERS,
             "project_configuration": ONE,
-            "save_iteration": ONE,
             "step_scheduler_with_optimizer": ONE,
             "rng_types": ONE,
             "native_amp": SETTINGS + "test_autocast_is_switched_off",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ import torch
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.errors import ConfigError
+from accel.strategies.deepspeed.gradients import backward_problems
 from tests.accel.strategies.deepspeed.helpers import (
     GLOBAL_BATCH,
     build,
@@ -198,3 +200,13 @@ def starts_no_program() -> None:
 
 def test_a_step_starts_no_program() -> None:
     run_distributed(starts_no_program, 2)
+
+
+def test_the_scaling_of_the_engine_stays_off() -> None:
+    engine = SimpleNamespace(zero_optimization_stage=lambda: 1)
+    optimizer: Any = SimpleNamespace(
+        engine=engine, trainable=SimpleNamespace(changed=lambda: False), window_ended=False
+    )
+    assert backward_problems(optimizer, {"scale_wrt_gas": False}) == []
+    (problem,) = backward_problems(optimizer, {"scale_wrt_gas": True})
+    assert "scale_wrt_gas" in problem.value
