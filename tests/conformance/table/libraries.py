@@ -15,7 +15,7 @@ SAVED = MESH + "test_a_sharded_model_and_its_optimizer_are_saved_and_loaded"
 FIRST, SECOND = SAVED + "[0]", SAVED + "[1]"
 REFUSED = MESH + "test_what_is_not_there_or_not_built_is_refused"
 FULL = MESH + "test_the_state_of_rank_0_is_loaded_into_the_shards"
-META = MESH + "test_a_model_on_the_meta_device_gets_memory"
+RESTS = MESH + "test_weights_rest_on_the_host_or_the_device[True-cpu]"
 FOLLOWS = MESH + "test_an_optimizer_follows_the_shards"
 IGNORED = MESH + "test_the_parameters_of_ignored_modules"
 SWITCHED = MESH + "test_loading_on_rank_0_is_switched_by_the_environment"
@@ -138,7 +138,7 @@ ENTRIES = [
             "accelerator": P(REQUIRED, FULL),
             "model": P(REQUIRED, FULL),
             "full_sd": P(REQUIRED, FULL),
-            "cpu_offload": P(False, META),
+            "cpu_offload": P(False, RESTS),
         },
     ),
     Entry(

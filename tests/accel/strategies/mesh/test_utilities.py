@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +119,18 @@ def loaded_without_memory() -> list[bool]:
 
 def test_a_model_on_the_meta_device_gets_memory() -> None:
     assert run_distributed(loaded_without_memory, 2) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize(("cpu_offload", "kind"), [(True, "cpu"), (False, "meta")])
+def test_weights_rest_on_the_host_or_the_device(
+    cpu_offload: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the meta device as that of the run: it is the one other than the host everywhere."""
+    model, weights = torch.nn.Linear(1, 1, device="meta"), torch.nn.Linear(1, 1).state_dict()
+    monkeypatch.setattr(utilities, "_received", lambda comm, full, device: full.items())
+    run: Any = SimpleNamespace(comm=None, device=torch.device("meta"))
+    utilities.fsdp2_load_full_state_dict(run, model, weights, cpu_offload)
+    assert {parameter.device.type for parameter in model.parameters()} == {kind}
 
 
 def test_the_state_of_rank_0_is_loaded_into_the_shards() -> None:
