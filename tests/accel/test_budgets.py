@@ -30,8 +30,8 @@ STEPS, BATCH = 12, 8
 PYTHON_CALLS = 10  # two of them the facade's: accumulate and backward
 C_CALLS = 1
 # Modules that `from accel import Accelerator` brings beyond torch's own; none at a step.
-# (Among them those of data order and its resumes, of how a loop reads, of loader workers, and of the
-# sizes and setters that the documentation's current release names.)
+# (Among them those of data order and its resumes, of how a loop reads, of loader workers, and of
+# the sizes and setters that the documentation's current release names.)
 MODULES = 107
 OPTIONAL = (
     "deepspeed",
