@@ -26,15 +26,7 @@ Hook = Callable[..., None]
 
 @dataclass(frozen=True)
 class RunObjects:
-    """What a checkpoint is made of.
-
-    Args:
-        plan: the resolved configuration.
-        comm: how processes talk.
-        strategy: how models are distributed.
-        objects: prepared and registered ones.
-        accumulation: counts micro-batches, and holds the gradient scaler.
-    """
+    """The plan, communicator, strategy, objects and accumulation that a checkpoint is made of."""
 
     plan: Plan
     comm: Communicator
@@ -69,11 +61,7 @@ class RunObjects:
 
 
 def require_path(path: Path | None) -> Path:
-    """Return `path`.
-
-    Raises:
-        CheckpointError: if there is none.
-    """
+    """Return `path`; raise `CheckpointError` if it is None."""
     if path is None:
         rule = "a checkpoint needs a place"
         remedy = (

@@ -20,13 +20,7 @@ Choice = GeneralTracker | type[GeneralTracker]
 
 @dataclass(frozen=True)
 class Entry:
-    """One tracker of the table.
-
-    Args:
-        place: "module:Class".
-        package: name of its library in the package index.
-        is_available: whether that is installed.
-    """
+    """A tracker's place ("module:Class"), the package of its library, whether that is installed."""
 
     place: str
     package: str

@@ -94,11 +94,7 @@ class TensorBoardTracker(GeneralTracker):
 
 
 def _number(name: str, value: Any) -> float:
-    """Return a number or a tensor of one element as a float.
-
-    Raises:
-        TypeError: for anything else.
-    """
+    """Return a number or a tensor of one element as a float; else raise `TypeError`."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return float(value.item())
     try:

@@ -42,8 +42,7 @@ def _read(given: object, variables: Mapping[str, str]) -> FullyShardedDataParall
 def dims(plugins: Plugins, environment: Environment) -> ParallelDims:
     """Return the parallel dimensions: replicas × shards × tensor-parallel ranks.
 
-    Raises:
-        ConfigError: if numbers of replicas and shards do not divide the processes.
+    Raise `ConfigError` if numbers of replicas and shards do not divide the processes.
     """
     world_size = environment.world_size
     parallel: TorchTensorParallelPlugin | None = plugins.get(TENSOR_PARALLEL)

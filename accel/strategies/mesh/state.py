@@ -78,10 +78,7 @@ class MeshState(StateIO):
 
 
 def full_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in full and in the host's memory.
-
-    Collective for a DTensor: every rank of its mesh calls it.
-    """
+    """Return a tensor in full and in the host's memory; collective over the mesh of a DTensor."""
     if not isinstance(value, DTensor):
         return value.detach().cpu()
     mesh, shard = value.device_mesh, local(value).detach()
@@ -109,9 +106,7 @@ def full_tensors(value: object) -> object:
 def shard(value: torch.Tensor, target: DTensor) -> DTensor:
     """Return this rank's shard of a full tensor, placed as `target`; no communication.
 
-    Args:
-        value: [...] of the shape of `target`; its dtype is kept.
-        target: gives mesh, placements and device.
+    `value` is of the shape of `target`; its dtype is kept.
     """
     mesh, placements = target.device_mesh, target.placements
     own = value.detach()
