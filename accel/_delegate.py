@@ -14,12 +14,7 @@ R = TypeVar("R")
 def delegate(
     owner: str, method: Callable[Concatenate[Any, P], R]
 ) -> Callable[Concatenate[Any, P], R]:
-    """Return a method that calls that of the attribute `owner`; signature and docstring are its.
-
-    Args:
-        owner: name of the attribute.
-        method: of the owner's class.
-    """
+    """Return a method that calls `method` on attribute `owner`; signature and docstring are its."""
     # Of the object's class: it may itself hold a method of the facade, see `hand_overridden`.
     found = operator.attrgetter(owner, f"{owner}.__class__.{method.__name__}")
 

@@ -27,11 +27,7 @@ def public_names(package: str) -> Mapping[str, str]:
 
 
 def attribute(package: str, name: str) -> object:
-    """Return the public name `name` of a package, and keep it there for the next time.
-
-    Raises:
-        AttributeError: if the package has no such name.
-    """
+    """Return a public name of a package and keep it there; `AttributeError` if it has none such."""
     modules = public_names(package)
     if name == "__all__":
         return list(modules)

@@ -339,11 +339,8 @@ class Accumulation:
 class Windows:
     """Where the windows of accumulation stand, and the context of a window of one micro-batch.
 
-    Entered at every step: hence one object for all of them, slots, and plain attributes.
-
-    Attributes:
-        state: the shared state of accumulation.
-        step: micro-batches since the end of the last pass over a loader.
+    Entered at every step: hence one object for all of them, slots, and plain attributes. `step`
+    counts micro-batches since the end of the last pass over a loader.
     """
 
     __slots__ = ("state", "step")

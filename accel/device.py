@@ -10,15 +10,12 @@ KNOWN = ("cpu", "cuda", "xpu", "mps", "npu", "mlu", "musa", "sdaa", "hpu")
 
 
 def resolve_device(kind: str | None, local_rank: int) -> torch.device:
-    """Choose the device of one process.
+    """Choose the device of one process; it has an index unless it is the only one of its kind.
 
     Args:
         kind: "cpu", "cuda", … possibly with an index ("cuda:1"); None or "auto": the machine's
             accelerator if there is one, else the CPU.
         local_rank: index of the process on its node, and so of its device.
-
-    Returns:
-        The device, with an index unless it is the CPU or the only one of its kind.
 
     Raises:
         ConfigError: if there is no such device, or there are fewer than processes.

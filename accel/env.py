@@ -55,8 +55,7 @@ def integer(name: str, default: None = None) -> int | None: ...
 def integer(name: str, default: int | None = None) -> int | None:
     """Return the variable `name` as a number, or `default` where it is unset or empty.
 
-    Raises:
-        ConfigError: if it is no integer.
+    Raise `ConfigError` if it is no integer.
     """
     value = os.environ.get(name, "").strip()
     if not value:

@@ -55,11 +55,7 @@ class AccelError(Exception):
 
 
 class ConfigError(AccelError, ValueError):
-    """The request contradicts itself, the machine or the schema.
-
-    Attributes:
-        problems: everything found wrong, reported together.
-    """
+    """The request contradicts itself, the machine or the schema; it reports all `problems`."""
 
     def __init__(self, *problems: Problem) -> None:
         self.problems = problems
@@ -78,11 +74,7 @@ class ConfigError(AccelError, ValueError):
 
 
 class Problems(list[Problem]):
-    """What is wrong with a configuration, collected to be reported all at once.
-
-    Attributes:
-        not_built: documented options that this version does not offer yet.
-    """
+    """Problems of a configuration, to be reported at once; `not_built`: options not offered yet."""
 
     def __init__(self, problems: Iterable[Problem] = ()) -> None:
         super().__init__(problems)
@@ -101,12 +93,7 @@ class Problems(list[Problem]):
         (self.not_built if isinstance(error, NotBuiltError) else self).extend(error.problems)
 
     def raise_if(self) -> None:
-        """Raise one error that names all of it, or return if there is nothing.
-
-        Raises:
-            ConfigError: if there is a problem.
-            NotBuiltError: if options are missing and nothing else is wrong.
-        """
+        """Raise a `ConfigError` of all, if any; a `NotBuiltError` if only options are missing."""
         if self.not_built and not self:
             raise NotBuiltError(*self.not_built)
         ConfigError.raise_if([*self, *self.not_built])
@@ -143,11 +130,7 @@ class MissingPackageError(AccelError, ImportError):
 
 
 class CheckpointError(AccelError, RuntimeError):
-    """A checkpoint is missing, incomplete, altered or does not fit the run.
-
-    Args:
-        reason: a problem, or a message.
-    """
+    """A checkpoint is missing, incomplete, altered or does not fit the run."""
 
     def __init__(self, reason: Problem | str = "") -> None:
         super().__init__(str(reason))

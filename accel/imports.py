@@ -41,16 +41,12 @@ def is_available(package: str) -> bool:
 def require(
     module: str, needed_for: str, package: str | None = None, extra: str | None = None
 ) -> ModuleType:
-    """Import an optional package and return it.
+    """Import and return an optional package, or raise a `MissingPackageError`.
 
     Args:
-        module: its import name.
         needed_for: what asks for it, for the message.
-        package: its name in the package index, where that differs.
+        package: its name in the package index, where that is not the import name.
         extra: the extra of this distribution that brings it.
-
-    Raises:
-        MissingPackageError: if it is not installed.
     """
     if not is_available(module.partition(".")[0]):
         raise MissingPackageError(package or module, needed_for, extra)

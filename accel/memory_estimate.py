@@ -45,12 +45,8 @@ def state_bytes(
 ) -> int | None:
     """Return the bytes of an optimizer's state on this process; before the first step, to come.
 
-    Measured by a step of the same optimizer on tensors without storage. None for other optimizers
-    than torch's own.
-
-    Args:
-        optimizer: unwrapped.
-        stepped: the tensors that it steps; None: those in its groups.
+    Measured by a step of the same optimizer, unwrapped, on tensors without storage: `stepped`, or
+    else those in its groups. None for other optimizers than torch's own.
     """
     if optimizer.state and stepped is None:
         return _tensor_bytes(optimizer)

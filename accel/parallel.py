@@ -153,10 +153,7 @@ class ParallelDims:
 def data_parallel(world_size: int, rank: int, shard: bool = False) -> ParallelDims:
     """Return the dimensions of a run in which every process reads other samples.
 
-    Args:
-        world_size: number of processes.
-        rank: of this process.
-        shard: whether processes shard state instead of replicating the model.
+    `shard`: processes shard state instead of replicating the model.
     """
     replicate, sharded = (1, world_size) if shard else (world_size, 1)
     return ParallelDims(dp_replicate=replicate, dp_shard=sharded, rank=rank)
@@ -165,8 +162,7 @@ def data_parallel(world_size: int, rank: int, shard: bool = False) -> ParallelDi
 def data_rank_of(mesh: Any) -> tuple[int, int]:
     """Return the (data-parallel rank, size) of this process on a user's `DeviceMesh`.
 
-    Args:
-        mesh: with named axes. Along axes named pp, cp, sp or tp, ranks read the same samples.
+    Along its axes named pp, cp, sp or tp, ranks read the same samples.
     """
     rank, size = 0, 1
     for axis in mesh.mesh_dim_names or ():

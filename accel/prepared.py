@@ -10,12 +10,7 @@ from typing import Any
 class Objects:
     """The objects given to `prepare`, by kind; strategies replace entries by their wrapped form.
 
-    Attributes:
-        models: modules.
-        optimizers: optimizers; after wrapping, `AcceleratedOptimizer`.
-        schedulers: schedulers; after wrapping, `AcceleratedScheduler`.
-        dataloaders: loaders; after wrapping, `DataLoaderShard` or `DataLoaderDispatcher`.
-        custom: objects registered for checkpointing.
+    `custom` are objects registered for checkpointing.
     """
 
     models: list[Any] = field(default_factory=list)

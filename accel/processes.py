@@ -35,13 +35,7 @@ def _nothing(function: Function) -> Function:
 
 
 class ProcessControl:
-    """Who this process is, and who runs what: what the states and the `Accelerator` share.
-
-    Attributes:
-        plan: the resolved configuration.
-        comm: how this process talks to the others.
-        device: where it computes.
-    """
+    """Who this process is, and who runs what: what the states and the `Accelerator` share."""
 
     plan: Plan
     comm: Communicator

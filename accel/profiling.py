@@ -16,9 +16,7 @@ from accel.config.handlers import ProfileKwargs
 def profile(handler: ProfileKwargs, rank: int) -> Iterator[torch.profiler.profile]:
     """Profile the code inside the context.
 
-    Args:
-        handler: how; with `output_trace_dir`, each cycle is written there as a Chrome trace.
-        rank: index of this process, part of the names.
+    With `output_trace_dir`, each cycle is written there as a Chrome trace; its name has `rank`.
     """
     if handler.output_trace_dir is not None:
         exports = _TraceFiles(Path(handler.output_trace_dir), rank, handler.on_trace_ready)

@@ -186,10 +186,8 @@ def restore_host(state: Mapping[str, Any]) -> None:
 def as_plain(python: tuple[Any, ...], numpy: Any, torch_state: torch.Tensor) -> dict[str, object]:
     """Return generator states in the form that `restore_host` takes.
 
-    Args:
-        python: what `random.getstate` returned.
-        numpy: what `numpy.random.get_state(legacy=True)` returned.
-        torch_state: what `torch.get_rng_state` returned.
+    They are those of `random.getstate`, `numpy.random.get_state(legacy=True)` and
+    `torch.get_rng_state`.
     """
     version, words, gauss = python
     name, keys, position, has_gauss, cached = numpy
@@ -213,10 +211,8 @@ def _kind(module: ModuleType) -> str:
 def restore(state: Mapping[str, Any]) -> None:
     """Set all generators to what `capture` returned.
 
-    Warns where the state of an accelerator belongs to another kind of device.
-
-    Raises:
-        CheckpointError: if a part is missing or does not fit.
+    Warns where the state of an accelerator belongs to another kind of device. Raises
+    `CheckpointError` if a part is missing or does not fit.
     """
     try:
         restore_host({name: state[name] for name in ("python", "numpy", "torch")})
@@ -244,11 +240,7 @@ def _restore_accelerator(state: Mapping[str, Any] | None) -> None:
 
 @contextlib.contextmanager
 def preserved(device: bool = True) -> Iterator[None]:
-    """Context after which the generators are as before.
-
-    Args:
-        device: whether that of the accelerator is among them; else only the host's are.
-    """
+    """Context after which the generators are as before; without `device`, only the host's are."""
     accelerator = _accelerator() if device else None
     states = random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()
     on_device = None if accelerator is None else accelerator.get_rng_state()

@@ -137,12 +137,9 @@ class AcceleratedScheduler:
 def wrap_scheduler(
     scheduler: Any, optimizers: Sequence[torch.optim.Optimizer], plan: Plan
 ) -> AcceleratedScheduler:
-    """Return `scheduler`, which follows its own optimizer if that is known, else all of them.
+    """Return `scheduler`, anything with `step`, wrapped to follow the prepared `optimizers`.
 
-    Args:
-        scheduler: anything with `step`.
-        optimizers: prepared.
-        plan: the resolved configuration.
+    It follows its own optimizer if that is known, else all of them.
     """
     inner = getattr(scheduler, "optimizer", None)
     own = [known for known in optimizers if unwrap_optimizer(known) is inner or known is inner]

@@ -96,15 +96,10 @@ def recursively_apply(
 def flatten(
     data: T, test_type: Test = is_tensor, error_on_other_type: bool = False
 ) -> tuple[list[Any], Callable[[Sequence[object]], T]]:
-    """Take nested data apart.
+    """Return the leaves of nested data, and a function that puts new ones into the same structure.
 
-    Args:
-        data: lists, tuples and mappings of leaves.
-        test_type: decides which leaves count.
-        error_on_other_type: whether other leaves are an error; else they stay in their place.
-
-    Returns:
-        The leaves, and a function that puts as many new ones into the same structure.
+    `test_type` decides which leaves count. With `error_on_other_type`, others are an error; else
+    they stay in their place.
     """
     leaves: list[Any] = []
     recursively_apply(

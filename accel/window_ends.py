@@ -105,9 +105,7 @@ class Reader:
     def take(self, reading: Sequence[Any], is_counted: bool) -> bool:
         """Note a micro-batch; return whether it is the last of the pass that drives the loop.
 
-        Args:
-            reading: as above.
-            is_counted: whether the answer decides; else the caller says where windows end.
+        Unless `is_counted`, the caller says where windows end.
         """
         passes = {id(one): one for one in reading if getattr(one, "reading", None) is not None}
         fetched = sorted(passes.values(), key=lambda loader: loader.reading.fetched)

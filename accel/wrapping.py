@@ -57,10 +57,7 @@ def wrap_forward(
 ) -> None:
     """Run `model.forward` in a context and return fp32, or the computed dtype; done once at most.
 
-    Args:
-        model: any module.
-        make_context: gives a fresh context for each call.
-        outputs_in_fp32: whether outputs are converted.
+    `make_context` gives a fresh context for each call.
     """
     if not isinstance(model.__dict__.get("forward"), WrappedForward):
         model.forward = WrappedForward(model.forward, make_context, outputs_in_fp32)

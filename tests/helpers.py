@@ -14,6 +14,7 @@ import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -50,10 +51,15 @@ def alive(pid: int) -> bool:
 
 
 def free_port() -> int:
-    """Return a TCP port on the loopback address that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port that nobody listens on.
+
+    It is below the ports that systems give to connections, one of which might take it meanwhile.
+    """
+    while True:
+        port = secrets.randbelow(20_000) + 10_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def gloo_threads() -> int:

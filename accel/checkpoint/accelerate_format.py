@@ -40,11 +40,7 @@ def is_documented(path: str | PathLike[str]) -> bool:
 
 
 def describe(path: str | PathLike[str]) -> Manifest:
-    """Return what a manifest would say of a directory that has none.
-
-    Raises:
-        CheckpointError: if it lacks the documented files.
-    """
+    """Return the manifest of a directory without one; `CheckpointError` if it lacks the files."""
     root = Path(path)
     if not is_documented(root):
         rule = f"it has no {directory.MANIFEST}, and not the documented files of a state either"

@@ -72,11 +72,7 @@ class RunObjects:
 
 
 def require_path(path: Path | None) -> Path:
-    """Return `path`.
-
-    Raises:
-        CheckpointError: if there is none.
-    """
+    """Return `path`; raise `CheckpointError` if it is None."""
     if path is None:
         rule = "a checkpoint needs a place"
         remedy = (

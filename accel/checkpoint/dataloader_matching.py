@@ -32,11 +32,8 @@ def match(
 ) -> list[int | None]:
     """Return for each loader the index of the saved one whose state it takes; None: it is new.
 
-    As many loaders as were saved take the states in order, unless they changed places.
-
-    Args:
-        loaders: prepared, in order.
-        saved: descriptions of the saved ones; of older checkpoints only their number.
+    As many loaders as were saved take the states in order, unless they changed places. `saved` are
+    descriptions; of older checkpoints only their number.
     """
     if isinstance(saved, int):
         return [index if index < saved else None for index in range(len(loaders))]

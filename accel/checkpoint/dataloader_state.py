@@ -67,8 +67,7 @@ def _standing(state: dict[str, Any] | None) -> tuple[Any, ...] | None:
 def _furthest_behind(index: int, ranks: Sequence[Any]) -> int | None:
     """Return a rank that was in a pass which others had ended, None if all were in one epoch.
 
-    Raises:
-        CheckpointError: if passes cannot begin together again.
+    Raise `CheckpointError` if passes cannot begin together again.
     """
     found = {rank: standing for rank, standing in enumerate(ranks) if standing}
     first: int = min((epoch for epoch, _ in found.values()), default=0)

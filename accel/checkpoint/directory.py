@@ -92,12 +92,7 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 @dataclass(frozen=True)
 class Entry:
-    """The entry of one file in the manifest.
-
-    Attributes:
-        size: bytes.
-        sha256: hexadecimal digest of the content.
-    """
+    """The size (bytes) and the hexadecimal SHA-256 digest of one file in the manifest."""
 
     size: int
     sha256: str
@@ -276,8 +271,7 @@ def tidy(final: str | os.PathLike[str]) -> None:
 def stage(final: str | os.PathLike[str]) -> Path:
     """Create and return the directory to write in before `publish` gives it the name `final`.
 
-    Raises:
-        CheckpointError: if `final` exists and is no directory.
+    Raise `CheckpointError` if `final` exists and is no directory.
     """
     target = Path(final)
     if target.exists() and not target.is_dir():
@@ -293,8 +287,7 @@ def stage(final: str | os.PathLike[str]) -> Path:
 def seal(staged: Path, engine: Mapping[str, object], metadata: Mapping[str, object]) -> Manifest:
     """Flush every file in `staged` to the disk and write the manifest that lists them.
 
-    Raises:
-        CheckpointError: if `metadata` is no plain JSON.
+    Raise `CheckpointError` if `metadata` is no plain JSON.
     """
     for file in _files(staged):
         flush_file(file)
@@ -352,11 +345,7 @@ def _merge(staged: Path, final: Path) -> None:
 
 
 def repair(final: str | os.PathLike[str]) -> bool:
-    """Finish a write into an existing directory that was cut off while its files moved.
-
-    Returns:
-        Whether there was one to finish.
-    """
+    """Finish a write that was cut off while files moved into `final`; return whether one was."""
     target = Path(final)
     if not target.is_dir() or (target / MANIFEST).exists():
         return False

@@ -25,16 +25,10 @@ REMEDY = "Make room there, or write elsewhere"
 def told(
     what: str, folder: Path, needed: Callable[[], int] = lambda: 0, remedy: str = f"{REMEDY}."
 ) -> Iterator[None]:
-    """Raise a `DiskFullError` for what fails inside because the disk of `folder` is full.
+    """Raise a `DiskFullError` for failures inside that come from the full disk of `folder`.
 
-    Args:
-        what: what is written, for the message.
-        folder: where.
-        needed: returns the bytes of all of it; called after a failure.
-        remedy: what to do.
-
-    Raises:
-        DiskFullError: naming the folder, the free space and the space needed.
+    It names the folder, the free space and the space needed: `needed` returns the bytes of all of
+    `what`, and is called after a failure.
     """
     try:
         yield

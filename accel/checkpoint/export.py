@@ -85,11 +85,7 @@ def save_to_file(value: Any, file: BinaryIO, safe: bool) -> None:
 
 
 def parse_size(size: int | str) -> int:
-    """Return a number of bytes from ``"10GB"`` (10^9), ``"5MiB"`` (2^20) or a number.
-
-    Raises:
-        ConfigError: if it is neither.
-    """
+    """Return the bytes of "10GB" (10^9), "5MiB" (2^20) or a number; else raise `ConfigError`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     factor = UNITS.get(match[2].upper()) if match else None
     if match is None or factor is None or float(match[1]) <= 0:
@@ -122,13 +118,7 @@ def export_model(
     An earlier export in `folder` stays as it is until all files are written; then its own are
     removed and the new ones take their names, the index last. One that is killed meanwhile is
     refused where it is loaded: weights of two exports are never mixed. An export into the folder a
-    day later or more removes its partial files.
-
-    Args:
-        state: the model's state dict.
-        folder: created if it does not exist.
-        max_shard_size: bytes per file, or a number with a unit.
-        safe: whether files are safetensors, else `torch.save`.
+    day later or more removes its partial files. The arguments are those of `save_model`.
 
     Source: https://huggingface.co/docs/safetensors (index: metadata.total_size, weight_map).
     """

@@ -29,13 +29,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint to load.
-
-    Args:
-        path: its directory.
-        manifest: what it consists of.
-        foreign: whether it has no manifest of its own.
-    """
+    """A checkpoint to load; a `foreign` one has no manifest of its own."""
 
     path: Path
     manifest: Manifest

@@ -33,9 +33,7 @@ def is_storable(value: object) -> TypeGuard[np.ndarray]:
 def take_out(value: object, arrays: dict[str, np.ndarray]) -> object:
     """Return plain containers with marks in place of arrays, and numbers in place of scalars.
 
-    Args:
-        value: nested dicts, lists, tuples, sets.
-        arrays: receives the arrays by name.
+    `arrays` receives the arrays by name.
     """
     if isinstance(value, np.generic):
         return value.item()
@@ -63,8 +61,7 @@ def _rebuilt(value: Any, change: Callable[[object], object]) -> Any:
 def put_back(value: object, path: Path) -> Any:
     """Return what `take_out` was given, with the arrays of the file that belongs to `path`.
 
-    Raises:
-        CheckpointError: if that file is missing, cut off, or lacks an array.
+    Raise `CheckpointError` if that file is missing, cut off, or lacks an array.
     """
     return _restored(value, path, {}) if _has_marks(value) else value
 

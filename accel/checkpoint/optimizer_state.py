@@ -19,11 +19,7 @@ FORMAT_VERSION = 1
 
 
 class ParameterNames:
-    """The names of the parameters of a run's models, aliases of shared parameters included.
-
-    Args:
-        models: unwrapped modules, in the order they were prepared.
-    """
+    """Parameter names of unwrapped models in the order of `prepare`; aliases of tied ones, too."""
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._owner: dict[str, int] = {}  # each name → identity of its parameter
@@ -86,8 +82,7 @@ def load_by_name(
 ) -> None:
     """Restore what `state_by_name` returned, bit for bit.
 
-    Raises:
-        CheckpointError: if the optimizer has other parameters or groups than the saved one.
+    Raise `CheckpointError` if the optimizer has other parameters or groups than the saved one.
     """
     if not isinstance(saved, dict) or saved.get("format") != FORMAT_VERSION:
         found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__

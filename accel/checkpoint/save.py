@@ -30,14 +30,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How a state is written.
-
-    Args:
-        safe: whether weights are safetensors, else `torch.save`.
-        metadata: what the manifest tells of the run: step, sample counter, …
-        protected: checkpoints that `total_limit` must not delete.
-        hooks: called as ``hook(models, weights, folder)`` before anything is written.
-    """
+    """How a state is written: arguments of `save_state`, and the hooks that are called first."""
 
     safe: bool = True
     metadata: Mapping[str, object] | None = None

@@ -47,13 +47,8 @@ def save_plain(value: object, path: Path, what: str) -> None:
 
     NumPy scalars become Python numbers. NumPy arrays are written into a safetensors file beside.
 
-    Args:
-        value: what to write.
-        path: the file.
-        what: what an error calls the value, e.g. "scheduler 0".
-
-    Raises:
-        CheckpointError: if it holds what `load_plain` could not read; names where.
+    Raise a `CheckpointError` that names `what` (e.g. "scheduler 0") and the place of a value that
+    `load_plain` could not read.
     """
     taken: dict[str, np.ndarray] = {}
     plain = numpy_arrays.take_out(value, taken)
@@ -85,7 +80,6 @@ def load_plain(
     """Return what `save_plain` wrote.
 
     Args:
-        path: the file.
         map_location: where tensors are; "meta" reads none of their bytes.
         mmap: whether the file is mapped into memory, so that tensors are read when they are used.
         pickled_arrays: whether arrays that another program pickled are let in, too.
@@ -198,11 +192,10 @@ def _view_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
 def write_tensors(state: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write tensors by name as safetensors; names of one and the same tensor are stored once.
 
+    Raise `CheckpointError` if the format cannot hold one of them (sparse, meta).
+
     Source: https://huggingface.co/docs/safetensors/torch_shared_tensors (the metadata that
     `safetensors.torch.save_model` writes: the name left out, and the stored one it stands for).
-
-    Raises:
-        CheckpointError: if the format cannot hold one of them (sparse, meta).
     """
     refuse_unwritable(state)
     kept, aliases = split_shared(state)
@@ -222,18 +215,13 @@ def refuse_unwritable(state: Mapping[str, torch.Tensor]) -> None:
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a safetensors file on the CPU, by every name they were stored under.
 
-    Raises:
-        CheckpointError: if the file is missing or cut off.
+    Raise `CheckpointError` if the file is missing or cut off.
     """
     return read_each(path, lambda file, name: file.get_tensor(name))
 
 
 def read_each(path: Path, read: Callable[[safe_open, str], T]) -> dict[str, T]:
-    """Return what `read(file, name)` returns for each stored tensor, by every name that it has.
-
-    Raises:
-        CheckpointError: if the file is missing or cut off.
-    """
+    """Return `read(file, name)` of each tensor, by every name; errors as of `read_tensors`."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             found = {name: read(file, name) for name in file.keys()}  # noqa: SIM118 (no dict)
@@ -255,9 +243,7 @@ def write_model(
 ) -> None:
     """Write the state dict of the `index`-th model of a run into `folder`.
 
-    Args:
-        state: tensors by parameter name; other values (`Module.get_extra_state`) must be plain.
-        safe: whether weights are safetensors, else `torch.save`.
+    Values other than tensors (`Module.get_extra_state`) must be plain. `safe`: as safetensors.
     """
     if not safe:
         save_plain(dict(state), folder / directory.model_name(index, safe=False), f"model {index}")
@@ -272,8 +258,7 @@ def write_model(
 def read_model(folder: Path, index: int = 0) -> dict[str, Any]:
     """Return the state dict that `write_model` wrote; files that the manifest lacks do not count.
 
-    Raises:
-        CheckpointError: if there is none.
+    Raise `CheckpointError` if there is none.
     """
     held = _held(folder)
     binary = directory.model_name(index, safe=False)

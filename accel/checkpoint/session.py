@@ -25,11 +25,7 @@ _MAP_LOCATIONS = (None, "cpu", "on_device")
 
 
 class CheckpointSession:
-    """Saves and restores the state of a run, and exports models.
-
-    Args:
-        run: what a checkpoint is made of.
-    """
+    """Saves and restores the state of a run, and exports models."""
 
     def __init__(self, run: RunObjects) -> None:
         self._run = run

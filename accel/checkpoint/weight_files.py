@@ -45,8 +45,7 @@ class Source:
     def shapes(self) -> Shapes:
         """Return the shape of every weight; no weight is read.
 
-        Raises:
-            CheckpointError: if a file is missing, or lacks what the index says it holds.
+        Raise `CheckpointError` if a file is missing, or lacks weights that the index lists.
         """
         held = {path.name: _shapes(path) for path in self.paths}
         lacking = [
@@ -70,12 +69,9 @@ class Source:
 
 
 class Broadcast:
-    """A source that only rank 0 reads; the others receive each weight.
+    """A source that only rank 0 reads; the others receive each weight, exchanged on `device`.
 
-    Args:
-        source: what rank 0 reads, or its error; None on other ranks.
-        comm: how the ranks talk.
-        device: where tensors are exchanged.
+    `source` is rank 0's, or its error; None on other ranks.
     """
 
     def __init__(
@@ -145,7 +141,6 @@ def find(checkpoint: str | PathLike[str], mmap: bool = False) -> Source:
     Args:
         checkpoint: a file of weights, an index of shards (``….index.json``), or a folder that holds
             one of these. Where a folder holds both formats, safetensors are taken.
-        mmap: whether legacy files are mapped into memory.
 
     Raises:
         CheckpointError: if there is none, or more than one of a format.

@@ -75,9 +75,8 @@ class Communicator(ABC):
     def before_exit(self, let_go: Callable[[], None]) -> None:  # noqa: B027 (nothing to let go of)
         """Have `let_go` called when the process ends. Nothing by default.
 
-        Args:
-            let_go: drops what holds the group, asking nothing of other processes. A function, or a
-                method, whose object is not kept alive.
+        It drops what holds the group, asking nothing of other processes. A function, or a method,
+        whose object is not kept alive.
         """
 
     @abstractmethod

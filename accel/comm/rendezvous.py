@@ -15,11 +15,8 @@ def connect_store(
     """Return the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it where the agent does not.
 
     Its host serves for as long as the store is referenced there. Keys want a prefix per attempt.
-
-    Args:
-        environment: its rank, address and agent are used; without an address, a free local port.
-        timeout: of each operation.
-        world_size: number of processes that connect, None if that is not known.
+    Without an address, it is on a free local port. `timeout` is of each operation; `world_size`
+    counts the processes that connect, None if that is not known.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.TCPStore
     """

@@ -153,12 +153,7 @@ class TorchCommunicator(Communicator):
     """The transport of several processes, or of one under an engine that wants a group.
 
     Takes over the default process group where there is one, and then leaves it in place on `close`.
-
-    Args:
-        plan: the resolved configuration; `backend`, `init` and the ranks are used.
-
-    Raises:
-        StateError: if there is a group of another size or rank.
+    Raises `StateError` if that is of another size or rank.
     """
 
     def __init__(self, plan: Plan) -> None:

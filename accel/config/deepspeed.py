@@ -61,11 +61,7 @@ VARIABLES = {
 @final
 @dataclass(eq=False)
 class Selection:
-    """Which plugin is active; the plugins of one run share one.
-
-    Attributes:
-        active: the plugin that the next `prepare` uses; None: none is selected.
-    """
+    """The plugin that the next `prepare` uses (None: none); the plugins of one run share it."""
 
     active: DeepSpeedPlugin | None = None
 
@@ -430,11 +426,7 @@ class DeepSpeedPlugin:
 
 
 def share_selection(plugins: Sequence[DeepSpeedPlugin]) -> None:
-    """Let exactly one of the plugins of a run be active: the one that is selected, else the first.
-
-    Args:
-        plugins: of one run, at least one.
-    """
+    """Let exactly one plugin of a run be active: the one that is selected, else the first."""
     selection = Selection(next((one for one in plugins if one.selected), plugins[0]))
     for plugin in plugins:
         plugin._selection = selection

@@ -12,12 +12,8 @@ from accel.errors import Problems
 class Claims:
     """Merge DeepSpeed's configuration with the plugin's fields and the values of the run.
 
-    Attributes:
-        config: a copy of its nested dictionary.
-        problems: values that are given twice and differ.
-
-    Raises:
-        ConfigError: if the configuration cannot be read.
+    `problems` takes values that are given twice and differ. Raises `ConfigError` if the
+    configuration cannot be read.
     """
 
     def __init__(self, plugin: DeepSpeedPlugin) -> None:

@@ -165,14 +165,9 @@ def set_at(config: Config, key: str, value: object) -> None:
 
 
 def validate(config: Config, place: str) -> None:
-    """Remove sections that are None, and check keys and values.
+    """Remove sections of `config` that are None, in place, and check keys and values.
 
-    Args:
-        config: changed in place.
-        place: name of the configuration in messages.
-
-    Raises:
-        ConfigError: naming every unknown key and invalid value.
+    Raise a `ConfigError` that names every unknown key and invalid value, and `place`, its origin.
     """
     _drop_empty(config)
     ConfigError.raise_if(_config_problems(config, place))

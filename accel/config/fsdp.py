@@ -174,13 +174,9 @@ class FullyShardedDataParallelPlugin(ShardingSetters):
 
 
 def from_variables(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields that environment variables fill.
+    """Return the fields that environment variables fill, given without ``FSDP_``.
 
-    Args:
-        variables: name without ``FSDP_`` → text.
-
-    Raises:
-        ConfigError: naming each one whose text makes no sense.
+    Raise a `ConfigError` that names each one whose text makes no sense.
     """
     fields: dict[str, Any] = {}
     problems = Problems()

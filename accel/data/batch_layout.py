@@ -24,14 +24,11 @@ class SampleLayout:
 
     A tensor [B, ...] or a list of B entries is per sample if it has the length B of its batch in
     every batch of a pass. Everything else is not cut, and must be the same in batches that are
-    joined.
+    joined. `paths` are the parts with one entry per sample; () before the first batch.
 
     Args:
         batch_size: samples of a full batch; None: not known.
         collator: name of the function that makes the batches, for messages.
-
-    Attributes:
-        paths: the parts with one entry per sample; () before the first batch.
     """
 
     def __init__(self, batch_size: int | None = None, collator: str = "collate_fn") -> None:
@@ -42,11 +39,7 @@ class SampleLayout:
         self._used = False  # whether batches were joined or cut
 
     def read(self, batch: object) -> int:
-        """Take in the next batch of the pass and return its number of samples.
-
-        Raises:
-            ConfigError: if that is not known.
-        """
+        """Take in the next batch and return its number of samples; `ConfigError` if unknown."""
         if self.paths:
             size = self._known_size(batch)
             self._keep_paths(batch, size)
@@ -117,8 +110,7 @@ class SampleLayout:
     def join(self, batches: Sequence[object]) -> object:
         """Return nested data with the samples of all `batches`, in order.
 
-        Raises:
-            ConfigError: if they cannot be joined, or differ in what has no entry per sample.
+        Raise `ConfigError` if they cannot be joined, or differ in what has no entry per sample.
         """
         self._used = True
         return batches[0] if len(batches) == 1 else self._joined(batches, ())
@@ -180,8 +172,7 @@ class SampleLayout:
     ) -> tuple[object, int]:
         """Return a batch of `size` samples completed to a multiple of `multiple`, and its new size.
 
-        Args:
-            first: what `leaves` returned for the samples to repeat.
+        `first` is what `leaves` returned for the samples to repeat.
         """
         missing = -size % multiple
         if missing == 0:
@@ -226,11 +217,7 @@ def _changed(
 
 
 def batch_length(batch: object, batch_size: int | None = None) -> int:
-    """Return the number of samples of a batch; `batch_size` is that of a full one, if known.
-
-    Raises:
-        ConfigError: if the number is not known.
-    """
+    """Return the samples of a batch (a full one has `batch_size`); `ConfigError` if not known."""
     return SampleLayout(batch_size).read(batch)
 
 

@@ -14,14 +14,10 @@ from accel.errors import Problem
 
 
 class RoundReader:
-    """Makes rounds out of the batches of a pass.
+    """Makes rounds of `full_size` samples out of `per_round` batches of a pass each.
 
     Args:
-        layout: knows which parts of a batch have one entry per sample.
-        per_round: how many batches are joined.
-        full_size: samples of a full round.
-        num_processes: the samples of the last round are completed to a multiple of it.
-        even_batches: whether they are.
+        num_processes: with `even_batches`, the last round is completed to a multiple of it.
         drop_last: whether a round of too few batches is dropped.
     """
 

@@ -36,7 +36,6 @@ class Round:
     """The samples that all processes together compute on at the same time.
 
     Attributes:
-        batch: nested data of `size` samples.
         size: how many samples, those that only complete the round included.
         real: how many samples are no repetitions.
         following: how many samples the next round has; None if this is the last.
@@ -79,11 +78,7 @@ def send_round(comm: Communicator, rounds: Iterator[Round], device: torch.device
 
 
 def receive_round(comm: Communicator, device: torch.device) -> Round | None:
-    """Take the next round from the main process.
-
-    Raises:
-        StateError: if the main process failed to read it.
-    """
+    """Take the next round from the main process; `StateError` if it failed to read it."""
     (header,) = comm.broadcast_objects([None])
     if header is None:
         return None

@@ -431,8 +431,7 @@ _KINDS: dict[str, type[DataLoader[object]]] = {
 def stateful_class(kind: type[DataLoader[object]]) -> type[DataLoader[object]]:
     """Return the variant of a loader class of this module that is a `StatefulDataLoader`.
 
-    Raises:
-        MissingPackageError: if torchdata is not installed.
+    Raise `MissingPackageError` if torchdata is not installed.
     """
     require("torchdata", "use_stateful_dataloader=True", extra="stateful")
     names = [name for name, known in _KINDS.items() if known is kind]

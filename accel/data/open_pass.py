@@ -51,15 +51,10 @@ class Start:
 
 @dataclass(eq=False)
 class Pass:
-    """A pass under way, and the values of the pass around it, restored when it ends.
+    """A pass under way; other fields are values of the pass around it, restored when it ends.
 
     Attributes:
         epoch: its number.
-        end_of_dataloader: of the pass around it.
-        remainder: of the pass around it.
-        reading: of the pass around it.
-        started: of the pass around it, None where there is none.
-        at_end: of the pass around it.
         given: how many batches it gave.
         is_complete: whether it gave all its batches.
         others: the loaders that were read when it began, with the batches that they had given.

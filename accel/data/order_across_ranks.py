@@ -46,13 +46,8 @@ class AgreedSampler(SameBatchSize, BatchSampler):  # type: ignore[misc, override
 
     For samplers that may draw differently on each rank. They are drawn at the start of a pass and
     broadcast in one collective (without a length: in one for each 4096 entries). The length is rank
-    0's, as it was when the loader was prepared, or at the start of the last pass.
-
-    Args:
-        batch_sampler: a sampler, or a batch sampler, of whose order nothing is known.
-        order: the loader's.
-        comm: that of the run.
-        num_samples: samples of the data set; None: not known.
+    0's, as it was when the loader was prepared, or at the start of the last pass. `num_samples` of
+    the data set is None where it is not known.
     """
 
     def __init__(
@@ -170,11 +165,7 @@ def shard_problems(
 
 
 class UnshardedSampler(Sampler[int]):
-    """The indices of a `DistributedSampler` over all its ranks, in its order.
-
-    Args:
-        sampler: the caller's; its `set_epoch` still decides the order.
-    """
+    """Indices of a `DistributedSampler` over all ranks; its `set_epoch` decides the order."""
 
     same_on_every_rank = True
 
@@ -234,8 +225,7 @@ def unshardable_problems(
 def agreed_seed(comm: Communicator, seed: int, loader: DataLoader[object], sampler: Sized) -> int:
     """Return rank 0's seed, in one collective.
 
-    Raises:
-        ConfigError: if ranks draw from different data, so that one order cannot serve them all.
+    Raise `ConfigError` if ranks draw from different data, so that one order cannot serve them all.
     """
     if comm.world_size == 1:
         return seed
@@ -303,10 +293,8 @@ class Ordering:
     def of(self, loader: DataLoader[object]) -> tuple[Any, Order]:
         """Return the index sampler of `loader`, the same on every process, and its order.
 
-        The caller's own objects are left as they are.
-
-        Raises:
-            ConfigError: if the sampler shards already, or differs between ranks.
+        The caller's own objects are left as they are. Raise `ConfigError` if the sampler shards
+        already, or differs between ranks.
         """
         outer = index_sampler(loader)
         if isinstance(loader.dataset, IterableDataset):

@@ -156,10 +156,9 @@ def prepare_data_loader(
 
 
 def prepare_for(plan: Plan, loader: DataLoader[Any], **options: Any) -> Any:
-    """Return a loader that yields this rank's batches of a run, whose configuration is `plan`.
+    """Return a loader that yields this rank's batches of the run of `plan`.
 
-    Args:
-        options: arguments of `prepare_data_loader` that the plan does not decide.
+    `options` are arguments of `prepare_data_loader` that the plan does not decide.
     """
     if isinstance(loader, PreparedLoader):
         return loader

@@ -365,12 +365,7 @@ class SamplerShard(Sampler[int]):
     """The entries of one process out of those of a sampler that yields single indices.
 
     For loaders that do not batch (``batch_size=None``): each entry counts as a batch of one.
-
-    Args:
-        sampler: yields indices.
-        num_processes: number of shards.
-        process_index: which of them this one is.
-        even_batches: whether the last round is completed from the beginning.
+    `even_batches`: the last round is completed from the beginning.
     """
 
     def __init__(

@@ -46,10 +46,8 @@ def declared_alike(dataset: object) -> bool:
 def check_dispatched(comm: Communicator, dataset: object) -> None:
     """Warn of a stream that the main process reads for all, and that shards by rank itself.
 
-    In one collective; nothing is read of the stream.
-
-    Raises:
-        ConfigError: if it is a data set of Hugging Face that is split by node.
+    In one collective; nothing is read of the stream. Raise `ConfigError` if it is a data set of
+    Hugging Face that is split by node.
     """
     if comm.world_size == 1:
         return
@@ -215,10 +213,7 @@ def shards_by_worker(dataset: object, depth: int = _DEPTH) -> bool | None:
 
     It does by an attribute `shards_by_worker`. Data pipes of torch are sharded by torch, data sets
     that count their shards (`num_shards` of Hugging Face) by themselves. A data set around others
-    that declares nothing itself divides its samples if all of them do.
-
-    Returns:
-        None where it is not known.
+    that declares nothing itself divides its samples if all of them do. None: it is not known.
     """
     declared = getattr(dataset, "shards_by_worker", None)
     if declared is not None:
@@ -247,10 +242,7 @@ def _sources(value: object, depth: int) -> Iterator[object]:
 def first_round(comm: Communicator, loader: DataLoader[object]) -> FirstRound | None:
     """Return what takes note of the samples that a stream yields first, None if nothing is to.
 
-    Warns of a stream that shards by rank in its own code; nothing is exchanged.
-
-    Raises:
-        ConfigError: if it is a data set of Hugging Face that is split by node.
+    Warns and raises as `check_dispatched` does, but nothing is exchanged.
     """
     if comm.world_size == 1:
         return None

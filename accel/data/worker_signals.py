@@ -43,11 +43,9 @@ def handled_here() -> tuple[signal.Signals, ...]:
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """The `worker_init_fn` of a worker that outlives the stop signals of its training process.
+    """The `worker_init_fn` of a worker that ignores the signals `handled` by its training process.
 
-    Args:
-        handled: signals that the training process handles; the worker ignores them.
-        then: the user's own `worker_init_fn`, called last; what it sets stays.
+    The user's own one, `then`, is called last; what it sets stays.
     """
 
     handled: tuple[signal.Signals, ...]

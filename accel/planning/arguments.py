@@ -23,10 +23,9 @@ from accel.strategies.table import plugins
 
 @dataclass
 class Arguments:
-    """What a caller asks for: the arguments of `Accelerator` that decide how a run is set up.
+    """The arguments of `Accelerator` that decide how a run is set up.
 
-    Args: those of `Accelerator`, and
-        plugins: plugins of strategies, by the argument that each one is given in.
+    `plugins` are those of strategies, by the argument that each one is given in.
     """
 
     device_placement: bool = True

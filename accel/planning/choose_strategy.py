@@ -20,12 +20,7 @@ from accel.strategies.table import plugins, specs
 
 @dataclass(frozen=True)
 class Choice:
-    """The strategy of a run.
-
-    Attributes:
-        spec: the strategy.
-        plugins: those that are on, by name; of several strategies where a request is wrong.
-    """
+    """The strategy of a run, and the plugins that are on; of several where a request is wrong."""
 
     spec: StrategySpec
     plugins: Plugins

@@ -55,10 +55,8 @@ class Plan:
     Attributes:
         device_type: kind of device, "cpu", "cuda", ….
         device: where this process computes.
-        rank: index of this process among all.
-        local_rank: index on its node.
-        world_size: number of processes.
-        local_world_size: number of processes on this node.
+        rank, world_size: index of this process among all, and their number.
+        local_rank, local_world_size: the same on its node.
         backend: backend of the process group; None for one process.
         strategy: what headers, manifests and messages call the strategy.
         spec: the strategy, as its room describes it.
@@ -67,13 +65,8 @@ class Plan:
         parallelism: the sizes of axes that were requested; None: none were.
         distributed_type: what is reported to the user.
         mixed_precision: a value of `PrecisionType`.
-        autocast: behaviour of autocast.
         scaler: behaviour of fp16's gradient scaler.
-        ddp: how models are wrapped in DDP.
-        init: how the process group is initialised.
-        profile: how the profiler records.
-        dataloader: how prepared loaders behave.
-        accumulation: accumulation; `num_steps` is a number.
+        accumulation: `num_steps` is a number.
         project: where states and logs go.
         dynamo: compilation.
         device_placement: whether prepared objects and batches are moved to the device.
@@ -121,10 +114,6 @@ class Plan:
 
 def resolve(arguments: Arguments, environment: Environment) -> Plan:
     """Decide how a run is set up. Pure but for asking which devices there are.
-
-    Args:
-        arguments: what the caller asks for.
-        environment: what the launcher and the person set.
 
     Raises:
         ConfigError: naming everything that contradicts itself or the machine.

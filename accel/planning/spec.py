@@ -76,8 +76,7 @@ class PluginSpec:
     def resolved(self, given: object, environment: Environment) -> object:
         """Return the plugin, filled from the environment; `given` is None where its switch is on.
 
-        Raises:
-            ConfigError: naming every value that makes no sense.
+        Raise a `ConfigError` that names every value that makes no sense.
         """
         if self.read is not None:
             return self.read(given, self.variables(environment))
@@ -101,12 +100,7 @@ def require_kind(where: str, given: object, kind: type[Plugin]) -> Plugin:
 class Request:
     """What a strategy is to do, resolved as far as it does not depend on the strategy.
 
-    Attributes:
-        plugins: those of the strategy that are on, by name.
-        environment: the snapshot that the request was made from.
-        device_type: kind of device, "cpu", "cuda", ….
-        mixed_precision: a value of `PrecisionType`.
-        dynamo: compilation.
+    `plugins` are those of the strategy that are on, by name; other fields are as of `Plan`.
     """
 
     plugins: Plugins

@@ -109,10 +109,8 @@ class StepScaler(torch.amp.GradScaler):
     def step_unless_overflow(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step `optimizer` unless its gradients overflowed; return whether they did.
 
-        Reads one flag from the device. An optimizer without gradients is stepped as it is.
-
-        Raises:
-            StateError: if there are gradients, and no loss was scaled since its last step, or ever.
+        Reads one flag from the device. An optimizer without gradients is stepped as it is. Raise
+        `StateError` if there are gradients, and no loss was scaled since its last step, or ever.
         """
         if self._scale is None or id(optimizer) in self._stepped:
             if has_gradients(optimizer):

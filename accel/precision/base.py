@@ -17,12 +17,7 @@ COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Full precision: no autocast.
-
-    Attributes:
-        name: a value of `PrecisionType`.
-        dtype: what matrix products compute in under autocast, or None.
-    """
+    """Full precision. `dtype` is that of matrix products under autocast; None: no autocast."""
 
     name = "no"
     dtype: torch.dtype | None = None

@@ -42,11 +42,7 @@ Batch = TypeVar("Batch")
 
 
 class Accumulation(Protocol):
-    """What `Strategy.forward_backward` needs of the run's gradient accumulation.
-
-    Attributes:
-        device_placement: whether micro-batches are moved to the device.
-    """
+    """What `Strategy.forward_backward` needs of the run's gradient accumulation."""
 
     device_placement: bool
 
@@ -62,8 +58,7 @@ class Accumulation(Protocol):
 class Sync:
     """When gradients are synchronized over data-parallel ranks; for one process, never.
 
-    Attributes:
-        joins_uneven: whether `join` lets ranks see different numbers of batches.
+    `joins_uneven`: whether `join` lets ranks see different numbers of batches.
     """
 
     joins_uneven: ClassVar[bool] = False
@@ -84,9 +79,8 @@ class Sync:
 class Gradients:
     """Scaling and clipping of gradients, and the tensors that optimizers step.
 
-    Attributes:
-        scaler: scales losses under fp16, and skips steps whose gradients overflowed; None: nothing
-            does.
+    `scaler` scales losses under fp16, and skips steps whose gradients overflowed; None: nothing
+    does.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -99,8 +93,7 @@ class Gradients:
     def admit(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors that an optimizer steps for `parameters` that are added to it.
 
-        Raises:
-            ConfigError: if they would be trained wrongly.
+        Raise `ConfigError` if they would be trained wrongly.
         """
         return self.stepped(parameters)
 
@@ -324,11 +317,7 @@ def make_scaler(plan: Plan) -> StepScaler | None:
 
 
 def strategy_class(spec: StrategySpec) -> type[Strategy]:
-    """Import and return the class of a strategy.
-
-    Raises:
-        ConfigError: if `spec.place` leads to none.
-    """
+    """Import and return the class of a strategy; `ConfigError` if `spec.place` leads to none."""
     try:
         found = load_attribute(spec.place)
         if isinstance(found, type) and issubclass(found, Strategy):

@@ -75,11 +75,7 @@ def is_on(plugin: TorchDynamoPlugin) -> bool:
 
 
 def compile_arguments(plugin: TorchDynamoPlugin) -> dict[str, Any]:
-    """Return the arguments of `torch.compile` that `plugin` stands for.
-
-    Raises:
-        ConfigError: if torch does not have the backend here.
-    """
+    """Return the plugin's `torch.compile` arguments; `ConfigError` if torch lacks the backend."""
     known = torch.compiler.list_backends(exclude_tags=())
     backend = str(plugin.backend)
     if backend not in known:

@@ -85,8 +85,7 @@ class DDPSync(Sync):
     def trigger(self, model: torch.nn.Module) -> Iterator[None]:
         """Reduce gradients in the next backward, though the forward ran under `no_sync`.
 
-        Raises:
-            ConfigError: with `find_unused_parameters`, which needs the outputs of the forward.
+        Raise `ConfigError` with `find_unused_parameters`, which needs the outputs of the forward.
         """
         if not isinstance(model, DistributedDataParallel):
             yield
@@ -111,8 +110,7 @@ class DDPSync(Sync):
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[None]:
         """Return a context in which ranks that run out of batches shadow the others.
 
-        Raises:
-            ConfigError: if there is nothing to join, or something that cannot be joined.
+        Raise `ConfigError` if there is nothing to join, or something that cannot be joined.
 
         Source: https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
         """

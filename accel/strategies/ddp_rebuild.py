@@ -54,8 +54,7 @@ class FollowTrainable:
     def check(self, model: DistributedDataParallel) -> None:
         """Rebuild the reducer of `model` if it trains other parameters than the reducer knows.
 
-        Raises:
-            ConfigError: where that cannot be: other ranks have run out of batches already.
+        Raise `ConfigError` where that cannot be: other ranks have run out of batches already.
         """
         if torch.compiler.is_compiling():
             return

@@ -34,8 +34,7 @@ STRATEGIES = (
 def specs() -> tuple[StrategySpec, ...]:
     """Return the specs of all strategies, ours first.
 
-    Raises:
-        ConfigError: naming every entry point that leads to no spec, or to a name that is taken.
+    Raise a `ConfigError` that names every entry point that leads to no spec, or to a taken name.
     """
     found: list[StrategySpec] = [load_attribute(place) for place in STRATEGIES]
     problems: list[Problem] = []

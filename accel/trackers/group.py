@@ -21,13 +21,8 @@ logger = get_logger(__name__)
 class TrackerGroup:
     """Trackers of a run. A tracker that logs only on the main process exists only there.
 
-    Args:
-        log_with: the chosen trackers: classes, or instances of the caller's own.
-        logging_dir: folder of those that want one.
-        is_main_process: whether this is process 0.
-
-    Attributes:
-        trackers: those that `init_trackers` opened.
+    `log_with` are classes, or instances of the caller's own; `trackers` are those that
+    `init_trackers` opened.
     """
 
     def __init__(

@@ -38,10 +38,7 @@ def running(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Iterator[Ac
 def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Accelerator:
     """Return the engine that a recipe describes.
 
-    Args:
-        recipe: the frozen recipe.
-        run_dir: folder of states and logs, where `checkpoint.project` names none.
-        batch_plan: the derived batch arithmetic; gives the accumulation steps.
+    States and logs go to `run_dir`, where `checkpoint.project` names no folder.
 
     Raises:
         ConfigError: if what is asked for contradicts itself or the machine.
@@ -57,12 +54,7 @@ def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Ac
 
 
 def arguments(recipe: Recipe, batch_plan: BatchPlan | None) -> dict[str, Any]:
-    """Return the arguments of `Accelerator` that decide how a run is set up.
-
-    Args:
-        recipe: the recipe.
-        batch_plan: the derived batch arithmetic; None: it is not known.
-    """
+    """Return the arguments of `Accelerator` for a run; `batch_plan` is None where not known."""
     plugins = list(recipe.plugins.values())
     accumulation = recipe.trainer.accumulation
     if batch_plan is not None:

@@ -1,7 +1,4 @@
-"""The factory that a node of a recipe names, with its arguments, checked.
-
-Free of torch until a factory is called.
-"""
+"""The factory that a node of a recipe names, checked. Free of torch until a factory is called."""
 
 from __future__ import annotations
 
@@ -19,14 +16,9 @@ from runner.factories.registry import Registry
 
 @dataclass(frozen=True)
 class Factory:
-    """The factory that a node of a recipe names, and its arguments.
+    """The factory that the node `key` of a recipe names, and its arguments as plain containers.
 
-    Attributes:
-        key: the node.
-        label: name of the factory in messages.
-        by_name: whether it comes from the registry.
-        function: the factory.
-        arguments: by name, as plain containers.
+    `label` names it in messages; `by_name`: it comes from the registry.
     """
 
     key: str

@@ -25,12 +25,7 @@ SIMILAR = 0.85  # from which a method's name is taken for a misspelt one
 
 
 def check(key: str, place: str, value: object) -> None:
-    """Raise if a factory returned the wrong kind of object for its node.
-
-    Args:
-        key: the node: "model", "data", …, "callbacks.<name>".
-        place: how the factory is named in the recipe.
-        value: the returned object.
+    """Raise if the factory `place` returned the wrong kind of object for the node `key`.
 
     Raises:
         ConfigError: naming everything that is wrong with it.

@@ -32,13 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Parts:
-    """What a recipe builds besides the engine.
-
-    Attributes:
-        step: owns models and optimizers.
-        data: the data sets.
-        callbacks: by name, in the recipe's order.
-    """
+    """What a recipe builds besides the engine; callbacks are by name, in the recipe's order."""
 
     step: Step
     data: Data
@@ -104,7 +98,9 @@ def _check_plan(recipe: Recipe) -> None:
     except ConfigError:  # reported beside this one
         batch_plan = None
     with of_the_recipe():
-        strategy_class(resolve(Arguments.of(arguments(recipe, batch_plan)), here).spec)
+        spec = resolve(Arguments.of(arguments(recipe, batch_plan)), here).spec
+        if not spec.place.startswith("accel."):  # ours takes a second, and the workers load it
+            strategy_class(spec)
 
 
 def _check_states_folder(recipe: Recipe) -> None:
@@ -188,11 +184,8 @@ def build_parts(
 ) -> Parts:
     """Build the step with its models and optimizers, the data sets and the callbacks.
 
-    The weights are drawn from torch's generator: seed it first.
-
-    Args:
-        recipe: what to build.
-        around_model: entered to build the recipe's model; None: nothing is.
+    The weights are drawn from torch's generator: seed it first. The recipe's model is built inside
+    `around_model`.
 
     Raises:
         ConfigError: if a factory or an argument is wrong.
@@ -213,12 +206,7 @@ def build_data(recipe: Recipe) -> Data:
 
 
 def build_step(recipe: Recipe, around_model: AbstractContextManager[object] | None = None) -> Step:
-    """Build the step with its models and optimizers.
-
-    Args:
-        recipe: what to build.
-        around_model: entered to build the recipe's model; None: nothing is.
-    """
+    """Build the step with its models and optimizers; the recipe's model inside `around_model`."""
     step = _part(recipe, "step")
     wanted = signatures.read(step.function)
     around = {"model": around_model or nullcontext()}

@@ -8,11 +8,9 @@ from accel.errors import ConfigError, Problem
 
 
 def check(node: str, **limits: tuple[float, float, float]) -> None:
-    """Raise if a number is outside of its range.
+    """Raise if an argument of a node is outside of its range.
 
-    Args:
-        node: the recipe's node.
-        limits: by argument: (value, least, most), both allowed; infinite: no such limit.
+    Each is given as (value, least, most), both allowed; an infinite one is no limit.
 
     Raises:
         ConfigError: naming every such number.

@@ -129,12 +129,7 @@ def _to_tensor(text: bytes) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions and normalised queries and keys.
-
-    Args:
-        dim: D.
-        num_heads: H.
-    """
+    """Causal self-attention with rotary positions and normalised queries and keys."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -159,11 +154,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a squared ReLU between them.
-
-    Args:
-        dim: D.
-        hidden: size between the layers.
+    """Two linear layers, from D to `hidden` and back, with a squared ReLU between them.
 
     Source: D. So et al., Primer, arXiv:2109.08668 (squared ReLU).
     """
@@ -181,10 +172,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each normalised before and added to the residual stream.
 
-    Args:
-        dim: D.
-        num_heads: H.
-        expansion: hidden size of the MLP over D.
+    The hidden size of the MLP is `expansion` × D.
     """
 
     def __init__(self, dim: int, num_heads: int, expansion: int) -> None:
@@ -201,14 +189,7 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """A decoder-only transformer over byte values, for contexts of any length.
-
-    Args:
-        dim: D.
-        num_layers: number of blocks.
-        num_heads: H.
-        expansion: hidden size of the MLP over D.
-    """
+    """A decoder-only transformer over byte values, for contexts of any length; see `byte_gpt`."""
 
     # Modules that no strategy splits across devices.
     _no_split_modules = ("Block",)

@@ -33,12 +33,8 @@ MAX_ZOOM = 0.1
 class RandomVariants(Dataset[tuple[Tensor, Tensor]]):
     """Images of which each visit draws one variant, from Python's generator.
 
-    The variants are made once, for all images together: to warp 64 pixels at each visit costs more
-    than a training step.
-
-    Args:
-        variants: [K, N, 1, 8, 8].
-        labels: [N] int64.
+    The variants [K, N, 1, 8, 8] are made once, for all images together: to warp 64 pixels at each
+    visit costs more than a training step. Labels are [N] int64.
     """
 
     def __init__(self, variants: Tensor, labels: Tensor) -> None:
@@ -104,14 +100,9 @@ def _load_split(seed: int) -> tuple[Tensor, Tensor, list[Tensor]]:
 
 
 def warp(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Return each image rotated, scaled and shifted by amounts drawn from `generator`.
+    """Return each image rotated, scaled and shifted by amounts drawn from a generator of the CPU.
 
-    Args:
-        images: [N, 1, H, W].
-        generator: of the CPU.
-
-    Returns:
-        [N, 1, H, W], bilinear, zero outside the image.
+    Images are [N, 1, H, W]; the sampling is bilinear, and zero outside the image.
     """
     count, _, _, width = images.shape
 
@@ -128,14 +119,9 @@ def warp(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class CNN(nn.Module):
-    """Three convolutions and a linear layer.
+    """Three convolutions and a linear layer; for the arguments see `cnn`.
 
     There is no batch normalisation: a result must not depend on how processes share a batch.
-
-    Args:
-        width: channels of the first two convolutions; the third has twice as many.
-        dropout: probability that a feature is dropped before the last layer.
-        num_classes: C.
     """
 
     def __init__(self, width: int, dropout: float, num_classes: int) -> None:

@@ -27,13 +27,7 @@ if TYPE_CHECKING:
 
 
 class Generator(nn.Module):
-    """Makes images from noise: [B, L] to [B, 1, S, S] in [0, 1].
-
-    Args:
-        latent: L.
-        width: size of the two hidden layers.
-        image_size: S.
-    """
+    """Makes images from noise, by two hidden layers: [B, L] to [B, 1, S, S] in [0, 1]."""
 
     def __init__(self, latent: int, width: int, image_size: int) -> None:
         super().__init__()
@@ -55,9 +49,7 @@ class Generator(nn.Module):
 class Discriminator(nn.Module):
     """Tells real images from made ones: [B, 1, S, S] to logits [B], positive for real.
 
-    Args:
-        width: size of the two hidden layers.
-        image_size: S.
+    It has two hidden layers of size `width`.
     """
 
     def __init__(self, width: int, image_size: int) -> None:
@@ -242,9 +234,7 @@ def _noise_of(image: Tensor, latent: int) -> Tensor:
 def frechet_distance(first: Tensor, second: Tensor) -> float:
     """Return the squared Fréchet distance between Gaussians with the moments of two samples.
 
-    Args:
-        first: [N, P] float64.
-        second: [M, P] float64.
+    The samples are [N, P] and [M, P] float64.
 
     Source: M. Heusel et al., arXiv:1706.08500, eq. 6; here on pixels, without a network between.
     """
@@ -260,13 +250,8 @@ def frechet_distance(first: Tensor, second: Tensor) -> float:
 def neighbour_accuracy(first: Tensor, second: Tensor) -> float:
     """Return how often a sample's nearest neighbour, itself left out, comes from the same set.
 
-    Args:
-        first: [N, P].
-        second: [M, P].
-
-    Returns:
-        About 0.5 where equally large sets cannot be told apart, 1.0 where they always can; less
-        than 0.5 where one copies the other.
+    For sets [N, P] and [M, P] that is about 0.5 where equally large ones cannot be told apart, 1.0
+    where they always can; less than 0.5 where one copies the other.
 
     Source: D. Lopez-Paz and M. Oquab, Revisiting Classifier Two-Sample Tests, arXiv:1610.06545.
     """

@@ -16,11 +16,7 @@ INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
 class ParserExit(Exception):
-    """A subcommand's parser has printed its help or an error, and wants to exit.
-
-    Attributes:
-        code: the exit code.
-    """
+    """A subcommand's parser has printed its help or an error, and wants to exit with `code`."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)

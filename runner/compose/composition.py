@@ -1,7 +1,4 @@
-"""From a command line to the recipe of a run: of a new run, or of one that is resumed.
-
-Free of torch.
-"""
+"""From a command line to the recipe of a new or a resumed run. Free of torch."""
 
 from __future__ import annotations
 
@@ -23,16 +20,11 @@ from runner.run_dir.job import Job
 
 @dataclass(frozen=True)
 class Examined:
-    """A recipe, as far as it could be built.
+    """A recipe, as far as it could be built: with defaults for the nodes that have problems.
 
-    Attributes:
-        recipe: with defaults for the nodes that have problems.
-        problems: everything wrong with it.
-        overrides: of the command line.
-        config_name: the primary file.
-        composed: whether there is anything to check further; False where composing failed.
-        origin: `directory.fingerprint` of a run to resume; None for a new one.
-        auto: whether `resume=auto` has found that run.
+    Where composing failed, `composed` is False, and there is nothing to check further. `origin` is
+    the `directory.fingerprint` of a run to resume, None for a new one; `auto`: `resume=auto` has
+    found that run.
     """
 
     recipe: Recipe
@@ -45,12 +37,9 @@ class Examined:
 
 
 def new_run(overrides: Sequence[str], config_name: str, number: int = 0) -> Examined:
-    """Compose a recipe from `conf/` and overrides, inside a session.
+    """Compose a recipe from `conf/` and overrides without sweeps, inside a session.
 
-    Args:
-        overrides: as on the command line, no sweeps.
-        config_name: the primary file.
-        number: index of the job in a sweep.
+    `number` is the index of the job in a sweep.
     """
     config, problems = diagnose.examine(overrides, config_name, number)
     try:
@@ -76,12 +65,8 @@ def resumed(run_dir: str | Path, overrides: Sequence[str] = (), *, trains: bool 
     """Return the recipe with which a run is resumed: its frozen one, with the new overrides.
 
     Later changes of files in `conf/` are ignored: only values that the new overrides change are
-    taken from them. Call it inside a session.
-
-    Args:
-        run_dir: the run.
-        overrides: of the new command line, without `resume`.
-        trains: whether it is to be trained further, which some keys must not change for.
+    taken from them. Call it inside a session. Overrides come without `resume`; where the run
+    `trains` further, some keys must not change.
 
     Raises:
         ConfigError: if the directory is no run.

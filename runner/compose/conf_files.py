@@ -112,11 +112,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def wrong_keys(name: str) -> list[Problem]:
-    """Return a problem for each key of a file that no recipe has.
-
-    Args:
-        name: of the file below its folder: "experiment/own".
-    """
+    """Return a problem for each key of a file (such as "experiment/own") that no recipe has."""
     path = file_of(name)
     if path is None:
         return []

@@ -120,14 +120,9 @@ def explain(
 def applied(
     overrides: Sequence[str], plain: Mapping[str, object]
 ) -> tuple[DictConfig, list[Problem]]:
-    """Set values in a recipe, inside a session.
+    """Set values in a recipe, inside a session; return it with all that is right, and the problems.
 
-    Args:
-        overrides: of values, no choices of files.
-        plain: the recipe as plain containers.
-
-    Returns:
-        The recipe with all that is right, and the problems.
+    The overrides are of values, no choices of files.
     """
     config = OmegaConf.merge(hydra_setup.schema(), plain)
     assert isinstance(config, DictConfig)

@@ -1,7 +1,4 @@
-"""Composing recipes with Hydra: the schema, the search path, and forbidden settings.
-
-Free of torch.
-"""
+"""Composing recipes with Hydra: schema, search path, forbidden settings. Free of torch."""
 
 from __future__ import annotations
 
@@ -102,15 +99,10 @@ def session() -> Iterator[None]:
 
 
 def compose(overrides: Sequence[str], config_name: str = PRIMARY, number: int = 0) -> DictConfig:
-    """Compose a recipe inside a `session`.
+    """Compose a recipe from overrides without sweeps, inside a `session`.
 
-    Args:
-        overrides: as on the command line, no sweeps.
-        config_name: the primary file.
-        number: index of the job in a sweep, which `${hydra:job.num}` gives.
-
-    Returns:
-        The recipe, without Hydra's own node, which `${hydra:…}` can be resolved with.
+    It lacks Hydra's own node, with which `${hydra:…}` can still be resolved: `${hydra:job.num}` is
+    `number`.
 
     Raises:
         ConfigError: if a file of the project is shadowed, or Hydra's own node is tampered with.

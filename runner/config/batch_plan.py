@@ -53,11 +53,8 @@ def plan_batches(
 ) -> BatchPlan:
     """Derive the batch arithmetic of a run.
 
-    Args:
-        trainer: the node of the recipe.
-        dp_size: data-parallel size.
-        num_samples: samples of the training data; None: not known (yet).
-        position: where the run is resumed, maybe with epochs of another length; None: at its start.
+    `num_samples` of the training data is None where it is not known (yet). `position` is where the
+    run is resumed, maybe with epochs of another length; None: at its start.
 
     Raises:
         ConfigError: naming every size that does not divide or leaves no step, with valid ones.

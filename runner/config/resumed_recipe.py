@@ -26,12 +26,7 @@ SAME_RUN = (*LIMITS, *ELSEWHERE)
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a key of the recipe cannot change when a run is resumed.
-
-    Attributes:
-        rule: why, with the value that the run has for ``{before}``.
-        remedy: what to do instead.
-    """
+    """Why a key cannot change when a run is resumed; ``{before}`` is the value that the run has."""
 
     rule: str
     remedy: str
@@ -118,13 +113,8 @@ def refusals(frozen: Mapping[str, object], changed: Mapping[str, object]) -> lis
 def carry_over(frozen: object, before: object, after: object) -> Any:
     """Return `frozen` with what differs between `before` and `after` taken from `after`.
 
-    A run goes on with the recipe it was started with, even if files of `conf/` have changed since.
-    New overrides may choose whole groups, so what they mean is read off two compositions.
-
-    Args:
-        frozen: the recipe of the run, as plain containers.
-        before: today's composition of the run's own overrides.
-        after: today's composition of those and the new ones.
+    These are today's compositions of the run's own overrides, and of those and the new ones, which
+    may choose whole groups. Other changes of files in `conf/` are ignored.
     """
     if before == after:
         return frozen
@@ -148,11 +138,6 @@ def imposed(changed: Mapping[str, Any], after: object, keys: Iterable[str]) -> M
 
     `carry_over` keeps what two compositions of today have in common; a key that the new command
     line names has the value that it names, also where today's files say the same.
-
-    Args:
-        changed: what `carry_over` returned.
-        after: today's composition of all overrides.
-        keys: those of the new overrides.
     """
     for key in keys:
         *parents, leaf = key.split(".")
@@ -177,10 +162,7 @@ def absolute(path: str | None, cwd: str | os.PathLike[str]) -> str | None:
 def same_places(there: object, cwd: str, here: object) -> Any:
     """Return `here` with each folder that is the same one as in `there` written as there.
 
-    Args:
-        there: the recipe of a run, as plain containers.
-        cwd: where that run was started: its relative folders are seen from there.
-        here: another recipe; its relative folders are seen from the working directory.
+    Relative folders of `there` are seen from `cwd`, those of `here` from the working directory.
     """
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         result = dict(here)
@@ -210,11 +192,8 @@ def differences(
 ) -> list[tuple[str, object, object]]:
     """Return (dotted key, value there, value here) of what two recipes do not have in common.
 
-    Args:
-        there: a recipe as plain containers, or a part of one.
-        here: another.
-        but_for: keys that do not count, with everything below them.
-        key: where the part lies in the recipe.
+    They are plain containers, or the parts of recipes at `key`. Keys of `but_for`, and everything
+    below them, do not count.
     """
     if there == here or key in but_for:
         return []

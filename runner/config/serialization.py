@@ -23,10 +23,7 @@ CALLABLES = (
 
 
 def from_plain(plain: Mapping[str, object]) -> Recipe:
-    """Build a recipe from plain containers whose types are right.
-
-    Args:
-        plain: as `to_plain` returns it; missing keys take the schema's default.
+    """Build a recipe from plain containers whose types are right; missing keys take the defaults.
 
     Raises:
         ConfigError: naming every unknown key and every value that is not allowed.

@@ -129,12 +129,7 @@ def missing_packages() -> list[Problem]:
 
 
 def distrust(name: str, key: str) -> Problem | None:
-    """Return the problem with a dotted name in a recipe, or None if it may be imported.
-
-    Args:
-        name: ``package.module.attribute``.
-        key: where the recipe names it.
-    """
+    """Return the problem with a dotted name at `key` of a recipe, or None if it may be imported."""
     parts = name.split(".")
     package = parts[0]
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):

@@ -76,9 +76,7 @@ def _tag(text: str) -> str:
 def problems_of(path: Path, prefix: str) -> Iterator[Problem]:
     """Yield text keys of a file of `conf/` whose value YAML does not read as text.
 
-    Args:
-        path: the file.
-        prefix: where its keys stand in a recipe, e.g. "tracker."; empty: at the top.
+    `prefix` is where its keys stand in a recipe, e.g. "tracker."; empty: at the top.
     """
     with path.open(encoding="utf-8") as file:
         root = yaml.compose(file, Loader=get_yaml_loader())

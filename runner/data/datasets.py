@@ -79,12 +79,8 @@ class SeededDataset(Dataset[object]):
     """A map-style data set whose random draws are a function of (seed, epoch, index).
 
     It is indexed by (epoch, index), so that persistent workers learn the epoch, or by an index of
-    epoch 0.
-
-    Args:
-        dataset: the data set; if it has `set_epoch`, that is called before each new epoch is read.
-        seed: the seed.
-        seed_samples: whether the generators are seeded for each sample.
+    epoch 0. If `dataset` has `set_epoch`, that is called before each new epoch is read. With
+    `seed_samples` the generators are seeded for each sample.
     """
 
     def __init__(self, dataset: Any, seed: int, seed_samples: bool = True) -> None:
@@ -131,13 +127,8 @@ class SeededDataset(Dataset[object]):
 class SeededStream(IterableDataset[object]):
     """An iterable data set whose random draws are a function of (seed, epoch, position).
 
-    Args:
-        dataset: the stream; read in one process, in its own order.
-        seed: the seed.
-        seed_samples: whether the generators are seeded for each sample.
-
-    Attributes:
-        skip: how many samples the next pass reads and drops.
+    The stream is read in one process, in its own order; the next pass reads and drops `skip`
+    samples. With `seed_samples` the generators are seeded for each sample.
     """
 
     def __init__(self, dataset: Any, seed: int, seed_samples: bool = True) -> None:
@@ -184,12 +175,7 @@ class SeededStream(IterableDataset[object]):
 
 
 class ReplayedRandomSampler(RandomSampler):
-    """Torch's random sampler, whose order in epoch e is its (e + 1)-th draw from one generator.
-
-    Args:
-        data_source: the data set.
-        seed: the seed of the generator.
-    """
+    """Torch's random sampler, whose order in epoch e is its (e + 1)-th draw from one generator."""
 
     def __init__(self, data_source: Sized, seed: int) -> None:
         super().__init__(data_source, generator=torch.Generator())
@@ -291,14 +277,8 @@ def make_loader(
     """Return torch's loader as the `dataloader` node describes it.
 
     It has a generator of its own, so that making an iterator never draws from the one that training
-    draws from.
-
-    Args:
-        dataset: the data set.
-        config: the node.
-        device_type: where batches go; they are page-locked for accelerators unless the node says.
-        collate_fn: joins samples into a batch; None: torch's default.
-        kwargs: batch size and samplers.
+    draws from. Batches are page-locked for accelerators unless the node says. `kwargs` are the
+    batch size and samplers.
     """
     pinned = device_type not in ("cpu", "mps") if config.pin_memory is None else config.pin_memory
     return DataLoader(

@@ -35,9 +35,7 @@ class MicroBatch:
 class OnDevice(Sequence[MicroBatch]):
     """Micro-batches that lie on the host, and move to the device one at a time, when they are read.
 
-    Args:
-        on_host: the micro-batches.
-        device: where they are computed; copies to an accelerator are not waited for.
+    Copies to an accelerator are not waited for.
     """
 
     def __init__(self, on_host: Sequence[MicroBatch], device: torch.device) -> None:
@@ -80,12 +78,9 @@ class Window:
 def with_last(
     windows: Iterator[Window], num_before: int, num_windows: int | None
 ) -> Iterator[tuple[Window, bool]]:
-    """Yield each window and whether it is the last of its epoch.
+    """Yield each window, from `num_before` on, and whether it is the last of its epoch.
 
-    Args:
-        windows: of one epoch, from `num_before` on.
-        num_before: how many of the epoch were skipped.
-        num_windows: how many the epoch has; None: unknown, so each is fetched one ahead.
+    Where `num_windows` of the epoch is None (unknown), each is fetched one ahead.
     """
     if num_windows is not None:
         for number, window in enumerate(windows, start=num_before + 1):

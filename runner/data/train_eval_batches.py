@@ -38,16 +38,8 @@ class TrainBatches:
 
     The samples of step k of an epoch are the same on any number of processes and loader workers. On
     several processes a short last window is completed, so that each has as many micro-batches; what
-    only completes it is marked invalid.
-
-    Args:
-        accelerator: the run's engine; its `dataloader_config` says how batches are divided.
-        data: the data sets.
-        recipe: the frozen recipe.
-        plan: the batch arithmetic for this number of processes and samples.
-
-    Attributes:
-        loader: the prepared loader.
+    only completes it is marked invalid. The `dataloader_config` of the accelerator says how batches
+    are divided; `loader` is the prepared loader.
 
     Raises:
         ConfigError: if the recipe asks for what the data cannot give.
@@ -198,19 +190,9 @@ class EvalBatches:
 
     The last batches are completed to one size on every process; `Accelerator.gather_for_metrics`
     leaves out what completes them. Random draws in the data set are those of epoch 0, so that every
-    evaluation sees the same samples; no split draws what another one, or training, draws.
-
-    Args:
-        accelerator: the run's engine.
-        dataset: what is evaluated.
-        recipe: the frozen recipe.
-        collate_fn: joins samples into a batch; None: torch's default.
-        split: "validation", "test" or "train".
-
-    Attributes:
-        loader: the prepared loader.
-        num_batches: batches of an evaluation on each process; None: not known.
-        num_samples: samples of an evaluation; None: not known.
+    evaluation sees the same samples; no split ("validation", "test" or "train") draws what another
+    one, or training, draws. `num_batches` on each process and `num_samples` of an evaluation are
+    None where they are not known; `loader` is the prepared loader.
     """
 
     def __init__(
@@ -255,11 +237,9 @@ class EvalBatches:
         )
 
     def size_of(self, index: int, batch: object) -> int | None:
-        """Return the samples of batch `index` over all processes; None: they cannot be told.
+        """Return the samples of batch `index`, from 0, over all processes; None: not known.
 
-        Args:
-            index: of the batch in the pass, from 0.
-            batch: as collated, on one process; it is read only where the data set is a stream.
+        `batch`, as collated on one process, is read only where the data set is a stream.
         """
         if self._streamed or self.num_samples is None:
             return num_samples(batch, self._total) or None

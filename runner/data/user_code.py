@@ -23,11 +23,7 @@ class DataError(AccelError, RuntimeError):
 
 
 class UserCode:
-    """Context in which the user's code reads data: its errors reach the training loop.
-
-    Args:
-        source: name of the code, for messages.
-    """
+    """Context in which the user's code `source` reads data: its errors reach the training loop."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -58,11 +54,7 @@ def _is_picklable(error: BaseException) -> bool:
 
 
 class Collate:
-    """The user's `collate_fn`, whose errors reach the training loop.
-
-    Args:
-        function: joins samples into a batch.
-    """
+    """The user's `collate_fn`, whose errors reach the training loop."""
 
     def __init__(self, function: Callable[[list[Any]], object]) -> None:
         self.function = function

@@ -18,12 +18,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 class Registry:
-    """The factories of one kind.
-
-    Args:
-        kind: the recipe's node that they are for: "model", "data", …
-        builtin: dotted ``"module:attribute"`` by name.
-    """
+    """The factories for the node `kind`; built-in ones are ``"module:attribute"`` by name."""
 
     def __init__(self, kind: str, builtin: dict[str, str] | None = None) -> None:
         self.kind = kind

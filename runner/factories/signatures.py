@@ -22,12 +22,9 @@ KEEP_SIGNATURE = ("accel", "contextlib", "functools", "runner", "torch", "typing
 
 @dataclass(frozen=True)
 class Signature:
-    """The arguments of a factory that a recipe can set.
+    """The arguments of a factory that a recipe can set: without those that the runner gives.
 
-    Attributes:
-        parameters: by name, without those that the runner gives.
-        open: whether any other name is taken, too.
-        hints: annotations by name, as far as they can be read.
+    `open`: any other name is taken, too. `hints` are the annotations that can be read.
     """
 
     parameters: Mapping[str, Parameter]
@@ -38,10 +35,7 @@ class Signature:
 def read(factory: Factory, num_given: int = 0, given: Collection[str] = ()) -> Signature:
     """Return the arguments of `factory` that a recipe can set.
 
-    Args:
-        factory: a function or class.
-        num_given: how many first positional parameters the runner gives.
-        given: names of parameters that the runner gives.
+    The runner gives its first `num_given` positional parameters, and those named in `given`.
     """
     try:
         parameters = list(inspect.signature(factory).parameters.values())
@@ -103,14 +97,7 @@ def _hints(factory: Factory) -> Mapping[str, object]:
 def check(
     signature: Signature, arguments: Mapping[str, object], key: str, factory: str
 ) -> list[Problem]:
-    """Return the problems of `arguments`.
-
-    Args:
-        signature: of the factory.
-        arguments: by name.
-        key: the recipe's node, for the message.
-        factory: name of the factory, for the message.
-    """
+    """Return the problems of `arguments`; they name the node `key` and the factory."""
     return [
         *_unknown(signature, arguments, key, factory),
         *_missing(signature, arguments, key, factory),

@@ -41,11 +41,8 @@ _MOST_IMPORTS, _MOST_BASES = 5, 10
 class Module:
     """The source text of a module.
 
-    Attributes:
-        name: dotted.
-        package: that its relative imports start from.
-        body: its statements.
-        bound: by name, each way in which the module's own scope binds it.
+    Relative imports start from `package`; `bound` has, by name, each way in which the module's own
+    scope binds it.
     """
 
     name: str

@@ -84,10 +84,8 @@ def restored_step(path: Path, recipe: Recipe) -> Step:
 def find_checkpoint(run_dir: Path, which: str | os.PathLike[str] | None = None) -> Path:
     """Return the checkpoint of a run that "best", "last", a name or a path means; it is complete.
 
-    Args:
-        run_dir: the run directory.
-        which: None: the best, or the last of a run that keeps no best, or whose best is damaged;
-            the latter with a warning.
+    Without `which`: the best, or the last of a run that keeps no best or, with a warning, whose
+    best is damaged.
 
     Raises:
         CheckpointError: if there is none, or it is incomplete.

@@ -55,13 +55,9 @@ ONLY_TRAINING = (
 class Request:
     """What one command asks for.
 
-    Attributes:
-        run_dir: the run.
-        overrides: what changes in its recipe.
-        splits: which data sets; empty: those that a run measures, as far as it has them; to
-            predict, the last of these.
-        checkpoint: "best", "last", a name or a path; None: the best, else the last.
-        output: where predictions go.
+    Without `splits`, data sets are those that a run measures, as far as it has them; to predict,
+    the last of these. `checkpoint` is "best", "last", a name or a path; None: the best, else the
+    last. Predictions go to `output`.
     """
 
     run_dir: Path
@@ -73,14 +69,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Session:
-    """A restored run, ready to compute.
-
-    Attributes:
-        accelerator: the engine, of one process.
-        step: owns the models.
-        batches: by split.
-        checkpoint: where the weights come from.
-    """
+    """A restored run, ready to compute in one process; batches are by split."""
 
     accelerator: Accelerator
     step: Step

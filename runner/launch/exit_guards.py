@@ -1,7 +1,4 @@
-"""Guards against user code that ends the process as if the run was complete.
-
-Free of torch.
-"""
+"""Guards against user code that ends the process as if the run was complete. Free of torch."""
 
 from __future__ import annotations
 

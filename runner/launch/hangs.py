@@ -13,17 +13,11 @@ from runner.launch.stacks import BUSY, IN_TORCH, WAITING, Stack
 
 @dataclass(frozen=True)
 class Report:
-    """The state of one rank.
+    """The state of one rank: that of its `Progress`, and the stack of its main thread.
 
-    Attributes:
-        rank: the rank.
-        count: `Progress.count`.
-        phase: `Progress.phase`.
-        is_slow: whether the phase has no time limit.
-        seconds: since the count last changed.
-        collectives: how many the default process group has started; None: not known.
-        stack: of the main thread.
-        ending: why training has ended on the rank, and when; empty: it has not.
+    `seconds` have passed since the count last changed. `collectives` is how many the default
+    process group has started; None: not known. `ending` tells why training has ended on the rank,
+    and when; empty: it has not.
     """
 
     rank: int
@@ -43,13 +37,10 @@ class Report:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The rank that hangs, and whether the run is ended.
+    """The rank that hangs, for which the others wait, and whether the run is ended.
 
-    Attributes:
-        rank: the rank that the others wait for.
-        message: its activity and position, and where the others wait.
-        stack: its Python stack; empty where it does not answer.
-        ends: whether the run is ended.
+    `message` has its activity and position, and where the others wait; `stack` is its Python stack,
+    empty where it does not answer.
     """
 
     rank: int
@@ -69,12 +60,8 @@ def judge(
     A run is ended in the middle of training, where each step takes a time that is known. Start-up
     with the first step, compilation, evaluation and saving take as long as they take: the rank is
     named, and the run is ended only if every rank waits for another, twice in the same place.
-
-    Args:
-        reports: of the ranks that have answered, by rank.
-        silent: of the others, why they have not.
-        limit: seconds without progress.
-        before: the previous reports, if there are any.
+    `silent` tells why ranks have not answered; `limit` is in seconds; `before` are the previous
+    reports.
     """
     if any(report.seconds < limit / 2 for report in reports.values()):
         return None

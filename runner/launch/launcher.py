@@ -42,11 +42,9 @@ BOOTSTRAP = (
 def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
     """Run a job, print the cause of a failure, and return the exit code of the command.
 
-    Args:
-        job: the claimed run directory and where it was started from; saved or staged already.
-        recipe: the frozen recipe.
-        fresh: whether a run of one process gets a process of its own, too (a sweep: no state of one
-            job reaches the next). Else it runs in this process, where a debugger can reach it.
+    The job is saved or staged already. Where `fresh`, a run of one process gets a process of its
+    own, too (a sweep: no state of one job reaches the next). Else it runs in this process, where a
+    debugger can reach it.
 
     Raises:
         ConfigError: if the number of processes contradicts the machine or the launcher.
@@ -103,9 +101,7 @@ def run_adopted(folder: Path, place: Adopted) -> int:
 def run_here(folder: Path, rank: int = 0) -> int:
     """Run a job in this process, print the cause of a failure, and return the exit code.
 
-    Args:
-        folder: the run directory with the frozen job, or an attempt in it.
-        rank: this process among those of a launcher.
+    The folder with the frozen job is the run directory, or an attempt in it.
     """
     from runner.launch import worker
 
@@ -128,11 +124,8 @@ def run_here(folder: Path, rank: int = 0) -> int:
 def run_group(folder: Path, num_processes: int, cwd: Path, target: str = TRAIN) -> int:
     """Run a job in fresh processes, print the cause of a failure, and return the exit code.
 
-    Args:
-        folder: the run directory with the frozen job, or an attempt in it.
-        num_processes: number of workers.
-        cwd: the user's directory; code there can be imported.
-        target: ``module:function`` that each worker calls with that folder and its stop flag.
+    The folder is as for `run_here`; each worker calls `target` (``module:function``) with it and
+    its stop flag. Code in `cwd`, the user's directory, can be imported.
     """
     from runner.launch import worker_group
 

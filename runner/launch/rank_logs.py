@@ -67,11 +67,8 @@ def tail(path: Path, num_lines: int = 20) -> list[str]:
 def crash(path: Path, num_lines: int = 20) -> list[str]:
     """Return the fatal error and the stack of the thread that crashed; without a crash, no lines.
 
-    The stack is reduced to the user's code, where it has any.
-
-    Args:
-        path: a log.
-        num_lines: most lines of a report without the stack of the thread.
+    The stack is reduced to the user's code, where it has any. A report without the stack of the
+    thread has at most `num_lines`.
     """
     _, found, report = _text(path).rpartition(CRASH)
     if not found:

@@ -35,13 +35,7 @@ BUSY, IN_TORCH, WAITING = "busy", "in torch", "waiting"
 
 @dataclass(frozen=True)
 class Place:
-    """One line of a stack.
-
-    Attributes:
-        file: path of the source file.
-        line: number of the line.
-        function: name of the function.
-    """
+    """One line of a stack."""
 
     file: str
     line: int
@@ -55,9 +49,7 @@ class Place:
 class Stack:
     """The Python stack of a thread, outermost call first.
 
-    Attributes:
-        places: its lines.
-        text: as a traceback shows it: the user's own lines, where there are any.
+    `text` is as a traceback shows it: the user's own lines, where there are any.
     """
 
     places: tuple[Place, ...]

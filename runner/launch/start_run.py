@@ -1,7 +1,4 @@
-"""From a checked recipe to a run: the directory claimed or locked, the job staged and launched.
-
-Free of torch at import.
-"""
+"""From a checked recipe to a run: directory claimed, job launched. Free of torch at import."""
 
 from __future__ import annotations
 
@@ -37,16 +34,9 @@ def start(
     """Claim a run directory, or lock that of the run to resume; freeze the job there and launch it.
 
     A new run that is refused, or fails before its first step is made, leaves no directory behind.
-
-    Args:
-        recipe: checked; where `resume` is set, that run is resumed.
-        overrides: of the command line.
-        config_name: the primary file.
-        fresh: whether the job gets processes of its own in any case.
-        origin: `directory.fingerprint` of a run to resume when its recipe was composed; None: the
-            present one.
-        auto: whether `resume=auto` has found the run to resume.
-        on_claimed: called with the run directory.
+    Where `resume` of the recipe is set, that run is resumed; `origin` is its
+    `directory.fingerprint` when the recipe was composed (None: the present one), and `auto` tells
+    whether `resume=auto` has found it. With `fresh` the job gets processes of its own in any case.
 
     Raises:
         ConfigError: if the number of processes contradicts the machine, another command trains in

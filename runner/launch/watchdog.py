@@ -57,14 +57,9 @@ STORE_TIMEOUT = timedelta(seconds=20)
 class Watchdog:
     """Watches the main thread of this process, and answers other ranks that ask.
 
-    Args:
-        progress: of the main thread, which is watched.
-        limit: seconds without progress until it asks.
-        rank: this process.
-        world_size: number of processes.
-        run_dir: the run directory; stacks go to its logs.
-        store: shared by all ranks, and by no one else.
-        on_verdict: called on the judging rank with each verdict; None: there is progress again.
+    It asks after `limit` seconds without progress. Stacks go to the logs of the run directory. The
+    store is shared by all ranks, and by no one else. `on_verdict` is called on the judging rank
+    with each verdict; None: there is progress again.
     """
 
     def __init__(
@@ -276,12 +271,7 @@ def watching(
 ) -> Iterator[None]:
     """Watch this process in the context, if it is one of several and the recipe wants it.
 
-    Args:
-        recipe: the recipe.
-        run_dir: the run directory.
-        stop: has the progress of the main thread, and the id of the launch.
-        rank: this process.
-        world_size: number of processes.
+    `stop` has the progress of the main thread, and the id of the launch.
     """
     limit = limit_of(recipe) if world_size > 1 else None
     if limit is None:

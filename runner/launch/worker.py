@@ -107,9 +107,8 @@ def end_process(code: int) -> None:
 def run(folder: Path, stop: StopFlag | None = None) -> int:
     """Train a frozen job, as one of its processes.
 
-    Args:
-        folder: the run directory with the job, or an attempt in it.
-        stop: where requests to stop arrive; None: listen to the stop signals here.
+    The folder is the run directory with the job, or an attempt in it. Without `stop`, this process
+    listens to the stop signals itself.
 
     Returns:
         0 where the run is complete or has reached a limit of its own, 75 where a signal stopped it.

@@ -73,10 +73,7 @@ def run_group(
 ) -> dict[int, Failure]:
     """Run `command` in `num_processes` processes and wait for their end.
 
-    Args:
-        command: of each process.
-        num_processes: how many.
-        finished: whether the rank that has exited with 0 had come to its end.
+    `finished` tells whether the rank that has exited with 0 had come to its end.
 
     Returns:
         How each rank ended that failed, not those that were ended because of it. Empty: all have

@@ -33,13 +33,10 @@ class _Console(Console):
 
 
 class Display:
-    """Shows one run.
+    """Shows one run; `enabled` on rank 0.
 
-    Args:
-        enabled: whether this process shows anything: True on rank 0.
-        console: where to; None: standard output.
-        refresh_seconds: least time between two drawings of the progress line.
-        line_seconds: least time between two plain lines of progress, where there is no terminal.
+    The console is standard output by default. At least `refresh_seconds` lie between two drawings
+    of the progress line, and `line_seconds` between two plain lines, where there is no terminal.
     """
 
     def __init__(
@@ -79,13 +76,9 @@ class Display:
     def start(
         self, step: int, total: int | None, epochs: int | None, seconds: float | None = None
     ) -> None:
-        """Begin to show progress.
+        """Begin to show progress after `step` optimizer steps of `total`, if known.
 
-        Args:
-            step: optimizer steps made already.
-            total: optimizer steps of the run, if known.
-            epochs: epochs of the run, if there is a limit.
-            seconds: until the run is to stop, if there is such a limit.
+        `seconds` is the time until the run is to stop, if there is such a limit.
         """
         self._total, self._epochs = total, epochs
         self._first_step = self._step = step
@@ -133,15 +126,7 @@ class Display:
     def evaluation(
         self, split: str, step: int, epoch: int, metrics: Mapping[str, float], mark: str = ""
     ) -> None:
-        """Show the metrics of an evaluation.
-
-        Args:
-            split: which data set.
-            step: optimizer steps made.
-            epoch: the epoch of the last step.
-            metrics: by name.
-            mark: a remark, e.g. "best".
-        """
+        """Show the metrics of an evaluation, with a remark such as "best"."""
         if not self.enabled:
             return
         listed = "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
@@ -171,8 +156,7 @@ class Display:
     def status(self, room: int | None = None) -> str:
         """Return epoch, loss, learning rate, throughput and remaining time as one line.
 
-        Args:
-            room: columns that it may take; None: no limit. Minor parts are dropped first.
+        It takes at most `room` columns (None: no limit). Minor parts are dropped first.
         """
         values = self._values
         rate = short(values.get("samples_per_second", math.nan))

@@ -37,14 +37,7 @@ class Position(Protocol):
 
 
 class Recorder:
-    """Writes the values of one run; files on rank 0, trackers where the engine says.
-
-    Args:
-        accelerator: the run's engine.
-        recipe: the run.
-        run_dir: its directory.
-        state: where the run stands.
-    """
+    """Writes the values of one run; files on rank 0, trackers where the engine says."""
 
     def __init__(
         self, accelerator: Accelerator, recipe: Recipe, run_dir: Path, state: Position
@@ -58,11 +51,7 @@ class Recorder:
         self._resumed_at: int | None = None
 
     def open(self, resumed: bool) -> None:
-        """Open the trackers.
-
-        Args:
-            resumed: whether the run resumes from `state`: later records are removed.
-        """
+        """Open the trackers; where the run is resumed (from `state`), later records are removed."""
         recipe = self._recipe
         self._resumed_at = self._state.step if resumed else None
         project = recipe.tracker.project_name or recipe.name

@@ -36,12 +36,7 @@ def run_dir_of(folder: Path) -> Path:
 
 
 def read(run_dir: Path, name: str) -> bytes | None:
-    """Return the content of one of the files that describe a run; None where there is none.
-
-    Args:
-        run_dir: the run directory, or an attempt in it.
-        name: the file.
-    """
+    """Return the content of a file that describes a run, or an attempt in it; None without it."""
     for place in (run_dir / COMMITTED / name, run_dir / name):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return place.read_bytes()

@@ -134,9 +134,7 @@ def _run_names(run_dir: Path) -> set[str | None]:
 def existing(run_dir: str | os.PathLike[str], asked_by: str = "") -> Path:
     """Return the absolute path of a run directory that exists.
 
-    Args:
-        run_dir: where it should be.
-        asked_by: prefix of the value in an error, e.g. "resume=".
+    `asked_by` is the prefix of the value in an error, e.g. "resume=".
 
     Raises:
         ConfigError: if it is no run directory.

@@ -1,7 +1,4 @@
-"""Versions, machine, device and git state of a run: `environment.json`.
-
-Imports no torch by itself.
-"""
+"""Versions, machine, device, git state: `environment.json`. Imports no torch by itself."""
 
 from __future__ import annotations
 

@@ -28,16 +28,11 @@ RECIPE = "recipe"
 
 @dataclass(frozen=True)
 class Job:
-    """The directory of a run and the command that started it.
+    """The claimed directory of a run and the command that started it.
 
-    Args:
-        run_dir: its directory, claimed.
-        overrides: of the command line.
-        resume_from: the checkpoint to resume from; None: from the beginning.
-        imports: the user's packages that it needs.
-        cwd: where it was started; code there can be imported.
-        config_name: the primary file of `conf/`.
-        folder: where its files are until they are committed; None: in the run directory.
+    It resumes from the checkpoint `resume_from`; None: from the beginning. It needs the user's
+    packages `imports`; code in `cwd`, where it was started, can be imported. Its files are in
+    `folder` until they are committed; None: in the run directory.
     """
 
     run_dir: Path
@@ -63,8 +58,7 @@ class Job:
     def stage(self, frozen: Recipe) -> Job:
         """Write the recipe and this job beside those of the run directory.
 
-        Returns:
-            The job as it lies there, for `atomic_update.commit` or `atomic_update.discard`.
+        Return the job as it lies there, for `atomic_update.commit` or `atomic_update.discard`.
         """
         staged = replace(self, folder=atomic_update.stage(self.run_dir))
         try:
@@ -102,13 +96,10 @@ class Job:
 
     @classmethod
     def read(cls, run_dir: str | Path) -> tuple[Job, dict[str, object]]:
-        """Read a run directory: the job, and the recipe as plain containers; nothing is imported.
+        """Read a run directory, or an attempt in it: the job, and the recipe as plain containers.
 
-        Where one of config.yaml and job.json is missing, empty or truncated, it is taken from the
-        other, with a warning.
-
-        Args:
-            run_dir: the run directory, or an attempt in it.
+        Nothing is imported. Where one of config.yaml and job.json is missing, empty or truncated,
+        it is taken from the other, with a warning.
 
         Raises:
             ConfigError: if it is no run directory.

@@ -26,13 +26,10 @@ def write_json(path: Path, value: object) -> None:
 class MetricsFile:
     """Appends to a run's `metrics.jsonl`, one JSON object a line, flushed at once.
 
-    Numbers that JSON does not know are strings: "NaN", "Infinity", "-Infinity".
-
-    Args:
-        run_dir: the run directory.
-        step: the optimizer step that the run resumes from. Lines of later steps are removed, since
-            these steps are made again, and so are the test at the end and a last line that was cut
-            off. None: from the beginning.
+    Numbers that JSON does not know are strings: "NaN", "Infinity", "-Infinity". The run resumes
+    from the optimizer step `step` (None: from the beginning). Lines of later steps are removed,
+    since these steps are made again, and so are the test at the end and a last line that was cut
+    off.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], step: int | None = None) -> None:

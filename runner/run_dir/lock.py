@@ -55,14 +55,7 @@ WORKER_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Holder:
-    """Who trains in a run directory.
-
-    Attributes:
-        pid: process id on its host; 0: unknown.
-        host: name of its host.
-        command: its command line.
-        since: when it began.
-    """
+    """Who trains in a run directory; `pid` is the process id on its host, 0: unknown."""
 
     pid: int = 0
     host: str = "?"

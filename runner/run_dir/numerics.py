@@ -34,9 +34,8 @@ WAIT_POLICY = "OMP_WAIT_POLICY"
 class Numerics:
     """How a process computes.
 
-    Attributes:
-        num_threads: intra-op threads; None: torch's own choice.
-        deterministic: whether results are bit-equal from run to run.
+    `num_threads` is None for torch's own choice; `deterministic`: results are bit-equal from run to
+    run.
     """
 
     num_threads: int | None = None
@@ -95,13 +94,8 @@ def record_threads(
 ) -> None:
     """Choose the number of threads and write it down for all processes of the run.
 
-    A deterministic run that is resumed keeps the number it started with, on whatever machine.
-
-    Args:
-        run_dir: the run directory.
-        recipe: the recipe.
-        local_processes: processes of the run on this machine.
-        folder: where it is written; None: in the run directory.
+    A deterministic run that is resumed keeps the number it started with, on whatever machine. It is
+    written into `folder`; None: the run directory.
     """
     kept = read(run_dir).num_threads
     if not recipe.deterministic or kept is None or recipe.distributed.num_threads is not None:
@@ -110,12 +104,9 @@ def record_threads(
 
 
 def read(run_dir: Path) -> Numerics:
-    """Return the numerics that were recorded for a run.
+    """Return the numerics that were recorded for a run, or for an attempt in its directory.
 
     A damaged file is ignored with a warning: the number is chosen again.
-
-    Args:
-        run_dir: the run directory, or an attempt in it.
     """
     found = atomic_update.read(run_dir, FILE)
     if found is None:

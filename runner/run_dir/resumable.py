@@ -108,11 +108,8 @@ def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
 def require_effect(run_dir: Path, wanted: Recipe, reason: str, auto: bool = False) -> None:
     """Refuse overrides of a finished run that have no effect any more.
 
-    Args:
-        run_dir: the run.
-        wanted: the recipe that it would be resumed with.
-        reason: why nothing is left to do.
-        auto: whether `resume=auto` has found the run: keys of `resumed_recipe.SAME_RUN` may differ.
+    `reason` tells why nothing is left to do. Where `auto`, `resume=auto` has found the run: keys of
+    `resumed_recipe.SAME_RUN` may differ.
 
     Raises:
         ConfigError: naming every such key except limits, which `is_finished` has checked.
@@ -166,9 +163,7 @@ def _differences(
 def mark_incomplete(run_dir: Path, folder: Path) -> None:
     """Stage a summary that says that a run is not complete any more, if it has one.
 
-    Args:
-        run_dir: the run.
-        folder: the attempt that resumes it: with its commit the run is no finished one.
+    With the commit of the attempt `folder` the run is no finished one.
     """
     summary = _summary(run_dir)
     if summary.get("complete") is True:

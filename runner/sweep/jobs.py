@@ -50,11 +50,8 @@ class JobFailed(Exception):
 class Plan:
     """A sweep before its first job.
 
-    Attributes:
-        known: jobs that are known before the sweep begins, examined; of a sweeper that chooses its
-            samples, one for each value that can be checked.
-        total: number of jobs; None where the sweeper decides.
-        launcher: the chosen launcher.
+    `known` are the jobs that are known before the sweep begins, examined; of a sweeper that chooses
+    its samples, one for each value that can be checked. `total` is None where the sweeper decides.
     """
 
     known: list[Examined]
@@ -148,12 +145,9 @@ def _unverified(launcher: str) -> list[Problem]:
 class Task:
     """The task that Hydra calls with each job; it can be pickled to another process.
 
-    Attributes:
-        config_name: the primary file.
-        folder: where jobs leave their exit codes.
-        parent: id of the process that began the sweep.
-        command: its command line.
-        total: number of jobs; None where the sweeper decides, which then gets each job's metric.
+    Jobs leave their exit codes in `folder`. `parent` is the id of the process that began the sweep,
+    `command` its command line. `total` is None where the sweeper decides, which then gets each
+    job's metric.
     """
 
     config_name: str
@@ -165,9 +159,8 @@ class Task:
     def __call__(self, config: DictConfig) -> float | None:
         """Train the job that Hydra has composed.
 
-        Args:
-            config: not read: the recipe is composed from the job's overrides, and checked, in the
-                same way as that of a single run.
+        The config is not read: the recipe is composed from the job's overrides, and checked, in the
+        same way as that of a single run.
 
         Returns:
             The monitored validation metric of the run; None to the basic sweeper.
@@ -318,9 +311,7 @@ def stops_forwarded(folder: Path, launcher: str) -> Iterator[None]:
 def conclude(folder: Path, total: int | None) -> int:
     """Print which jobs of a sweep failed, and return the exit code of the sweep.
 
-    Args:
-        folder: where the jobs left their exit codes.
-        total: how many there should be; None: as many as there are.
+    The jobs left their exit codes in `folder`. There should be `total`; None: as many as there are.
     """
     codes = {
         int(path.stem): int(json.loads(path.read_text(encoding="utf-8")))

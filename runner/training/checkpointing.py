@@ -39,9 +39,6 @@ class RunState:
     """Everything but models and optimizers, as one object registered with the engine.
 
     Parts are stored by name, so that a callback may be added to a run or taken out of it.
-
-    Args:
-        parts: by name.
     """
 
     def __init__(self, parts: Mapping[str, Stateful]) -> None:
@@ -63,14 +60,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class Best:
-    """Which checkpoint holds the best state.
-
-    Attributes:
-        checkpoint: its directory's name.
-        step: its optimizer step.
-        metric: name of the monitored metric.
-        value: the metric's value.
-    """
+    """The checkpoint (by its directory's name) that holds the best state by a monitored metric."""
 
     checkpoint: str
     step: int
@@ -87,11 +77,8 @@ def read_best(folder: Path, owns: Callable[[Path], bool] = lambda path: True) ->
     """Return the best checkpoint that `folder` names; None if it names none that is there.
 
     Where its pointer is missing or damaged, or names the checkpoint of another run, the best state
-    that the newest checkpoint records is used.
-
-    Args:
-        folder: where checkpoints lie.
-        owns: whether a checkpoint is one of the run; `directory.owner` gives it.
+    that the newest checkpoint records is used. `owns` (`directory.owner` gives it) tells whether a
+    checkpoint is one of the run.
 
     Raises:
         CheckpointError: if the pointer is damaged, and no checkpoint knows of a best.
@@ -145,15 +132,7 @@ def _best_in_newest(folder: Path, owns: Callable[[Path], bool]) -> Best | None:
 
 
 class Saver:
-    """Writes checkpoints through the engine and keeps track of the best.
-
-    Args:
-        accelerator: the run's engine.
-        settings: the recipe's node.
-        folder: where checkpoints lie.
-        state: where the run stands.
-        run_dir: the run directory.
-    """
+    """Writes checkpoints to a folder through the engine and keeps track of the best."""
 
     def __init__(
         self,

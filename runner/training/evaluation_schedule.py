@@ -17,17 +17,10 @@ if TYPE_CHECKING:
 
 
 class Evaluations:
-    """Evaluates the validation and the test data of a run.
+    """Evaluates the validation and the test data of a run, and updates its metrics, best and stop.
 
-    Args:
-        run: its metrics, best state and stop are updated.
-        prepared: has the batches, and schedulers that follow a validation metric.
-        recorder: writes the metrics.
-        stop_flag: interrupts an evaluation.
-        on_evaluate: called with split and metrics after each evaluation.
-
-    Attributes:
-        improved: whether the present state is the best so far, and not saved as such yet.
+    A request to stop interrupts an evaluation. `on_evaluate` is called with split and metrics after
+    each. `improved`: the present state is the best so far, and not saved as such yet.
     """
 
     def __init__(

@@ -51,18 +51,10 @@ if TYPE_CHECKING:
 class Loop:
     """Trains, evaluates and saves one run; its attributes are those of `Run`.
 
-    Args:
-        recipe: the run.
-        run_dir: its directory.
-        accelerator: the engine, built for `plan`.
-        step: owns models and optimizers, not prepared yet.
-        data: the data sets.
-        callbacks: by name.
-        resume_from: a checkpoint of this run; None: from the beginning.
-        stop_flag: receives requests to stop; None: there are none.
-        display: shows the run; None: on standard output of rank 0.
-        on_begin: called on every process once the state is loaded and the first step is made, or
-            none is to be made; before that, nothing of the run directory changes.
+    The accelerator is built for `plan`, and the step is not prepared yet. `resume_from` is a
+    checkpoint of this run; None: from the beginning. The display is by default on standard output
+    of rank 0. `on_begin` is called on every process once the state is loaded and the first step is
+    made, or none is to be made; before that, nothing of the run directory changes.
     """
 
     def __init__(

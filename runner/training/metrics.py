@@ -21,11 +21,7 @@ class NonFiniteError(AccelError, ArithmeticError):
 
 
 class StepMeter:
-    """Values per optimizer step; one reduction over processes and one read per `drain`.
-
-    Args:
-        comm: how this process talks to the others.
-    """
+    """Values per optimizer step; one reduction over processes and one read per `drain`."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -50,10 +46,7 @@ class StepMeter:
         self._waiting.clear()
 
     def check(self, step: int) -> None:
-        """Raise if a value that was read is not finite.
-
-        Args:
-            step: the optimizer step that was added last.
+        """Raise if a value that was read is not finite; the optimizer step `step` was added last.
 
         Raises:
             NonFiniteError: naming the first such value and its step.

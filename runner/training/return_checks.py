@@ -99,13 +99,9 @@ def rows(
     """Return the result of `predict` as one mapping of plain values per sample.
 
     Each tensor [B, ...] of nested mappings and lists is a column with a dotted name; so is a list
-    of B other values, such as texts, or tensors of different lengths.
-
-    Args:
-        owner: the step or objective that was called.
-        value: the returned value for a batch of B samples.
-        num_samples: B; None: not known.
-        names: the columns of the batches before; None: there is none.
+    of B other values, such as texts, or tensors of different lengths. `owner` is the step or
+    objective that was called; `num_samples` is B, None: not known; `names` are the columns of the
+    batches before, None: there is none.
 
     Raises:
         ConfigError: if a column has not one row per sample, holds a type that JSON lacks, or is not

@@ -43,16 +43,9 @@ Groups = list[dict[str, Any]]
 class Hyperparameters:
     """Options of the optimizers, schedule and sizes of the data, as the recipe has them now.
 
-    Args:
-        recipe: the run.
-        step: its optimizers, prepared, before schedules are made on them.
-        data: the data sets.
-        total_steps: optimizer steps of the run; None: not known.
-        monitored: (metric, mode) by which states are compared.
-
-    Attributes:
-        saved: the same of the checkpoint; None: it records none.
-        parts: the schedulers as they are saved, by the name of their optimizer.
+    The step's optimizers are prepared, and have no schedules yet; `monitored` is the (metric, mode)
+    by which states are compared. `saved` has the same of the checkpoint; None: it records none.
+    `parts` are the schedulers as they are saved, by the name of their optimizer.
     """
 
     def __init__(
@@ -133,10 +126,8 @@ class Hyperparameters:
     def apply(self, step: Step, schedulers: Mapping[str, LRScheduler], num_steps: int) -> None:
         """Apply changes of the recipe since the checkpoint to the restored state.
 
-        Args:
-            step: with restored optimizers.
-            schedulers: restored, by the name of their optimizer.
-            num_steps: optimizer steps made; for schedules that the checkpoint does not know.
+        Schedulers are by the name of their optimizer. `num_steps`, the optimizer steps made, is for
+        schedules that the checkpoint does not know.
 
         Raises:
             ConfigError: if an option has changed that the restored state does not fit.

@@ -16,13 +16,8 @@ MEASURED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_l
 class ScheduleState:
     """A scheduler as a part of a checkpoint: it ignores the state of another class of scheduler.
 
-    Args:
-        scheduler: it.
-
-    Attributes:
-        replaced: whether the restored state was that of another class, and was ignored.
-        num_steps: optimizer steps that the restored schedule had followed; None: it followed
-            measurements, or nothing was restored.
+    `replaced`: the restored state was of another class, and was ignored. The restored schedule had
+    followed `num_steps` optimizer steps; None: it followed measurements, or nothing was restored.
     """
 
     NOTE = "runner"  # checkpoints of earlier versions lack it
@@ -62,14 +57,7 @@ class ScheduleState:
             self._scheduler.load_state_dict(self._fresh)
 
     def reset_best(self, remeasured: bool) -> bool:
-        """Reset the best of a scheduler that monitors a metric, if the metric has changed.
-
-        Args:
-            remeasured: whether its metric is measured differently than before.
-
-        Returns:
-            Whether it was reset.
-        """
+        """Reset a scheduler's best if its metric is `remeasured`; return whether it was reset."""
         scheduler = self._scheduler
         if not isinstance(scheduler, ReduceLROnPlateau) or self.replaced:
             return False

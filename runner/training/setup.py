@@ -21,16 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The prepared objects of a run.
+    """The prepared objects of a run; batches of evaluation by split, schedulers by optimizer name.
 
-    Attributes:
-        train_batches: windows of the training data.
-        eval_batches: batches of the other data sets, by split.
-        hyperparameters: options of the recipe, saved with each checkpoint.
-        schedulers: by the name of their optimizer.
-        stepping: (scheduler, optimizer) of those that step with their optimizer.
-        plateaus: schedulers that step with a validation metric.
-        saved: the state that checkpoints hold besides models and optimizers.
+    `stepping` are (scheduler, optimizer) of those that step with their optimizer, `plateaus` the
+    schedulers that step with a validation metric. `saved` is the state that checkpoints hold
+    besides models and optimizers.
     """
 
     train_batches: TrainBatches

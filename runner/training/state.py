@@ -14,11 +14,7 @@ FORMERLY = "best_checkpoint"  # in checkpoints of earlier versions, and never se
 def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:
     """Return whether `value` improves on `best`; NaN never does, any number improves on None.
 
-    Args:
-        value: of the monitored metric.
-        best: its best value so far.
-        mode: "max" or "min".
-        min_delta: least change that counts.
+    `mode` is "max" or "min"; a change must exceed `min_delta` to count.
     """
     if math.isnan(value):
         return False

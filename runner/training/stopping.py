@@ -59,13 +59,9 @@ class Processes(Protocol):
 
 
 class StopFlag:
-    """Whether a stop of this run was requested.
+    """Whether a stop of this run was requested; boundaries are counted in `progress`.
 
-    Args:
-        launch: id of the launch that this process is a worker of; empty: it is on its own.
-
-    Attributes:
-        progress: boundaries are counted there.
+    `launch` is the id of the launch that this process is a worker of; empty: it is on its own.
     """
 
     def __init__(self, launch: str = "") -> None:

@@ -145,9 +145,7 @@ def num_samples(dataset: object) -> int | None:
 def batch_line(plan: BatchPlan, copies: int = 1) -> str:
     """Return the batch arithmetic, e.g. "global batch 64 = 2 processes × 32 × 1 accumulated".
 
-    Args:
-        plan: the arithmetic.
-        copies: how many processes compute each sample together.
+    Each sample is computed by `copies` processes together.
     """
     processes = counted(plan.dp_size, "process", "processes")
     if copies > 1:

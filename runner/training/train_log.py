@@ -15,13 +15,7 @@ if TYPE_CHECKING:
 
 
 class TrainLog:
-    """The log points of a run's training; only they read values from the device.
-
-    Args:
-        run: whose steps are logged.
-        meter: collects the values of steps.
-        recorder: writes their means.
-    """
+    """The log points of a run's training; only they read values from the device."""
 
     def __init__(self, run: Run, meter: StepMeter, recorder: Recorder) -> None:
         self._run, self._meter, self._recorder = run, meter, recorder

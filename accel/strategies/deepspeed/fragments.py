@@ -57,9 +57,7 @@ class ParameterFragment:
     def gather(self, flat: torch.Tensor, comm: Communicator) -> torch.Tensor:
         """Return the full parameter from the fragments of all ranks, on the host.
 
-        Args:
-            flat: [n] `self.flat`, or state of the optimizer for it.
-            comm: the process group.
+        `flat` [n] is `self.flat`, or state of the optimizer for it.
         """
         full = torch.zeros(math.prod(self.shape), dtype=flat.dtype)
         own = flat.detach().view(-1)[self.start : self.start + self.length]
@@ -193,13 +191,8 @@ class SwappedState:
     """Optimizer state that an engine swaps to disk, one sub-group of it in memory at a time.
 
     Within its context, `fetch` reads a sub-group, which another one or the end replaces. Has no
-    effect for an engine that swaps nothing.
-
-    Args:
-        engine: a `DeepSpeedEngine`, or any other module.
-
-    Raises:
-        CheckpointError: if the engine prefetches sub-groups while it steps.
+    effect for an engine that swaps nothing, or any other module. Raises `CheckpointError` if the
+    engine prefetches sub-groups while it steps.
 
     Source: https://www.deepspeed.ai/tutorials/zero/#offloading-to-cpu-and-nvme-with-zero-infinity
     """
@@ -226,11 +219,9 @@ class SwappedState:
         self._release()
 
     def fetch(self, sub_group: int | None, change: bool = False) -> None:
-        """Have a sub-group in memory until the next call.
+        """Have a sub-group (None: it always is) in memory until the next call.
 
-        Args:
-            sub_group: its index; None: it is always in memory.
-            change: whether it is written back.
+        `change`: whether it is written back.
         """
         if self._optimizer is None or sub_group is None:
             return

@@ -19,11 +19,7 @@ from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizerWrapper, Train
 
 @final
 class DeepSpeedSync(Sync):
-    """Whether a backward pass ends a window of micro-batches.
-
-    Attributes:
-        num_no_sync: contexts of `no_sync` around the current code.
-    """
+    """Whether a backward pass ends a window of micro-batches: not in contexts of `no_sync`."""
 
     def __init__(self) -> None:
         self.num_no_sync = 0
@@ -68,9 +64,8 @@ class DeepSpeedGradients(Gradients):
     ) -> torch.Tensor:
         """Let the next step clip gradients to `max_norm`; return the norm [] before.
 
-        Raises:
-            ConfigError: if the configuration clips to another norm and `max_norm` is finite, for
-                another kind of norm, and for a subset of the parameters.
+        Raise `ConfigError` if the configuration clips to another norm and `max_norm` is finite, for
+        another kind of norm, and for a subset of the parameters.
         """
         optimizer = self._trained.require_optimizer("clip_grad_norm_")
         given = list(parameters)

@@ -129,12 +129,10 @@ def initialize_engine(
     """Return the engine of a model. Called on every rank.
 
     Args:
-        package: deepspeed.
         model: the user's own.
         optimizer: the user's own, or its placeholder; None: the model is only evaluated.
         schedulers: of which a `DummyScheduler` may build the engine's own.
         settings: complete; contradictions raise `ConfigError`.
-        plan: the resolved configuration of the run.
     """
     arguments: dict[str, object] = {"model": model, "config": settings.finish()}
     if isinstance(optimizer, DummyOptim):
@@ -172,13 +170,10 @@ def _swap_in_own_dtype(package: ModuleType) -> Iterator[None]:
 
 
 def cast_forward(module: torch.nn.Module, dtype: torch.dtype, make_context: MakeContext) -> None:
-    """Cast floating inputs of `module` to `dtype`, and its outputs to fp32.
+    """Cast floating inputs of `module`, whose weights are `dtype`, to it, and its outputs to fp32.
 
-    Args:
-        module: its weights are `dtype`.
-        dtype: bf16 or fp16.
-        make_context: returns a fresh context for each forward pass: autocast to `dtype`, in which
-            losses, norms and softmax are computed in fp32.
+    `make_context` returns a fresh context for each forward pass: autocast to `dtype`, in which
+    losses, norms and softmax are computed in fp32.
     """
 
     def cast(_: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -200,8 +195,7 @@ def cast_forward(module: torch.nn.Module, dtype: torch.dtype, make_context: Make
 def partitioned_init(package: ModuleType, settings: Settings, plan: Plan) -> Iterator[None]:
     """Context in which each layer of a model is partitioned as soon as it is built.
 
-    Raises:
-        ConfigError: inside, where a model initializes a layer that is partitioned already.
+    Raises `ConfigError` inside, where a model initializes a layer that is partitioned already.
 
     Source: https://deepspeed.readthedocs.io/en/latest/zero3.html#constructing-massive-models
     """
@@ -219,10 +213,8 @@ class ForbidWritesToPartitionedParams(TorchFunctionMode):
     """Forbid writes to partitioned parameters.
 
     DeepSpeed partitions the parameters of each layer at the end of its ``__init__``. Values that
-    the model writes to them afterwards would be lost, as the tensors are empty.
-
-    Raises:
-        ConfigError: naming the operation and the shape of the parameter.
+    the model writes to them afterwards would be lost, as the tensors are empty. The `ConfigError`
+    names the operation and the shape of the parameter.
     """
 
     def __torch_function__(

@@ -40,9 +40,8 @@ SCHEDULES = {
 class Settings(Claims):
     """Resolve DeepSpeed's configuration.
 
-    Attributes:
-        batch_sizes: samples per process and micro-batch, of each prepared loader.
-        allows_untested: whether the configuration allows untested optimizers; None: not given.
+    `batch_sizes`: samples per process and micro-batch, of each prepared loader.
+    `allows_untested`: whether the configuration allows untested optimizers; None: not given.
     """
 
     def __init__(self, plugin: DeepSpeedPlugin, plan: Plan) -> None:
@@ -298,8 +297,7 @@ class Settings(Claims):
     def finish(self) -> Config:
         """Return the configuration.
 
-        Raises:
-            ConfigError: naming every contradiction, and all values that are still "auto".
+        Raise a `ConfigError` that names every contradiction, and all values that are still "auto".
         """
         if not self.problems:
             for key in _autos(self.config):

@@ -43,12 +43,8 @@ class UniversalCheckpoint:
     def save(self, model: torch.nn.Module, folder: Path) -> None:
         """Write ``<folder>/universal`` and ``<folder>/latest_universal``. Called on every rank.
 
-        Args:
-            model: prepared.
-            folder: created if it does not exist; on a disk that all processes share.
-
-        Raises:
-            CheckpointError: if the format cannot hold this engine's state.
+        All processes share the disk of `folder`. Raise `CheckpointError` if the format cannot hold
+        this engine's state.
         """
         engine: DeepSpeedEngine = model
         _check_engine(engine, "save_native")
@@ -66,12 +62,8 @@ class UniversalCheckpoint:
     def load(self, model: torch.nn.Module, folder: Path) -> None:
         """Read a checkpoint of `save`, or of DeepSpeed's ``ds_to_universal.py``. It can run code.
 
-        Args:
-            model: prepared, at any world size.
-            folder: holds ``latest_universal``.
-
-        Raises:
-            CheckpointError: if it does not, or if the format cannot hold this engine's state.
+        Raise `CheckpointError` if `folder` has no ``latest_universal``, or if the format cannot
+        hold this engine's state.
         """
         engine: DeepSpeedEngine = model
         _check_engine(engine, "load_native")

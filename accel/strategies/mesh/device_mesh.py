@@ -25,9 +25,7 @@ from accel.strategies.mesh.torch_internals import (
 def build_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
     """Return the mesh of the parallel dimensions. Every rank calls this.
 
-    Args:
-        dims: sizes of the axes; one of size 1 is no axis of the mesh, but for dp_shard.
-        device_type: kind of device, as of `torch.device.type`.
+    An axis of size 1 is no axis of the mesh, but for dp_shard.
     """
     clear_mesh_caches()
     axes = {name: dims.size(name) for name in dims.order}
@@ -55,11 +53,7 @@ def check_given(given: DeviceMesh, own: DeviceMesh) -> None:
 
 
 class DestroyedGroup:
-    """Replaces a destroyed process group in a model: keeps its size and rank, refuses the rest.
-
-    Args:
-        group: not destroyed yet.
-    """
+    """Replaces a destroyed process group in a model: keeps its size and rank, refuses the rest."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._size, self._rank = group.size(), group.rank()
@@ -87,12 +81,8 @@ def destroy_mesh(
 ) -> None:
     """Destroy the process groups of a mesh, but for the default one, and drop references to them.
 
-    Every rank calls this, with no collective under way.
-
-    Args:
-        mesh: of `build_mesh`.
-        models: distributed over it.
-        groups_exist: false if the groups were destroyed with the default group.
+    Every rank calls this, with no collective under way. `models` are distributed over the mesh;
+    `groups_exist` is false if the groups were destroyed with the default group.
     """
     infos = list(mesh_infos(models))
     meshes = {id(known): known for known in (mesh, *(info.mesh for info in infos))}

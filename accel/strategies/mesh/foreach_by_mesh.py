@@ -27,11 +27,7 @@ _split_by_mesh: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def step_by_mesh(optimizer: torch.optim.Optimizer) -> None:
-    """Let each step of `optimizer` call torch's kernels once per mesh.
-
-    Args:
-        optimizer: of torch; its update of a parameter depends on no other parameter.
-    """
+    """Let each step of an elementwise optimizer of torch call torch's kernels once per mesh."""
     if optimizer in _split_by_mesh or not any(map(_is_foreach, optimizer.param_groups)):
         return
     _split_by_mesh.add(optimizer)

@@ -35,11 +35,8 @@ class ShardedStepScaler(StepScaler):
     torch's own takes no mixture of plain and sharded gradients in one optimizer, and looks for
     overflows on the mesh of the first gradient only. Here each rank unscales the shards that it
     holds, and one number is reduced per optimizer and step: where any rank found an overflow, all
-    of them skip the step, and all scales stay equal.
-
-    Args:
-        models: distributed models, as they are at each call: they keep unreduced gradients.
-        kwargs: fields of `GradScalerKwargs`.
+    of them skip the step, and all scales stay equal. `models` are the distributed models
+    at each call: they keep unreduced gradients.
     """
 
     def __init__(self, device: str, comm: Communicator, models: Models, **kwargs: Any) -> None:

@@ -38,9 +38,7 @@ Layout = tuple[DeviceMesh, tuple[int, ...]] | torch.device
 class MeshGradients(Gradients):
     """Gradient scaling and clipping, and the parameters that optimizers step.
 
-    Args:
-        name: of the strategy, for messages.
-        models: distributed models, as they are at each call.
+    `models` are the distributed models at each call.
     """
 
     def __init__(
@@ -118,12 +116,8 @@ def gradient_norm(parameters: Sequence[torch.Tensor], norm_type: float) -> torch
     """Return the norm [] of all gradients, each element counted once over all ranks.
 
     It is in fp32, or fp64 where parameters are. A rank without a gradient takes part: others wait
-    for it.
-
-    Args:
-        parameters: DTensors and plain tensors (which are the same on all ranks that share a mesh);
-            at least one.
-        norm_type: order of the norm; infinity for the largest magnitude.
+    for it. `parameters`, at least one, are DTensors and plain tensors (which are the same on all
+    ranks that share a mesh).
     """
     groups: dict[Layout, list[torch.Tensor]] = {}
     # Ranks reduce in one dtype, also those that hold no element of some tensor.
@@ -175,12 +169,9 @@ def _reduced_norm(
 def average_gradients(parameters: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
     """Average the gradients of `parameters` over the data-parallel ranks, in place.
 
-    A gradient that was averaged before, and added to since, is averaged correctly, too. Every rank
-    calls this with the same parameters; a gradient that is missing on some ranks counts as zeros.
-
-    Args:
-        parameters: trainable, and replicated over the data-parallel ranks.
-        mesh: mesh of the run.
+    They are replicated there. A gradient that was averaged before, and added to since, is averaged
+    correctly, too. Every rank calls this with the same parameters; a gradient that is missing on
+    some ranks counts as zeros.
     """
     names = gradient_axes(mesh.mesh_dim_names or ())
     groups = [mesh.get_group(name) for name in names if mesh[name].size() > 1]
@@ -214,9 +205,7 @@ def average_gradients(parameters: Sequence[torch.Tensor], mesh: DeviceMesh) -> N
 def refuse_unaveraged(optimizer: torch.optim.Optimizer, evaluated: Models) -> None:
     """Let the first step of `optimizer` raise if it trains a model prepared for evaluation only.
 
-    Args:
-        optimizer: of torch.
-        evaluated: models prepared with ``evaluation_mode=True``, as they are at that step.
+    `evaluated` are such models, as they are at that step.
     """
     waiting = [True]
 

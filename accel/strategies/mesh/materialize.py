@@ -25,7 +25,6 @@ class InitialWeights:
     Only the unit at hand needs memory: on other ranks, the rest may be on the meta device.
 
     Args:
-        comm: how ranks communicate.
         device: where tensors on the meta device are allocated.
         init: allocates and fills the tensors of a module on the meta device; None: they are
             allocated and receive the values of rank 0.

@@ -21,12 +21,9 @@ DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype")
 
 @dataclass(frozen=True)
 class Formats:
-    """Mixed-precision policies of a model.
+    """Policies of the units inside a model and of its root, whose outputs the user sees.
 
-    Attributes:
-        units: policy of the units inside.
-        root: policy of the root, whose outputs the user sees.
-        buffers: dtype of floating-point buffers; None: unchanged.
+    `buffers` is the dtype of floating-point buffers; None: unchanged.
     """
 
     units: MixedPrecisionPolicy
@@ -35,14 +32,10 @@ class Formats:
 
 
 def build_formats(given: object, mixed_precision: str) -> Formats:
-    """Return the policies of the plugin, or else those of the run's precision.
+    """Return the policies `given` in the plugin, or else those of the run's precision.
 
     Under a precision, parameters are gathered and multiplied in it, gradients are reduced in fp32,
     and the model returns fp32. The same holds for fields that a policy without param_dtype omits.
-
-    Args:
-        given: `FullyShardedDataParallelPlugin.mixed_precision_policy`.
-        mixed_precision: no, bf16 or fp16.
     """
     standard = _standard(COMPUTE_DTYPES.get(mixed_precision))
     if given is None:

@@ -65,15 +65,11 @@ class MeshSettings:
 
     Attributes:
         name: of the strategy, for messages.
-        mesh: mesh of the run.
-        device: where this rank computes.
-        comm: how ranks communicate.
         precision: autocast of forward passes.
         formats: mixed precision of FSDP2.
         fsdp: units, offloading and resharding.
         is_sharded: whether FSDP was requested; otherwise FSDP2 only averages gradients of replicas.
         tensor_parallel: tensor-parallel plan, where that was requested.
-        dynamo: options of `torch.compile`.
     """
 
     name: str
@@ -140,16 +136,9 @@ def parallelize(
 ) -> list[torch.nn.Parameter]:
     """Replace the parameters of `model` by DTensors on the mesh, in place. Every rank calls this.
 
-    Args:
-        model: as the user built it; on ranks other than 0, it may be on the meta device.
-        dims: sizes of the axes.
-        settings: of the run.
-
-    Returns:
-        Parameters of ignored modules, whose gradients FSDP2 does not average.
-
-    Raises:
-        ConfigError: if the model does not fit the settings.
+    On ranks other than 0, the model may be on the meta device. Return the parameters of ignored
+    modules, whose gradients FSDP2 does not average. Raise `ConfigError` if the model does not fit
+    the settings.
     """
     offloads = isinstance(settings.offload, CPUOffloadPolicy)
     weights = settings.initial_weights(torch.device("cpu") if offloads else settings.device)
@@ -199,8 +188,6 @@ def shard_or_replicate(
         model: after tensor parallelism.
         units: modules inside that are gathered one at a time, inner ones first.
         ignored: modules that are replicated on every rank.
-        weights: materializes each unit before it is sharded.
-        settings: of the run.
     """
     mesh, formats = gradient_mesh(settings.mesh), settings.formats
     reshard = settings.fsdp.reshard_after_forward

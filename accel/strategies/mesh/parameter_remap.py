@@ -26,14 +26,9 @@ class ParameterRemap:
         self._new: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def record(self, before: Named, after: Named) -> None:
-        """Record the parameters that replaced those of a model.
+        """Record the parameters, by name, that replaced those of a model as the user built it.
 
-        Args:
-            before: by name, as the user built the model.
-            after: by name, distributed.
-
-        Raises:
-            ConfigError: if tied parameters are not tied any more.
+        Raise `ConfigError` if tied parameters are not tied any more.
         """
         for name, old in before.items():
             if old is not after[name]:

@@ -81,8 +81,7 @@ def _sized_tensor_parallel(
 def dims(plugins: Plugins, environment: Environment) -> ParallelDims:
     """Return the parallel dimensions: replicas × shards × tensor-parallel ranks.
 
-    Raises:
-        ConfigError: if numbers of replicas and shards do not divide the processes.
+    Raise `ConfigError` if numbers of replicas and shards do not divide the processes.
     """
     world_size = environment.world_size
     parallel: TorchTensorParallelPlugin | None = plugins.get(TENSOR_PARALLEL)

@@ -78,10 +78,7 @@ class MeshState(StateIO):
 
 
 def full_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in full and in the host's memory.
-
-    Collective for a DTensor: every rank of its mesh calls it.
-    """
+    """Return a tensor in full and in the host's memory; collective over the mesh of a DTensor."""
     if not isinstance(value, DTensor):
         return value.detach().cpu()
     mesh, shard = value.device_mesh, local(value).detach()

@@ -66,10 +66,6 @@ class MeshModels(LiveModels):
     """Models distributed over a mesh, which is destroyed at `close` or when the process ends.
 
     Optimizers hold this object: it outlives a strategy that nobody references any more.
-
-    Attributes:
-        mesh: the mesh.
-        is_destroyed: whether its process groups are gone.
     """
 
     def __init__(self, mesh: DeviceMesh, comm: Communicator) -> None:
@@ -166,10 +162,8 @@ class MeshStrategy(Strategy):
     ) -> torch.nn.Module:
         """Return `model` distributed over the mesh, in place, unless it is already.
 
-        For evaluation only, every rank holds the full model, with the weights of rank 0.
-
-        Raises:
-            ConfigError: if it is not to be moved to the device, and not for evaluation only.
+        For evaluation only, every rank holds the full model, with the weights of rank 0. Otherwise
+        raise `ConfigError` if it is not to be moved to the device.
         """
         if isinstance(model, FSDPModule) or any(known is model for known in self._models):
             return model  # as after free_memory()

@@ -85,12 +85,7 @@ def _sum(model: torch.nn.Module, name: str, mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """A tensor-parallel plan, by the names of one model.
-
-    Attributes:
-        styles: by name of a module.
-        summed: names of replicated parameters whose gradients are summed.
-    """
+    """Styles by module name, and the names of replicated parameters with summed gradients."""
 
     styles: dict[str, ParallelStyle]
     summed: list[str]
@@ -224,12 +219,9 @@ def _layout(parameter: torch.nn.Parameter) -> tuple[Placement, ...] | None:
 
 
 def sum_gradients(owner: torch.nn.Module, name: str, mesh: DeviceMesh) -> None:
-    """Sum the gradient of a replicated parameter over the ranks, in each backward pass.
+    """Sum the gradient of a replicated parameter over a 1-D tensor-parallel mesh, in each backward.
 
-    Args:
-        owner: registers the parameter, and uses it in its forward pass.
-        name: of the parameter, in `owner`.
-        mesh: 1-D, the tensor-parallel axis.
+    `owner` registers the parameter `name`, and uses it in its forward pass.
     """
 
     def enter(module: torch.nn.Module, inputs: object) -> None:
@@ -254,11 +246,8 @@ def check_first_step(
 ) -> None:
     """Let the first step of `optimizer` raise if gradients of replicated parameters differ.
 
-    Args:
-        optimizer: of torch.
-        mesh: of the run; nothing is compared without a tensor-parallel axis.
-        comm: how all ranks communicate, so that they raise together.
-        models: give the names of parameters, as they are at that step.
+    All ranks raise together. Nothing is compared without a tensor-parallel axis. `models` give the
+    names of parameters, as they are at that step.
     """
     if TP not in (mesh.mesh_dim_names or ()) or mesh[TP].size() == 1:
         return

@@ -248,9 +248,7 @@ def gradient_values(gradient: torch.Tensor) -> torch.Tensor:
 def unscale(gradients: list[torch.Tensor], inverse_scale: torch.Tensor) -> torch.Tensor:
     """Multiply `gradients` by `inverse_scale` in place; return a flag [], 1 if any is not finite.
 
-    Args:
-        gradients: of one device and dtype; at least one.
-        inverse_scale: [1].
+    At least one gradient, all of one device and dtype; `inverse_scale` [1].
     """
     device = gradients[0].device
     found_inf = torch.zeros((), device=device)

@@ -30,11 +30,7 @@ CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 def check_classes(models: Sequence[torch.nn.Module], names: Sequence[str] | None) -> None:
-    """Raise unless at least one of the models of a call has each of the named classes.
-
-    Raises:
-        ConfigError: naming every class that no model has.
-    """
+    """Raise a `ConfigError` that names every given class that none of a call's models has."""
     present = sorted({_class_name(m) for model in models for m in model.modules()})
     problems = [
         Problem(
@@ -59,13 +55,8 @@ def find_units(
 ) -> Modules:
     """Return the modules within `model` that are units of their own, inner ones first.
 
-    Args:
-        model: not sharded yet.
-        plugin: says how units are chosen.
-        ignored: parameters that are not sharded.
-
-    Raises:
-        ConfigError: for transformer_based_wrap, if neither plugin nor model names any blocks.
+    `ignored` parameters are not sharded. Raise `ConfigError` for transformer_based_wrap, if neither
+    plugin nor model names any blocks.
     """
     chosen = {id(module) for module in _chosen(model, plugin, ignored)}
     ordered = [m for m in reversed(list(model.modules())) if id(m) in chosen and m is not model]
@@ -147,12 +138,8 @@ def split_by_dtype(
     """Return `units`, and before each the modules inside of other dtypes, as units of their own.
 
     FSDP2 requires one dtype of the trainable parameters of a unit. It is that of the parameters
-    that the module itself registers, else the most common one.
-
-    Args:
-        model: the unit around all of them.
-        units: inner ones first.
-        ignored: parameters that are not sharded.
+    that the module itself registers, else the most common one. `model` is the unit around all;
+    `units` has inner ones first.
 
     Raises:
         ConfigError: if one module registers parameters of several dtypes, or one that must be a
@@ -246,12 +233,8 @@ def ignored_modules(
 ) -> Modules:
     """Return the modules that are not sharded, in the model's order, so that all ranks agree.
 
-    Args:
-        model: not sharded yet.
-        given: modules, or names and regular expressions of names; None: none.
-
-    Raises:
-        ConfigError: for entries that match no module of the model.
+    `given` are modules, or names and regular expressions of names; None: none. Raise `ConfigError`
+    for entries that match no module of the model.
     """
     if given is None:
         return []
