@@ -1,6 +1,7 @@
 # The table of public names and their modules: type checkers read it, and `accel._lazy` at run time.
 from accel.checkpoint.export import save as save
 from accel.checkpoint.load_weights import load_checkpoint_in_model as load_checkpoint_in_model
+from accel.checkpoint.merge import merge_fsdp_weights as merge_fsdp_weights
 from accel.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from accel.config.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from accel.config.deepspeed_json import HfDeepSpeedConfig as HfDeepSpeedConfig
@@ -21,12 +22,17 @@ from accel.config.training import GradientAccumulationPlugin as GradientAccumula
 from accel.config.training import ProjectConfiguration as ProjectConfiguration
 from accel.config.training import TorchDynamoPlugin as TorchDynamoPlugin
 from accel.enums import BaseEnum as BaseEnum
+from accel.enums import ComputeEnvironment as ComputeEnvironment
 from accel.enums import DDPCommunicationHookType as DDPCommunicationHookType
 from accel.enums import DistributedType as DistributedType
 from accel.enums import DynamoBackend as DynamoBackend
 from accel.enums import LoggerType as LoggerType
 from accel.enums import PrecisionType as PrecisionType
 from accel.enums import RNGType as RNGType
+from accel.enums import SageMakerDistributedType as SageMakerDistributedType
+from accel.env import clear_environment as clear_environment
+from accel.env import patch_environment as patch_environment
+from accel.env import purge_accelerate_environment as purge_accelerate_environment
 from accel.errors import DistributedOperationException as DistributedOperationException
 from accel.imports import compare_versions as compare_versions
 from accel.imports import is_bf16_available as is_bf16_available
@@ -38,10 +44,13 @@ from accel.imports import is_torch_version as is_torch_version
 from accel.imports import is_torch_xla_available as is_torch_xla_available
 from accel.imports import is_torchdata_available as is_torchdata_available
 from accel.imports import is_xpu_available as is_xpu_available
+from accel.launch_config import write_basic_config as write_basic_config
 from accel.memory import clear_device_cache as clear_device_cache
 from accel.memory import find_executable_batch_size as find_executable_batch_size
 from accel.memory import release_memory as release_memory
 from accel.memory import should_reduce_batch_size as should_reduce_batch_size
+from accel.numa import override_numa_affinity as override_numa_affinity
+from accel.numa import set_numa_affinity as set_numa_affinity
 from accel.ops import broadcast as broadcast
 from accel.ops import broadcast_object_list as broadcast_object_list
 from accel.ops import concatenate as concatenate
