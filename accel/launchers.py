@@ -6,13 +6,16 @@ Source: https://huggingface.co/docs/accelerate/package_reference/launchers;
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import sys
 import tempfile
+import threading
 import traceback
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,11 +31,13 @@ from accel.state import PartialState
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 ANY_ADDRESS = ("127.0.0.1", "localhost")
-# torchrun's variables, which a launch sets for its own workers.
+# Variables that a launch sets for its own workers, or leaves behind.
 OF_WORKERS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    "TORCHELASTIC_SIGNALS_TO_HANDLE",
 )
 
 
@@ -166,6 +171,7 @@ def _fork(
     rendezvous: _Rendezvous,
 ) -> None:
     _check_forkable()
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
@@ -174,12 +180,28 @@ def _fork(
     own = dict.fromkeys(OF_WORKERS) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     restarts = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # torch 2.13's restarts fail with it
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
-        with env.patched(**own, **restarts, **variables):
+        with env.patched(**own, **restarts, **variables), _handlers_restored():
             launch = elastic_launch(_configuration(rendezvous, num_processes), _worker)
             try:
                 launch(function, tuple(args), folder)
             except ChildFailedError as error:
                 raise RuntimeError(_first_failure(Path(folder), error)) from None
+            except SignalException as error:
+                raise KeyboardInterrupt(str(error)) from error
+
+
+@contextlib.contextmanager
+def _handlers_restored() -> Iterator[None]:
+    """Restore the signal handlers that torchelastic replaces, those of a notebook's kernel."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _check_forkable() -> None:

@@ -1,0 +1,207 @@
+"""Functions on several processes: forks of a notebook, or of this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel import Accelerator, PartialState, debug_launcher, launchers, notebook_launcher
+from accel import env as environment
+from accel.errors import ConfigError, StateError
+from tests.helpers import ROOT, free_port
+
+
+def report(folder: str, *words: str) -> None:
+    """Leave what this process finds: its place, its precision, the sum over all."""
+    accelerator = Accelerator(cpu=True)
+    found = {
+        "words": words,
+        "size": accelerator.num_processes,
+        "local": accelerator.local_process_index,
+        "precision": accelerator.mixed_precision,
+        "sum": accelerator.gather(torch.ones(1)).sum().item(),
+        "threads": torch.get_num_threads(),
+        "cpu": environment.flag("ACCELERATE_USE_CPU"),
+        "port": environment.read("MASTER_PORT"),
+        "attempt": environment.read("TORCHELASTIC_RESTART_COUNT"),
+        "run": environment.read("TORCHELASTIC_RUN_ID"),
+        "pid": os.getpid(),
+    }
+    place = Path(folder) / f"{accelerator.process_index}.json"
+    place.write_text(json.dumps(found))
+    accelerator.end_training()
+
+
+def reported(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def test_a_function_runs_on_processes_of_the_cpu(tmp_path: Path) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    debug_launcher(report, (str(tmp_path), "a", "b"))
+    found = reported(tmp_path)
+    assert [one["local"] for one in found] == [0, 1]
+    assert all(one["words"] == ["a", "b"] and one["sum"] == one["size"] == 2 for one in found)
+    assert all(one["cpu"] and one["threads"] == 1 for one in found)
+    assert os.getpid() not in [one["pid"] for one in found]
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not PartialState._shared_state
+
+
+def test_the_number_of_processes_to_debug_with(tmp_path: Path) -> None:
+    debug_launcher(report, (str(tmp_path),), num_processes=3)
+    assert [one["size"] for one in reported(tmp_path)] == [3, 3, 3]
+    with pytest.raises(ConfigError, match="num_processes=0"):
+        debug_launcher(report, num_processes=0)
+
+
+def test_a_notebook_trains_on_several_processes(tmp_path: Path) -> None:
+    port = free_port()
+    arguments = (str(tmp_path), "x")
+    notebook_launcher(report, arguments, 2, "bf16", str(port), rdzv_id="job", monitor_interval=0.05)
+    found = reported(tmp_path)
+    assert [(one["size"], one["precision"], one["run"]) for one in found] == [
+        (2, "bf16", "job")
+    ] * 2
+    assert [one["words"] for one in found] == [["x"], ["x"]]
+    assert environment.read("ACCELERATE_MIXED_PRECISION") is None
+
+
+def test_one_process_is_the_notebook_itself(tmp_path: Path) -> None:
+    notebook_launcher(report, (str(tmp_path),), num_processes=1, mixed_precision="bf16")
+    (found,) = reported(tmp_path)
+    assert found["pid"] == os.getpid()
+    assert (found["size"], found["precision"]) == (1, "bf16")
+
+
+def fail(folder: str) -> None:
+    if environment.read("RANK") == "1":
+        raise ValueError("no such thing")
+    report(folder)
+
+
+def test_a_failure_is_raised_with_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1 failed:(.|\n)*in fail(.|\n)*no such thing"):
+        notebook_launcher(fail, (str(tmp_path),), num_processes=2, use_port=0)
+
+
+def fail_once(folder: str) -> None:
+    """Fail in the first attempt of the worker group."""
+    if environment.read("TORCHELASTIC_RESTART_COUNT") == "0":
+        raise ValueError("the first attempt")
+    report(folder)
+
+
+def test_a_failed_group_starts_anew(tmp_path: Path) -> None:
+    notebook_launcher(fail_once, (str(tmp_path),), 2, use_port=0, max_restarts=1)
+    assert [one["attempt"] for one in reported(tmp_path)] == ["1", "1"]
+
+
+def test_another_rendezvous_is_used(tmp_path: Path) -> None:
+    endpoint = f"localhost:{free_port()}"
+    notebook_launcher(
+        report,
+        (str(tmp_path),),
+        2,
+        rdzv_backend="c10d",
+        rdzv_endpoint=endpoint,
+        rdzv_conf={"is_host": True},
+        log_line_prefix_template="[${rank}] ",
+    )
+    assert [one["size"] for one in reported(tmp_path)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"mixed_precision": "bf61"}, "mixed_precision='bf61'"),
+        ({"num_processes": 0}, "num_processes=0"),
+        ({"num_nodes": 0}, "num_nodes=0"),
+        ({"node_rank": 2, "num_nodes": 2}, "node_rank=2: it is from 0 to 1"),
+        ({"use_port": "http"}, "use_port='http'"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        notebook_launcher(report, **arguments)
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"use_port={port}: processes cannot meet there"):
+            notebook_launcher(report, num_processes=2, use_port=port)
+
+
+def test_nodes_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments of several nodes arrive in the agent's configuration."""
+    started: list[Any] = []
+    monkeypatch.setattr(launchers, "_fork", lambda *given: started.append(given))
+    notebook_launcher(
+        report, num_processes=4, master_addr="10.0.0.1", use_port=4242, node_rank=1, num_nodes=2
+    )
+    (given,) = started
+    configuration = launchers._configuration(given[-1], given[2])
+    assert (configuration.min_nodes, configuration.max_nodes) == (2, 2)
+    assert configuration.nproc_per_node == 4
+    assert configuration.rdzv_endpoint == "10.0.0.1:4242"
+    assert configuration.rdzv_configs["rank"] == 1
+    assert configuration.rdzv_backend == "static"
+
+
+def test_an_accelerator_of_the_notebook_is_refused() -> None:
+    Accelerator(cpu=True)
+    with pytest.raises(StateError, match="This process has an Accelerator"):
+        debug_launcher(report)
+
+
+def test_debug_mode_tries_the_processes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(launchers, "_fork", lambda function, *rest: started.append(function))
+    with environment.patched(ACCELERATE_DEBUG_MODE="1"):
+        notebook_launcher(report, (str(tmp_path),), num_processes=2)
+    assert started == [PartialState, report]
+
+
+NOTEBOOK = [
+    "from accel import notebook_launcher",
+    """
+def train(name):
+    import torch
+    from accel import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    total = accelerator.gather(torch.ones(1)).sum().item()
+    print(f"{name} {accelerator.process_index} {total}\n", end="", flush=True)
+    accelerator.end_training()
+""",
+    "notebook_launcher(train, ('first',), num_processes=2, use_port=0)",
+    "notebook_launcher(train, ('second',), num_processes=2, use_port=0)",
+    "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)",
+]
+
+
+@pytest.mark.slow
+def test_cells_of_a_jupyter_kernel_train_on_several_processes(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient").NotebookClient
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, NOTEBOOK)))
+    path = os.pathsep.join([str(ROOT), environment.read("PYTHONPATH") or ""])
+    with environment.patched(PYTHONPATH=path, JUPYTER_RUNTIME_DIR=str(tmp_path)):
+        client(notebook, timeout=300, kernel_name="python3").execute(cwd=str(tmp_path))
+    printed = ["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells]
+    assert sorted(printed[2].split("\n")) == ["", "first 0 2.0", "first 1 2.0"]
+    assert sorted(printed[3].split("\n")) == ["", "second 0 2.0", "second 1 2.0"]
+    assert printed[4] == "True\n"  # Ctrl-C interrupts a cell as before
