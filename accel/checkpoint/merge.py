@@ -33,6 +33,7 @@ DESCRIPTIONS: dict[str, tuple[str, ...]] = {
     "torch.serialization": ("_get_layout",),
     "collections": ("OrderedDict",),
     "builtins": ("set", "frozenset"),
+    **dict.fromkeys(("pathlib", "pathlib._local"), ("PosixPath", "WindowsPath")),
 }
 
 
