@@ -159,17 +159,17 @@ def _purge_tests(cls: type) -> None:
             setattr(cls, name, purge_accelerate_environment(method))
 
 
-def _purge_derived_classes(cls: type) -> None:
+def _purge_derived_classes(cls: Any) -> None:
     own = vars(cls).get("__init_subclass__")
 
-    def init_subclass(derived: type, **kwargs: Any) -> None:
+    def init_subclass(derived: Any, **kwargs: Any) -> None:
         if own is None:
             super(cls, derived).__init_subclass__(**kwargs)
         else:
             own.__func__(derived, **kwargs)
         _purge_tests(derived)
 
-    cls.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
+    cls.__init_subclass__ = classmethod(cast(Any, init_subclass))
 
 
 def copy() -> dict[str, str]:

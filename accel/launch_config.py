@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 from accel import device, env
-from accel.config import deepspeed, fsdp
 from accel.enums import ComputeEnvironment, DistributedType, PrecisionType
 from accel.errors import ConfigError, Problems, nearest, unknown_choice
+from accel.planning.spec import PluginSpec
+from accel.strategies.table import plugins
 
 NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
-# Settings that reach the script by a variable of the environment.
+# Settings that reach the script by a variable of the environment, those of strategies apart.
 VARIABLES = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
     "use_cpu": "ACCELERATE_USE_CPU",
@@ -32,49 +33,33 @@ VARIABLES = {
     "dynamo_use_fullgraph": "ACCELERATE_DYNAMO_USE_FULLGRAPH",
     "dynamo_use_dynamic": "ACCELERATE_DYNAMO_USE_DYNAMIC",
     "dynamo_use_regional_compilation": "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
-    "use_fsdp": "ACCELERATE_USE_FSDP",
-    "use_deepspeed": "ACCELERATE_USE_DEEPSPEED",
-}
-FSDP_VARIABLES = {f"fsdp_{name.lower()}": f"FSDP_{name}" for name in fsdp.VARIABLES} | {
-    "fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
-    "fsdp_backward_prefetch_policy": "FSDP_BACKWARD_PREFETCH",
-}
-DEEPSPEED_VARIABLES = {
-    **{field: variable for variable, field in deepspeed.VARIABLES.items()},
-    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
-    "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
 }
 # Settings of the launcher itself.
 WHERE = (
     *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
     *("gpu_ids", "same_network", "rdzv_backend", "rdzv_conf", "max_restarts", "monitor_interval"),
 )
-SECTIONS = ("fsdp_config", "deepspeed_config", "dynamo_config")
+DYNAMO = "dynamo_config"
 # Settings that say nothing where they have these values, and are not offered with others.
 EMPTY = (None, "", False, "no", "false", "none", 0)
+_TPU = "TPUs are not built yet: leave it out."
 NOT_OFFERED = {
-    "megatron_lm_config": "Megatron-LM is not built yet; use fsdp_config or deepspeed_config.",
-    "fp8_config": "fp8 is not built yet; use mixed_precision: bf16.",
-    "parallelism_config": "Give Accelerator(torch_tp_plugin=…, fsdp_plugin=…) in the script.",
-    "ipex_config": "Recent torch has Intel's optimizations built in; remove it.",
-    "ipex": "Recent torch has Intel's optimizations built in; remove it.",
+    "fp8_config": "fp8 is not built yet: use mixed_precision: bf16.",
+    "parallelism_config": "Give the plugins to the Accelerator of the script.",
+    "ipex_config": "Recent torch has Intel's optimizations built in: leave it out.",
+    "ipex": "Recent torch has Intel's optimizations built in: leave it out.",
     "mpirun_config": "Start with mpirun: mpirun -hostfile FILE python script.py.",
-    "mpirun_hostfile": "Start with mpirun: mpirun -hostfile FILE python script.py.",
-    "downcast_bf16": "It concerns TPUs; remove it.",
-    "deepspeed_hostfile": "Start `runner launch` on each machine with its --machine_rank.",
-    "deepspeed_inclusion_filter": "Start `runner launch` on the machines that are wanted.",
-    "deepspeed_exclusion_filter": "Start `runner launch` on the machines that are wanted.",
-    **dict.fromkeys(
-        (
-            *("tpu_env", "tpu_name", "tpu_zone", "tpu_vm", "tpu_use_cluster", "tpu_use_sudo"),
-            *("commands", "command_file"),
-        ),
-        "TPUs are not built yet; remove it.",
-    ),
+    "downcast_bf16": _TPU,
+    **dict.fromkeys(("tpu_env", "tpu_name", "tpu_zone", "tpu_vm", "tpu_use_cluster"), _TPU),
+    **dict.fromkeys(("tpu_use_sudo", "commands", "command_file"), _TPU),
 }
-# Settings of other machines that change nothing here.
-WITHOUT_EFFECT = ("main_training_function", "deepspeed_multinode_launcher", "use_xpu")
-BY_TYPE = {"FSDP": "use_fsdp", "DEEPSPEED": "use_deepspeed", "MULTI_CPU": "use_cpu"}
+# Settings of other machines, which change nothing on this one.
+WITHOUT_EFFECT = ("main_training_function", "use_xpu")
+
+
+def strategies() -> dict[str, PluginSpec]:
+    """Return the plugins that a setting ``use_<name>`` switches on, by name."""
+    return {plugin.name: plugin for plugin in plugins() if plugin.switch}
 
 
 def default_config_file() -> Path:
@@ -93,11 +78,10 @@ def basic_config(mixed_precision: str = "no") -> dict[str, object]:
         raise ConfigError(unknown_choice("mixed_precision", precision, PrecisionType.list()))
     kind = device.default_device_type()
     number = 1 if kind in ("cpu", "mps") else device.device_count(kind)
-    several = DistributedType.NO if number == 1 else DistributedType(f"MULTI_{_maker(kind)}")
     return {
         "compute_environment": str(ComputeEnvironment.LOCAL_MACHINE),
         "debug": False,
-        "distributed_type": str(several),
+        "distributed_type": "NO" if number == 1 else f"MULTI_{_maker(kind)}",
         "downcast_bf16": False,
         "enable_cpu_affinity": False,
         "machine_rank": 0,
@@ -158,24 +142,31 @@ def read(path: Path) -> dict[str, object]:
     found = Problems()
     _check_keys(path, settings, found)
     kind = str(settings.get("distributed_type") or "NO").upper()
+    _check_place(path, settings, kind, found)
+    found.raise_if()
+    flat = {name: value for name, value in settings.items() if name not in _sections()}
+    flat |= _section(settings, DYNAMO)
+    chosen = strategies().get(kind.lower())
+    if chosen is not None:
+        flat |= _section(settings, f"{chosen.name}_config") | {f"use_{chosen.name}": True}
+    if kind == "MULTI_CPU":
+        flat["use_cpu"] = True
+    known = {*VARIABLES, *WHERE, *(f"use_{name}" for name in strategies())}
+    known.update(*(plugin.launch_variables for plugin in strategies().values()))
+    return {name: value for name, value in flat.items() if name in known and value is not None}
+
+
+def _check_place(path: Path, settings: Mapping[str, object], kind: str, found: Problems) -> None:
     place = settings.get("compute_environment", "LOCAL_MACHINE")
     if place != ComputeEnvironment.LOCAL_MACHINE:
         remedy = "Run the script on the machine itself: compute_environment: LOCAL_MACHINE."
         found.add(f"{path}: compute_environment={place}", "jobs start on this machine", remedy)
-    if kind in ("MEGATRON_LM", "XLA", "TPU"):
-        found.add_not_built(f"{path}: distributed_type={kind}", "Use FSDP or DEEPSPEED.")
-    elif kind not in DistributedType.list():
-        found.append(unknown_choice(f"{path}: distributed_type", kind, DistributedType.list()))
-    found.raise_if()
-    flat = {name: value for name, value in settings.items() if name not in SECTIONS}
-    for section in SECTIONS:
-        wanted = BY_TYPE.get(section.removesuffix("_config").upper())
-        if wanted is None or wanted == BY_TYPE.get(kind):
-            flat.update(_section(settings, section))
-    if kind in BY_TYPE:
-        flat[BY_TYPE[kind]] = True
-    known = (*VARIABLES, *FSDP_VARIABLES, *DEEPSPEED_VARIABLES, *WHERE)
-    return {name: value for name, value in flat.items() if name in known and value is not None}
+    kinds = [str(known) for known in DistributedType]
+    chosen = strategies().get(kind.lower())
+    if kind in ("XLA", "TPU") or (chosen is not None and chosen.kind is None):
+        found.add_not_built(f"{path}: distributed_type={kind}", "Use another one.")
+    elif kind not in kinds:
+        found.append(unknown_choice(f"{path}: distributed_type", kind, kinds))
 
 
 def load(path: Path) -> dict[str, object]:
@@ -184,7 +175,7 @@ def load(path: Path) -> dict[str, object]:
     Raises:
         ConfigError: if it is none.
     """
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -196,32 +187,45 @@ def load(path: Path) -> dict[str, object]:
     return {str(name): value for name, value in settings.items()}
 
 
+def _sections() -> dict[str, tuple[str, ...]]:
+    """Return the keys of each section."""
+    common = "gradient_accumulation_steps"
+    found = {
+        f"{name}_config": (*plugin.launch_variables, *plugin.not_launched, common)
+        for name, plugin in strategies().items()
+    }
+    return {**found, DYNAMO: tuple(name for name in VARIABLES if name.startswith("dynamo_"))}
+
+
 def _section(settings: Mapping[str, object], name: str) -> dict[str, object]:
     section = settings.get(name) or {}
     return {str(k): v for k, v in section.items()} if isinstance(section, dict) else {}
 
 
 def _check_keys(path: Path, settings: Mapping[str, object], found: Problems) -> None:
-    top = ("compute_environment", "distributed_type", *VARIABLES, *WHERE, *SECTIONS)
-    everywhere = (*NOT_OFFERED, *WITHOUT_EFFECT)
-    inside = {
-        "": top,
-        "fsdp_config": tuple(FSDP_VARIABLES),
-        "deepspeed_config": (*DEEPSPEED_VARIABLES, "gradient_accumulation_steps"),
-        "dynamo_config": tuple(name for name in VARIABLES if name.startswith("dynamo_")),
-    }
-    for place, name, value in _entries(settings):
+    refused = dict(NOT_OFFERED)
+    for name, plugin in strategies().items():
+        refused |= {key: remedy for key, remedy in plugin.not_launched.items() if remedy}
+        if plugin.kind is None:
+            refused[f"{name}_config"] = f"{name} is not built yet: leave it out."
+    sections = _sections()
+    switches = (f"use_{name}" for name in strategies())
+    top = (*VARIABLES, *WHERE, *switches, *sections, *NOT_OFFERED, *WITHOUT_EFFECT)
+    keys = {"": (*top, "compute_environment", "distributed_type"), **sections}
+    for place, name, value in _entries(settings, sections):
         where = f"{path}: {place + '.' if place else ''}{name}"
-        if name in NOT_OFFERED and not _is_empty(value):
-            found.add(f"{where}={value!r}", "`runner launch` does not offer it", NOT_OFFERED[name])
-        elif name not in (*inside[place], *everywhere):
-            found.add(where, "unknown key", nearest(name, (*inside[place], *everywhere)))
+        if name in refused and not _is_empty(value):
+            found.add(f"{where}={value!r}", "`runner launch` does not offer it", refused[name])
+        elif name not in keys[place] and place not in refused:
+            found.add(where, "unknown key", nearest(name, keys[place]))
 
 
-def _entries(settings: Mapping[str, object]) -> Iterator[tuple[str, str, object]]:
+def _entries(
+    settings: Mapping[str, object], sections: Iterable[str]
+) -> Iterator[tuple[str, str, object]]:
     for name, value in settings.items():
         yield "", name, value
-    for place in SECTIONS:
+    for place in sections:
         for name, value in _section(settings, place).items():
             yield place, name, value
 

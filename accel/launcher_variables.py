@@ -83,7 +83,7 @@ class Launched:
             master_addr: host of the rendezvous, given or derived.
             master_port: its port, given or derived.
         """
-        names = {"rank": self.rank, "local rank": self.local_rank}
+        names: dict[str, object] = {"rank": self.rank, "local rank": self.local_rank}
         names |= {"processes per node": self.local_world_size}
         names |= {"MASTER_ADDR": master_addr, "MASTER_PORT": master_port}
         missing = [name for name, value in names.items() if value is None]

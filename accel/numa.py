@@ -6,10 +6,10 @@ Source: https://docs.kernel.org/admin-guide/mm/numaperf.html;
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +18,8 @@ from accel.errors import ConfigError
 
 NODES = Path("/sys/devices/system/node")
 PCI_DEVICES = Path("/sys/bus/pci/devices")
+# Processes (one, as a rule) that `set_numa_affinity` has bound.
+_BOUND: set[int] = set()
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
@@ -53,7 +55,6 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
         print(f"Process {local_process_index} runs on {found}")
 
 
-@functools.cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Bind this process to the CPUs of one NUMA node, once; see `override_numa_affinity`.
 
@@ -61,7 +62,9 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
         local_process_index: index of this process on its node, from 0.
         verbose: whether the CPUs are printed; None: ACCELERATE_DEBUG_MODE.
     """
-    override_numa_affinity(local_process_index, verbose)
+    if local_process_index not in _BOUND:
+        override_numa_affinity(local_process_index, verbose)
+        _BOUND.add(local_process_index)
 
 
 def _nodes() -> dict[int, set[int]]:
@@ -90,7 +93,7 @@ def _node_of_gpu(index: int) -> int | None:
     """Return the NUMA node of a CUDA device; None: there is no such device, or it has none."""
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return None
-    device = torch.cuda.get_device_properties(index)
+    device: Any = torch.cuda.get_device_properties(index)
     place = f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
     path = PCI_DEVICES / place / "numa_node"
     return int(path.read_text()) if path.is_file() else None

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from accel.checkpoint import export, weight_files
 from accel.checkpoint.directory import broken
@@ -68,7 +69,7 @@ class _Reader(FileSystemReader):
         return metadata
 
 
-def merge_fsdp_weights(
+def merge_weights(
     checkpoint_dir: str | PathLike[str],
     output_path: str | PathLike[str],
     safe_serialization: bool = True,
@@ -77,8 +78,8 @@ def merge_fsdp_weights(
     """Merge sharded weights into one file: ``model.safetensors`` or ``pytorch_model.bin``.
 
     Args:
-        checkpoint_dir: directory of sharded weights (``pytorch_model_fsdp_0``), or one of
-            `Accelerator.save_state`, whose weights are full.
+        checkpoint_dir: directory of sharded weights, or one of `Accelerator.save_state`, where they
+            are full.
         output_path: folder of the file; made where it is missing.
         safe_serialization: whether the file is safetensors.
         remove_checkpoint_dir: whether the directory is deleted afterwards.

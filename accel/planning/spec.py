@@ -7,7 +7,7 @@ packages are found through the entry point group ``accel.strategies``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from accel.config.handlers import KwargsHandler
@@ -45,6 +45,9 @@ class PluginSpec:
             as the content of a file that it names; None: none.
         callables: fields that import what a dotted name stands for: a recipe names trusted code.
         shared: whether later `Accelerator`s of the process that name no plugin take it over.
+        launch_variables: settings of `runner launch` and its file, with the variable of each.
+        not_launched: further documented settings of it, with what to do instead; "": nothing, they
+            have no effect.
     """
 
     name: str
@@ -60,6 +63,8 @@ class PluginSpec:
     frozen_fields: Callable[[Any], Mapping[str, object]] | None = None
     callables: tuple[str, ...] = ()
     shared: bool = False
+    launch_variables: Mapping[str, str] = field(default_factory=dict)
+    not_launched: Mapping[str, str] = field(default_factory=dict)
 
     def variables(self, environment: Environment) -> dict[str, str]:
         """Return the environment variables that fill fields of the plugin and are not empty."""

@@ -1,7 +1,6 @@
 # The table of public names and their modules: type checkers read it, and `accel._lazy` at run time.
 from accel.checkpoint.export import save as save
 from accel.checkpoint.load_weights import load_checkpoint_in_model as load_checkpoint_in_model
-from accel.checkpoint.merge import merge_fsdp_weights as merge_fsdp_weights
 from accel.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from accel.config.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from accel.config.deepspeed_json import HfDeepSpeedConfig as HfDeepSpeedConfig
@@ -69,6 +68,7 @@ from accel.rng import synchronize_rng_state as synchronize_rng_state
 from accel.rng import synchronize_rng_states as synchronize_rng_states
 from accel.strategies.deepspeed.wrappers import DummyOptim as DummyOptim
 from accel.strategies.deepspeed.wrappers import DummyScheduler as DummyScheduler
+from accel.strategies.mesh.state import merge_fsdp_weights as merge_fsdp_weights
 from accel.tree import honor_type as honor_type
 from accel.tree import is_namedtuple as is_namedtuple
 from accel.tree import recursively_apply as recursively_apply

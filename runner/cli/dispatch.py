@@ -34,7 +34,7 @@ TOOLS = {
     "launch": "runner.cli.launch_script:main",
     "env": "runner.cli.tools:show_environment",
     "config": "runner.cli.tools:configure",
-    "merge-weights": "runner.cli.tools:merge_weights",
+    "merge-weights": "runner.cli.tools:merge",
 }
 
 

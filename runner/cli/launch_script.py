@@ -7,58 +7,35 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accel import launch_config
-from accel.config import deepspeed
 from accel.errors import ConfigError
+from accel.launch_config import strategies
 from runner.cli.arguments import CommandParser
 from runner.launch import script
 
-# Documented flags without a value, by the setting that each gives.
+# Documented flags without a value, by the setting that each gives, those of strategies apart.
 SWITCHES = {
     "cpu": "use_cpu",
-    "multi_gpu": "multi_gpu",
-    "debug": "debug",
-    "use_fsdp": "use_fsdp",
-    "use_deepspeed": "use_deepspeed",
-    "enable_cpu_affinity": "enable_cpu_affinity",
-    "dynamo_use_fullgraph": "dynamo_use_fullgraph",
-    "dynamo_use_dynamic": "dynamo_use_dynamic",
-    "dynamo_use_regional_compilation": "dynamo_use_regional_compilation",
-    "same_network": "same_network",
+    **dict.fromkeys(("multi_gpu", "debug", "enable_cpu_affinity", "same_network")),
+    **dict.fromkeys(("dynamo_use_fullgraph", "dynamo_use_dynamic")),
+    "dynamo_use_regional_compilation": None,
 }
 VALUES = (
     *("mixed_precision", "num_processes", "num_machines", "num_cpu_threads_per_process"),
     *("dynamo_backend", "dynamo_mode", "gpu_ids", "machine_rank", "main_process_ip"),
     *("main_process_port", "rdzv_backend", "rdzv_conf", "max_restarts", "monitor_interval"),
-    *launch_config.FSDP_VARIABLES,
-    *(name for name in deepspeed.VARIABLES.values() if name not in ("hf_ds_config",)),
-    *("deepspeed_config_file", "deepspeed_moe_layer_cls_names", "gradient_accumulation_steps"),
-    "deepspeed_multinode_launcher",
+    "gradient_accumulation_steps",
 )
-# Documented flags that this version refuses, and why.
-REFUSED_SWITCHES = {
-    "tpu": "TPUs are not built yet",
-    "tpu_cluster": "TPUs are not built yet",
-    "tpu_use_sudo": "TPUs are not built yet",
-    "downcast_bf16": "it concerns TPUs, which are not built yet",
+_TPU = "TPUs are not built yet"
+_PLUGINS = "give the plugins to the Accelerator of the script"
+# Documented flags that are refused, or beginnings of their names, and why.
+REFUSED = {
+    **dict.fromkeys(("tpu", "vm", "env", "main_training_function", "downcast_bf16"), _TPU),
     "ipex": "recent torch has Intel's optimizations built in",
-    "use_megatron_lm": "Megatron-LM is not built yet; use --use_fsdp or --use_deepspeed",
-    "use_parallelism_config": "give Accelerator(torch_tp_plugin=…, fsdp_plugin=…) in the script",
-    "fp8_use_autocast_during_eval": "fp8 is not built yet; use --mixed_precision=bf16",
-}
-REFUSED_VALUES = {
-    **dict.fromkeys(("vm", "env", "main_training_function"), "TPUs are not built yet"),
-    "aws_access_key_id": "jobs start on this machine, not on SageMaker",
-    "aws_secret_access_key": "jobs start on this machine, not on SageMaker",
-    **dict.fromkeys(
-        ("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"),
-        "start `runner launch` on each machine with its --machine_rank",
-    ),
+    "use_parallelism_config": _PLUGINS,
+    "parallelism_config_": _PLUGINS,
+    "fp8_": "fp8 is not built yet, use --mixed_precision=bf16",
+    "aws_": "jobs start on this machine, not on SageMaker",
     "mpirun_hostfile": "start with mpirun -hostfile FILE python script.py",
-}
-REFUSED_PREFIXES = {
-    "megatron_lm_": REFUSED_SWITCHES["use_megatron_lm"],
-    "fp8_": REFUSED_SWITCHES["fp8_use_autocast_during_eval"],
-    "parallelism_config_": REFUSED_SWITCHES["use_parallelism_config"],
 }
 USAGE = "runner launch [flags] SCRIPT [the script's own arguments]"
 
@@ -83,7 +60,7 @@ def parse(arguments: Sequence[str]) -> script.Launch:
     flags = _refuse(arguments)
     found = _parser().parse_args(flags)
     settings = _from_file(found.config_file)
-    given = {name: getattr(found, name) for name in (*SWITCHES.values(), *VALUES)}
+    given = {name: getattr(found, name) for name in (*_switches().values(), *_values())}
     settings |= {name: value for name, value in given.items() if value is not None}
     if found.multi_gpu:
         if found.use_cpu:
@@ -103,17 +80,39 @@ def _from_file(name: str | None) -> dict[str, object]:
     return launch_config.read(default) if default.is_file() else {}
 
 
+def _switches() -> dict[str, str]:
+    """Return the flags without a value, with the setting of each."""
+    on = {f"use_{name}": None for name, plugin in strategies().items() if plugin.kind}
+    return {name: setting or name for name, setting in {**SWITCHES, **on}.items()}
+
+
+def _values() -> list[str]:
+    """Return the flags with a value."""
+    of_strategies = [name for one in strategies().values() for name in one.launch_variables]
+    return [*VALUES, *of_strategies]
+
+
+def _refused() -> dict[str, str]:
+    """Return why a flag, or each that begins so, is refused."""
+    refused = dict(REFUSED)
+    for name, plugin in strategies().items():
+        refused |= {flag: remedy for flag, remedy in plugin.not_launched.items() if remedy}
+        if plugin.kind is None:
+            refused |= dict.fromkeys((f"use_{name}", f"{name}_"), f"{name} is not built yet")
+    return refused
+
+
 def _refuse(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments, or raise the reasons of documented flags that are refused."""
-    takes_value = ("config_file", "log_dir", "role", "tee", "t", *VALUES)
+    """Return the arguments, or raise the reason of a documented flag that is refused."""
+    takes_value = ("config_file", "log_dir", "role", "tee", "t", *_values())
     waiting = list(arguments)
     while waiting and waiting[0].startswith("-"):
         argument = waiting.pop(0)
         name, given, _ = argument.lstrip("-").replace("-", "_").partition("=")
-        prefix = next((p for p in REFUSED_PREFIXES if name.startswith(p)), "")
-        reason = {**REFUSED_SWITCHES, **REFUSED_VALUES, **REFUSED_PREFIXES}.get(prefix or name)
-        if reason is not None:
-            raise ConfigError.of(argument, reason, "Leave it out.")
+        refused = _refused()
+        beginning = next((one for one in refused if one[-1] == "_" and name.startswith(one)), name)
+        if beginning in refused:
+            raise ConfigError.of(argument, refused[beginning], "Leave it out.")
         if name in takes_value and not given:
             del waiting[:1]
     return list(arguments)
@@ -129,9 +128,10 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(*spellings, **options)  # type: ignore[arg-type]
 
     add("config_file", help="settings (default: the file that `runner config` writes)")
-    for name, setting in SWITCHES.items():
+    for name, setting in _switches().items():
         add(name, dest=setting, action="store_true", default=None)
-    for name in VALUES:
+    ignored = [flag for one in strategies().values() for flag in one.not_launched]
+    for name in [*_values(), *ignored]:
         add(name, metavar=name.rpartition("_")[2].upper())
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
     add("no_python", action="store_true", help="SCRIPT is a program of its own")

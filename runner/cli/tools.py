@@ -13,9 +13,10 @@ from typing import Any
 from accel import launch_config
 from accel.enums import PrecisionType
 from accel.errors import ConfigError
+from accel.strategies.table import specs
 from runner.cli.arguments import CommandParser
 
-PACKAGES = ("accel-runner", "torch", "numpy", "safetensors", "hydra-core", "deepspeed")
+PACKAGES = ("accel-runner", "torch", "numpy", "safetensors", "hydra-core", "omegaconf")
 FILE_HELP = "the settings of `runner launch` (default: in HF_HOME, else ~/.cache/huggingface)"
 
 
@@ -30,14 +31,14 @@ def show_environment(arguments: Sequence[str]) -> int:
     shown = {
         "platform": platform.platform(),
         "Python": f"{platform.python_version()} ({sys.executable})",
-        **{name: _version(name) for name in PACKAGES},
+        **{name: _version(name) for name in (*PACKAGES, *_packages_of_strategies())},
         "accelerator": _accelerator(torch),
         "settings": str(path) if path.is_file() else f"none ({path} does not exist)",
     }
     for name, value in shown.items():
         print(f"{name:<14} {value}")
-    for key, value in launch_config.load(path).items() if path.is_file() else ():
-        print(f"  {key}: {value}")
+    for key, setting in launch_config.load(path).items() if path.is_file() else ():
+        print(f"  {key}: {setting}")
     return 0
 
 
@@ -68,7 +69,7 @@ def configure(arguments: Sequence[str]) -> int:
     return 0
 
 
-def merge_weights(arguments: Sequence[str]) -> int:
+def merge(arguments: Sequence[str]) -> int:
     """Merge sharded weights into one file.
 
     Raises:
@@ -84,9 +85,9 @@ def merge_weights(arguments: Sequence[str]) -> int:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", action="store_true")
         parser._actions[-1].help = what
     found = parser.parse_args(list(arguments))
-    from accel.checkpoint.merge import merge_fsdp_weights
+    from accel.checkpoint.merge import merge_weights
 
-    merge_fsdp_weights(
+    merge_weights(
         found.checkpoint_directory,
         found.output_path,
         not found.unsafe_serialization,
@@ -103,6 +104,10 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 def _file(found: argparse.Namespace) -> Path:
     path: Path | None = found.config_file
     return launch_config.default_config_file() if path is None else path
+
+
+def _packages_of_strategies() -> list[str]:
+    return [package for spec in specs() for package in spec.packages]
 
 
 def _version(package: str) -> str:
@@ -132,15 +137,13 @@ def _answers(default: dict[str, object]) -> dict[str, object]:
         answers["main_process_port"] = _ask("Port there", 29500, _positive)
     number = _ask("Number of processes on all machines", default["num_processes"], _positive)
     answers["num_processes"] = number
-    strategies = ("none", "fsdp", "deepspeed")
-    strategy = _ask("Strategy (none, fsdp, deepspeed)", "none", _one_of(strategies))
-    if strategy == "none":
-        kind = "NO" if number == 1 else "MULTI_CPU" if on_cpu else "MULTI_GPU"
-    elif strategy == "fsdp":
-        kind, answers["fsdp_config"] = "FSDP", {"fsdp_version": 2}
+    known = [name for name, plugin in launch_config.strategies().items() if plugin.kind]
+    question = f"Strategy (none, {', '.join(known)})"
+    strategy = str(_ask(question, "none", _one_of(("none", *known))))
+    if strategy in known:
+        kind, answers[f"{strategy}_config"] = strategy.upper(), {}
     else:
-        stage = _ask("ZeRO stage (0 to 3)", 2, int)
-        kind, answers["deepspeed_config"] = "DEEPSPEED", {"zero_stage": stage}
+        kind = "NO" if number == 1 else "MULTI_CPU" if on_cpu else "MULTI_GPU"
     precision = _one_of(PrecisionType.list())
     answers["mixed_precision"] = _ask("Precision (no, fp16, bf16)", "no", precision)
     return {**answers, "distributed_type": kind}

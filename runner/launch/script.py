@@ -15,7 +15,7 @@ from pathlib import Path
 import accel
 from accel import env
 from accel.errors import ConfigError, Problems
-from accel.launch_config import DEEPSPEED_VARIABLES, FSDP_VARIABLES, VARIABLES
+from accel.launch_config import VARIABLES, strategies
 from runner.config import processes
 
 PORT = 29500
@@ -99,8 +99,9 @@ def plan(settings: Mapping[str, object], script: Script, torchrun: Sequence[str]
     if machines > 1 and not settings.get("main_process_ip"):
         rule = "the machines meet at the address of the first"
         found.add(f"num_machines={machines}", rule, "Give --main_process_ip.")
-    if settings.get("use_fsdp") and settings.get("use_deepspeed"):
-        found.add("use_fsdp with use_deepspeed", "they cannot be combined", "Give one of them.")
+    switched_on = [f"use_{name}" for name in strategies() if settings.get(f"use_{name}")]
+    if len(switched_on) > 1:
+        found.add(" with ".join(switched_on), "they cannot be combined", "Give one of them.")
     found.raise_if()
     variables = _variables(settings, local)
     if machines == 1 and local == 1 and not (restarts or torchrun):
@@ -177,19 +178,14 @@ def _number(settings: Mapping[str, object], name: str, default: int, found: Prob
 def _variables(settings: Mapping[str, object], local: int) -> dict[str, str | None]:
     """Return the variables that hand the settings to the script."""
     names = dict(VARIABLES)
-    if settings.get("use_fsdp"):
-        names |= FSDP_VARIABLES
-    if settings.get("use_deepspeed"):
-        names |= DEEPSPEED_VARIABLES
+    for name, plugin in strategies().items():
+        if settings.get(f"use_{name}"):
+            names |= {**plugin.launch_variables, f"use_{name}": plugin.switch}
     variables: dict[str, str | None] = {
         variable: _text(settings[name])
         for name, variable in names.items()
         if settings.get(name) is not None
     }
-    # What a setting switches off is not there: a variable from outside would switch it on.
-    for name in ("use_fsdp", "use_deepspeed"):
-        if not settings.get(name) and name in settings:
-            variables[VARIABLES[name]] = None
     if _gpu_ids(settings):
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(_gpu_ids(settings))
     if local > 1 and not env.read("OMP_NUM_THREADS"):

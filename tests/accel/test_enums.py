@@ -6,7 +6,7 @@ import pytest
 
 from accel import DistributedType
 from accel.enums import BaseEnum
-from accel.utils import LoggerType, PrecisionType
+from accel.utils import ComputeEnvironment, LoggerType, PrecisionType, SageMakerDistributedType
 
 DOCUMENTED: dict[type[BaseEnum], dict[str, str]] = {
     DistributedType: {
@@ -21,6 +21,15 @@ DOCUMENTED: dict[type[BaseEnum], dict[str, str]] = {
         "TENSORBOARD": "tensorboard",
         "WANDB": "wandb",
         "COMETML": "comet_ml",
+    },
+    ComputeEnvironment: {
+        "LOCAL_MACHINE": "LOCAL_MACHINE",
+        "AMAZON_SAGEMAKER": "AMAZON_SAGEMAKER",
+    },
+    SageMakerDistributedType: {
+        "NO": "NO",
+        "DATA_PARALLEL": "DATA_PARALLEL",
+        "MODEL_PARALLEL": "MODEL_PARALLEL",
     },
     PrecisionType: {"NO": "no", "FP8": "fp8", "FP16": "fp16", "BF16": "bf16"},
 }

@@ -112,10 +112,12 @@ def test_another_rendezvous_is_used(tmp_path: Path) -> None:
         2,
         rdzv_backend="c10d",
         rdzv_endpoint=endpoint,
+        rdzv_id="job",
         rdzv_conf={"is_host": True},
-        log_line_prefix_template="[${rank}] ",
     )
-    assert [one["size"] for one in reported(tmp_path)] == [2, 2]
+    found = reported(tmp_path)
+    assert [one["size"] for one in found] == [2, 2]
+    assert all(one["run"] == "job" for one in found)
 
 
 @pytest.mark.parametrize(
@@ -147,15 +149,29 @@ def test_nodes_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     monkeypatch.setattr(launchers, "_fork", lambda *given: started.append(given))
     notebook_launcher(
-        report, num_processes=4, master_addr="10.0.0.1", use_port=4242, node_rank=1, num_nodes=2
+        report,
+        num_processes=4,
+        master_addr="10.0.0.1",
+        use_port=4242,
+        node_rank=1,
+        num_nodes=2,
+        rdzv_conf={"timeout": 33},
+        rdzv_id="job",
+        monitor_interval=0.5,
+        log_line_prefix_template="[${rank}] ",
     )
     (given,) = started
     configuration = launchers._configuration(given[-1], given[2])
     assert (configuration.min_nodes, configuration.max_nodes) == (2, 2)
     assert configuration.nproc_per_node == 4
     assert configuration.rdzv_endpoint == "10.0.0.1:4242"
-    assert configuration.rdzv_configs["rank"] == 1
+    assert configuration.rdzv_configs == {"rank": 1, "timeout": 33}
+    assert (configuration.run_id, configuration.monitor_interval) == ("job", 0.5)
+    assert configuration.log_line_prefix_template == "[${rank}] "
     assert configuration.rdzv_backend == "static"
+    notebook_launcher(report, num_processes=2, rdzv_backend="c10d", rdzv_endpoint="node0:1")
+    configuration = launchers._configuration(started[-1][-1], 2)
+    assert (configuration.rdzv_backend, configuration.rdzv_endpoint) == ("c10d", "node0:1")
 
 
 def test_an_accelerator_of_the_notebook_is_refused() -> None:

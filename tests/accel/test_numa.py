@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from accel.errors import ConfigError
 
 
 @pytest.fixture
-def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[set[int]]]:
+def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     """A machine of two nodes with four CPUs each, of which the process may use 0 to 5."""
     for node, cpus in {0: "0-1,4-5", 1: "2-3,6-7"}.items():
         folder = tmp_path / "node" / f"node{node}"
@@ -27,9 +26,8 @@ def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[set[
     monkeypatch.setattr(numa, "PCI_DEVICES", tmp_path / "pci")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: calls.append(set(cpus)))
-    numa.set_numa_affinity.cache_clear()
-    yield calls
-    numa.set_numa_affinity.cache_clear()
+    monkeypatch.setattr(numa, "_BOUND", set())
+    return calls
 
 
 def test_processes_take_the_nodes_in_turn(

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 from accel import PartialState
-from accel.checkpoint.merge import merge_fsdp_weights
 from accel.errors import CheckpointError
+from accel.utils import merge_fsdp_weights
 from tests.helpers import run_distributed
 
 

@@ -26,6 +26,8 @@ ENTRIES = [
     values("accel:DistributedType", "NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "TPU"),
     values("accel.utils:LoggerType", "ALL", "TENSORBOARD", "WANDB", "COMETML"),
     values("accel.utils:PrecisionType", "NO", "FP8", "FP16", "BF16"),
+    values("accel.utils:ComputeEnvironment", "LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
+    values("accel.utils:SageMakerDistributedType", "NO", "DATA_PARALLEL", "MODEL_PARALLEL"),
     Entry("accel.utils:is_bf16_available", BF16, parameters={"ignore_tpu": P(False, BF16)}),
     Entry(
         "accel.utils:is_torch_version",

@@ -76,18 +76,18 @@ def test_questions_are_answered(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert next(left, None) is None
     found = launch_config.read(home)
     assert (found["num_processes"], found["use_cpu"], found["use_fsdp"]) == (2, True, True)
-    assert (found["mixed_precision"], found["fsdp_version"]) == ("bf16", 2)
+    assert found["mixed_precision"] == "bf16"
 
 
 def test_questions_about_machines_and_deepspeed(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers(monkeypatch, "no", "2", "1", "10.0.0.1", "", "8", "deepspeed", "3", "")
+    answers(monkeypatch, "no", "2", "1", "10.0.0.1", "", "8", "deepspeed", "")
     tools.configure(["--config_file", str(home.with_name("mine.yaml"))])
     found = launch_config.read(home.with_name("mine.yaml"))
     assert (found["num_machines"], found["machine_rank"]) == (2, 1)
     assert (found["main_process_ip"], found["main_process_port"]) == ("10.0.0.1", 29500)
-    assert (found["num_processes"], found["zero_stage"]) == (8, 3)
+    assert (found["num_processes"], found["use_deepspeed"]) == (8, True)
 
 
 def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
