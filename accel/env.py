@@ -190,6 +190,7 @@ class Environment:
         master_port: TCP port there.
         restart_count: attempts of the elastic agent before this one.
         run_id: the launcher's name of the job.
+        own_devices: number of GPUs that only this process sees; None: it sees those of its node.
         unusable: why the processes of a launcher could not join each other; None: they can, or
             there is no launcher.
         agent_store: whether the elastic agent hosts the store at master_addr:master_port.
@@ -218,6 +219,7 @@ class Environment:
     restart_count: int = 0
     run_id: str = ""
     agent_store: bool = False
+    own_devices: int | None = None
     unusable: Problem | None = None
     mixed_precision: str | None = None
     accumulation_steps: int | None = None
@@ -279,6 +281,7 @@ def _placed() -> Environment:
             master_addr=address,
             master_port=port,
             run_id=found.job,
+            own_devices=found.devices,
         )
     return Environment(
         rank=integer("RANK"),

@@ -49,6 +49,7 @@ class Launched:
         host: host of rank 0; None: not given.
         port: TCP port there that the launcher has reserved; None: not given.
         job: the launcher's name of the job.
+        devices: number of GPUs that only this process sees; None: it sees those of its node.
     """
 
     source: str
@@ -59,6 +60,7 @@ class Launched:
     host: str | None = None
     port: int | None = None
     job: str = ""
+    devices: int | None = None
 
     @property
     def master_addr(self) -> str | None:
@@ -178,6 +180,7 @@ def _slurm(variables: Mapping[str, str]) -> Launched | None:
     if size is None:
         return None
     nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
+    gpus = re.search(r"(\d+)$", variables.get("SLURM_GPUS_PER_TASK", ""))  # "2" or "a100:2"
     ports = re.match(r"\d+", variables.get("SLURM_STEP_RESV_PORTS", ""))  # srun --resv-ports
     return Launched(
         f"SLURM_STEP_NUM_TASKS={size}",
@@ -188,6 +191,7 @@ def _slurm(variables: Mapping[str, str]) -> Launched | None:
         host=first_host(nodes),
         port=int(ports[0]) if ports else None,
         job=_job(variables),
+        devices=int(gpus[1]) if gpus else None,
     )
 
 

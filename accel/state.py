@@ -27,7 +27,7 @@ from accel.window_ends import Reader
 WORLD = (
     *("rank", "local_rank", "world_size", "local_world_size"),
     *("master_addr", "master_port", "restart_count", "run_id", "agent_store"),
-    "unusable",
+    *("own_devices", "unusable"),
 )
 
 

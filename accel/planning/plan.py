@@ -250,7 +250,7 @@ def _device(arguments: Arguments, environment: Environment, found: Problems) -> 
     try:
         several = environment.world_size > 1
         local_rank = (environment.local_rank or 0) if several else 0
-        device = resolve_device("cpu" if forced else asked, local_rank)
+        device = resolve_device("cpu" if forced else asked, local_rank, environment.own_devices)
     except ConfigError as error:
         found.take(error)
         return torch.device("cpu")

@@ -165,7 +165,8 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
         return launcher.follow(place)
     if place is not None and multirun:
         rule = "a sweep starts the processes of each job itself"
-        raise ConfigError.of("--multirun under torchrun", rule, "Start it without torchrun.")
+        remedy = "Start it without torchrun, mpirun or srun."
+        raise ConfigError.of("--multirun on processes of a launcher", rule, remedy)
     from runner.build import parts
     from runner.compose import hydra_setup
     from runner.sweep import jobs

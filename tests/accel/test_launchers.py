@@ -199,7 +199,7 @@ def train(name):
 
     accelerator = Accelerator(cpu=True)
     total = accelerator.gather(torch.ones(1)).sum().item()
-    print(f"{name} {accelerator.process_index} {total}\n", end="", flush=True)
+    print(f"{name} {accelerator.process_index} {total}\\n", end="", flush=True)
     accelerator.end_training()
 """,
     "notebook_launcher(train, ('first',), num_processes=2, use_port=0)",

@@ -21,10 +21,13 @@ import torch
 from accel import Accelerator
 
 accelerator = Accelerator()
-model = accelerator.prepare(torch.nn.Linear(2, 2))
+model = torch.nn.Linear(2, 2)
+loader = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=1)
+accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
 total = accelerator.gather(torch.ones(1)).sum().item()
 line = [accelerator.process_index, accelerator.mixed_precision, accelerator.distributed_type.value]
-print(*line, accelerator.gradient_accumulation_steps, total, *sys.argv[1:], flush=True)
+line += [accelerator.gradient_accumulation_steps, total, *sys.argv[1:]]
+print(" ".join(map(str, line)) + "\\n", end="", flush=True)  # in one write: ranks print at once
 accelerator.end_training()
 sys.exit(5 if "fail" in sys.argv else 0)
 """
