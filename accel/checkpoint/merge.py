@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import warnings
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,9 @@ def _sharded(folder: Path) -> dict[str, torch.Tensor]:
         for name, described in metadata.state_dict_metadata.items()
         if isinstance(described, TensorStorageMetadata)
     }
-    load(state, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():  # of a process group that is not wanted
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(state, storage_reader=reader, no_dist=True)
     prefix = "model."
     nested = all(name.startswith(prefix) for name in state)
     return {name.removeprefix(prefix) if nested else name: value for name, value in state.items()}

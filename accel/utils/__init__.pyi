@@ -68,7 +68,7 @@ from accel.rng import synchronize_rng_state as synchronize_rng_state
 from accel.rng import synchronize_rng_states as synchronize_rng_states
 from accel.strategies.deepspeed.wrappers import DummyOptim as DummyOptim
 from accel.strategies.deepspeed.wrappers import DummyScheduler as DummyScheduler
-from accel.strategies.mesh.state import merge_fsdp_weights as merge_fsdp_weights
+from accel.strategies.mesh.merge import merge_fsdp_weights as merge_fsdp_weights
 from accel.tree import honor_type as honor_type
 from accel.tree import is_namedtuple as is_namedtuple
 from accel.tree import recursively_apply as recursively_apply

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from accel.checkpoint.merge import merge_weights
 from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, parameters
 from accel.memory_estimate import local
 from accel.optimizer import unwrap_optimizer
@@ -18,8 +17,6 @@ from accel.parallel import ParallelDims
 from accel.strategies.base import StateIO
 from accel.strategies.mesh.reshard_schedule import reshard
 from accel.strategies.mesh.torch_internals import local_sizes_and_offsets
-
-merge_fsdp_weights = merge_weights  # the documented name
 
 
 class MeshState(StateIO):
