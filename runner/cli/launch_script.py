@@ -37,6 +37,10 @@ REFUSED = {
     "aws_": "jobs start on this machine, not on SageMaker",
     "mpirun_hostfile": "start with mpirun -hostfile FILE python script.py",
 }
+DESCRIPTION = (
+    "Start a script on all GPUs of this machine, or on processes of the CPU. A flag goes before the "
+    "file of settings; names are written with dashes or underscores."
+)
 USAGE = "runner launch [flags] SCRIPT [the script's own arguments]"
 
 
@@ -120,7 +124,7 @@ def _refuse(arguments: Sequence[str]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="runner launch", usage=USAGE, description=str(__doc__), allow_abbrev=False
+        prog="runner launch", usage=USAGE, description=DESCRIPTION, allow_abbrev=False
     )
 
     def add(name: str, **options: object) -> None:

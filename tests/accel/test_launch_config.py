@@ -60,6 +60,12 @@ use_cpu: false
 """
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep files without a place of their own, mutants' for one, out of the user's home."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+
 def written(folder: Path, text: str) -> Path:
     path = folder / "settings.yaml"
     path.write_text(text)
