@@ -30,6 +30,7 @@ _PLUGINS = "give the plugins to the Accelerator of the script"
 # Documented flags that are refused, or beginnings of their names, and why.
 REFUSED = {
     **dict.fromkeys(("tpu", "vm", "env", "main_training_function", "downcast_bf16"), _TPU),
+    **dict.fromkeys(("tpu_", "no_tpu_cluster"), _TPU),
     "ipex": "recent torch has Intel's optimizations built in",
     "use_parallelism_config": _PLUGINS,
     "parallelism_config_": _PLUGINS,
@@ -38,8 +39,8 @@ REFUSED = {
     "mpirun_hostfile": "start with mpirun -hostfile FILE python script.py",
 }
 DESCRIPTION = (
-    "Start a script on all GPUs of this machine, or on processes of the CPU. A flag goes before the "
-    "file of settings; names are written with dashes or underscores."
+    "Start a script on all GPUs of this machine, or on processes of the CPU. A flag goes before "
+    "the file of settings; names are written with dashes or underscores."
 )
 USAGE = "runner launch [flags] SCRIPT [the script's own arguments]"
 

@@ -77,6 +77,7 @@ def test_gpus_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     ("flags", "problem"),
     [
         (["--tpu"], "--tpu: TPUs are not built yet"),
+        (["--tpu-use-sudo"], "--tpu-use-sudo: TPUs"),
         (["--num_processes", "2", "--megatron_lm_tp_degree", "2"], "--megatron_lm_tp_degree"),
         (["--fp8-backend=te"], "--fp8-backend=te: fp8"),
         (["--mpirun_hostfile", "f"], "mpirun -hostfile"),
