@@ -24,6 +24,8 @@ from accel.data.prepare import skip_first_batches as skip_first_batches
 from accel.enums import DDPCommunicationHookType as DDPCommunicationHookType
 from accel.enums import DistributedType as DistributedType
 from accel.imports import is_rich_available as is_rich_available
+from accel.launchers import debug_launcher as debug_launcher
+from accel.launchers import notebook_launcher as notebook_launcher
 from accel.local_sgd import LocalSGD as LocalSGD
 from accel.memory import find_executable_batch_size as find_executable_batch_size
 from accel.optimizer import AcceleratedOptimizer as AcceleratedOptimizer

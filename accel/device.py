@@ -9,13 +9,17 @@ from accel.errors import ConfigError, Problem, unknown_choice
 KNOWN = ("cpu", "cuda", "xpu", "mps", "npu", "mlu", "musa", "sdaa", "hpu")
 
 
-def resolve_device(kind: str | None, local_rank: int) -> torch.device:
+def resolve_device(
+    kind: str | None, local_rank: int, own_devices: int | None = None
+) -> torch.device:
     """Choose the device of one process; it has an index unless it is the only one of its kind.
 
     Args:
         kind: "cpu", "cuda", … possibly with an index ("cuda:1"); None or "auto": the machine's
             accelerator if there is one, else the CPU.
         local_rank: index of the process on its node, and so of its device.
+        own_devices: number of devices that the launcher shows this process alone, which takes the
+            first of them; None: it sees those of its node.
 
     Raises:
         ConfigError: if there is no such device, or there are fewer than processes.
@@ -26,7 +30,8 @@ def resolve_device(kind: str | None, local_rank: int) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     count = device_count(name)
-    wanted = int(index) if index.isdigit() else local_rank
+    default = 0 if own_devices == count else local_rank
+    wanted = int(index) if index.isdigit() else default
     if wanted >= count:
         raise ConfigError(_too_few(name, count, wanted))
     return torch.device(name) if name == "mps" else torch.device(name, wanted)

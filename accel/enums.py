@@ -113,3 +113,18 @@ class DDPCommunicationHookType(BaseEnum):
     BF16 = "bf16"
     POWER_SGD = "power_sgd"
     BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+class ComputeEnvironment(BaseEnum):
+    """Where a run's processes are started."""
+
+    LOCAL_MACHINE = "LOCAL_MACHINE"
+    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
+
+
+class SageMakerDistributedType(BaseEnum):
+    """How the processes of an Amazon SageMaker job work together."""
+
+    NO = "NO"
+    DATA_PARALLEL = "DATA_PARALLEL"
+    MODEL_PARALLEL = "MODEL_PARALLEL"

@@ -7,12 +7,18 @@ Free of torch. `Environment.read()` takes one snapshot of what a launcher and a 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Any, TypeVar, cast, overload
 
-from accel.errors import ConfigError
+from accel import launcher_variables
+from accel.errors import ConfigError, Problem
+
+FunctionOrClass = TypeVar("FunctionOrClass", bound=Callable[..., object])
 
 _BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "y", "on", "t"), True),
@@ -90,35 +96,85 @@ def patched(**values: object) -> Iterator[None]:
         set_values(before)
 
 
+@contextlib.contextmanager
+def _restored(prefix: str = "") -> Iterator[None]:
+    """Restore the variables with a prefix when the context ends."""
+    before = {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+    try:
+        yield
+    finally:
+        added = [name for name in os.environ if name.startswith(prefix) and name not in before]
+        set_values({**before, **dict.fromkeys(added)})
+
+
+def patch_environment(**kwargs: object) -> contextlib.AbstractContextManager[None]:
+    """Set variables inside the context; afterwards they are as before.
+
+    Args:
+        kwargs: values by name; names are upper-cased, values become text.
+    """
+    return patched(**{name.upper(): str(value) for name, value in kwargs.items()})
+
+
+@contextlib.contextmanager
+def clear_environment() -> Iterator[None]:
+    """Remove all variables inside the context; afterwards they are as before."""
+    with _restored():
+        os.environ.clear()
+        yield
+
+
+def purge_accelerate_environment(func_or_cls: FunctionOrClass) -> FunctionOrClass:
+    """Restore the variables ``ACCELERATE_*`` after each call of a function or test method.
+
+    Args:
+        func_or_cls: a function (``async`` too), or a class, of which the methods ``test*`` are
+            decorated, those of derived classes included.
+    """
+    if inspect.isclass(func_or_cls):
+        _purge_derived_classes(func_or_cls)
+        _purge_tests(func_or_cls)
+        return func_or_cls
+
+    if inspect.iscoroutinefunction(func_or_cls):
+
+        @functools.wraps(func_or_cls)
+        async def purged_coroutine(*args: Any, **kwargs: Any) -> object:
+            with _restored("ACCELERATE_"):
+                return await func_or_cls(*args, **kwargs)
+
+        return cast(FunctionOrClass, purged_coroutine)
+
+    @functools.wraps(func_or_cls)
+    def purged(*args: Any, **kwargs: Any) -> object:
+        with _restored("ACCELERATE_"):
+            return func_or_cls(*args, **kwargs)
+
+    return cast(FunctionOrClass, purged)
+
+
+def _purge_tests(cls: type) -> None:
+    for name, method in list(vars(cls).items()):
+        if name.startswith("test") and inspect.isfunction(method):
+            setattr(cls, name, purge_accelerate_environment(method))
+
+
+def _purge_derived_classes(cls: Any) -> None:
+    own = vars(cls).get("__init_subclass__")
+
+    def init_subclass(derived: Any, **kwargs: Any) -> None:
+        if own is None:
+            super(cls, derived).__init_subclass__(**kwargs)
+        else:
+            own.__func__(derived, **kwargs)
+        _purge_tests(derived)
+
+    cls.__init_subclass__ = classmethod(cast(Any, init_subclass))
+
+
 def copy() -> dict[str, str]:
     """Return all variables."""
     return dict(os.environ)
-
-
-# Variables in which other launchers than torchrun give the world size; srun may come with PMI.
-SIZES = (
-    "SLURM_STEP_NUM_TASKS",
-    "OMPI_COMM_WORLD_SIZE",
-    "MV2_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "PMIX_SIZE",
-)
-
-
-def launched() -> tuple[str, int] | None:
-    """Return the variable that shows several launched processes, and their number at least.
-
-    None where there is none, or where WORLD_SIZE is set. SLURM_NTASKS counts the tasks of
-    a job, of which a script without srun is none.
-
-    Source: https://slurm.schedmd.com/srun.html (SLURM_STEP_NUM_TASKS);
-        https://docs.open-mpi.org (OMPI_COMM_WORLD_SIZE)
-    """
-    if (read("WORLD_SIZE") or "").strip():
-        return None
-    sizes = [(name, integer(name, 1)) for name in SIZES]
-    sizes.append(("PMIX_RANK", integer("PMIX_RANK", 0) + 1))
-    return next(((name, size) for name, size in sizes if size > 1), None)
 
 
 @dataclass(frozen=True)
@@ -133,14 +189,16 @@ class Environment:
         master_addr: host of the rendezvous.
         master_port: TCP port there.
         restart_count: attempts of the elastic agent before this one.
-        run_id: the elastic agent's name of the job.
-        launched: a variable of a launcher that has not set WORLD_SIZE, and the number of processes
-            that it has started at least; None: there is no such launcher.
+        run_id: the launcher's name of the job.
+        own_devices: number of GPUs that only this process sees; None: it sees those of its node.
+        unusable: why the processes of a launcher could not join each other; None: they can, or
+            there is no launcher.
         agent_store: whether the elastic agent hosts the store at master_addr:master_port.
         mixed_precision: default of `Accelerator(mixed_precision=…)`.
         accumulation_steps: default of `Accelerator(gradient_accumulation_steps=…)`.
         use_cpu: whether accelerators are ignored.
         debug: whether operations check shapes over ranks first.
+        cpu_affinity: whether each process runs on the CPUs of one NUMA node (`accel.numa`).
         dynamo_backend: default of `Accelerator(dynamo_backend=…)`.
         dynamo_mode: default of `TorchDynamoPlugin(mode=…)`; likewise the next three.
         dynamo_fullgraph: whether a graph break is an error.
@@ -161,11 +219,13 @@ class Environment:
     restart_count: int = 0
     run_id: str = ""
     agent_store: bool = False
-    launched: tuple[str, int] | None = None
+    own_devices: int | None = None
+    unusable: Problem | None = None
     mixed_precision: str | None = None
     accumulation_steps: int | None = None
     use_cpu: bool = False
     debug: bool = False
+    cpu_affinity: bool = False
     dynamo_backend: str | None = None
     dynamo_mode: str | None = None
     dynamo_fullgraph: bool | None = None
@@ -188,21 +248,13 @@ class Environment:
     @classmethod
     def read(cls) -> Environment:
         """Return a snapshot, or raise `ConfigError` for a number or switch that is none."""
-        return cls(
-            rank=integer("RANK"),
-            local_rank=integer("LOCAL_RANK"),
-            world_size=integer("WORLD_SIZE", 1),
-            local_world_size=integer("LOCAL_WORLD_SIZE"),
-            master_addr=read("MASTER_ADDR"),
-            master_port=integer("MASTER_PORT"),
-            restart_count=integer("TORCHELASTIC_RESTART_COUNT", 0),
-            run_id=read("TORCHELASTIC_RUN_ID") or "",
-            agent_store=flag("TORCHELASTIC_USE_AGENT_STORE"),
-            launched=launched(),
+        return dataclasses.replace(
+            _placed(),
             mixed_precision=read("ACCELERATE_MIXED_PRECISION") or None,
             accumulation_steps=integer("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
             use_cpu=flag("ACCELERATE_USE_CPU"),
             debug=flag("ACCELERATE_DEBUG_MODE"),
+            cpu_affinity=flag("ACCELERATE_CPU_AFFINITY"),
             dynamo_backend=read("ACCELERATE_DYNAMO_BACKEND") or None,
             dynamo_mode=read("ACCELERATE_DYNAMO_MODE") or None,
             dynamo_fullgraph=optional_flag("ACCELERATE_DYNAMO_USE_FULLGRAPH"),
@@ -210,3 +262,35 @@ class Environment:
             dynamo_regional=optional_flag("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
             variables=copy(),
         )
+
+
+def _placed() -> Environment:
+    """Return where this process stands among others: torchrun's variables, else a launcher's."""
+    found = None if (read("WORLD_SIZE") or "").strip() else launcher_variables.read(os.environ)
+    address, port = read("MASTER_ADDR"), integer("MASTER_PORT")
+    if found is not None:
+        address, port = address or found.master_addr, port or found.master_port
+        problem = found.problem(address, port)
+        if problem is not None:
+            return Environment(unusable=problem)
+        return Environment(
+            rank=found.rank,
+            local_rank=found.local_rank,
+            world_size=found.world_size,
+            local_world_size=found.local_world_size,
+            master_addr=address,
+            master_port=port,
+            run_id=found.job,
+            own_devices=found.devices,
+        )
+    return Environment(
+        rank=integer("RANK"),
+        local_rank=integer("LOCAL_RANK"),
+        world_size=integer("WORLD_SIZE", 1),
+        local_world_size=integer("LOCAL_WORLD_SIZE"),
+        master_addr=address,
+        master_port=port,
+        restart_count=integer("TORCHELASTIC_RESTART_COUNT", 0),
+        run_id=read("TORCHELASTIC_RUN_ID") or "",
+        agent_store=flag("TORCHELASTIC_USE_AGENT_STORE"),
+    )

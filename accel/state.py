@@ -21,6 +21,7 @@ from accel.device import default_device_type, use_device
 from accel.enums import DistributedType
 from accel.env import Environment
 from accel.errors import ConfigError, Problem, Problems, ResetError, nearest
+from accel.numa import set_numa_affinity
 from accel.planning.arguments import Arguments
 from accel.planning.plan import Plan, resolve
 from accel.processes import SharedState
@@ -30,7 +31,7 @@ from accel.window_ends import Reader
 WORLD = (
     *("rank", "local_rank", "world_size", "local_world_size"),
     *("master_addr", "master_port", "restart_count", "run_id", "agent_store"),
-    "launched",
+    *("own_devices", "unusable"),
 )
 
 
@@ -107,6 +108,8 @@ class PartialState(SharedState):
             arguments = Arguments(cpu=cpu, kwargs_handlers=_init_handler(kwargs))
             _plan = resolve(arguments, Environment.read())
         use_device(_plan.device)
+        if _plan.environment.cpu_affinity:
+            set_numa_affinity(_plan.local_rank)
         comm = connect(_plan)
         self._shared_state.update(plan=_plan, comm=comm, device=_plan.device)
 

@@ -26,6 +26,12 @@ DOCUMENTED = {
         ProjectConfiguration TorchDynamoPlugin skip_first_batches prepare_data_loader
         synchronize_rng_states find_executable_batch_size DeepSpeedPlugin
         FullyShardedDataParallelPlugin TorchTensorParallelPlugin
+        notebook_launcher debug_launcher
+    """,
+    "accel.launchers": "notebook_launcher debug_launcher",
+    "accel.utils.environment": """
+        clear_environment override_numa_affinity patch_environment purge_accelerate_environment
+        set_numa_affinity
     """,
     "accel.accelerator": "Accelerator",
     "accel.state": "AcceleratorState GradientState PartialState",
@@ -48,6 +54,8 @@ DOCUMENTED = {
         send_to_device slice_tensors wait_for_everyone convert_to_fp32 recursively_apply
         is_bf16_available is_torch_version extract_model_from_parallel set_seed
         synchronize_rng_state synchronize_rng_states release_memory
+        patch_environment clear_environment purge_accelerate_environment set_numa_affinity
+        write_basic_config merge_fsdp_weights ComputeEnvironment SageMakerDistributedType
     """,
 }
 # The newest documented parameters, in order, and the defaults that the documentation gives.

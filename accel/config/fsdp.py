@@ -61,6 +61,7 @@ VARIABLES = {
     "SYNC_MODULE_STATES": "sync_module_states",
     "FORWARD_PREFETCH": "forward_prefetch",
     "ACTIVATION_CHECKPOINTING": "activation_checkpointing",
+    "ACTIVATION_CHECKPOINTING_OFFLOAD": "activation_checkpointing_offload",
     "CPU_RAM_EFFICIENT_LOADING": "cpu_ram_efficient_loading",
     "TRANSFORMER_CLS_TO_WRAP": "transformer_cls_names_to_wrap",
     "MIN_NUM_PARAMS": "min_num_params",

@@ -195,17 +195,8 @@ def _check_world(environment: Environment, found: Problems) -> None:
     size = environment.world_size
     if size < 1:
         found.add(f"WORLD_SIZE={size}", "it is at least 1", "Unset it for one process.")
-    if environment.launched is not None:
-        name, number = environment.launched
-        found.add(
-            f"{name} tells of {number} processes, and WORLD_SIZE is not set"
-            if name != "PMIX_RANK"
-            else f"{name}={number - 1}, and WORLD_SIZE is not set",
-            "each of the launcher's processes would train alone and write the same files",
-            "Start with torchrun (under srun: one task per node, srun --ntasks-per-node=1 torchrun "
-            "…), or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each "
-            "process; WORLD_SIZE=1 if each is a run of its own.",
-        )
+    if environment.unusable is not None:
+        found.append(environment.unusable)
     if size <= 1:
         return
     for name in ("rank", "local_rank"):
@@ -266,7 +257,7 @@ def _device(arguments: Arguments, environment: Environment, found: Problems) -> 
     try:
         several = environment.world_size > 1
         local_rank = (environment.local_rank or 0) if several else 0
-        device = resolve_device("cpu" if forced else asked, local_rank)
+        device = resolve_device("cpu" if forced else asked, local_rank, environment.own_devices)
     except ConfigError as error:
         found.take(error)
         return torch.device("cpu")

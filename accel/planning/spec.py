@@ -7,7 +7,7 @@ packages are found through the entry point group ``accel.strategies``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from accel.config.handlers import KwargsHandler
@@ -48,6 +48,9 @@ class PluginSpec:
         sized: returns the plugin, from the one that is on or None, with the sizes of the axes that
             a run requests; None: these do not switch it on.
         shared: whether later `Accelerator`s of the process that name no plugin take it over.
+        launch_variables: settings of `runner launch` and its file, with the variable of each.
+        not_launched: further documented settings of it, with what to do instead; "": nothing, they
+            have no effect.
     """
 
     name: str
@@ -64,6 +67,8 @@ class PluginSpec:
     callables: tuple[str, ...] = ()
     sized: Callable[[Any, ParallelismConfig], object] | None = None
     shared: bool = False
+    launch_variables: Mapping[str, str] = field(default_factory=dict)
+    not_launched: Mapping[str, str] = field(default_factory=dict)
 
     def variables(self, environment: Environment) -> dict[str, str]:
         """Return the environment variables that fill fields of the plugin and are not empty."""

@@ -24,12 +24,17 @@ from accel.config.training import GradientAccumulationPlugin as GradientAccumula
 from accel.config.training import ProjectConfiguration as ProjectConfiguration
 from accel.config.training import TorchDynamoPlugin as TorchDynamoPlugin
 from accel.enums import BaseEnum as BaseEnum
+from accel.enums import ComputeEnvironment as ComputeEnvironment
 from accel.enums import DDPCommunicationHookType as DDPCommunicationHookType
 from accel.enums import DistributedType as DistributedType
 from accel.enums import DynamoBackend as DynamoBackend
 from accel.enums import LoggerType as LoggerType
 from accel.enums import PrecisionType as PrecisionType
 from accel.enums import RNGType as RNGType
+from accel.enums import SageMakerDistributedType as SageMakerDistributedType
+from accel.env import clear_environment as clear_environment
+from accel.env import patch_environment as patch_environment
+from accel.env import purge_accelerate_environment as purge_accelerate_environment
 from accel.errors import DistributedOperationException as DistributedOperationException
 from accel.imports import compare_versions as compare_versions
 from accel.imports import install_xla as install_xla
@@ -83,10 +88,13 @@ from accel.imports import is_transformers_available as is_transformers_available
 from accel.imports import is_triton_available as is_triton_available
 from accel.imports import is_wandb_available as is_wandb_available
 from accel.imports import is_xpu_available as is_xpu_available
+from accel.launch_config import write_basic_config as write_basic_config
 from accel.memory import clear_device_cache as clear_device_cache
 from accel.memory import find_executable_batch_size as find_executable_batch_size
 from accel.memory import release_memory as release_memory
 from accel.memory import should_reduce_batch_size as should_reduce_batch_size
+from accel.numa import override_numa_affinity as override_numa_affinity
+from accel.numa import set_numa_affinity as set_numa_affinity
 from accel.ops import broadcast as broadcast
 from accel.ops import broadcast_object_list as broadcast_object_list
 from accel.ops import concatenate as concatenate
@@ -118,6 +126,7 @@ from accel.strategies.deepspeed.wrappers import (
 from accel.strategies.deepspeed.wrappers import DummyOptim as DummyOptim
 from accel.strategies.deepspeed.wrappers import DummyScheduler as DummyScheduler
 from accel.strategies.mesh.grad_scaler import get_grad_scaler as get_grad_scaler
+from accel.strategies.mesh.merge import merge_fsdp_weights as merge_fsdp_weights
 from accel.strategies.mesh.utilities import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
 )

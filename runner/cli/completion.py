@@ -24,6 +24,10 @@ from runner.factories.registry import register
 OF_COMMANDS = {
     "eval": ("--split", "--checkpoint", "--help"),
     "predict": ("--split", "--checkpoint", "--output", "--help"),
+    "launch": ("--config_file", "--num_processes", "--cpu", "--mixed_precision", "--help"),
+    "env": ("--config_file", "--help"),
+    "config": ("--config_file", "--mixed_precision", "--help"),
+    "merge-weights": ("--unsafe_serialization", "--remove_checkpoint_dir", "--help"),
 }
 VALUES = {
     "--cfg": ("job", "hydra", "all"),

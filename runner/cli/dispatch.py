@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel import env
 from accel.errors import ConfigError, Problem
+from accel.imports import load_attribute
 from runner.cli import arguments as command_line
 from runner.config import paths, trust
 from runner.exit_codes import DONE, FAILED, INTERRUPTED
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
     from runner.config.schema import Recipe
 
 DISTRIBUTION = "accel-runner"
+TOOLS = {
+    "launch": "runner.cli.launch_script:main",
+    "env": "runner.cli.tools:show_environment",
+    "config": "runner.cli.tools:configure",
+    "merge-weights": "runner.cli.tools:merge",
+}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -41,6 +48,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     try:
+        tool = TOOLS.get(command_line.command(arguments) or "")
+        if tool is not None:  # of any script: no recipe, no packages to trust
+            return int(load_attribute(tool)(arguments[1:]))
         imports, rest = command_line.take_imports(arguments)
         with _trusting(imports), numerics.sleeping_when_idle(), exit_guards.silent_exit_refused():
             code = _dispatch(rest)
@@ -155,7 +165,8 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
         return launcher.follow(place)
     if place is not None and multirun:
         rule = "a sweep starts the processes of each job itself"
-        raise ConfigError.of("--multirun under torchrun", rule, "Start it without torchrun.")
+        remedy = "Start it without torchrun, mpirun or srun."
+        raise ConfigError.of("--multirun on processes of a launcher", rule, remedy)
     from runner.build import parts
     from runner.compose import hydra_setup
     from runner.sweep import jobs

@@ -18,7 +18,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @dataclass(frozen=True)
 class Adopted:
-    """A group of processes that torchrun (or alike) has started, and this process's place in it."""
+    """This process's place in a group that torchrun, mpirun or srun has started."""
 
     rank: int
     local_rank: int
@@ -40,15 +40,10 @@ def adopted() -> Adopted | None:
             here.world_size,
             here.local_world_size or here.world_size,
         )
-    if here.launched is not None:
-        name, number = here.launched
-        launcher = "srun" if name.startswith("SLURM") else "mpirun"
-        one = "srun --ntasks=1" if launcher == "srun" else "mpirun -n 1"
-        raise ConfigError.of(
-            f"{launcher} with {number} tasks ({name})",
-            "the runner starts its own processes, or takes those of torchrun",
-            f"Start one task ({one}); the runner or torchrun starts the processes.",
-        )
+    if here.unusable is not None:
+        value, rule = here.unusable.value, here.unusable.rule
+        remedy = f"{here.unusable.remedy} One task alone starts its own processes."
+        raise ConfigError.of(value, rule, remedy)
     return None
 
 

@@ -44,7 +44,7 @@ def connect(prefix: str = "job", timeout: timedelta = WAIT) -> Store:
         raise StateError("A launcher sets MASTER_ADDR and MASTER_PORT beside WORLD_SIZE.")
     store = connect_store(here, timeout)
     _KEPT.append(store)
-    return PrefixStore(f"runner/{here.restart_count}/{prefix}", store)
+    return PrefixStore(f"runner/{here.run_id}/{here.restart_count}/{prefix}", store)
 
 
 # The host of a store serves for as long as it is referenced.

@@ -36,6 +36,13 @@ def test_each_local_rank_has_a_device_of_its_own() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
+def test_a_process_that_sees_its_own_devices_takes_the_first() -> None:
+    """As under ``srun --gpus-per-task=2``; with 1 the launcher binds nothing."""
+    assert device.resolve_device(None, 3, own_devices=2) == torch.device("cuda:0")
+    assert device.resolve_device(None, 1, own_devices=1) == torch.device("cuda:1")
+
+
+@pytest.mark.usefixtures("two_gpus")
 def test_more_processes_than_devices() -> None:
     with pytest.raises(ConfigError, match=r"2 cuda devices.*at least 3.*at most 2 processes"):
         device.resolve_device("auto", 2)

@@ -6,7 +6,14 @@ import pytest
 
 from accel import DistributedType
 from accel.enums import BaseEnum
-from accel.utils import DynamoBackend, LoggerType, PrecisionType, RNGType
+from accel.utils import (
+    ComputeEnvironment,
+    DynamoBackend,
+    LoggerType,
+    PrecisionType,
+    RNGType,
+    SageMakerDistributedType,
+)
 
 DOCUMENTED: dict[type[BaseEnum], dict[str, str]] = {
     DistributedType: {
@@ -47,6 +54,15 @@ DOCUMENTED: dict[type[BaseEnum], dict[str, str]] = {
             *("cudagraphs", "ofi", "fx2trt", "onnxrt", "tensorrt", "aot_torchxla_trace_once"),
             *("torchxla_trace_once", "tvm", "hpu_backend", "neuron"),
         )
+    },
+    ComputeEnvironment: {
+        "LOCAL_MACHINE": "LOCAL_MACHINE",
+        "AMAZON_SAGEMAKER": "AMAZON_SAGEMAKER",
+    },
+    SageMakerDistributedType: {
+        "NO": "NO",
+        "DATA_PARALLEL": "DATA_PARALLEL",
+        "MODEL_PARALLEL": "MODEL_PARALLEL",
     },
     PrecisionType: {"NO": "no", "FP8": "fp8", "FP16": "fp16", "BF16": "bf16"},
 }

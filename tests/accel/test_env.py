@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import unittest
 
 import pytest
 
@@ -112,3 +114,95 @@ def test_a_launched_environment() -> None:
         debug=True,
         variables=snapshot.variables,
     )
+
+
+# -- documented helpers ------------------------------------------------------------------------
+
+
+def test_variables_are_patched_in_a_context() -> None:
+    with env.patched(ACCEL_TEST_HAD="before", ACCEL_TEST_NEW=None):
+        with env.patch_environment(accel_test_had=3, accel_test_new=True):
+            assert (os.environ["ACCEL_TEST_HAD"], os.environ["ACCEL_TEST_NEW"]) == ("3", "True")
+        assert os.environ["ACCEL_TEST_HAD"] == "before"
+        assert "ACCEL_TEST_NEW" not in os.environ
+
+
+def test_variables_are_cleared_in_a_context() -> None:
+    before = dict(os.environ)
+
+    def fail() -> None:
+        with env.clear_environment():
+            assert not os.environ
+            os.environ["ACCEL_TEST_NEW"] = "1"
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert dict(os.environ) == before
+
+
+def set_variables() -> str:
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "fp16"
+    os.environ["ACCELERATE_USE_CPU"] = "new"
+    os.environ[NAME] = "kept"
+    return "done"
+
+
+def test_a_functions_variables_are_purged() -> None:
+    with env.patched(**{NAME: None, "ACCELERATE_USE_CPU": "1"}):
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+        assert env.purge_accelerate_environment(set_variables)() == "done"
+        assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+        assert os.environ["ACCELERATE_USE_CPU"] == "1"
+        assert os.environ[NAME] == "kept"  # of another prefix
+
+
+def test_a_coroutines_variables_are_purged() -> None:
+    @env.purge_accelerate_environment
+    async def change() -> str:
+        return set_variables()
+
+    with env.patched(**{NAME: None, "ACCELERATE_MIXED_PRECISION": None}):
+        assert asyncio.run(change()) == "done"
+        assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+        assert "ACCELERATE_USE_CPU" not in os.environ
+
+
+def test_the_tests_of_a_class_and_of_derived_ones_are_purged() -> None:
+    derived_from: list[type] = []
+
+    @env.purge_accelerate_environment
+    class Base:
+        def __init_subclass__(cls, **kwargs: object) -> None:
+            derived_from.append(cls)
+
+        def test_first(self) -> str:
+            return set_variables()
+
+        def prepare(self) -> str:
+            return set_variables()
+
+    class Derived(Base):
+        def test_second(self) -> str:
+            return set_variables()
+
+    with env.patched(**{NAME: None, "ACCELERATE_MIXED_PRECISION": None, "ACCELERATE_USE_CPU": "1"}):
+        for test in (Derived().test_first, Derived().test_second):
+            assert test() == "done"
+            assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+        Derived().prepare()
+        assert os.environ.pop("ACCELERATE_MIXED_PRECISION") == "fp16"  # it is no test
+    assert derived_from == [Derived]
+
+
+def test_a_unittest_case_is_purged() -> None:
+    @env.purge_accelerate_environment
+    class Case(unittest.TestCase):
+        def test_it(self) -> None:
+            set_variables()
+
+    with env.patched(
+        **{NAME: None, "ACCELERATE_MIXED_PRECISION": None, "ACCELERATE_USE_CPU": None}
+    ):
+        assert Case("test_it").run().wasSuccessful()  # type: ignore[union-attr]
+        assert "ACCELERATE_MIXED_PRECISION" not in os.environ

@@ -1,99 +1,223 @@
-"""Processes that another launcher started: refused where they would not know of each other."""
+"""Functions on several processes: forks of a notebook, or of this process."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from accel import Accelerator, PartialState
+from accel import Accelerator, PartialState, debug_launcher, launchers, notebook_launcher
 from accel import env as environment
 from accel.errors import ConfigError, StateError
-from runner.config import processes
-from runner.config.schema import Distributed
-from tests.helpers import free_port, run_distributed
-
-NOTHING = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-LAUNCHERS: list[dict[str, Any]] = [
-    {"OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_RANK": 0},
-    {"PMI_SIZE": 2, "PMI_RANK": 1},
-    {"PMIX_RANK": 1},
-    {"MV2_COMM_WORLD_SIZE": 2, "MV2_COMM_WORLD_RANK": 0},
-    {"SLURM_STEP_NUM_TASKS": 2, "SLURM_PROCID": 0},
-    {"SLURM_STEP_NUM_TASKS": 2, "PMI_SIZE": 2, "PMIX_RANK": 0},
-]
-ALONE: list[dict[str, Any]] = [
-    {"SLURM_NTASKS": 4, "SLURM_JOB_ID": 1},  # a script of sbatch, without srun
-    {"SLURM_NTASKS": 4, "SLURM_STEP_NUM_TASKS": 1, "PMI_SIZE": 1, "PMIX_RANK": 0},
-    {"OMPI_COMM_WORLD_SIZE": 1},
-    {"OMPI_COMM_WORLD_SIZE": 2, "WORLD_SIZE": 1},  # each is a run of its own
-]
+from tests.helpers import ROOT, free_port
 
 
-@pytest.mark.parametrize("variables", LAUNCHERS, ids=lambda found: next(iter(found)))
-@pytest.mark.parametrize("build", [Accelerator, PartialState])
-def test_processes_that_know_nothing_of_each_other_are_refused(
-    variables: dict[str, Any], build: Any
+def report(folder: str, *words: str) -> None:
+    """Leave what this process finds: its place, its precision, the sum over all."""
+    accelerator = Accelerator(cpu=True)
+    found = {
+        "words": words,
+        "size": accelerator.num_processes,
+        "local": accelerator.local_process_index,
+        "precision": accelerator.mixed_precision,
+        "sum": accelerator.gather(torch.ones(1)).sum().item(),
+        "threads": torch.get_num_threads(),
+        "cpu": environment.flag("ACCELERATE_USE_CPU"),
+        "port": environment.read("MASTER_PORT"),
+        "attempt": environment.read("TORCHELASTIC_RESTART_COUNT"),
+        "run": environment.read("TORCHELASTIC_RUN_ID"),
+        "pid": os.getpid(),
+    }
+    place = Path(folder) / f"{accelerator.process_index}.json"
+    place.write_text(json.dumps(found))
+    accelerator.end_training()
+
+
+def reported(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def test_a_function_runs_on_processes_of_the_cpu(tmp_path: Path) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    debug_launcher(report, (str(tmp_path), "a", "b"))
+    found = reported(tmp_path)
+    assert [one["local"] for one in found] == [0, 1]
+    assert all(one["words"] == ["a", "b"] and one["sum"] == one["size"] == 2 for one in found)
+    assert all(one["cpu"] and one["threads"] == 1 for one in found)
+    assert os.getpid() not in [one["pid"] for one in found]
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not PartialState._shared_state
+
+
+def test_the_number_of_processes_to_debug_with(tmp_path: Path) -> None:
+    debug_launcher(report, (str(tmp_path),), num_processes=3)
+    assert [one["size"] for one in reported(tmp_path)] == [3, 3, 3]
+    with pytest.raises(ConfigError, match="num_processes=0"):
+        debug_launcher(report, num_processes=0)
+
+
+def test_a_notebook_trains_on_several_processes(tmp_path: Path) -> None:
+    port = free_port()
+    arguments = (str(tmp_path), "x")
+    notebook_launcher(report, arguments, 2, "bf16", str(port), rdzv_id="job", monitor_interval=0.05)
+    found = reported(tmp_path)
+    assert [(one["size"], one["precision"], one["run"]) for one in found] == [
+        (2, "bf16", "job")
+    ] * 2
+    assert [one["words"] for one in found] == [["x"], ["x"]]
+    assert environment.read("ACCELERATE_MIXED_PRECISION") is None
+
+
+def test_one_process_is_the_notebook_itself(tmp_path: Path) -> None:
+    notebook_launcher(report, (str(tmp_path),), num_processes=1, mixed_precision="bf16")
+    (found,) = reported(tmp_path)
+    assert found["pid"] == os.getpid()
+    assert (found["size"], found["precision"]) == (1, "bf16")
+
+
+def fail(folder: str) -> None:
+    if environment.read("RANK") == "1":
+        raise ValueError("no such thing")
+    report(folder)
+
+
+def test_a_failure_is_raised_with_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1 failed:(.|\n)*in fail(.|\n)*no such thing"):
+        notebook_launcher(fail, (str(tmp_path),), num_processes=2, use_port=0)
+
+
+def fail_once(folder: str) -> None:
+    """Fail in the first attempt of the worker group."""
+    if environment.read("TORCHELASTIC_RESTART_COUNT") == "0":
+        raise ValueError("the first attempt")
+    report(folder)
+
+
+def test_a_failed_group_starts_anew(tmp_path: Path) -> None:
+    notebook_launcher(fail_once, (str(tmp_path),), 2, use_port=0, max_restarts=1)
+    assert [one["attempt"] for one in reported(tmp_path)] == ["1", "1"]
+
+
+def test_another_rendezvous_is_used(tmp_path: Path) -> None:
+    endpoint = f"localhost:{free_port()}"
+    notebook_launcher(
+        report,
+        (str(tmp_path),),
+        2,
+        rdzv_backend="c10d",
+        rdzv_endpoint=endpoint,
+        rdzv_id="job",
+        rdzv_conf={"is_host": True},
+    )
+    found = reported(tmp_path)
+    assert [one["size"] for one in found] == [2, 2]
+    assert all(one["run"] == "job" for one in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"mixed_precision": "bf61"}, "mixed_precision='bf61'"),
+        ({"num_processes": 0}, "num_processes=0"),
+        ({"num_nodes": 0}, "num_nodes=0"),
+        ({"node_rank": 2, "num_nodes": 2}, "node_rank=2: it is from 0 to 1"),
+        ({"use_port": "http"}, "use_port='http'"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        notebook_launcher(report, **arguments)
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"use_port={port}: processes cannot meet there"):
+            notebook_launcher(report, num_processes=2, use_port=port)
+
+
+def test_nodes_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments of several nodes arrive in the agent's configuration."""
+    started: list[Any] = []
+    monkeypatch.setattr(launchers, "_fork", lambda *given: started.append(given))
+    notebook_launcher(
+        report,
+        num_processes=4,
+        master_addr="10.0.0.1",
+        use_port=4242,
+        node_rank=1,
+        num_nodes=2,
+        rdzv_conf={"timeout": 33},
+        rdzv_id="job",
+        monitor_interval=0.5,
+        log_line_prefix_template="[${rank}] ",
+    )
+    (given,) = started
+    configuration = launchers._configuration(given[-1], given[2])
+    assert (configuration.min_nodes, configuration.max_nodes) == (2, 2)
+    assert configuration.nproc_per_node == 4
+    assert configuration.rdzv_endpoint == "10.0.0.1:4242"
+    assert configuration.rdzv_configs == {"rank": 1, "timeout": 33}
+    assert (configuration.run_id, configuration.monitor_interval) == ("job", 0.5)
+    assert configuration.log_line_prefix_template == "[${rank}] "
+    assert configuration.rdzv_backend == "static"
+    notebook_launcher(report, num_processes=2, rdzv_backend="c10d", rdzv_endpoint="node0:1")
+    configuration = launchers._configuration(started[-1][-1], 2)
+    assert (configuration.rdzv_backend, configuration.rdzv_endpoint) == ("c10d", "node0:1")
+
+
+def test_an_accelerator_of_the_notebook_is_refused() -> None:
+    Accelerator(cpu=True)
+    with pytest.raises(StateError, match="This process has an Accelerator"):
+        debug_launcher(report)
+
+
+def test_debug_mode_tries_the_processes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = next(iter(variables))
-    with environment.patched(**{**NOTHING, **variables}):
-        with pytest.raises(ConfigError, match=rf"{name}.*\n?.*WORLD_SIZE is not set") as refused:
-            build(cpu=True)
-        assert "torchrun" in str(refused.value)
-        with pytest.raises(ConfigError, match=name) as refused:
-            processes.count(Distributed())
-        assert "Start one task" in str(refused.value)
+    started: list[Any] = []
+    monkeypatch.setattr(launchers, "_fork", lambda function, *rest: started.append(function))
+    with environment.patched(ACCELERATE_DEBUG_MODE="1"):
+        notebook_launcher(report, (str(tmp_path),), num_processes=2)
+    assert started == [PartialState, report]
 
 
-@pytest.mark.parametrize("variables", ALONE)
-def test_one_task_goes_on(variables: dict[str, Any]) -> None:
-    with environment.patched(**{**NOTHING, **variables}):
-        assert Accelerator(cpu=True).num_processes == 1
-        assert processes.adopted() is None
+NOTEBOOK = [
+    "from accel import notebook_launcher",
+    """
+def train(name):
+    import torch
+    from accel import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    total = accelerator.gather(torch.ones(1)).sum().item()
+    print(f"{name} {accelerator.process_index} {total}\\n", end="", flush=True)
+    accelerator.end_training()
+""",
+    "notebook_launcher(train, ('first',), num_processes=2, use_port=0)",
+    "notebook_launcher(train, ('second',), num_processes=2, use_port=0)",
+    "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)",
+]
 
 
-def test_processes_of_torchrun_within_tasks_of_srun_go_on() -> None:
-    told = {"RANK": 3, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "SLURM_STEP_NUM_TASKS": 2}
-    with environment.patched(**{**NOTHING, **told}):
-        assert environment.Environment.read().launched is None
-        assert processes.count(Distributed()) == 4
-
-
-def beside_a_group_of_the_scripts_own() -> str:
-    """Build an engine where only the script's own process group knows of the others."""
-    variables = environment.copy()
-    rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
-    address = f"tcp://127.0.0.1:{variables['MASTER_PORT']}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
-    with environment.patched(**NOTHING), pytest.raises(StateError) as refused:
-        Accelerator(cpu=True)
-    return str(refused.value)
-
-
-def test_a_process_group_that_the_environment_knows_nothing_of_is_refused() -> None:
-    for message in run_distributed(beside_a_group_of_the_scripts_own, 2):
-        assert "2 processes" in message
-        assert "WORLD_SIZE=2" in message
-
-
-# -- one process of torchrun -------------------------------------------------------------------
-
-
-def test_one_process_of_torchrun_has_a_group() -> None:
-    """As under ``torchrun --nproc-per-node 1``; scripts call torch.distributed themselves."""
-    told = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    with environment.patched(**told, **place):
-        accelerator = Accelerator(cpu=True)
-        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-        total = torch.ones(2)
-        dist.all_reduce(total)
-        dist.barrier()
-        assert total.tolist() == accelerator.gather(total).tolist() == [1.0, 1.0]
-        assert accelerator.num_processes == 1
-        model = torch.nn.Linear(1, 1)
-        assert accelerator.prepare(model) is model
-        accelerator.end_training()
-        assert not dist.is_initialized()
+@pytest.mark.slow
+def test_cells_of_a_jupyter_kernel_train_on_several_processes(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient").NotebookClient
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, NOTEBOOK)))
+    path = os.pathsep.join([str(ROOT), environment.read("PYTHONPATH") or ""])
+    with environment.patched(PYTHONPATH=path, JUPYTER_RUNTIME_DIR=str(tmp_path)):
+        client(notebook, timeout=300, kernel_name="python3").execute(cwd=str(tmp_path))
+    printed = ["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells]
+    assert sorted(printed[2].split("\n")) == ["", "first 0 2.0", "first 1 2.0"]
+    assert sorted(printed[3].split("\n")) == ["", "second 0 2.0", "second 1 2.0"]
+    assert printed[4] == "True\n"  # Ctrl-C interrupts a cell as before

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from accel.config.deepspeed import DeepSpeedPlugin, share_selection
+from accel.config.deepspeed import VARIABLES, DeepSpeedPlugin, share_selection
 from accel.config.deepspeed_active import active
 from accel.config.deepspeed_conflicts import Claims
 from accel.config.deepspeed_json import Config, HfDeepSpeedConfig
@@ -22,6 +22,21 @@ from accel.planning.spec import (
 )
 
 NAME = "deepspeed"
+# Settings of `runner launch`: fields of the plugin, of which two have names of their own there.
+LAUNCH_VARIABLES = {
+    {
+        "hf_ds_config": "deepspeed_config_file",
+        "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names",
+    }.get(field, field): variable
+    for variable, field in VARIABLES.items()
+}
+_PER_MACHINE = "Start `runner launch` on each machine that is wanted, with its --machine_rank."
+NOT_LAUNCHED = {
+    "deepspeed_hostfile": _PER_MACHINE,
+    "deepspeed_inclusion_filter": _PER_MACHINE,
+    "deepspeed_exclusion_filter": _PER_MACHINE,
+    "deepspeed_multinode_launcher": "",
+}
 # Where DeepSpeed's configuration has what a run decides.
 DECIDED = {
     "micro_batch_size": "train_micro_batch_size_per_gpu",
@@ -136,6 +151,8 @@ SPEC = StrategySpec(
             adopt=_adopt,
             frozen_fields=_frozen_fields,
             shared=True,
+            launch_variables=LAUNCH_VARIABLES,
+            not_launched=NOT_LAUNCHED,
         ),
     ),
     owns_precision=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from accel.config.fsdp import FullyShardedDataParallelPlugin, from_variables
+from accel.config.fsdp import VARIABLES, FullyShardedDataParallelPlugin, from_variables
 from accel.config.parallelism import ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.enums import DistributedType
@@ -175,6 +175,11 @@ SPEC = StrategySpec(
             read=_read,
             callables=("auto_wrap_policy", "param_init_fn"),
             sized=_sized_shards,
+            launch_variables={
+                **{f"fsdp_{name.lower()}": PREFIX + name for name in VARIABLES},
+                "fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
+                "fsdp_backward_prefetch_policy": "FSDP_BACKWARD_PREFETCH",
+            },
         ),
         PluginSpec(
             name=TENSOR_PARALLEL,

@@ -45,6 +45,8 @@ ENTRIES = [
         *("TORCHXLA_TRACE_ONCE", "TVM", "HPU_BACKEND", "NEURON"),
     ),
     values("accel.utils:PrecisionType", "NO", "FP8", "FP16", "BF16"),
+    values("accel.utils:ComputeEnvironment", "LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
+    values("accel.utils:SageMakerDistributedType", "NO", "DATA_PARALLEL", "MODEL_PARALLEL"),
     Entry("accel.utils:is_bf16_available", BF16, parameters={"ignore_tpu": P(False, BF16)}),
     Entry(
         "accel.utils:is_torch_version",

@@ -73,9 +73,10 @@ def test_processes_of_torchrun_are_adopted() -> None:
             processes.count(Distributed(kind="multi_cpu", num_processes=4))
 
 
-def test_several_tasks_of_srun_are_refused() -> None:
-    with env.patched(SLURM_STEP_NUM_TASKS=4), pytest.raises(ConfigError, match="srun with 4 tasks"):
-        processes.adopted()
+def test_tasks_of_srun_that_cannot_join_each_other_are_refused() -> None:
+    with env.patched(SLURM_STEP_NUM_TASKS=4):
+        with pytest.raises(ConfigError, match="SLURM_STEP_NUM_TASKS=4"):
+            processes.adopted()
 
 
 @pytest.mark.parametrize(

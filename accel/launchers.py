@@ -1,0 +1,283 @@
+"""A function on several processes, from a notebook or for debugging: forks under torchelastic.
+
+Source: https://huggingface.co/docs/accelerate/package_reference/launchers;
+    https://docs.pytorch.org/docs/stable/elastic/run.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from accel import env
+from accel.device import default_device_type, device_count
+from accel.enums import PrecisionType
+from accel.errors import ConfigError, Problems, StateError, unknown_choice
+from accel.state import PartialState
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+ANY_ADDRESS = ("127.0.0.1", "localhost")
+# Variables that a launch sets for its own workers, or leaves behind.
+OF_WORKERS = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    "TORCHELASTIC_SIGNALS_TO_HANDLE",
+)
+
+
+@dataclass(frozen=True)
+class _Rendezvous:
+    """Where the nodes of a launch meet, and how its agent watches the workers."""
+
+    port: int = 0
+    address: str = "127.0.0.1"
+    node_rank: int = 0
+    num_nodes: int = 1
+    backend: str = "static"
+    endpoint: str = ""
+    configuration: Mapping[str, object] = field(default_factory=dict)
+    run_id: str = "none"
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    log_line_prefix_template: str | None = None
+
+
+def notebook_launcher(
+    function: Callable[..., object],
+    args: Sequence[object] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, object] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> None:
+    """Train with a function on several processes, forks of this one; one process is this one.
+
+    The `Accelerator` is built inside the function, and nothing has touched a GPU before. Forks
+    compute with one thread each on the CPU, as OpenMP's others do not survive a fork.
+
+    Args:
+        function: called with `args` on each process.
+        args: its arguments; forks need not pickle them.
+        num_processes: on this node; None: one per GPU, or one on the CPU.
+        mixed_precision: default of the function's `Accelerator`: no, fp16, bf16 or fp8.
+        use_port: TCP port of the rendezvous; 0: a free one (of one node).
+        master_addr: host of node 0.
+        node_rank: index of this node.
+        num_nodes: number of nodes, each of which calls this.
+        rdzv_backend: of torchelastic: static, c10d, ….
+        rdzv_endpoint: ``host:port`` of its store; "": `master_addr` and `use_port`.
+        rdzv_conf: further settings of it.
+        rdzv_id: name of the job.
+        max_restarts: how often a failed worker group starts anew.
+        monitor_interval: seconds between two looks at the workers.
+        log_line_prefix_template: prefix of each line that workers print; None: none.
+
+    Raises:
+        ConfigError: if the arguments contradict each other or this machine.
+        StateError: if this process has an Accelerator, or has touched a GPU.
+        RuntimeError: if a worker fails, with its traceback.
+    """
+    kind = default_device_type()
+    number = num_processes
+    if number is None:
+        number = 1 if kind in ("cpu", "mps") else device_count(kind)
+    found = Problems()
+    if mixed_precision not in PrecisionType.list():
+        found.append(unknown_choice("mixed_precision", mixed_precision, PrecisionType.list()))
+    for name, value in (("num_processes", number), ("num_nodes", num_nodes)):
+        if value < 1:
+            found.add(f"{name}={value}", "it is at least 1", "Give 1 or more.")
+    if not 0 <= node_rank < max(1, num_nodes):
+        found.add(f"node_rank={node_rank}", f"it is from 0 to {num_nodes - 1}", "Correct it.")
+    if not str(use_port).isdecimal():
+        found.add(f"use_port={use_port!r}", "it is a TCP port", "Give a number, or 0.")
+    if kind not in ("cpu", "mps") and 1 < device_count(kind) < number:
+        rule = f"each process has a device of its own, and this machine has {device_count(kind)}"
+        found.add(f"num_processes={number}", rule, "Give fewer.")
+    found.raise_if()
+    rendezvous = _Rendezvous(
+        int(use_port),
+        master_addr,
+        node_rank,
+        num_nodes,
+        rdzv_backend,
+        rdzv_endpoint,
+        rdzv_conf or {},
+        rdzv_id,
+        max_restarts,
+        monitor_interval,
+        log_line_prefix_template,
+    )
+    if number * num_nodes == 1:
+        with env.patched(ACCELERATE_MIXED_PRECISION=mixed_precision):
+            function(*args)
+        return
+    variables = {"ACCELERATE_MIXED_PRECISION": mixed_precision}
+    if env.flag("ACCELERATE_DEBUG_MODE"):  # so that a mistake costs seconds
+        _fork(PartialState, (), number, variables, rendezvous)
+    _fork(function, args, number, variables, rendezvous)
+
+
+def debug_launcher(
+    function: Callable[..., object], args: Sequence[object] = (), num_processes: int = 2
+) -> None:
+    """Run a function on several processes of the CPU, to debug it.
+
+    Args:
+        function: called with `args` on each process.
+        args: its arguments; forks need not pickle them.
+        num_processes: how many.
+
+    Raises:
+        ConfigError: if there is no process.
+        StateError: if this process has an Accelerator, or has touched a GPU.
+        RuntimeError: if a worker fails, with its traceback.
+    """
+    if num_processes < 1:
+        raise ConfigError.of(f"num_processes={num_processes}", "it is at least 1", "Give more.")
+    _fork(function, args, num_processes, {"ACCELERATE_USE_CPU": "1"}, _Rendezvous())
+
+
+def _fork(
+    function: Callable[..., object],
+    args: Sequence[object],
+    num_processes: int,
+    variables: Mapping[str, str],
+    rendezvous: _Rendezvous,
+) -> None:
+    _check_forkable()
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    # The agent expects to be found by its own variables alone, and counts GPUs, which would
+    # otherwise make them unusable in forks.
+    own = dict.fromkeys(OF_WORKERS) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    restarts = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # torch 2.13's restarts fail with it
+    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
+        with env.patched(**own, **restarts, **variables), _handlers_restored():
+            launch = elastic_launch(_configuration(rendezvous, num_processes), _worker)
+            try:
+                launch(function, tuple(args), folder)
+            except ChildFailedError as error:
+                raise RuntimeError(_first_failure(Path(folder), error)) from None
+            except SignalException as error:
+                raise KeyboardInterrupt(str(error)) from error
+
+
+@contextlib.contextmanager
+def _handlers_restored() -> Iterator[None]:
+    """Restore the signal handlers that torchelastic replaces, those of a notebook's kernel."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _check_forkable() -> None:
+    if not hasattr(os, "fork"):
+        rule = "notebooks start processes by fork, which this operating system lacks"
+        raise ConfigError.of(f"sys.platform={sys.platform!r}", rule, "Use runner launch SCRIPT.")
+    if PartialState._shared_state:
+        raise StateError(
+            "This process has an Accelerator, which its forks would share. Build it inside the "
+            "function; restart the notebook's kernel first."
+        )
+    for name in ("cuda", "xpu"):
+        if getattr(torch, name).is_initialized():
+            raise StateError(
+                f"This process has used {name}, which its forks cannot use any more. Restart the "
+                f"notebook's kernel, and use {name} only inside the function."
+            )
+
+
+def _configuration(rendezvous: _Rendezvous, num_processes: int) -> LaunchConfig:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    endpoint, backend, run_id = rendezvous.endpoint, rendezvous.backend, rendezvous.run_id
+    settings: dict[str, object] = {}
+    if backend == "static":
+        settings["rank"] = rendezvous.node_rank
+    if rendezvous.num_nodes == 1 and not endpoint and backend == "static" and not rendezvous.port:
+        backend, endpoint, run_id = "c10d", "localhost:0", uuid.uuid4().hex
+        settings = {}
+    elif not endpoint:
+        if rendezvous.node_rank == 0 and rendezvous.address in ANY_ADDRESS:
+            _check_free(rendezvous.port)
+        endpoint = f"{rendezvous.address}:{rendezvous.port}"
+    return LaunchConfig(
+        min_nodes=rendezvous.num_nodes,
+        max_nodes=rendezvous.num_nodes,
+        nproc_per_node=num_processes,
+        run_id=run_id,
+        rdzv_backend=backend,
+        rdzv_endpoint=endpoint,
+        rdzv_configs={**settings, **rendezvous.configuration},
+        max_restarts=rendezvous.max_restarts,
+        monitor_interval=rendezvous.monitor_interval,
+        start_method="fork",
+        log_line_prefix_template=rendezvous.log_line_prefix_template,
+        logs_specs=DefaultLogsSpecs(),
+        # A lookup of this host's full name takes seconds where no name server answers.
+        local_addr="localhost" if rendezvous.num_nodes == 1 else None,
+    )
+
+
+def _check_free(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            rule = f"processes cannot meet there ({error.strerror})"
+            raise ConfigError.of(f"use_port={port}", rule, "Give a free one, or 0.") from None
+
+
+def _worker(function: Callable[..., object], args: Sequence[object], folder: str) -> None:
+    """Call the function in a fork; leave the traceback of a failure to the parent."""
+    torch.set_num_threads(1)  # OpenMP's other threads did not survive the fork
+    try:
+        function(*args)
+    except BaseException:
+        place = Path(folder) / f"{env.read('RANK')}.txt"
+        place.write_text(traceback.format_exc(), encoding="utf-8")
+        raise
+
+
+def _first_failure(folder: Path, error: Exception) -> str:
+    """Return the traceback of the worker that failed first, or what the agent says."""
+    found = sorted(folder.glob("*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    if not found:
+        return str(error)
+    return f"The process of rank {found[0].stem} failed:\n{found[0].read_text(encoding='utf-8')}"

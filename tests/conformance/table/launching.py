@@ -1,0 +1,105 @@
+"""Starting processes, variables and CPUs (documentation pages: launchers, utilities, cli)."""
+
+from __future__ import annotations
+
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+
+LAUNCHERS = "tests/accel/test_launchers.py::"
+ENVIRONMENT = "tests/accel/test_env.py::"
+NUMA = "tests/accel/test_numa.py::"
+SETTINGS = "tests/accel/test_launch_config.py::"
+MERGED = "tests/accel/checkpoint/test_merge.py::test_shards_of_two_processes_are_merged[model]"
+
+DEBUGGED = LAUNCHERS + "test_a_function_runs_on_processes_of_the_cpu"
+TRAINED = LAUNCHERS + "test_a_notebook_trains_on_several_processes"
+NODES = LAUNCHERS + "test_nodes_meet_at_the_first"
+PURGED = ENVIRONMENT + "test_a_functions_variables_are_purged"
+PATCHED = ENVIRONMENT + "test_variables_are_patched_in_a_context"
+IN_TURN = NUMA + "test_processes_take_the_nodes_in_turn"
+BOUND_ONCE = NUMA + "test_the_first_binding_stays_unless_it_is_overridden"
+
+ENTRIES = [
+    Entry(
+        "accel:debug_launcher",
+        DEBUGGED,
+        parameters={
+            "function": P(REQUIRED, DEBUGGED),
+            "args": P((), DEBUGGED),
+            "num_processes": P(2, LAUNCHERS + "test_the_number_of_processes_to_debug_with"),
+        },
+    ),
+    Entry(
+        "accel:notebook_launcher",
+        TRAINED,
+        parameters={
+            "function": P(REQUIRED, TRAINED),
+            "args": P((), TRAINED),
+            "num_processes": P(None, NODES),
+            "mixed_precision": P("no", LAUNCHERS + "test_one_process_is_the_notebook_itself"),
+            "use_port": P("29500", NODES),
+            "master_addr": P("127.0.0.1", NODES),
+            "node_rank": P(0, NODES),
+            "num_nodes": P(1, NODES),
+            "rdzv_backend": P("static", NODES),
+            "rdzv_endpoint": P("", NODES),
+            "rdzv_conf": P(None, NODES),
+            "rdzv_id": P("none", NODES),
+            "max_restarts": P(0, LAUNCHERS + "test_a_failed_group_starts_anew"),
+            "monitor_interval": P(0.1, NODES),
+            "log_line_prefix_template": P(None, NODES),
+        },
+    ),
+    Entry(
+        "accel.utils:patch_environment",
+        PATCHED,
+        NoOp.CONTEXT,
+        parameters={"kwargs": P(REQUIRED, PATCHED)},
+    ),
+    Entry(
+        "accel.utils:clear_environment",
+        ENVIRONMENT + "test_variables_are_cleared_in_a_context",
+        NoOp.CONTEXT,
+    ),
+    Entry(
+        "accel.utils:purge_accelerate_environment",
+        PURGED,
+        NoOp.FIRST,
+        parameters={"func_or_cls": P(REQUIRED, PURGED)},
+    ),
+    Entry(
+        "accel.utils:write_basic_config",
+        SETTINGS + "test_the_machines_settings_are_those_of_the_public_package",
+        parameters={
+            "mixed_precision": P("no", SETTINGS + "test_the_precision_is_written"),
+            "save_location": P(
+                None, SETTINGS + "test_the_machines_settings_are_those_of_the_public_package"
+            ),
+        },
+    ),
+    Entry(
+        "accel.utils.environment:override_numa_affinity",
+        IN_TURN,
+        parameters={
+            "local_process_index": P(REQUIRED, IN_TURN),
+            "verbose": P(None, IN_TURN),
+        },
+    ),
+    Entry(
+        "accel.utils:set_numa_affinity",
+        BOUND_ONCE,
+        parameters={
+            "local_process_index": P(REQUIRED, BOUND_ONCE),
+            "verbose": P(None, BOUND_ONCE),
+        },
+    ),
+    Entry(
+        "accel.utils:merge_fsdp_weights",
+        MERGED,
+        parameters={
+            "checkpoint_dir": P(REQUIRED, MERGED),
+            "output_path": P(REQUIRED, MERGED),
+            "safe_serialization": P(True, MERGED),
+            "remove_checkpoint_dir": P(False, MERGED),
+        },
+    ),
+]

@@ -1,0 +1,146 @@
+"""``runner launch``: flags, the file of settings, and real scripts on two processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel import env, launch_config
+from accel.errors import ConfigError
+from runner.cli import launch_script
+from runner.config import processes
+from tests.helpers import ROOT, python
+
+SCRIPT = """
+import sys
+import torch
+from accel import Accelerator
+
+accelerator = Accelerator()
+model = torch.nn.Linear(2, 2)
+loader = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=1)
+accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+total = accelerator.gather(torch.ones(1)).sum().item()
+line = [accelerator.process_index, accelerator.mixed_precision, accelerator.distributed_type.value]
+line += [accelerator.gradient_accumulation_steps, total, *sys.argv[1:]]
+print(" ".join(map(str, line)) + "\\n", end="", flush=True)  # in one write: ranks print at once
+accelerator.end_training()
+sys.exit(5 if "fail" in sys.argv else 0)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU and without a file of settings."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(processes, "num_accelerators", lambda: 0)
+
+
+def test_flags_go_before_the_file_and_the_file_before_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("use_cpu: true\nnum_processes: 3\nmixed_precision: fp16\n")
+    launch = launch_script.parse(
+        ["--config-file", str(path), "--mixed-precision=bf16", "train.py", "--cpu", "x"]
+    )
+    assert "--nproc-per-node=3" in launch.command
+    assert launch.command[-3:] == ["train.py", "--cpu", "x"]
+    assert launch.variables["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    launch_config.write({"debug": True}, launch_config.default_config_file())
+    launch = launch_script.parse(["train.py"])
+    assert launch.command == [sys.executable, "train.py"]
+    assert launch.variables["ACCELERATE_DEBUG_MODE"] == "true"
+
+
+def test_flags_are_written_with_dashes_or_underscores() -> None:
+    flags = ["--use-fsdp", "--fsdp_version", "2", "--fsdp-reshard-after-forward=false"]
+    found = launch_script.parse([*flags, "-m", "package.train"])
+    assert found.command == [sys.executable, "-m", "package.train"]
+    assert found.variables["FSDP_VERSION"] == "2"
+    assert found.variables["FSDP_RESHARD_AFTER_FORWARD"] == "false"
+    found = launch_script.parse(["--use_deepspeed", "--zero_stage=1", "x.py"])
+    assert found.variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "1"
+    found = launch_script.parse(["--cpu", "--num_processes=2", "--tee", "3", "x.py"])
+    assert "--tee=3" in found.command
+
+
+def test_gpus_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_config.write({"use_cpu": True}, launch_config.default_config_file())
+    monkeypatch.setattr(processes, "num_accelerators", lambda: 2)
+    assert "--nproc-per-node=2" in launch_script.parse(["--multi_gpu", "x.py"]).command
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--tpu"], "--tpu: TPUs are not built yet"),
+        (["--tpu-use-sudo"], "--tpu-use-sudo: TPUs"),
+        (["--num_processes", "2", "--megatron_lm_tp_degree", "2"], "--megatron_lm_tp_degree"),
+        (["--fp8-backend=te"], "--fp8-backend=te: fp8"),
+        (["--mpirun_hostfile", "f"], "mpirun -hostfile"),
+        (["--parallelism_config_tp_size=2"], "plugins to the Accelerator"),
+        (["--deepspeed_hostfile=f"], "on each machine"),
+        (["--multi_gpu", "--cpu"], "both choose the device"),
+        (["--config_file", "/nowhere.yaml"], "it cannot be read"),
+    ],
+)
+def test_flags_that_are_not_offered_are_refused(flags: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        launch_script.parse([*flags, "train.py"])
+
+
+def started(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``runner launch`` with a script of three lines, as a person types it."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    line = [str(script) if argument == "train.py" else argument for argument in arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        python("-m", "runner", "launch", *line),
+        **{"capture_output": True, "text": True, "timeout": 300, "cwd": folder},
+        env=environment,
+    )
+
+
+def test_a_script_runs_on_two_processes_by_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    launch_config.write_basic_config("bf16", path)
+    file = ["--config_file", str(path), "--cpu", "--num_processes", "2"]
+    answer = started(tmp_path, *file, "train.py", "--import", "x")
+    assert answer.returncode == 0, answer.stderr
+    expected = [f"{rank} bf16 MULTI_CPU 1 2.0 --import x" for rank in range(2)]
+    assert sorted(answer.stdout.splitlines()) == expected
+
+
+def test_one_process_keeps_its_exit_code(tmp_path: Path) -> None:
+    answer = started(tmp_path, "--cpu", "train.py", "fail")
+    assert answer.returncode == 5, answer.stderr
+    assert answer.stdout == "0 no NO 1 1.0 fail\n"
+    with env.patched(OMP_NUM_THREADS=None):
+        answer = started(tmp_path, "--tpu", "train.py")
+    assert answer.returncode == 2
+    assert answer.stderr == "--tpu: TPUs are not built yet. Leave it out.\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+def test_a_strategy_of_the_file_is_used(tmp_path: Path, kind: str) -> None:
+    sections = "fsdp_config: {fsdp_version: 2}\ndeepspeed_config: {zero_stage: 1}\n"
+    text = f"distributed_type: {kind}\nnum_processes: 2\nuse_cpu: true\nmixed_precision: bf16\n"
+    path = tmp_path / "settings.yaml"
+    path.write_text(text + sections)
+    answer = started(tmp_path, "--config_file", str(path), "train.py")
+    assert answer.returncode == 0, answer.stderr
+    assert sorted(line[:6] for line in answer.stdout.splitlines())[:1] == ["0 bf16"]
+    assert f" {kind} " in answer.stdout
+
+
+@pytest.mark.slow
+def test_a_failed_group_starts_anew_and_its_failure_is_the_exit_code(tmp_path: Path) -> None:
+    flags = ["--cpu", "--num_processes=2", "--max_restarts=1"]
+    answer = started(tmp_path, *flags, "train.py", "fail")
+    assert answer.returncode == 1
+    assert sorted(answer.stdout.splitlines()).count("0 no MULTI_CPU 1 2.0 fail") == 2
