@@ -6,23 +6,12 @@ LARGE = "large models: the next issue"
 FP8 = "fp8: the next issue"
 MEGATRON = "Megatron-LM: the next issue"
 QUANTIZED = "quantized models: the next issue"
-LAUNCHING = "environment and launching: another part of this issue"
 BY_PREPARE = "`prepare` builds the object with its engine; it is documented as internal"
 # Beginning of a documented name, member (``Name.member``) or parameter (``Name(parameter)``) → why.
 REASONS: dict[str, str] = {
     "big_modeling.": LARGE,
     "hooks.": LARGE,
     "inference.prepare_pippy": "pipeline parallelism for inference: " + LARGE,
-    "accelerate.debug_launcher": LAUNCHING,
-    "accelerate.notebook_launcher": LAUNCHING,
-    "utils.ComputeEnvironment": LAUNCHING,
-    "utils.SageMakerDistributedType": LAUNCHING,
-    "utils.clear_environment": LAUNCHING,
-    "utils.environment.": LAUNCHING,
-    "utils.patch_environment": LAUNCHING,
-    "utils.purge_accelerate_environment": LAUNCHING,
-    "utils.set_numa_affinity": LAUNCHING,
-    "utils.write_basic_config": LAUNCHING,
     "utils.AbstractTrainStep": MEGATRON,
     "utils.BertTrainStep": MEGATRON,
     "utils.GPTTrainStep": MEGATRON,
@@ -48,7 +37,6 @@ REASONS: dict[str, str] = {
     "utils.offload_state_dict": LARGE,
     "utils.retie_parameters": LARGE,
     "utils.set_module_tensor_to_device": LARGE,
-    "utils.merge_fsdp_weights": "sharded state dicts of torch are not written yet",
     "utils.DeepSpeedPlugin.set_deepspeed_weakref": "a run registers its configuration by itself",
     "utils.DeepSpeedPlugin.select(_from_accelerator_state)": "a private flag of the other package",
     "utils.deepspeed.DeepSpeedOptimizerWrapper(optimizer)": BY_PREPARE,
