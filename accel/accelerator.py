@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accel import profiling
-from accel._delegate import delegate, hand_overridden
+from accel._delegate import connect, delegate
 from accel.accumulation import Accumulation
 from accel.checkpoint.contents import RunObjects
 from accel.checkpoint.session import CheckpointSession
@@ -137,7 +137,7 @@ class Accelerator(ProcessControl):
         chosen = filter_trackers(log_with, plan.project.logging_dir)
         self._set_up(plan, cpu)
         self.tracker_group = TrackerGroup(chosen, self.logging_dir, self.is_main_process)
-        hand_overridden(self, Accelerator)
+        connect(self, Accelerator, per_step=("accumulate", "backward"))
 
     def _set_up(self, plan: Plan, cpu: bool) -> None:
         self.state = AcceleratorState(cpu=cpu, _from_accelerator=True, _plan=plan)
