@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -15,7 +15,7 @@ def delegate(
     owner: str, method: Callable[Concatenate[Any, P], R]
 ) -> Callable[Concatenate[Any, P], R]:
     """Return a method that calls `method` on attribute `owner`; signature and docstring are its."""
-    # Of the object's class: it may itself hold a method of the facade, see `hand_overridden`.
+    # Of the object's class: it may itself hold a method of the facade, see `connect`.
     found = operator.attrgetter(owner, f"{owner}.__class__.{method.__name__}")
 
     @functools.wraps(method)
@@ -28,12 +28,22 @@ def delegate(
     return call
 
 
-def hand_overridden(facade: object, base: type) -> None:
-    """Let the objects that `facade` owns call its methods where its class overrides some of `base`.
+def connect(facade: object, base: type, per_step: Collection[str] = ()) -> None:
+    """Connect a facade with the objects that it owns.
 
-    They call each other's by `self`, as if they were methods of one object.
+    They call each other's methods by `self`, as if they were methods of one object: where the
+    facade's class overrides some of `base`, they call those.
+
+    Args:
+        facade: whose objects these are.
+        base: the class that delegates.
+        per_step: methods of which `facade` holds the owner's own, since calls of them count.
     """
     for name, inherited in vars(base).items():
         owner = getattr(inherited, "owner", None)
-        if owner is not None and getattr(type(facade), name) is not inherited:
+        if owner is None:
+            continue
+        if getattr(type(facade), name) is not inherited:
             setattr(getattr(facade, owner), name, getattr(facade, name))
+        elif name in per_step:
+            setattr(facade, name, getattr(getattr(facade, owner), name))

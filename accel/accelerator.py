@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accel import profiling
-from accel._delegate import delegate, hand_overridden
+from accel._delegate import connect, delegate
 from accel.accumulation import Accumulation
 from accel.checkpoint.contents import RunObjects
 from accel.checkpoint.session import CheckpointSession
@@ -140,7 +140,7 @@ class Accelerator(ProcessControl, RunSettings):
         plan = resolve(settled_arguments(arguments), current_environment())
         chosen = filter_trackers(log_with, plan.project.logging_dir)
         self._set_up(plan, cpu, chosen)
-        hand_overridden(self, Accelerator)
+        connect(self, Accelerator, per_step=("accumulate", "backward"))
 
     def _set_up(self, plan: Plan, cpu: bool, trackers: list[Choice]) -> None:
         self.state = AcceleratorState(cpu=cpu, _from_accelerator=True, _plan=plan)

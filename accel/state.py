@@ -21,7 +21,6 @@ from accel.device import default_device_type, use_device
 from accel.enums import DistributedType
 from accel.env import Environment
 from accel.errors import ConfigError, Problem, Problems, ResetError, nearest
-from accel.numa import set_numa_affinity
 from accel.planning.arguments import Arguments
 from accel.planning.plan import Plan, resolve
 from accel.processes import SharedState
@@ -109,6 +108,8 @@ class PartialState(SharedState):
             _plan = resolve(arguments, Environment.read())
         use_device(_plan.device)
         if _plan.environment.cpu_affinity:
+            from accel.numa import set_numa_affinity
+
             set_numa_affinity(_plan.local_rank)
         comm = connect(_plan)
         self._shared_state.update(plan=_plan, comm=comm, device=_plan.device)

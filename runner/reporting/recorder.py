@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # Logged under their own names; everything else under ``<split>/<name>``.
 COMMON = ("lr", "samples_per_second", "skipped_steps")
 PURGING = ("tensorboard", "csv")  # trackers that take `purge_step`
+# By tracker, the argument that names a run; the others name it after the project.
+RUN_NAMES = {"mlflow": "run_name", "wandb": "name", "swanlab": "name", "trackio": "name"}
 
 
 class Position(Protocol):
@@ -87,13 +89,20 @@ class Recorder:
             self._file.close()
 
     def _tracker_arguments(self, resumed: bool) -> dict[str, dict[str, Any]]:
-        """Return the trackers' arguments; those that can drop records after a resumed step do."""
+        """Return the trackers' arguments.
+
+        A run has the name of its directory there. Those that can drop records after a resumed step
+        do.
+        """
         given = self._recipe.tracker.init_kwargs
         arguments = {name: dict(values) for name, values in given.items()}
         names = [choice.name for choice in self._accelerator.log_with]
         for name in PURGING:
             if resumed and name in names:
                 arguments.setdefault(name, {}).setdefault("purge_step", self._state.step + 1)
+        for name, argument in RUN_NAMES.items():
+            if not resumed and name in names:
+                arguments.setdefault(name, {}).setdefault(argument, self._run_dir.name)
         return arguments
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from accel._delegate import delegate
+from accel._delegate import connect, delegate
 
 
 class Engine:
@@ -31,6 +31,13 @@ class Car:
     start = delegate("engine", Engine.start)
 
 
+class LoudCar(Car):
+    """Overrides what it delegates."""
+
+    def start(self, speed: int, *, loud: bool = False) -> str:
+        return super().start(speed, loud=True)
+
+
 def test_the_call_is_that_of_the_owned_object() -> None:
     assert Car(Engine()).start(3, loud=True) == "3 True"
     assert Car(Fast()).start(3) == "fast 3 False"
@@ -39,3 +46,16 @@ def test_the_call_is_that_of_the_owned_object() -> None:
 def test_name_signature_and_docstring_are_those_of_the_method() -> None:
     assert (Car.start.__name__, Car.start.__doc__) == ("start", "Start it.")
     assert inspect.signature(Car.start) == inspect.signature(Engine.start)
+
+
+def test_the_owned_object_calls_the_methods_that_a_subclass_of_the_facade_overrides() -> None:
+    car = LoudCar(Engine())
+    connect(car, Car, per_step=("start",))
+    assert car.engine.start(3) == "3 True"
+    assert car.start(3) == "3 True"
+
+
+def test_the_facade_holds_the_methods_of_each_step_themselves() -> None:
+    car = Car(Engine())
+    connect(car, Car, per_step=("start",))
+    assert car.start == car.engine.start

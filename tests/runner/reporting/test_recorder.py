@@ -105,6 +105,8 @@ def test_a_recipe_resumes_its_run_of_wandb(tmp_path: Path) -> None:
         if (item.key or "/".join(item.nested_key)) == "_step"
     ]
     assert [int(step) for step in steps] == [1, 2, 3]
+    named = [record.run.display_name for record in records(files[0])]
+    assert set(filter(None, named)) == {run_dir.name}
 
 
 def test_learning_rates_are_those_of_the_first_groups() -> None:
