@@ -99,7 +99,7 @@ def notebook_launcher(
 
     Raises:
         ConfigError: if the arguments contradict each other or this machine.
-        StateError: if this process has an Accelerator, or has touched a GPU.
+        StateError: if this process has an Accelerator or a process group, or has touched a GPU.
         RuntimeError: if a worker fails, with its traceback.
     """
     kind = default_device_type()
@@ -155,7 +155,7 @@ def debug_launcher(
 
     Raises:
         ConfigError: if there is no process.
-        StateError: if this process has an Accelerator, or has touched a GPU.
+        StateError: if this process has an Accelerator or a process group, or has touched a GPU.
         RuntimeError: if a worker fails, with its traceback.
     """
     if num_processes < 1:
@@ -212,6 +212,11 @@ def _check_forkable() -> None:
         raise StateError(
             "This process has an Accelerator, which its forks would share. Build it inside the "
             "function; restart the notebook's kernel first."
+        )
+    if torch.distributed.is_initialized():
+        raise StateError(
+            "This process is in a process group, which its forks cannot use. Call "
+            "torch.distributed.destroy_process_group() first, or restart the notebook's kernel."
         )
     for name in ("cuda", "xpu"):
         if getattr(torch, name).is_initialized():

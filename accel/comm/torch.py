@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import importlib
 import inspect
+import os
 import sys
 import traceback
 import weakref
@@ -61,6 +62,21 @@ class _Rendezvous:
 
 
 _RENDEZVOUS = _Rendezvous()
+_INHERITED: list[_Rendezvous] = []
+
+
+def _leave_to_parent() -> None:
+    """Start with a rendezvous of its own, in a fork.
+
+    The connection is the parent's; a group's end would wait for threads that only the parent has.
+    """
+    global _RENDEZVOUS
+    _INHERITED.append(_RENDEZVOUS)
+    _RENDEZVOUS = _Rendezvous()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _next_store(plan: Plan) -> Store:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from accel import Accelerator, PartialState, debug_launcher, launchers, notebook_launcher
 from accel import env as environment
 from accel.errors import ConfigError, StateError
-from tests.helpers import ROOT, free_port
+from tests.helpers import ROOT, free_port, python
 
 
 def report(folder: str, *words: str) -> None:
@@ -178,6 +179,38 @@ def test_an_accelerator_of_the_notebook_is_refused() -> None:
     Accelerator(cpu=True)
     with pytest.raises(StateError, match="This process has an Accelerator"):
         debug_launcher(report)
+
+
+# A process group of one process, which the cell destroys; its communicator still knows it.
+AFTER_A_GROUP = """
+import sys
+import torch
+from accel import Accelerator, PartialState, debug_launcher
+from accel.state import AcceleratorState
+from accel.utils import FullyShardedDataParallelPlugin
+from tests.accel.test_launchers import report
+
+Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+AcceleratorState._reset_state(True)
+try:
+    debug_launcher(report, (sys.argv[1],))
+except Exception as error:
+    print(error)
+torch.distributed.destroy_process_group()
+debug_launcher(report, (sys.argv[1],))
+"""
+
+
+def test_forks_of_a_process_that_had_a_process_group_have_their_own(tmp_path: Path) -> None:
+    done = subprocess.run(
+        python("-c", AFTER_A_GROUP, str(tmp_path)),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "in a process group, which its forks cannot use" in done.stdout
+    assert [one["sum"] for one in reported(tmp_path)] == [2, 2], done.stderr
 
 
 def test_debug_mode_tries_the_processes_first(
