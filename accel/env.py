@@ -20,6 +20,7 @@ from accel.errors import ConfigError, Problem
 
 FunctionOrClass = TypeVar("FunctionOrClass", bound=Callable[..., object])
 
+LAUNCHER = "ACCELERATE_LAUNCHER_PID"  # set by `runner launch` for its processes
 _BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "y", "on", "t"), True),
     **dict.fromkeys(("0", "false", "no", "n", "off", "f"), False),
@@ -198,6 +199,7 @@ class Environment:
         accumulation_steps: default of `Accelerator(gradient_accumulation_steps=…)`.
         use_cpu: whether accelerators are ignored.
         debug: whether operations check shapes over ranks first.
+        launcher: process id of `runner launch`, if it is the parent of this process.
         cpu_affinity: whether each process runs on the CPUs of one NUMA node (`accel.numa`).
         dynamo_backend: default of `Accelerator(dynamo_backend=…)`.
         dynamo_mode: default of `TorchDynamoPlugin(mode=…)`; likewise the next three.
@@ -225,6 +227,7 @@ class Environment:
     accumulation_steps: int | None = None
     use_cpu: bool = False
     debug: bool = False
+    launcher: int | None = None
     cpu_affinity: bool = False
     dynamo_backend: str | None = None
     dynamo_mode: str | None = None
@@ -255,6 +258,7 @@ class Environment:
             use_cpu=flag("ACCELERATE_USE_CPU"),
             debug=flag("ACCELERATE_DEBUG_MODE"),
             cpu_affinity=flag("ACCELERATE_CPU_AFFINITY"),
+            launcher=os.getppid() if read(LAUNCHER) == str(os.getppid()) else None,
             dynamo_backend=read("ACCELERATE_DYNAMO_BACKEND") or None,
             dynamo_mode=read("ACCELERATE_DYNAMO_MODE") or None,
             dynamo_fullgraph=optional_flag("ACCELERATE_DYNAMO_USE_FULLGRAPH"),

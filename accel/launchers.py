@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel import env
+from accel import env, parent_watch
 from accel.device import default_device_type, device_count
 from accel.enums import PrecisionType
 from accel.errors import ConfigError, Problems, StateError, unknown_choice
 from accel.state import PartialState
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -271,6 +272,7 @@ def _check_free(port: int) -> None:
 
 def _worker(function: Callable[..., object], args: Sequence[object], folder: str) -> None:
     """Call the function in a fork; leave the traceback of a failure to the parent."""
+    parent_watch.die_with(os.getppid())
     torch.set_num_threads(1)  # OpenMP's other threads did not survive the fork
     try:
         function(*args)
@@ -280,8 +282,14 @@ def _worker(function: Callable[..., object], args: Sequence[object], folder: str
         raise
 
 
-def _first_failure(folder: Path, error: Exception) -> str:
-    """Return the traceback of the worker that failed first, or what the agent says."""
+def _first_failure(folder: Path, error: ChildFailedError) -> str:
+    """Return the signal or the traceback that ended the first worker, or what the agent says."""
+    killed = [(rank, -one.exitcode) for rank, one in error.failures.items() if one.exitcode < 0]
+    # SIGTERM is what the agent ends the others with.
+    killed = [(rank, number) for rank, number in killed if number != signal.SIGTERM]
+    if killed:
+        rank, number = killed[0]
+        return f"The process of rank {rank} was ended by {signal.Signals(number).name}."
     found = sorted(folder.glob("*.txt"), key=lambda path: path.stat().st_mtime_ns)
     if not found:
         return str(error)

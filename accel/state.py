@@ -107,6 +107,10 @@ class PartialState(SharedState):
             arguments = Arguments(cpu=cpu, kwargs_handlers=_init_handler(kwargs))
             _plan = resolve(arguments, Environment.read())
         use_device(_plan.device)
+        if _plan.environment.launcher is not None:
+            from accel import parent_watch
+
+            parent_watch.die_with(_plan.environment.launcher)
         if _plan.environment.cpu_affinity:
             from accel.numa import set_numa_affinity
 

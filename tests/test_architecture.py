@@ -27,6 +27,7 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.enums", 0),
     ("accel.env", 0),
     ("accel.launcher_variables", 0),
+    ("accel.parent_watch", 0),
     ("accel.imports", 0),
     ("accel.tree", 0),
     ("accel.prepared", 0),

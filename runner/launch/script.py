@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import accel
-from accel import env
+from accel import env, launcher_variables
 from accel.errors import ConfigError, Problems
 from accel.launch_config import VARIABLES, strategies
 from runner.config import processes
@@ -104,14 +104,28 @@ def plan(settings: Mapping[str, object], script: Script, torchrun: Sequence[str]
         found.add(" with ".join(switched_on), "they cannot be combined", "Give one of them.")
     found.raise_if()
     variables = _variables(settings, local)
+    _check_strategies(settings, variables)
     if machines == 1 and local == 1 and not (restarts or torchrun):
         return Launch(script.command, variables)
+    _check_launcher(machines)
     flags = [f"--nproc-per-node={local}", f"--max-restarts={restarts}"]
     if settings.get("monitor_interval") is not None:
         flags.append(f"--monitor-interval={settings['monitor_interval']}")
     flags += _rendezvous(settings, machines, rank)
-    head = [sys.executable, "-m", "torch.distributed.run", *flags, *torchrun, *script.flags]
+    head = [sys.executable, "-m", "runner.launch.agent", *flags, *torchrun, *script.flags]
     return Launch([*head, script.name, *script.arguments], variables | NEVER_SHARED)
+
+
+def _check_launcher(machines: int) -> None:
+    """Raise `ConfigError` unless another launcher has started this command once per machine."""
+    found = launcher_variables.read(env.copy())
+    if found is not None and found.world_size != machines:
+        raise ConfigError.of(
+            f"{found.source}, num_machines={machines}",
+            f"each of the launcher's {found.world_size} processes would start a run of its own",
+            "Start the script by that launcher (mpirun -n 2 python train.py), or this command "
+            "once per machine, with --num_machines and each machine's --machine_rank.",
+        )
 
 
 def _rendezvous(settings: Mapping[str, object], machines: int, rank: int) -> list[str]:
@@ -195,6 +209,15 @@ def _variables(settings: Mapping[str, object], local: int) -> dict[str, str | No
         paths = [*(env.read("PYTHONPATH") or "").split(os.pathsep), here]
         variables["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
     return variables
+
+
+def _check_strategies(settings: Mapping[str, object], variables: Mapping[str, str | None]) -> None:
+    """Raise what the plugin of the strategy that is on would refuse in each process."""
+    given = {name: text for name, text in {**env.copy(), **variables}.items() if text is not None}
+    for name, plugin in strategies().items():
+        if settings.get(f"use_{name}") and plugin.read is not None:
+            own = {key: text for key, text in given.items() if key.startswith(plugin.prefixes)}
+            plugin.read(None, own)
 
 
 def _text(value: object) -> str:

@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel import env
+from accel import env, parent_watch
 from accel.env import Environment
 from accel.imports import load_attribute
 from runner.config.error_keys import of_the_recipe
 from runner.config.schema import Recipe
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
-from runner.launch import exit_guards, failures, parent_watch, rank_logs
+from runner.launch import exit_guards, failures, rank_logs
 from runner.run_dir import atomic_update, lock
 from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.job import Job

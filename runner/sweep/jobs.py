@@ -21,11 +21,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from accel import parent_watch
 from accel.errors import ConfigError, Problem, Problems
 from runner.compose import composition, diagnose, hydra_setup
 from runner.config import foreign_names
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
-from runner.launch import failures, parent_watch
+from runner.launch import failures
 from runner.run_dir.json_files import write_json
 from runner.training.stopping import STOP_SIGNALS, handlers_restored
 

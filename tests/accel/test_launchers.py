@@ -16,7 +16,8 @@ import torch
 from accel import Accelerator, PartialState, debug_launcher, launchers, notebook_launcher
 from accel import env as environment
 from accel.errors import ConfigError, StateError
-from tests.helpers import ROOT, free_port, python
+from tests.helpers import ROOT, alive, free_port, python
+from tests.signals.cells import wait_until
 
 
 def report(folder: str, *words: str) -> None:
@@ -254,3 +255,32 @@ def test_cells_of_a_jupyter_kernel_train_on_several_processes(tmp_path: Path) ->
     assert sorted(printed[2].split("\n")) == ["", "first 0 2.0", "first 1 2.0"]
     assert sorted(printed[3].split("\n")) == ["", "second 0 2.0", "second 1 2.0"]
     assert printed[4] == "True\n"  # Ctrl-C interrupts a cell as before
+
+
+def kill_rank_one() -> None:
+    if Accelerator(cpu=True).process_index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    Accelerator(cpu=True).wait_for_everyone()
+
+
+def test_the_signal_that_ended_a_process_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"The process of rank 1 was ended by SIGKILL\."):
+        debug_launcher(kill_rank_one)
+
+
+def test_forks_end_with_the_process_that_forked_them(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, sys, time\nfrom accel import debug_launcher\n"
+        "def wait():\n"
+        "    pathlib.Path(sys.argv[1], str(os.getpid())).touch()\n"
+        "    time.sleep(300)\n"
+        "debug_launcher(wait)"
+    )
+    parent = subprocess.Popen(python("-c", code, str(tmp_path)), cwd=ROOT)
+    try:
+        assert wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 120.0)
+    finally:
+        parent.kill()
+        parent.wait()
+    forks = [int(path.name) for path in tmp_path.iterdir()]
+    assert wait_until(lambda: not any(map(alive, forks)), 30.0)

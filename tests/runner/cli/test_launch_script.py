@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ from accel import env, launch_config
 from accel.errors import ConfigError
 from runner.cli import launch_script
 from runner.config import processes
-from tests.helpers import ROOT, python
+from tests.helpers import ROOT, alive, python
+from tests.signals.cells import wait_until
 
 SCRIPT = """
 import sys
@@ -138,9 +140,47 @@ def test_a_strategy_of_the_file_is_used(tmp_path: Path, kind: str) -> None:
     assert f" {kind} " in answer.stdout
 
 
+WAITING = """
+import os, pathlib, time
+from accel import Accelerator
+
+rank = Accelerator().process_index
+place = pathlib.Path(f"pid_{rank}.part")
+place.write_text(str(os.getpid()))
+place.rename(f"pid_{rank}")
+time.sleep(300)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_the_processes_end_with_their_launcher(
+    tmp_path: Path, number: signal.Signals, expected: int
+) -> None:
+    (tmp_path / "train.py").write_text(WAITING)
+    flags = ["--cpu", "--num_processes", "2"]
+    launch = subprocess.Popen(
+        python("-m", "runner", "launch", *flags, "train.py"),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+    )
+    places = [tmp_path / f"pid_{rank}" for rank in range(2)]
+    try:
+        assert wait_until(lambda: all(place.exists() for place in places), 120.0)
+        launch.send_signal(number)
+        assert launch.wait(60) == expected
+        pids = [int(place.read_text()) for place in places]
+        assert wait_until(lambda: not any(map(alive, pids)), 30.0)
+    finally:
+        launch.kill()
+
+
 @pytest.mark.slow
 def test_a_failed_group_starts_anew_and_its_failure_is_the_exit_code(tmp_path: Path) -> None:
     flags = ["--cpu", "--num_processes=2", "--max_restarts=1"]
     answer = started(tmp_path, *flags, "train.py", "fail")
-    assert answer.returncode == 1
+    assert answer.returncode == 5
     assert sorted(answer.stdout.splitlines()).count("0 no MULTI_CPU 1 2.0 fail") == 2

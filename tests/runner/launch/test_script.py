@@ -28,7 +28,7 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 def torchrun(launch: Launch) -> list[str]:
     """Return the flags of torchrun, which ends with the script and its arguments."""
-    assert launch.command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert launch.command[:3] == [sys.executable, "-m", "runner.launch.agent"]
     return launch.command[3:]
 
 
@@ -125,11 +125,23 @@ def test_several_processes_take_one_thread_each_unless_told() -> None:
         ({"num_machines": 2, "num_processes": 2}, "Give --main_process_ip"),
         ({"machine_rank": 1}, "machine_rank=1: it is from 0 to 0"),
         ({"use_fsdp": True, "use_deepspeed": True}, "use_fsdp with use_deepspeed"),
+        ({"use_fsdp": True, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}, "SHARDED_STATE_DICT"),
     ],
 )
 def test_what_contradicts_the_machine_is_refused(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         plan(settings, TRAIN)
+
+
+def test_a_launcher_that_starts_several_launches_is_refused() -> None:
+    settings: dict[str, object] = {"use_cpu": True, "num_processes": 2}
+    two = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+    with env.patched(**two):
+        with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_SIZE=2, num_machines=1: each of"):
+            plan(settings, TRAIN)
+        assert plan({}, TRAIN).command == TRAIN.command  # one of its processes
+        machines = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "node0"}
+        assert "--nnodes=2" in plan({**settings, **machines}, TRAIN).command
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

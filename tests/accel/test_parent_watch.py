@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch import parent_watch
+from accel import parent_watch
 from tests.runner.launch.test_launcher import Parent, none_left
 
 
