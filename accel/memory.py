@@ -70,6 +70,10 @@ def find_executable_batch_size(
 ) -> Callable[..., Any]:
     """Decorate a function so that it is tried with smaller batches as long as memory runs out.
 
+    Where memory runs out on one of several processes, the others would wait for it in their next
+    collective: let the function try a step without collectives, and take the smallest batch size
+    over all processes for the training.
+
     Args:
         function: takes the batch size first; the caller leaves that argument out. None returns the
             decorator.
