@@ -18,6 +18,13 @@ from pathlib import Path
 from types import ModuleType
 
 OTHER, OURS = "accelerate", "accel"
+# Some libraries believe in a package of this name only if its page is of the makers they know.
+_METADATA = """\
+Metadata-Version: 2.1
+Name: accelerate
+Version: {version}
+Home-page: https://github.com/huggingface/accelerate
+"""
 
 
 def path_here(name: str) -> str:
@@ -73,7 +80,7 @@ class _Distribution(importlib.metadata.Distribution):
         """Return the text of a metadata file; None of those that there are not."""
         version = importlib.import_module(OURS).__version__
         files = {
-            "METADATA": f"Metadata-Version: 2.1\nName: {OTHER}\nVersion: {version}\n",
+            "METADATA": _METADATA.format(version=version),
             "top_level.txt": f"{OTHER}\n",
         }
         return files.get(filename)
