@@ -24,7 +24,9 @@ def verdict(one: Comparison) -> str:
     if one.ours.error or one.public.error:
         return f"error: {one.ours.error or '–'} | {one.public.error or '–'}"
     told = "; ".join(f"{name}: {how}" for name, how in one.differences.items())
-    return told or f"equal ({sum(map(len, one.ours.numbers[0].values()))} values)"
+    count = sum(map(len, one.ours.numbers[0].values()))
+    same = f"within {one.largest:.2g}" if one.cell.tolerance else "equal"
+    return told or f"{same} ({count} values)"
 
 
 def main() -> int:
