@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -140,7 +139,7 @@ def as_classes(names: Collection[str] | str | None) -> frozenset[str]:
     return frozenset([names] if isinstance(names, str) else names or ())
 
 
-def _spare(model: nn.Module, sizes: Mapping[str, int], no_split: frozenset[str]) -> float:
+def _spare(model: nn.Module, sizes: Mapping[str, int], no_split: frozenset[str]) -> int:
     """Return the bytes by which parts differ: of the largest block, or else a mean layer."""
     blocks = [
         sizes[name]
@@ -149,5 +148,5 @@ def _spare(model: nn.Module, sizes: Mapping[str, int], no_split: frozenset[str])
     ]
     tensors = set(get_module_leaves(sizes))
     leaves = get_module_leaves({name: size for name, size in sizes.items() if name not in tensors})
-    mean = statistics.fmean(sizes[name] for name in leaves) if leaves else 0.0
+    mean = sum(sizes[name] for name in leaves) // max(1, len(leaves))
     return max([mean, *blocks])

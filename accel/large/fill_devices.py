@@ -66,7 +66,7 @@ class Filler:
     def _room(self, device: Place, keep_room: bool) -> float:
         if device == "disk":
             return float("inf")
-        kept = get_max_layer_size(self.queue, self.sizes, self.no_split)[0] if keep_room else 0
+        kept = get_max_layer_size(self.queue[1:], self.sizes, self.no_split)[0] if keep_room else 0
         return self.limits[device] - kept - self.used[device]
 
     def _place_next(self, device: Place, keep_room: bool) -> bool:
