@@ -37,6 +37,7 @@ class AlignDevicesHook(ModelHook):
         place_submodules: whether the weights of submodules are included.
         skip_keys: keyword arguments and keys of outputs that stay where they are.
         tied_params_map: the copies of tied weights by data pointer and device.
+        kept: names of weights that stay on the device, as they train.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class AlignDevicesHook(ModelHook):
         place_submodules: bool = False,
         skip_keys: str | Iterable[str] | None = None,
         tied_params_map: TiedParams | None = None,
+        kept: frozenset[str] = frozenset(),
     ) -> None:
         self.execution_device = execution_device
         self.offload = offload
@@ -58,6 +60,7 @@ class AlignDevicesHook(ModelHook):
         self.place_submodules = place_submodules
         self.skip_keys = skip_keys
         self.tied_params_map = tied_params_map
+        self.kept = kept
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
@@ -79,7 +82,7 @@ class AlignDevicesHook(ModelHook):
         tensors = named_module_tensors(
             module, self.offload_buffers, self.place_submodules, remove_non_persistent=True
         )
-        return [name for name, _ in tensors]
+        return [name for name, _ in tensors if name not in self.kept]
 
     def _place(self, module: nn.Module, name: str, device: Device, value: Any = None) -> None:
         tied = self.tied_params_map
