@@ -138,6 +138,7 @@ class AlignDevicesHook(ModelHook):
         skipped = self.skip_keys
         return send_to_device(args, target), send_to_device(kwargs, target, skip_keys=skipped)
 
+    @torch._disable_dynamo  # a graph has no place for reading files
     def _load(self, module: nn.Module) -> None:
         ahead = self.read_ahead
         ready = {} if ahead is None else ahead[0].take(ahead[1])
@@ -158,12 +159,16 @@ class AlignDevicesHook(ModelHook):
             output: what `forward` returned.
         """
         if self.offload:
-            names = self.offloaded(module)
-            self._forget_copies(module, names)
-            self._to_meta(module, names)
+            self._unload(module)
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
+
+    @torch._disable_dynamo
+    def _unload(self, module: nn.Module) -> None:
+        names = self.offloaded(module)
+        self._forget_copies(module, names)
+        self._to_meta(module, names)
 
     def _forget_copies(self, module: nn.Module, names: Iterable[str]) -> None:
         """Drop the copies of tied weights that this forward pass made."""

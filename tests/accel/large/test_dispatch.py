@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from accel import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
+from accel import (
+    Accelerator,
+    cpu_offload,
+    cpu_offload_with_hook,
+    disk_offload,
+    dispatch_model,
+    load_checkpoint_in_model,
+)
 from accel.errors import ConfigError, StateError
 from accel.hooks import remove_hook_from_submodules
 from accel.large import read_ahead
@@ -277,3 +284,26 @@ def test_weights_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ahead = hook_of(model[0].linear).read_ahead
     assert ahead is not None
     assert ahead[0] is hook_of(model[1].norm).read_ahead[0]
+
+
+def test_an_accelerator_takes_a_dispatched_model(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare_model(dispatch_model(net(), HALF, offload_dir=tmp_path / "off"))
+    assert on_meta(model) == {name for name in PARAMETERS if name.startswith("1.")}
+    assert torch.equal(model(inputs()), net()(inputs()))
+    full = net().state_dict()
+    state = accelerator.get_state_dict(model)
+    assert state.keys() == full.keys()
+    assert all(torch.equal(state[name], value) for name, value in full.items())
+    accelerator.save_model(model, tmp_path / "export")
+    fresh = net()
+    load_checkpoint_in_model(fresh, tmp_path / "export", strict=True)
+    assert torch.equal(fresh(inputs()), net()(inputs()))
+
+
+@pytest.mark.slow
+def test_a_dispatched_model_is_compiled(tmp_path: Path) -> None:
+    model = dispatch_model(net(), HALF, offload_dir=tmp_path)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        assert torch.equal(compiled(inputs()), net()(inputs()))
