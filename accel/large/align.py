@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from accel.errors import StateError
 from accel.large.hooks import Arguments, ModelHook
@@ -138,7 +139,7 @@ class AlignDevicesHook(ModelHook):
         skipped = self.skip_keys
         return send_to_device(args, target), send_to_device(kwargs, target, skip_keys=skipped)
 
-    @torch._disable_dynamo  # a graph has no place for reading files
+    @_disable_dynamo  # a graph has no place for reading files
     def _load(self, module: nn.Module) -> None:
         ahead = self.read_ahead
         ready = {} if ahead is None else ahead[0].take(ahead[1])
@@ -164,7 +165,7 @@ class AlignDevicesHook(ModelHook):
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def _unload(self, module: nn.Module) -> None:
         names = self.offloaded(module)
         self._forget_copies(module, names)
