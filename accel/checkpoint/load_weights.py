@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike, fspath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from accel.checkpoint import weight_files
-from accel.checkpoint.disk_weights import DiskWeights
 from accel.checkpoint.weight_files import Shapes
 from accel.device import default_device_type, device_count
 from accel.errors import CheckpointError, ConfigError, Problem, Problems, nearest
-from accel.large.tensors import held_in, set_module_tensor_to_device
 from accel.logging import get_logger
 from accel.state import PartialState
 from accel.wrapping import own_module
+
+if TYPE_CHECKING:
+    from accel.checkpoint.disk_weights import DiskWeights
 
 logger = get_logger(__name__)
 
@@ -87,6 +88,8 @@ def load_checkpoint_in_model(
     plan = _Plan(target, device_map, dtype, keep_in_fp32_modules or (), offload_buffers)
     _compare(fspath(checkpoint), plan, shapes, strict)
     if offload_folder is not None and plan.on_disk():
+        from accel.checkpoint.disk_weights import DiskWeights
+
         plan.disk = DiskWeights(offload_folder, source.stored())
     plan.move(shapes)
     for part in source.parts():
@@ -204,6 +207,8 @@ class _Plan:
 
     def move(self, names: Iterable[str]) -> None:
         """Bring the weights that the model has in memory to their device and dtype."""
+        from accel.large.tensors import set_module_tensor_to_device
+
         for name in names:
             present = self.state.get(name)
             if isinstance(present, torch.Tensor) and not present.is_meta and not is_lazy(present):
@@ -256,6 +261,8 @@ class _Plan:
 
     def tie(self) -> None:
         """Restore the weights that were tied on the meta device to one tensor."""
+        from accel.large.tensors import held_in
+
         on_disk = set(self.on_disk())
         for group in self.ties:
             places = [held_in(self.model, name) for name in group if name not in on_disk]
