@@ -59,7 +59,7 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.loss_normalization", 5),
     ("accel.memory_estimate", 5),
     ("accel.data", 5),
-    ("accel.large.tensors", 5),
+    ("accel.large", 5),
     ("accel.strategies.table", 2),
     ("accel.strategies", 6),
     ("accel.trackers", 7),

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from accel.checkpoint.offload_folder import (
-    Info,
-    load_offloaded_weight,
-    offload_weight,
-    save_offload_index,
-)
+from accel.checkpoint.offload_folder import Info, offload_weight, save_offload_index
 
 
 class DiskWeights:
@@ -35,34 +30,21 @@ class DiskWeights:
         self.stored = stored
         self.index: dict[str, Info] = {}
 
-    def add(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
-        """Add a weight that was read from the checkpoint, in the dtype that it is wanted in."""
-        if name in self.stored and value.dtype == dtype:
-            path, key = self.stored[name]
-            entry: Info = {"safetensors_file": str(path.resolve()), "weight_name": key}
+    def add(self, name: str, value: torch.Tensor, dtype: torch.dtype, stored_as: str) -> None:
+        """Add a weight that was read from the checkpoint, in the dtype that it is wanted in.
+
+        `stored_as`: its name in the checkpoint, which has one of several for a tied weight.
+        """
+        if stored_as in self.stored and value.dtype == dtype:
+            path, key = self.stored[stored_as]
             self.index[name] = {
-                **entry,
+                "safetensors_file": str(path.resolve()),
+                "weight_name": key,
                 "dtype": str(dtype).removeprefix("torch."),
                 "shape": list(value.shape),
             }
         else:
             offload_weight(value.to(dtype), name, self.folder, self.index)
-
-    def tie(self, groups: Sequence[Iterable[str]], wanted: Iterable[str]) -> None:
-        """Add the names of tied weights, of those `wanted` on disk, that the checkpoint lacks."""
-        lacking = set(wanted) - self.index.keys()
-        for group in groups:
-            names = set(group)
-            known = next((name for name in sorted(names) if name in self.index), None)
-            for name in sorted(names & lacking) if known is not None else ():
-                self._add_again(str(known), name)
-
-    def _add_again(self, known: str, name: str) -> None:
-        if "safetensors_file" in self.index[known]:
-            self.index[name] = self.index[known]
-        else:
-            value = load_offloaded_weight(self.folder / f"{known}.dat", self.index[known])
-            offload_weight(value, name, self.folder, self.index)
 
     def save(self) -> None:
         """Write the index."""

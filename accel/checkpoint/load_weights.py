@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike, fspath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from accel.checkpoint import weight_files
-from accel.checkpoint.disk_weights import DiskWeights
 from accel.checkpoint.weight_files import Shapes
 from accel.device import default_device_type, device_count
 from accel.errors import CheckpointError, ConfigError, Problem, Problems, nearest
-from accel.large.tensors import held_in, set_module_tensor_to_device
 from accel.logging import get_logger
 from accel.state import PartialState
 from accel.wrapping import own_module
+
+if TYPE_CHECKING:
+    from accel.checkpoint.disk_weights import DiskWeights
 
 logger = get_logger(__name__)
 
@@ -86,6 +88,8 @@ def load_checkpoint_in_model(
     plan = _Plan(target, device_map, dtype, keep_in_fp32_modules or (), offload_buffers)
     _compare(fspath(checkpoint), plan, shapes, strict)
     if offload_folder is not None and plan.on_disk():
+        from accel.checkpoint.disk_weights import DiskWeights
+
         plan.disk = DiskWeights(offload_folder, source.stored())
     plan.move(shapes)
     for part in source.parts():
@@ -203,6 +207,8 @@ class _Plan:
 
     def move(self, names: Iterable[str]) -> None:
         """Bring the weights that the model has in memory to their device and dtype."""
+        from accel.large.tensors import set_module_tensor_to_device
+
         for name in names:
             present = self.state.get(name)
             if isinstance(present, torch.Tensor) and not present.is_meta and not is_lazy(present):
@@ -223,20 +229,40 @@ class _Plan:
         }
         rest = {name: value for name, value in part.items() if name not in fresh}
         if fresh:
-            self.model.load_state_dict(fresh, strict=False, assign=True)
+            self.model.load_state_dict(self._versioned(fresh), strict=False, assign=True)
         if rest:
-            self.model.load_state_dict(rest, strict=False)
+            self.model.load_state_dict(self._versioned(rest), strict=False)
+
+    def _versioned(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return weights as of this version of their modules: none fills in what is on disk."""
+        if self.disk is None:
+            return part
+        versioned = OrderedDict(part)
+        versioned._metadata = self.state._metadata  # type: ignore[attr-defined] # torch's own
+        return versioned
 
     def _offload(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
         """Offload those of some weights that stay on disk; return the others."""
-        names = set() if self.disk is None else part.keys() & set(self.on_disk())
-        for name in names:
-            assert self.disk is not None
-            self.disk.add(name, part[name], self._place(name)[1])
-        return {name: value for name, value in part.items() if name not in names}
+        if self.disk is None:
+            return part
+        on_disk = set(self.on_disk())
+        stored = {name: name for name in part} | dict(self._tied(part, on_disk))
+        for name in stored.keys() & on_disk:
+            self.disk.add(name, part[stored[name]], self._place(name)[1], stored[name])
+        return {name: part[key] for name, key in stored.items() if name not in on_disk}
+
+    def _tied(self, part: Mapping[str, Any], on_disk: set[str]) -> Iterator[tuple[str, str]]:
+        """Yield the other names of tied weights, of which one is on disk, and that in `part`."""
+        for group in self.ties:
+            known = next((name for name in group if name in part), None)
+            for name in group if known is not None and not on_disk.isdisjoint(group) else ():
+                if name not in part:
+                    yield name, str(known)
 
     def tie(self) -> None:
         """Restore the weights that were tied on the meta device to one tensor."""
+        from accel.large.tensors import held_in
+
         on_disk = set(self.on_disk())
         for group in self.ties:
             places = [held_in(self.model, name) for name in group if name not in on_disk]
@@ -244,7 +270,6 @@ class _Plan:
             for held, key in places if loaded is not None else ():
                 held[key] = loaded
         if self.disk is not None:
-            self.disk.tie(self.ties, on_disk)
             self.disk.save()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from accel.errors import StateError
 from accel.large.hooks import Arguments, ModelHook
@@ -37,6 +38,7 @@ class AlignDevicesHook(ModelHook):
         place_submodules: whether the weights of submodules are included.
         skip_keys: keyword arguments and keys of outputs that stay where they are.
         tied_params_map: the copies of tied weights by data pointer and device.
+        kept: names of weights that stay on the device, as they train.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class AlignDevicesHook(ModelHook):
         place_submodules: bool = False,
         skip_keys: str | Iterable[str] | None = None,
         tied_params_map: TiedParams | None = None,
+        kept: frozenset[str] = frozenset(),
     ) -> None:
         self.execution_device = execution_device
         self.offload = offload
@@ -58,6 +61,7 @@ class AlignDevicesHook(ModelHook):
         self.place_submodules = place_submodules
         self.skip_keys = skip_keys
         self.tied_params_map = tied_params_map
+        self.kept = kept
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
@@ -79,7 +83,7 @@ class AlignDevicesHook(ModelHook):
         tensors = named_module_tensors(
             module, self.offload_buffers, self.place_submodules, remove_non_persistent=True
         )
-        return [name for name, _ in tensors]
+        return [name for name, _ in tensors if name not in self.kept]
 
     def _place(self, module: nn.Module, name: str, device: Device, value: Any = None) -> None:
         tied = self.tied_params_map
@@ -135,6 +139,7 @@ class AlignDevicesHook(ModelHook):
         skipped = self.skip_keys
         return send_to_device(args, target), send_to_device(kwargs, target, skip_keys=skipped)
 
+    @_disable_dynamo  # a graph has no place for reading files
     def _load(self, module: nn.Module) -> None:
         ahead = self.read_ahead
         ready = {} if ahead is None else ahead[0].take(ahead[1])
@@ -155,12 +160,16 @@ class AlignDevicesHook(ModelHook):
             output: what `forward` returned.
         """
         if self.offload:
-            names = self.offloaded(module)
-            self._forget_copies(module, names)
-            self._to_meta(module, names)
+            self._unload(module)
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
+
+    @_disable_dynamo
+    def _unload(self, module: nn.Module) -> None:
+        names = self.offloaded(module)
+        self._forget_copies(module, names)
+        self._to_meta(module, names)
 
     def _forget_copies(self, module: nn.Module, names: Iterable[str]) -> None:
         """Drop the copies of tied weights that this forward pass made."""

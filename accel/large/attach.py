@@ -71,7 +71,9 @@ def attach_align_device_hook(
         tied_params_map: the copies of tied weights by data pointer and device.
     """
     preload = frozenset(preload_module_classes or ())
-    attacher = _Attacher(weights_map, offload_buffers, skip_keys, preload, tied_params_map)
+    attacher = _Attacher(
+        weights_map, offload_buffers, skip_keys, preload, tied_params_map, _adapts(module)
+    )
     attacher.layers(module, module_name, execution_device, offload)
 
 
@@ -100,7 +102,9 @@ def attach_align_device_hook_on_blocks(
         tied_params_map: the copies of tied weights by data pointer and device.
     """
     preload = frozenset(preload_module_classes or ())
-    attacher = _Attacher(weights_map, offload_buffers, skip_keys, preload, tied_params_map)
+    attacher = _Attacher(
+        weights_map, offload_buffers, skip_keys, preload, tied_params_map, _adapts(module)
+    )
     devices, offloaded = execution_device, offload
     if not isinstance(devices, Mapping):
         names = offloaded if isinstance(offloaded, Mapping) else [module_name]
@@ -119,6 +123,7 @@ class _Attacher:
     skip_keys: Keys
     preload: frozenset[str]
     tied: TiedParams | None
+    adapts: bool
     ahead: ReadAhead = field(default_factory=ReadAhead)
 
     def blocks(
@@ -168,6 +173,13 @@ class _Attacher:
         for key, child in () if whole else module.named_children():
             self.layers(child, _below(name, key), device, offload)
 
+    def _trained(self, module: nn.Module) -> list[str]:
+        """Return the weights that train while others are frozen: adapters, which stay."""
+        own = module.named_parameters() if self.adapts else ()
+        return [
+            name for name, parameter in own if parameter.requires_grad and not parameter.is_meta
+        ]
+
     def _layer(
         self, module: nn.Module, name: str, device: Device | None, offload: bool, whole: bool
     ) -> None:
@@ -181,6 +193,7 @@ class _Attacher:
             place_submodules=whole,
             skip_keys=self.skip_keys,
             tied_params_map=self.tied,
+            kept=frozenset(self._trained(module) if offload else ()),
         )
         names = hook.offloaded(module) if offload else []
         size = sum(held[key].nbytes for held, key in (held_in(module, n) for n in names))
@@ -188,6 +201,11 @@ class _Attacher:
         if names and hook.weights_map is not None:
             block = Block(tuple(names), hook.weights_map, "cpu" if device is None else device, size)
             hook.read_ahead = self.ahead, self.ahead.register(block)
+
+
+def _adapts(model: nn.Module) -> bool:
+    """Return whether some parameters of a model train and others are frozen."""
+    return len({parameter.requires_grad for parameter in model.parameters()}) == 2
 
 
 def _below(prefix: str, name: str) -> str:

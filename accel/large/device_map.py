@@ -30,7 +30,8 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     """
     names = list(model.state_dict())
     buffers = (name for name, _ in model.named_buffers())
-    known = {*(name for name, _ in model.named_modules()), *names, *buffers}
+    modules = (name for name, _ in model.named_modules(remove_duplicate=False))
+    known = {*modules, *names, *buffers}
     unknown = [name for name in device_map if name not in known]
     if unknown:
         logger.warning(

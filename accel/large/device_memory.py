@@ -24,7 +24,7 @@ from accel.logging import get_logger
 logger = get_logger(__name__)
 
 Place = int | str
-MaxMemory = Mapping[Place, int | str]
+MaxMemory = Mapping[Place, float | str]
 _ELSEWHERE = ("cpu", "disk")
 _BUFFER = 1.25  # of the largest block, that each device may hold beyond its part
 # Limits of a container. Source: https://docs.kernel.org/admin-guide/cgroup-v2.html

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -34,6 +35,7 @@ from accel.large.tensors import (
     find_tied_parameters,
     held_in,
     retie_parameters,
+    set_module_tensor_to_device,
 )
 from accel.logging import get_logger
 
@@ -128,7 +130,7 @@ def _on_disk(
     if loaded and folder is not None and index is None:
         offload_state_dict(folder, loaded)
     weights = OffloadedWeightsLoader(save_folder=folder, index=index)
-    lacking = [name for name in state if name not in weights.index]
+    lacking = [name for name, value in state.items() if value.is_meta and name not in weights.index]
     if lacking:
         raise ConfigError.of(
             f"offload_dir={folder!r}",
@@ -183,7 +185,8 @@ def dispatch_model(
     """Put the submodules of a model where a device map says, and hook them to run there.
 
     Weights of modules on "cpu" lie in memory, and on the main device while their module computes;
-    those on "disk" are mapped from files.
+    those on "disk" are mapped from files. Where some weights are frozen, those that train (LoRA)
+    stay on the device of their module, so that they can be optimized.
 
     Args:
         model: its weights have data, but for those on disk.
@@ -206,6 +209,7 @@ def dispatch_model(
     check_device_map(model, device_map)
     placed = set(device_map.values())
     if len(placed) == 1 and placed != {"disk"} and not force_hooks:
+        _load_missing(model, offload_dir, offload_index)
         model.to(as_device(next(iter(placed))))
     else:
         spread = _Spread(model, device_map, main_device)
@@ -226,6 +230,18 @@ def dispatch_model(
         _guard(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment] # no tensor
     return model
+
+
+def _load_missing(
+    model: nn.Module, folder: PathLike | None, index: Mapping[str, Info] | None
+) -> None:
+    """Load the weights that a model has no data for, where an earlier dispatch offloaded them."""
+    lacking = [name for name, value in model.state_dict().items() if value.is_meta]
+    if lacking and (folder is not None or index is not None):
+        weights = OffloadedWeightsLoader(save_folder=folder, index=index)
+        for name in lacking:
+            if name in weights:
+                set_module_tensor_to_device(model, name, "cpu", value=weights[name].clone())
 
 
 class _Spread:
@@ -310,6 +326,7 @@ class _Guarded:
     """`to` or `cuda` of a dispatched model, whose hooks would not know of a move."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
+        functools.update_wrapper(self, getattr(type(model), name))
         self.model = model
         self.name = name
 

@@ -22,7 +22,7 @@ _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT])(I?)(B)\s*", re.IGNORECASE)
 
 
-def convert_file_size_to_int(size: int | str) -> int:
+def convert_file_size_to_int(size: float | str) -> int:
     """Return a size in bytes.
 
     Args:
@@ -31,8 +31,8 @@ def convert_file_size_to_int(size: int | str) -> int:
     Raises:
         ConfigError: for a text of another form.
     """
-    if isinstance(size, int):
-        return size
+    if not isinstance(size, str):
+        return int(size)
     match = _SIZE.fullmatch(size)
     if match is None:
         raise ConfigError.of(

@@ -181,8 +181,13 @@ def set_module_tensor_to_device(
         held[key].SCB = fp16_statistics.to(target)
     if copies is not None and target.type != "meta":
         copies[target] = held[key]
-    if clear_cache and old.device.type not in ("cpu", "meta") and old.device != target:
+    if clear_cache and _leaves(old.device, target):
         clear_device_cache()
+
+
+def _leaves(device: torch.device, target: torch.device) -> bool:
+    """Return whether what was on `device` gave memory of an accelerator back."""
+    return device.type not in ("cpu", "meta") and device != target
 
 
 def _check(name: str, old: torch.Tensor, value: torch.Tensor | None, target: torch.device) -> None:
