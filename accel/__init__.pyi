@@ -24,6 +24,14 @@ from accel.data.prepare import skip_first_batches as skip_first_batches
 from accel.enums import DDPCommunicationHookType as DDPCommunicationHookType
 from accel.enums import DistributedType as DistributedType
 from accel.imports import is_rich_available as is_rich_available
+from accel.large.device_map import infer_auto_device_map as infer_auto_device_map
+from accel.large.dispatch import cpu_offload as cpu_offload
+from accel.large.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
+from accel.large.dispatch import disk_offload as disk_offload
+from accel.large.dispatch import dispatch_model as dispatch_model
+from accel.large.empty_weights import init_empty_weights as init_empty_weights
+from accel.large.empty_weights import init_on_device as init_on_device
+from accel.large.load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from accel.launchers import debug_launcher as debug_launcher
 from accel.launchers import notebook_launcher as notebook_launcher
 from accel.local_sgd import LocalSGD as LocalSGD

@@ -24,6 +24,7 @@ from accel.config.training import (
     TorchDynamoPlugin,
 )
 from accel.enums import DynamoBackend, PrecisionType, RNGType
+from accel.logging import get_logger
 from accel.optimizer import AcceleratedOptimizer
 from accel.planning.arguments import Arguments
 from accel.planning.plan import Plan, resolve
@@ -38,6 +39,8 @@ from accel.strategies.base import strategy_class
 from accel.trackers.base import GeneralTracker
 from accel.trackers.group import TrackerGroup
 from accel.trackers.table import Choice, Wanted, filter_trackers
+
+logger = get_logger(__name__)
 
 
 class Accelerator(ProcessControl, RunSettings):
@@ -140,6 +143,8 @@ class Accelerator(ProcessControl, RunSettings):
         plan = resolve(settled_arguments(arguments), current_environment())
         chosen = filter_trackers(log_with, plan.project.logging_dir)
         self._set_up(plan, cpu, chosen)
+        for note in plan.notes:
+            logger.warning(note)
         connect(self, Accelerator, per_step=("accumulate", "backward"))
 
     def _set_up(self, plan: Plan, cpu: bool, trackers: list[Choice]) -> None:

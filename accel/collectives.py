@@ -46,6 +46,9 @@ class Collectives:
         self._gradient_state = gradient_state
         self._trigger = False
         self._warned: set[str] = set()
+        # Of the pass under way in a single process: its `Reading`, and how many rows were gathered
+        # of full batches.
+        self._full_rows: tuple[object, set[int]] = None, set()
 
     def gather(self, tensor: T) -> T:
         """Return nested tensors [n, ...] of all processes, joined along dim 0.
@@ -65,7 +68,9 @@ class Collectives:
         predictions), the same for all samples; of other data everything is kept, with one warning.
         So it is where loaders are read side by side, as by ``zip``, and the rows fit the samples in
         hand of several, of which other numbers are real; and where the rows of a whole pass are
-        gathered after it. Rows must be those of a prepared loader: what a loader outside of
+        gathered after it. A single process completes no batch; but as many rows for its short last
+        batch as for full ones, as of a loss repeated for each sample of a full batch, are cut, too.
+        Rows must be those of a prepared loader: what a loader outside of
         `prepare` gave, gathered with a prepared one's last batch in hand, is taken for that one's.
 
         Args:
@@ -119,8 +124,9 @@ class Collectives:
         `even`: whether each process gave as many rows.
         """
         if not ended:
-            if self._comm.world_size > 1:
-                self._tell_late(len(rows))
+            if self._comm.world_size == 1:
+                return self._without_those_of_full_batches(rows)
+            self._tell_late(len(rows))
             return rows
         fits = [last for last in ended if even and len(rows) % last.size == 0]
         kept = {len(rows) // last.size * last.real for last in fits}
@@ -138,6 +144,22 @@ class Collectives:
                 ended[0].real,
             )
         return rows
+
+    def _without_those_of_full_batches(self, rows: Any) -> Any:
+        """Return the rows of the batch in hand, cut if it is short and they are of a full one."""
+        active: Any = self._gradient_state.active_dataloader
+        is_single = isinstance(rows, torch.Tensor) and rows.ndim == 0
+        if active is None or active.reading is None or is_single:
+            return rows
+        if self._full_rows[0] is not active.reading:
+            self._full_rows = active.reading, set()
+        seen, num_rows = self._full_rows[1], len(rows)
+        if not (active.end_of_dataloader and active.remainder > 0):
+            seen.add(num_rows)
+            return rows
+        full = active.total_batch_size
+        is_of_full = num_rows in seen and num_rows % full == 0
+        return rows[: num_rows // full * active.remainder] if is_of_full else rows
 
     def _warn_once(self, message: str, *values: object) -> None:
         if message not in self._warned:

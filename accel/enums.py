@@ -51,6 +51,14 @@ class PrecisionType(BaseEnum):
     BF16 = "bf16"
 
 
+class CustomDtype(BaseEnum):
+    """Formats of weights that torch has no dtype of, or that several elements of share a byte."""
+
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT2 = "int2"
+
+
 class LoggerType(BaseEnum):
     """The experiment trackers. ``all``: those of installed libraries (``csv`` needs none)."""
 

@@ -299,7 +299,8 @@ class Preparation:
     def free_memory(self, *objects: object) -> list[None]:
         """Let go of everything that was prepared, set `step` to 0 and collect garbage.
 
-        Call it between trainings of different models. Objects registered for checkpointing, hooks
+        Call it between trainings of different models: the loaders prepared next draw the orders
+        that the first ones drew. Objects registered for checkpointing, hooks
         and trackers stay: they belong to the script, and are saved and restored as before.
 
         Args:
@@ -309,6 +310,7 @@ class Preparation:
             As many None as there are `objects`: ``a, b = accelerator.free_memory(a, b)``.
         """
         self.objects.clear_prepared()
+        self._num_loaders = 0
         self._accumulation.restart()
         return release_memory(*objects)
 

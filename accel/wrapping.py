@@ -75,6 +75,11 @@ def unwrap_forward(model: torch.nn.Module) -> None:
         model.forward = own
 
 
+def is_dispatched(model: torch.nn.Module) -> bool:
+    """Return whether hooks place the weights of a model, so that it must not be moved."""
+    return any("_hf_hook" in vars(module) for module in model.modules())
+
+
 def is_compiled_module(module: object) -> bool:
     """Return whether a module is what `torch.compile` returned.
 

@@ -21,6 +21,8 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.utils", 9),
     ("accel.data_loader", 9),
     ("accel.tracking", 9),
+    ("accel.hooks", 9),
+    ("accel.big_modeling", 9),
     ("accel.checkpointing", 9),
     ("accel.parallelism_config", 9),
     ("accel.errors", 0),
@@ -57,6 +59,7 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.loss_normalization", 5),
     ("accel.memory_estimate", 5),
     ("accel.data", 5),
+    ("accel.large", 5),
     ("accel.strategies.table", 2),
     ("accel.strategies", 6),
     ("accel.trackers", 7),
@@ -64,7 +67,7 @@ LAYERS: list[tuple[str, int]] = [
 ]
 FACADES = {
     *("accel", "accel.utils", "accel.data_loader", "accel.tracking", "accel.checkpointing"),
-    "accel.parallelism_config",
+    *("accel.parallelism_config", "accel.hooks", "accel.big_modeling"),
 }
 STRATEGIES = "accel/strategies/"
 # Where torch's own sharding is known.
@@ -78,7 +81,11 @@ BACKEND_ROOMS: dict[str, tuple[str, ...]] = {
     "torch.distributed.tensor": SHARDS,
     "torch.distributed._composable": SHARDS,
     # The facades are the documented modules of the same name.
-    "accel.strategies.mesh": (*SHARDS, "accel/utils/fsdp_utils.py"),
+    "accel.strategies.mesh": (
+        *SHARDS,
+        "accel/utils/fsdp_utils.py",
+        "accel/utils/modeling.py",
+    ),
     "accel.strategies.deepspeed": ("accel/strategies/deepspeed/", "accel/utils/deepspeed.py"),
     "accel.strategies.ddp": (),
     "accel.strategies.single": (),

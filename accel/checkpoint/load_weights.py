@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike, fspath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -17,9 +18,14 @@ from accel.logging import get_logger
 from accel.state import PartialState
 from accel.wrapping import own_module
 
+if TYPE_CHECKING:
+    from accel.checkpoint.disk_weights import DiskWeights
+
 logger = get_logger(__name__)
 
 AnyDevice = int | str | torch.device
+DISK = torch.device("meta")  # of a weight that stays on disk: the model holds its shape alone
+_CPU = torch.device("cpu")
 MAX_NAMED = 20  # names listed in a message
 MAX_SUGGESTED = 200  # names that a mistyped one is compared with
 _NO_SUBMODULE = "the model has no such submodule"
@@ -53,10 +59,11 @@ def load_checkpoint_in_model(
         device_map: device by name of a submodule or weight; the longest name that fits holds, ""
             fits all. None: weights stay where the model has them, those on meta go to the CPU.
             Over several devices, the model still has to be dispatched before it can run.
-        offload_folder: where weights mapped to "disk" go; not built yet.
+        offload_folder: where weights mapped to "disk" are listed, and written unless they lie in
+            safetensors files in the dtype that they are wanted in: such files are read in place.
         dtype: what floating weights become, e.g. "bfloat16"; None: as the model has them.
         offload_state_dict: whether files of `torch.save` are mapped into memory (safetensors are).
-        offload_buffers: whether buffers are offloaded with the weights; not built yet.
+        offload_buffers: whether buffers are offloaded with the weights; else they go to the CPU.
         keep_in_fp32_modules: submodules, by full name or one part of it, that stay in fp32.
         offload_8bit_bnb: whether 8-bit modules are offloaded; not built yet.
         strict: whether missing and unexpected names are an error, else one warning unless no name
@@ -74,27 +81,32 @@ def load_checkpoint_in_model(
         >>> accelerator.save_model(model, "export", max_shard_size="1GB")
         >>> load_checkpoint_in_model(fresh, "export", strict=True)
     """
-    to_disk = f"offload_folder={offload_folder!r}, offload_buffers={offload_buffers}"
-    _refuse_unbuilt(device_map, to_disk, offload_8bit_bnb, full_state_dict)
+    _refuse(device_map, offload_folder, offload_8bit_bnb, full_state_dict)
     target = own_module(model)
     source = _source(checkpoint, offload_state_dict, broadcast_from_rank0)
     shapes = source.shapes()
-    plan = _Plan(target, device_map, dtype, keep_in_fp32_modules or ())
+    plan = _Plan(target, device_map, dtype, keep_in_fp32_modules or (), offload_buffers)
     _compare(fspath(checkpoint), plan, shapes, strict)
+    if offload_folder is not None and plan.on_disk():
+        from accel.checkpoint.disk_weights import DiskWeights
+
+        plan.disk = DiskWeights(offload_folder, source.stored())
     plan.move(shapes)
     for part in source.parts():
         plan.load(part)
     plan.tie()
 
 
-def _refuse_unbuilt(device_map: Any, to_disk: str, eight_bit: bool, full: bool) -> None:
+def _refuse(device_map: Any, folder: object, eight_bit: bool, full: bool) -> None:
     problems = Problems()
     if isinstance(device_map, str):
-        remedy = 'Give devices by submodule, such as {"": "cpu"}.'
-        problems.add_not_built(f"device_map={device_map!r}", remedy)
-    elif on_disk := [name for name, device in (device_map or {}).items() if device == "disk"]:
-        value = f"offloading: device_map sends {on_disk} to 'disk' ({to_disk})"
-        problems.add_not_built(value, "Name a device.")
+        rule = "devices are given by submodule"
+        remedy = 'Pass {"": "cpu"}, or call `load_checkpoint_and_dispatch`.'
+        problems.add(f"device_map={device_map!r}", rule, remedy)
+    elif folder is None and "disk" in (device_map or {}).values():
+        rule = "at least one of the model submodule will be offloaded to disk"
+        remedy = "please pass along an `offload_folder`."
+        problems.add("offload_folder=None", rule, remedy)
     if eight_bit:
         problems.add_not_built("offload_8bit_bnb=True", "Leave it out.")
     if not full:
@@ -130,8 +142,11 @@ class _Plan:
         device_map: Mapping[str, AnyDevice] | None,
         dtype: str | torch.dtype | None,
         keep_in_fp32: Sequence[str],
+        offload_buffers: bool,
     ) -> None:
         self.model = model
+        self.disk: DiskWeights | None = None
+        self._stay = set() if offload_buffers else {name for name, _ in model.named_buffers()}
         self.state: dict[str, Any] = model.state_dict(keep_vars=True)
         self.ties = list(ties(model))
         problems = Problems()
@@ -167,11 +182,14 @@ class _Plan:
     def _mapped(self, name: str) -> torch.device | None:
         """Return the device of the longest entry of the map that `name` lies in."""
         prefix = name
-        while prefix:
-            if prefix in self._devices:
-                return self._devices[prefix]
+        while prefix and prefix not in self._devices:
             prefix = prefix.rpartition(".")[0]
-        return self._devices.get("")
+        found = self._devices.get(prefix)
+        return _CPU if found == DISK and name in self._stay else found
+
+    def on_disk(self) -> list[str]:
+        """Return the names of the weights that stay on disk."""
+        return [name for name in self.state if self._mapped(name) == DISK]
 
     def _place(self, name: str) -> tuple[torch.device, torch.dtype]:
         present = self.state[name]
@@ -189,14 +207,20 @@ class _Plan:
 
     def move(self, names: Iterable[str]) -> None:
         """Bring the weights that the model has in memory to their device and dtype."""
+        from accel.large.tensors import set_module_tensor_to_device
+
         for name in names:
             present = self.state.get(name)
             if isinstance(present, torch.Tensor) and not present.is_meta and not is_lazy(present):
                 device, dtype = self._place(name)
-                present.data = present.data.to(device, dtype)
+                if device == DISK:
+                    set_module_tensor_to_device(self.model, name, DISK)
+                else:
+                    present.data = present.data.to(device, dtype)
 
     def load(self, part: Mapping[str, Any]) -> None:
         """Load some of the weights."""
+        part = self._offload(part)
         fresh = {
             # A copy: what was read may be a view of the file.
             name: value.to(*self._place(name), copy=True)
@@ -205,17 +229,48 @@ class _Plan:
         }
         rest = {name: value for name, value in part.items() if name not in fresh}
         if fresh:
-            self.model.load_state_dict(fresh, strict=False, assign=True)
+            self.model.load_state_dict(self._versioned(fresh), strict=False, assign=True)
         if rest:
-            self.model.load_state_dict(rest, strict=False)
+            self.model.load_state_dict(self._versioned(rest), strict=False)
+
+    def _versioned(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return weights as of this version of their modules: none fills in what is on disk."""
+        if self.disk is None:
+            return part
+        versioned = OrderedDict(part)
+        versioned._metadata = self.state._metadata  # type: ignore[attr-defined] # torch's own
+        return versioned
+
+    def _offload(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Offload those of some weights that stay on disk; return the others."""
+        if self.disk is None:
+            return part
+        on_disk = set(self.on_disk())
+        stored = {name: name for name in part} | dict(self._tied(part, on_disk))
+        for name in stored.keys() & on_disk:
+            self.disk.add(name, part[stored[name]], self._place(name)[1], stored[name])
+        return {name: part[key] for name, key in stored.items() if name not in on_disk}
+
+    def _tied(self, part: Mapping[str, Any], on_disk: set[str]) -> Iterator[tuple[str, str]]:
+        """Yield the other names of tied weights, of which one is on disk, and that in `part`."""
+        for group in self.ties:
+            known = next((name for name in group if name in part), None)
+            for name in group if known is not None and not on_disk.isdisjoint(group) else ():
+                if name not in part:
+                    yield name, str(known)
 
     def tie(self) -> None:
         """Restore the weights that were tied on the meta device to one tensor."""
+        from accel.large.tensors import held_in
+
+        on_disk = set(self.on_disk())
         for group in self.ties:
-            places = [_place_of(self.model, name) for name in group]
+            places = [held_in(self.model, name) for name in group if name not in on_disk]
             loaded = next((held[key] for held, key in places if not held[key].is_meta), None)
             for held, key in places if loaded is not None else ():
                 held[key] = loaded
+        if self.disk is not None:
+            self.disk.save()
 
 
 def ties(model: torch.nn.Module) -> Iterator[list[str]]:
@@ -227,13 +282,6 @@ def ties(model: torch.nn.Module) -> Iterator[list[str]]:
     ):
         names.setdefault(id(tensor), []).append(name)
     return (group for group in names.values() if len(group) > 1)
-
-
-def _place_of(model: torch.nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Return the dictionary of the module that holds the tensor `name`, and its key there."""
-    path, _, key = name.rpartition(".")
-    owner = model.get_submodule(path)
-    return (owner._parameters if key in owner._parameters else owner._buffers), key
 
 
 def _as_dtype(dtype: str | torch.dtype | None, problems: Problems) -> torch.dtype | None:
@@ -248,6 +296,8 @@ def _as_dtype(dtype: str | torch.dtype | None, problems: Problems) -> torch.dtyp
 
 
 def _as_device(name: str, device: AnyDevice, problems: Problems) -> torch.device:
+    if device == "disk":
+        return DISK
     kind = f"{default_device_type()}:{device}" if isinstance(device, int) else str(device)
     value = f"device_map[{name!r}]={device!r}"
     try:

@@ -59,6 +59,15 @@ class Source:
             )
         return {name: shape for shapes in held.values() for name, shape in shapes.items()}
 
+    def stored(self) -> dict[str, tuple[Path, str]]:
+        """Return the file, and the name in it, of every weight that lies in safetensors."""
+        return {
+            name: (path, key)
+            for path in self.paths
+            if path.suffix == ".safetensors"
+            for name, key in read_each(path, lambda _, key: key).items()
+        }
+
     def parts(self) -> Iterator[Mapping[str, object]]:
         """Yield the weights of one file after the other, on the CPU."""
         for path in self.paths:
@@ -80,6 +89,10 @@ class Broadcast:
         self.source = source
         self.comm = comm
         self.device = device
+
+    def stored(self) -> dict[str, tuple[Path, str]]:
+        """Return nothing: other ranks may not have the files."""
+        return {}
 
     def shapes(self) -> Shapes:
         """Return the shape of every weight, on each rank."""

@@ -102,6 +102,37 @@ class HfDeepSpeedConfig:
             raise ConfigError.of(f"hf_ds_config={config_file_or_dict!r}", rule, "Give one.")
         validate(self.config, place)
 
+    def find_config_node(self, ds_key_long: str) -> tuple[Config | None, str]:
+        """Return the section that has, or could have, a dotted key, and the key's last part.
+
+        Args:
+            ds_key_long: key with dots.
+
+        Returns:
+            The section, which may be changed; None where there is no such section.
+        """
+        *sections, last = ds_key_long.split(".")
+        found = value_at(self.config, ".".join(sections)) if sections else self.config
+        return (found if isinstance(found, dict) else None), last
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Delete a dotted key, with all that is below it.
+
+        Args:
+            ds_key_long: key with dots.
+            must_exist: whether it is an error that it is not set.
+
+        Raises:
+            ValueError: if it must be set and is not.
+        """
+        section, last = self.find_config_node(ds_key_long)
+        if section is not None and last in section:
+            del section[last]
+        elif must_exist:
+            raise ValueError(
+                f"del_config_sub_tree({ds_key_long!r}): it is not set. Leave must_exist out."
+            )
+
     def get_value(self, ds_key_long: str, default: object = None) -> Any:
         """Return the value of a dotted key, or `default` where it is not set.
 

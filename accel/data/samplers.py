@@ -35,34 +35,43 @@ class SeedableRandomSampler(RandomSampler):
     """A random sampler whose order is a function of only (seed, epoch).
 
     Iterating twice gives the same order until `set_epoch` is called; prepared loaders call it at
-    the end of each pass.
+    the end of each pass. The order is torch's for the sum of seed and epoch, as that of the
+    documented class: a library that resumes by skipping as many batches goes on where it was,
+    also where the documented package had drawn the first ones.
 
     Args:
         args: of `torch.utils.data.RandomSampler`.
         data_seed: the seed; None takes the initial seed of `generator`, or of torch's own.
+        is_mixed: whether seed and epoch are mixed instead, so that (seed 0, epoch 1) and (seed 1,
+            epoch 0) have different orders.
         kwargs: of `torch.utils.data.RandomSampler`.
 
     Attributes:
         seed: the seed in use.
         epoch: the epoch whose order the next pass has.
+        is_mixed: as given, or as in the state that was loaded.
     """
 
-    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, data_seed: int | None = None, is_mixed: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         if data_seed is None:
             source = self.generator if self.generator is not None else torch.default_generator
             data_seed = source.initial_seed()
         self.seed = int(data_seed)
         self.epoch = 0
+        self.is_mixed = is_mixed
         self.generator = None  # passes make their own
 
     def __iter__(self) -> Iterator[int]:
+        seed = mix_seeds(self.seed, self.epoch) if self.is_mixed else self.seed + self.epoch
         # A generator per pass, so that passes that overlap do not disturb each other.
         draw = RandomSampler(
             self.data_source,
             self.replacement,
             self._num_samples,
-            torch.Generator().manual_seed(mix_seeds(self.seed, self.epoch)),
+            torch.Generator().manual_seed(seed),
         )
         return iter(draw)
 
@@ -76,15 +85,16 @@ class SeedableRandomSampler(RandomSampler):
 
     def state_dict(self) -> dict[str, int]:
         """Return what decides the order."""
-        return {"seed": self.seed, "epoch": self.epoch}
+        return {"seed": self.seed, "epoch": self.epoch, "is_mixed": self.is_mixed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Take over what decides the order.
 
         Args:
-            state: what `state_dict` returned.
+            state: what `state_dict` returned; earlier versions mixed, and did not say so.
         """
         self.seed, self.epoch = int(state["seed"]), int(state["epoch"])
+        self.is_mixed = bool(state.get("is_mixed", True))
 
 
 class AroundBatchSampler:

@@ -134,7 +134,7 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
     project = _project(arguments, found)
     dynamo = _dynamo(arguments, environment, found)
     request = Request(choice.plugins, environment, device.type, mixed_precision, dynamo)
-    _check_strategy(choice, request, handlers.values(), found)
+    _check_strategy(choice, request, found)
     rng_types = _rng_types(arguments.rng_types, device.type, found)
     init = _handler(handlers, InitProcessGroupKwargs)
     backend = _backend(init, device.type, environment, choice, found)
@@ -169,26 +169,30 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
         step_scheduler_with_optimizer=arguments.step_scheduler_with_optimizer,
         rng_types=rng_types,
         debug=environment.debug,
-        notes=tuple(choice.spec.notes(request)),
+        notes=(*choice.spec.notes(request), *_unread(choice, handlers.values())),
         environment=environment,
     )
 
 
-def _check_strategy(
-    choice: Choice, request: Request, handlers: Iterable[KwargsHandler], found: Problems
-) -> None:
-    """Note what the strategies that are on cannot do, and handlers of another one."""
+def _check_strategy(choice: Choice, request: Request, found: Problems) -> None:
+    """Note what the strategies that are on cannot do."""
     for spec in specs():
         if spec is choice.spec or spec.leading(choice.plugins) is not None:
             found += spec.problems(request)
+
+
+def _unread(choice: Choice, handlers: Iterable[KwargsHandler]) -> list[str]:
+    """Return notes of handlers that another strategy reads; libraries pass them to each."""
     reserved = tuple(kind for spec in specs() for kind in spec.handlers)
+    notes = []
     for handler in handlers:
-        told = ", ".join(f"{key}={value!r}" for key, value in handler.to_kwargs().items())
+        given = ", ".join(f"{key}={value!r}" for key, value in handler.to_kwargs().items())
         unread = isinstance(handler, reserved) and not isinstance(handler, choice.spec.handlers)
-        if told and unread:
+        if given and unread:
             name = type(handler).__name__
             rule = f"{choice.label} distributes the model: nothing reads {name}"
-            found.add(f"{name}({told}) with {choice.label}", rule, "Leave it out.")
+            notes.append(f"{name}({given}) with {choice.label}: {rule}.")
+    return notes
 
 
 def _check_world(environment: Environment, found: Problems) -> None:

@@ -28,7 +28,7 @@ from accel.prepared import Objects
 from accel.scheduler import wrap_scheduler
 from accel.strategies.compile import compile_model
 from accel.strategies.table import packages_of
-from accel.wrapping import own_module
+from accel.wrapping import is_dispatched, own_module
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -149,7 +149,12 @@ class StateIO:
 
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the full tensors of a model by parameter name, without a wrapper's prefix."""
-        return self.unwrap(model).state_dict()
+        own = self.unwrap(model)
+        if not is_dispatched(own):
+            return own.state_dict()
+        from accel.large.offloaded_state import get_state_dict_offloaded_model
+
+        return get_state_dict_offloaded_model(own)
 
     def load_model_state(
         self, model: torch.nn.Module, state: dict[str, torch.Tensor], strict: bool = True
@@ -252,7 +257,7 @@ class Strategy(ABC):
         self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
     ) -> torch.nn.Module:
         """Return `model` on the device, in the run's precision and the strategy's wrapper."""
-        if place:
+        if place and not is_dispatched(model):
             model = model.to(self.device)
         self.precision.wrap_forward(model)
         # After autocast and before a container such as DDP, which then still sees each gradient

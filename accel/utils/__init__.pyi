@@ -1,6 +1,15 @@
 # The table of public names and their modules: type checkers read it, and `accel._lazy` at run time.
 from accel.checkpoint.export import save as save
 from accel.checkpoint.load_weights import load_checkpoint_in_model as load_checkpoint_in_model
+from accel.checkpoint.offload_folder import OffloadedWeightsLoader as OffloadedWeightsLoader
+from accel.checkpoint.offload_folder import PrefixedDataset as PrefixedDataset
+from accel.checkpoint.offload_folder import (
+    extract_submodules_state_dict as extract_submodules_state_dict,
+)
+from accel.checkpoint.offload_folder import load_offloaded_weight as load_offloaded_weight
+from accel.checkpoint.offload_folder import offload_state_dict as offload_state_dict
+from accel.checkpoint.offload_folder import offload_weight as offload_weight
+from accel.checkpoint.offload_folder import save_offload_index as save_offload_index
 from accel.checkpoint.serialization import load as load
 from accel.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from accel.config.deepspeed_active import get_active_deepspeed_plugin as get_active_deepspeed_plugin
@@ -25,6 +34,7 @@ from accel.config.training import ProjectConfiguration as ProjectConfiguration
 from accel.config.training import TorchDynamoPlugin as TorchDynamoPlugin
 from accel.enums import BaseEnum as BaseEnum
 from accel.enums import ComputeEnvironment as ComputeEnvironment
+from accel.enums import CustomDtype as CustomDtype
 from accel.enums import DDPCommunicationHookType as DDPCommunicationHookType
 from accel.enums import DistributedType as DistributedType
 from accel.enums import DynamoBackend as DynamoBackend
@@ -88,6 +98,28 @@ from accel.imports import is_transformers_available as is_transformers_available
 from accel.imports import is_triton_available as is_triton_available
 from accel.imports import is_wandb_available as is_wandb_available
 from accel.imports import is_xpu_available as is_xpu_available
+from accel.large.device_map import check_device_map as check_device_map
+from accel.large.device_map import infer_auto_device_map as infer_auto_device_map
+from accel.large.device_memory import get_balanced_memory as get_balanced_memory
+from accel.large.device_memory import get_max_memory as get_max_memory
+from accel.large.load import load_state_dict as load_state_dict
+from accel.large.offloaded_state import align_module_device as align_module_device
+from accel.large.offloaded_state import has_offloaded_params as has_offloaded_params
+from accel.large.offloaded_state import load_offloaded_weights as load_offloaded_weights
+from accel.large.sizes import calculate_maximum_sizes as calculate_maximum_sizes
+from accel.large.sizes import compute_module_sizes as compute_module_sizes
+from accel.large.sizes import convert_file_size_to_int as convert_file_size_to_int
+from accel.large.sizes import dtype_byte_size as dtype_byte_size
+from accel.large.sizes import get_max_layer_size as get_max_layer_size
+from accel.large.tensors import check_tied_parameters_in_config as check_tied_parameters_in_config
+from accel.large.tensors import (
+    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
+)
+from accel.large.tensors import find_tied_parameters as find_tied_parameters
+from accel.large.tensors import id_tensor_storage as id_tensor_storage
+from accel.large.tensors import named_module_tensors as named_module_tensors
+from accel.large.tensors import retie_parameters as retie_parameters
+from accel.large.tensors import set_module_tensor_to_device as set_module_tensor_to_device
 from accel.launch_config import write_basic_config as write_basic_config
 from accel.memory import clear_device_cache as clear_device_cache
 from accel.memory import find_executable_batch_size as find_executable_batch_size

@@ -199,7 +199,7 @@ def make_order(
     """Return the sampler of the training data: one order per epoch, the same on every process."""
     seed = seed if config.data_seed is None else config.data_seed
     if config.use_seedable_sampler:
-        return SeedableRandomSampler(dataset, data_seed=seed)
+        return SeedableRandomSampler(dataset, data_seed=seed, is_mixed=True)  # a sweep over seeds
     return ReplayedRandomSampler(dataset, seed)
 
 

@@ -156,6 +156,35 @@ def test_a_batch_in_the_middle_is_never_cut(size: int) -> None:
     assert run_distributed(in_the_middle, size) == [[3 * size, 3 * size, 1]] * size
 
 
+def repeated_for_full_batches(samples: int) -> list[float]:
+    """Return a loss of each batch, gathered once per sample of a full batch, and after the pass."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(samples), batch_size=4))
+    found: list[float] = []
+    for number, batch in enumerate(loader):
+        assert len(accelerator.gather_for_metrics(batch.repeat(2))) >= len(batch)
+        loss = torch.tensor(float(number)).repeat(4)
+        found += accelerator.gather_for_metrics(loss).tolist()
+    after = accelerator.gather_for_metrics(loss)
+    accelerator.end_training()
+    return [len(after), *found]
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        (11, [0.0] * 4 + [1.0] * 4 + [2.0] * 3),
+        (10, [0.0] * 4 + [1.0] * 4 + [2.0] * 2),  # as many rows as two for each of the two
+        (8, [0.0] * 4 + [1.0] * 4),
+        (3, [0.0] * 4),  # no full batch to tell by
+    ],
+)
+def test_a_loss_repeated_as_for_full_batches_counts_once_per_sample(
+    samples: int, expected: list[float]
+) -> None:
+    assert repeated_for_full_batches(samples) == [4, *expected]
+
+
 # -- several rows per sample -------------------------------------------------------------------
 
 ROWS = 3

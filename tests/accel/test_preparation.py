@@ -298,6 +298,21 @@ def test_free_memory_lets_go_of_everything() -> None:
     assert accelerator._models == []
 
 
+def test_loaders_after_free_memory_draw_the_orders_that_the_first_ones_drew() -> None:
+    """A library that trains again in the same run resumes by skipping batches of the same order."""
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+    )
+    orders = []
+    for _ in range(2):
+        for _ in range(2):
+            shuffled = DataLoader(TensorDataset(torch.arange(20)), batch_size=20, shuffle=True)
+            orders += [batch.tolist() for (batch,) in accelerator.prepare(shuffled)]
+        accelerator.free_memory()
+    assert orders[:2] == orders[2:]
+    assert orders[0] != orders[1]
+
+
 def test_free_memory_keeps_what_the_script_registered(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     counter, saved, loaded = Counter(3), [], []

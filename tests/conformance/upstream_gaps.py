@@ -9,8 +9,6 @@ QUANTIZED = "quantized models: the next issue"
 BY_PREPARE = "`prepare` builds the object with its engine; it is documented as internal"
 # Beginning of a documented name, member (``Name.member``) or parameter (``Name(parameter)``) → why.
 REASONS: dict[str, str] = {
-    "big_modeling.": LARGE,
-    "hooks.": LARGE,
     "inference.prepare_pippy": "pipeline parallelism for inference: " + LARGE,
     "utils.AbstractTrainStep": MEGATRON,
     "utils.BertTrainStep": MEGATRON,
@@ -25,18 +23,6 @@ REASONS: dict[str, str] = {
     "utils.contextual_fp8_autocast": FP8,
     "utils.convert_model": FP8,
     "utils.has_transformer_engine_layers": FP8,
-    "utils.align_module_device": LARGE,
-    "utils.calculate_maximum_sizes": LARGE,
-    "utils.compute_module_sizes": LARGE,
-    "utils.get_balanced_memory": LARGE,
-    "utils.get_max_layer_size": LARGE,
-    "utils.has_offloaded_params": LARGE,
-    "utils.infer_auto_device_map": LARGE,
-    "utils.load_offloaded_weights": LARGE,
-    "utils.load_state_dict": LARGE,
-    "utils.offload_state_dict": LARGE,
-    "utils.retie_parameters": LARGE,
-    "utils.set_module_tensor_to_device": LARGE,
     "utils.DeepSpeedPlugin.set_deepspeed_weakref": "a run registers its configuration by itself",
     "utils.DeepSpeedPlugin.select(_from_accelerator_state)": "a private flag of the other package",
     "utils.deepspeed.DeepSpeedOptimizerWrapper(optimizer)": BY_PREPARE,

@@ -24,7 +24,7 @@ from accel.errors import ConfigError, NotBuiltError, not_built
 from accel.optimizer import unwrap_optimizer
 from accel.strategies.mesh.state import shard, shard_like, shard_weight
 from accel.strategies.mesh.units import ignored_modules, parameters_of
-from accel.wrapping import own_module
+from accel.wrapping import is_peft_model, own_module
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
@@ -170,12 +170,18 @@ def _received(
         yield name, comm.broadcast(value.detach())
 
 
-def _check_full(plugin: FullyShardedDataParallelPlugin, adapter_only: bool) -> None:
+def _check_full(plugin: FullyShardedDataParallelPlugin) -> None:
     if "SHARDED" in str(plugin.state_dict_type):
         raise NotBuiltError(not_built("SHARDED_STATE_DICT", "Use FULL_STATE_DICT."))
-    if adapter_only:
-        remedy = "Save the adapter by its own save_pretrained."
-        raise NotBuiltError(not_built("adapter_only=True", remedy))
+
+
+def _adapter(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the trained weights in the state dict of a model of peft; of any other, all."""
+    own = own_module(model)
+    if not is_peft_model(own):
+        return dict(state)
+    trained = {name for name, parameter in own.named_parameters() if parameter.requires_grad}
+    return {name: value for name, value in state.items() if name in trained}
 
 
 def _path(folder: Folder, name: str, index: int) -> Path:
@@ -206,10 +212,12 @@ def save_fsdp_model(
         model: prepared.
         output_dir: folder of the file ``pytorch_model_fsdp.bin``.
         model_index: number of the model: that of a further one is in the name.
-        adapter_only: whether only the weights of adapters are saved; not built yet.
+        adapter_only: whether only the trained weights of a model of peft are saved; of other models
+            all are, either way.
     """
-    _check_full(fsdp_plugin, adapter_only)
+    _check_full(fsdp_plugin)
     state = accelerator.strategy.state.model_state(model)
+    state = _adapter(model, state) if adapter_only else state
     path = _path(output_dir, FSDP_MODEL_NAME, model_index)
     _save(accelerator.comm, state, path, f"model {model_index}")
 
@@ -230,13 +238,16 @@ def load_fsdp_model(
         model: prepared.
         input_dir: folder of the file.
         model_index: number of the model.
-        adapter_only: whether only the weights of adapters are there; not built yet.
+        adapter_only: whether only the trained weights of a model of peft are there; the others
+            stay as they are.
 
     Raises:
         CheckpointError: if the file is missing or broken.
     """
-    _check_full(fsdp_plugin, adapter_only)
+    _check_full(fsdp_plugin)
     state = load_plain(_path(input_dir, FSDP_MODEL_NAME, model_index))
+    if adapter_only and is_peft_model(own_module(model)):
+        state = {**accelerator.strategy.state.model_state(model), **state}
     accelerator.strategy.state.load_model_state(model, state)
 
 
@@ -258,7 +269,7 @@ def save_fsdp_optimizer(
         output_dir: folder of the file ``optimizer.bin``.
         optimizer_index: number of the optimizer: that of a further one is in the name.
     """
-    _check_full(fsdp_plugin, adapter_only=False)
+    _check_full(fsdp_plugin)
     names = ParameterNames([own_module(model)])
     state = accelerator.strategy.state.optimizer_state(optimizer, names)
     path = _path(output_dir, OPTIMIZER_NAME, optimizer_index)
@@ -283,12 +294,13 @@ def load_fsdp_optimizer(
         model: whose parameters it steps.
         input_dir: folder of the file.
         optimizer_index: number of the optimizer.
-        adapter_only: whether only the weights of adapters are trained; not built yet.
+        adapter_only: whether only the weights of adapters are trained; the state names its
+            parameters, so that it makes no difference.
 
     Raises:
         CheckpointError: if the file is missing or broken.
     """
-    _check_full(fsdp_plugin, adapter_only)
+    _check_full(fsdp_plugin)
     state: dict[str, Any] = load_plain(_path(input_dir, OPTIMIZER_NAME, optimizer_index))
     names = ParameterNames([own_module(model)])
     accelerator.strategy.state.load_optimizer_state(optimizer, state, names)

@@ -15,6 +15,7 @@ from accel import Accelerator, load_checkpoint_in_model
 from accel.checkpoint import serialization
 from accel.checkpoint.export import export_model
 from accel.errors import CheckpointError, ConfigError, NotBuiltError
+from accel.utils import OffloadedWeightsLoader
 
 LAYOUTS = {
     "file": ("model.safetensors", {}),
@@ -271,20 +272,66 @@ def unbuilt(**kwargs: Any) -> str:
     return str(caught.value)
 
 
-def test_offloading_is_refused_until_it_is_built() -> None:
-    disk = {"0": "cpu", "1": "disk", "2": "disk"}
-    message = unbuilt(device_map=disk, offload_folder="there", offload_buffers=True)
-    assert "device_map sends ['1', '2'] to 'disk'" in message
-    assert "offload_folder='there', offload_buffers=True" in message
-
-
 def test_other_options_are_refused_until_they_are_built() -> None:
-    message = unbuilt(device_map="auto", offload_8bit_bnb=True, full_state_dict=False)
-    for part in ("device_map='auto'", "offload_8bit_bnb=True", "full_state_dict=False"):
+    message = unbuilt(offload_8bit_bnb=True, full_state_dict=False)
+    for part in ("offload_8bit_bnb=True", "full_state_dict=False"):
         assert part in message
+
+
+def test_what_offloading_needs_is_asked_for() -> None:
+    message = fails(load_checkpoint_in_model, net(), "never looked at", device_map={"": "disk"})
+    assert "please pass along an `offload_folder`" in message
+    assert "load_checkpoint_and_dispatch" in fails(
+        load_checkpoint_in_model, net(), "never looked at", device_map="auto"
+    )
 
 
 def test_a_folder_for_offloading_alone_does_no_harm(tmp_path: Path) -> None:
     model, fresh = saved(tmp_path), net()
     load_checkpoint_in_model(fresh, tmp_path, offload_folder="x", offload_buffers=True)
     assert same(fresh, model)
+
+
+DISK = {"0": "cpu", "1": "disk", "2": "disk"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("layout", ["folder", "shards", "legacy folder"])
+def test_weights_stay_on_disk(tmp_path: Path, device: str, layout: str) -> None:
+    model, fresh = saved(tmp_path, **LAYOUTS[layout][1]), net().to(device)
+    off = tmp_path / "off"
+    load_checkpoint_in_model(fresh, tmp_path, DISK, offload_folder=off)
+    assert torch.equal(fresh[0].weight, model[0].weight)
+    assert torch.equal(fresh[1].running_mean, model[1].running_mean)
+    assert all(p.is_meta for p in (*fresh[1].parameters(), *fresh[2].parameters()))
+    weights = OffloadedWeightsLoader(save_folder=off)
+    assert set(weights) == {"1.weight", "1.bias", "2.weight", "2.bias"}
+    assert all(torch.equal(weights[n], v) for n, v in model.state_dict().items() if n in weights)
+    copied = len(list(off.glob("*.dat")))
+    assert copied == (4 if layout.startswith("legacy") else 0)
+
+
+def test_buffers_are_offloaded_on_request(tmp_path: Path) -> None:
+    model, fresh = saved(tmp_path), net()
+    options = {"offload_folder": tmp_path / "off", "offload_buffers": True, "dtype": "bfloat16"}
+    load_checkpoint_in_model(fresh, tmp_path, DISK, **options)
+    assert fresh[1].running_mean.is_meta
+    weights = OffloadedWeightsLoader(save_folder=tmp_path / "off")
+    assert torch.equal(weights["1.running_mean"], model[1].running_mean.bfloat16())
+    assert fresh[0].weight.dtype == torch.bfloat16
+
+
+def test_tied_weights_on_disk_are_there_under_each_name(tmp_path: Path) -> None:
+    model, fresh = Tied(), Tied(device="meta")
+    torch.save({"head.weight": model.head.weight.detach()}, tmp_path / "one.bin")
+    load_checkpoint_in_model(fresh, tmp_path / "one.bin", {"": "disk"}, tmp_path)
+    weights = OffloadedWeightsLoader(save_folder=tmp_path)
+    assert all(
+        torch.equal(weights[name], model.head.weight)
+        for name in ("head.weight", "embedding.weight")
+    )
+    half = Tied(device="meta")
+    where = {"embedding": "cpu", "head": "disk"}
+    load_checkpoint_in_model(half, tmp_path / "one.bin", where, tmp_path / "off")
+    assert torch.equal(half.embedding.weight, model.embedding.weight)
+    assert half.head.weight.is_meta

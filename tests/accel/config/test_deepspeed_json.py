@@ -93,3 +93,18 @@ def test_a_configuration_answers_by_dotted_keys() -> None:
     assert not config.is_true("a.b")
     assert config.get_value("a.c", 5) == 5
     assert DeepSpeedPlugin(config).stage == 3
+
+
+def test_libraries_fill_in_and_delete_by_dotted_keys() -> None:
+    config = HfDeepSpeedConfig({"train_batch_size": 8, "optimizer": {"params": {"lr": "auto"}}})
+    section, last = config.find_config_node("optimizer.params.lr")
+    assert section is not None
+    section[last] = 0.5
+    assert config.get_value("optimizer.params.lr") == 0.5
+    assert config.find_config_node("train_batch_size") == (config.config, "train_batch_size")
+    assert config.find_config_node("fp16.enabled") == (None, "enabled")
+    config.del_config_sub_tree("optimizer.params")
+    assert config.config == {"train_batch_size": 8, "optimizer": {}}
+    config.del_config_sub_tree("optimizer.params")
+    with pytest.raises(ValueError, match="it is not set"):
+        config.del_config_sub_tree("optimizer.params", must_exist=True)

@@ -196,15 +196,34 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     again = SeedableRandomSampler(range(50), data_seed=3)
     again.set_epoch(1)
     assert list(again) == list(sampler)
-    again.load_state_dict({"seed": 3, "epoch": 0})
+    again.load_state_dict({"seed": 3, "epoch": 0, "is_mixed": False})
     assert list(again) == first
     assert sorted(first) == list(range(50))
 
 
-def test_neighbouring_seeds_and_epochs_share_no_order() -> None:
+def test_the_order_is_that_of_torch_for_the_sum_of_seed_and_epoch() -> None:
+    sampler = SeedableRandomSampler(range(50), data_seed=3)
+    sampler.set_epoch(4)
+    expected = torch.randperm(50, generator=torch.Generator().manual_seed(7))
+    assert list(sampler) == expected.tolist()
+
+
+def test_a_state_of_an_earlier_version_has_the_order_that_it_had() -> None:
+    before = SeedableRandomSampler(range(50), data_seed=3, is_mixed=True)
+    before.set_epoch(2)
+    state = before.state_dict()
+    del state["is_mixed"]
+    after = SeedableRandomSampler(range(50), data_seed=0)
+    after.load_state_dict(state)
+    assert list(after) == list(before)
+    after.load_state_dict(SeedableRandomSampler(range(50), data_seed=3).state_dict())
+    assert not after.is_mixed
+
+
+def test_mixed_neighbouring_seeds_and_epochs_share_no_order() -> None:
     orders = set()
     for seed in range(4):
-        sampler = SeedableRandomSampler(range(50), data_seed=seed)
+        sampler = SeedableRandomSampler(range(50), data_seed=seed, is_mixed=True)
         for epoch in range(4):
             sampler.set_epoch(epoch)
             orders.add(tuple(sampler))

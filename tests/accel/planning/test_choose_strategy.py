@@ -132,20 +132,25 @@ def test_the_policy_of_fsdp_settles_the_precision(policy: object) -> None:
 
 def test_what_fsdp_cannot_do_is_told_at_once() -> None:
     plugin = FullyShardedDataParallelPlugin(mixed_precision_policy="fp16", dp_replicate_size=3)
-    handlers = [
-        DistributedDataParallelKwargs(find_unused_parameters=True),
-        AutocastKwargs(enabled=False),  # nothing is wrong with this one
-    ]
-    arguments = Arguments(
-        cpu=True, strategy_plugins=[plugin], mixed_precision="bf16", kwargs_handlers=handlers
-    )
+    arguments = Arguments(cpu=True, strategy_plugins=[plugin], mixed_precision="bf16")
     with pytest.raises(ConfigError) as caught:
         resolve(arguments, FOUR)
     text = str(caught.value)
     assert "mixed_precision='bf16' with mixed_precision_policy='fp16'" in text
     assert "dp_replicate_size=3 with 4 processes for data" in text
-    assert "DistributedDataParallelKwargs(find_unused_parameters=True) with fsdp" in text
-    assert len(caught.value.problems) == 3
+    assert len(caught.value.problems) == 2
+
+
+def test_a_handler_of_another_strategy_is_told_and_no_error() -> None:
+    """Libraries pass it whatever the strategy is, as `transformers.Trainer` does."""
+    handlers = [
+        DistributedDataParallelKwargs(find_unused_parameters=True),
+        AutocastKwargs(enabled=False),  # which is read
+    ]
+    plugin = FullyShardedDataParallelPlugin()
+    arguments = Arguments(cpu=True, strategy_plugins=[plugin], kwargs_handlers=handlers)
+    (note,) = resolve(arguments, FOUR).notes
+    assert note.startswith("DistributedDataParallelKwargs(find_unused_parameters=True) with fsdp")
 
 
 def test_defaults_of_handlers_are_no_conflict() -> None:

@@ -13,7 +13,7 @@ SHOWN = BAR + "test_the_main_process_shows_it"
 MESH = "tests/accel/strategies/mesh/test_utilities.py::"
 SAVED = MESH + "test_a_sharded_model_and_its_optimizer_are_saved_and_loaded"
 FIRST, SECOND = SAVED + "[0]", SAVED + "[1]"
-REFUSED = MESH + "test_what_is_not_there_or_not_built_is_refused"
+ADAPTER = MESH + "test_only_the_adapter_of_a_model_of_peft_is_saved_and_loaded"
 FULL = MESH + "test_the_state_of_rank_0_is_loaded_into_the_shards"
 RESTS = MESH + "test_weights_rest_on_the_host_or_the_device[True-cpu]"
 FOLLOWS = MESH + "test_an_optimizer_follows_the_shards"
@@ -90,7 +90,7 @@ def of_sharded_model(name: str, last: str, adapter: bool, optimizer: bool = Fals
     parameters = {each: P(REQUIRED, FIRST) for each in (*objects, last)}
     parameters["optimizer_index" if optimizer else "model_index"] = P(0, SECOND)
     if adapter:
-        parameters["adapter_only"] = P(False, REFUSED)
+        parameters["adapter_only"] = P(False, ADAPTER)
     return Entry(UTILS + name, FIRST, parameters=parameters)
 
 

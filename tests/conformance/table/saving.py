@@ -23,7 +23,7 @@ LOAD_HOOK = LOADING + "a_hook_before_loading_takes_models_over"
 FIELDS = API + "the_fields_of_a_project"
 NEXT = API + "the_number_of_the_next_one"
 NODES = PROCESSES + "each_node_has_a_state_of_its_own"
-DISK = WEIGHTS + "offloading_is_refused_until_it_is_built"
+DISK = WEIGHTS + "buffers_are_offloaded_on_request"
 UNBUILT = WEIGHTS + "other_options_are_refused_until_they_are_built"
 
 ENTRIES = [

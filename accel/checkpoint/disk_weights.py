@@ -1,0 +1,51 @@
+"""Weights of a checkpoint that stay on disk: listed where they lie, or written where they must."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from accel.checkpoint.offload_folder import Info, offload_weight, save_offload_index
+
+
+class DiskWeights:
+    """The folder of offloaded weights that a checkpoint is loaded into.
+
+    A weight in a safetensors file that has the dtype it is wanted in stays there: the index names
+    the file. Others are written into the folder.
+
+    Args:
+        folder: made if it is missing.
+        stored: safetensors file and name in it, by name of a weight.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], stored: Mapping[str, tuple[Path, str]]
+    ) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.stored = stored
+        self.index: dict[str, Info] = {}
+
+    def add(self, name: str, value: torch.Tensor, dtype: torch.dtype, stored_as: str) -> None:
+        """Add a weight that was read from the checkpoint, in the dtype that it is wanted in.
+
+        `stored_as`: its name in the checkpoint, which has one of several for a tied weight.
+        """
+        if stored_as in self.stored and value.dtype == dtype:
+            path, key = self.stored[stored_as]
+            self.index[name] = {
+                "safetensors_file": str(path.resolve()),
+                "weight_name": key,
+                "dtype": str(dtype).removeprefix("torch."),
+                "shape": list(value.shape),
+            }
+        else:
+            offload_weight(value.to(dtype), name, self.folder, self.index)
+
+    def save(self) -> None:
+        """Write the index."""
+        save_offload_index(self.index, self.folder)

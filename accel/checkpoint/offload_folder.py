@@ -1,0 +1,296 @@
+"""Weights on disk that a model reads while it runs: the folder, its index, and lazy mappings.
+
+A folder holds ``index.json`` and a file of raw bytes for each weight; an entry of the index may
+instead name a tensor of a safetensors file. Source: the files that the public package writes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import mmap
+import os
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from accel.errors import CheckpointError, ConfigError, Problem
+
+T = TypeVar("T")
+PathLike = str | os.PathLike[str]
+Info = dict[str, object]
+INDEX = "index.json"
+# Names of the dtypes in the header of a safetensors file.
+# Source: https://github.com/huggingface/safetensors#format
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+# -- one weight ----------------------------------------------------------------------------
+
+
+def offload_weight(
+    weight: torch.Tensor,
+    weight_name: str,
+    offload_folder: PathLike,
+    index: MutableMapping[str, Info] | None = None,
+) -> MutableMapping[str, Info] | None:
+    """Write one weight into a folder of offloaded weights.
+
+    Args:
+        weight: a dense tensor that has data, on any device.
+        weight_name: full name of the weight, and of its file.
+        offload_folder: the folder, which exists.
+        index: gets the weight's entry; None: none is kept.
+
+    Returns:
+        The index.
+
+    Raises:
+        CheckpointError: for a tensor on the meta device.
+    """
+    if weight.is_meta:
+        rule = "a weight on the meta device has no data to write"
+        raise CheckpointError(
+            Problem(f"weight {weight_name!r}", rule, "Load the checkpoint before offloading.")
+        )
+    plain = weight.detach().to("cpu").contiguous().reshape(-1)
+    path = Path(offload_folder) / f"{weight_name}.dat"
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with open(part, "wb") as file:
+        plain.view(torch.uint8).numpy().tofile(file)
+    os.replace(part, path)  # what another process has mapped stays as it is
+    if index is not None:
+        index[weight_name] = {"dtype": _name_of(weight.dtype), "shape": list(weight.shape)}
+    return index
+
+
+def load_offloaded_weight(weight_file: PathLike, weight_info: Mapping[str, object]) -> torch.Tensor:
+    """Map the file of one offloaded weight into memory.
+
+    Args:
+        weight_file: what `offload_weight` wrote.
+        weight_info: its entry of the index: ``dtype`` and ``shape``.
+
+    Returns:
+        The weight on the CPU; writing to it leaves the file as it is.
+    """
+    shape = weight_info["shape"]
+    assert isinstance(shape, Collection)
+    return _mapped(Path(weight_file), 0, _dtype_of(weight_info["dtype"]), tuple(shape))
+
+
+def _mapped(path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor over bytes of a file, which are read when they are used."""
+    count = torch.Size(shape).numel()
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    begin = start - start % mmap.ALLOCATIONGRANULARITY
+    length = start - begin + count * dtype.itemsize
+    try:
+        with open(path, "rb") as file:
+            memory = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=begin)
+    except (OSError, ValueError) as error:
+        rule = f"it holds no {count * dtype.itemsize} bytes from {start} on ({error})"
+        remedy = "Offload the weights again."
+        raise CheckpointError(Problem(f"file {str(path)!r}", rule, remedy)) from error
+    offset = start - begin
+    if start % dtype.itemsize:  # an address that the dtype cannot be read from
+        moved = bytearray(memory[offset:])
+        return torch.frombuffer(moved, dtype=dtype, count=count).reshape(shape)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).reshape(shape)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_of(name: object) -> torch.dtype:
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError.of(f"dtype={name!r}", "it is a dtype of torch", "Write the index again.")
+    return found
+
+
+# -- safetensors, mapped by tensor ---------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=64)
+def _header(path: Path, modified: int, size: int) -> tuple[int, Mapping[str, Mapping[str, object]]]:
+    """Return where the data of a safetensors file begins, and its header by tensor.
+
+    `modified` and `size` are those of the file: a file that was written again is read again.
+    """
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return 8 + length, json.loads(file.read(length))
+
+
+def load_mapped(path: PathLike, name: str) -> torch.Tensor:
+    """Map one tensor of a safetensors file into memory: other tensors take no address space.
+
+    Raise `CheckpointError` if the file or the tensor is missing.
+    """
+    path = Path(path)
+    try:
+        status = path.stat()
+        data, header = _header(path, status.st_mtime_ns, status.st_size)
+        entry = header[name]
+    except (OSError, ValueError, KeyError) as error:
+        value = f"weight {name!r} of {str(path)!r}"
+        rule = f"an offloaded weight is read from its file ({type(error).__name__}: {error})"
+        raise CheckpointError(Problem(value, rule, "Offload or load the model again.")) from error
+    offsets, shape = entry["data_offsets"], entry["shape"]
+    assert isinstance(offsets, list)
+    assert isinstance(shape, list)
+    return _mapped(path, data + offsets[0], _DTYPES[str(entry["dtype"])], tuple(shape))
+
+
+# -- the folder ----------------------------------------------------------------------------
+
+
+def save_offload_index(index: Mapping[str, Info], offload_folder: PathLike) -> None:
+    """Add entries to the index of a folder of offloaded weights.
+
+    Args:
+        index: entry by name of a weight; empty: the index stays as it is.
+        offload_folder: the folder, which exists.
+    """
+    if not index:
+        return
+    path = Path(offload_folder) / INDEX
+    part = path.with_name(f"{INDEX}.{os.getpid()}.part")
+    part.write_text(json.dumps({**_read_index(path), **index}, indent=2), encoding="utf-8")
+    os.replace(part, path)
+
+
+def _read_index(path: Path) -> dict[str, Info]:
+    found: dict[str, Info] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    return found
+
+
+def offload_state_dict(save_dir: PathLike, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Write a state dict into a folder, to be read weight by weight.
+
+    Args:
+        save_dir: the folder; made if it is missing.
+        state_dict: tensors by name.
+    """
+    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    index: dict[str, Info] = {}
+    for name, weight in state_dict.items():
+        offload_weight(weight, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+# -- mappings ------------------------------------------------------------------------------
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Weights by name, some in memory, others mapped from disk when they are asked for.
+
+    Args:
+        state_dict: weights in memory; they take precedence.
+        save_folder: a folder that `offload_state_dict` wrote.
+        index: entry by name of a weight on disk: ``dtype`` and ``shape`` of a file in
+            `save_folder`, or ``safetensors_file`` and ``weight_name``, with a ``dtype`` to convert
+            to. None: the index of `save_folder`.
+        device: where weights of safetensors files are put; None: the CPU.
+
+    Raises:
+        ConfigError: if none of the first three is given.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: PathLike | None = None,
+        index: Mapping[str, Info] | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ConfigError.of(
+                "OffloadedWeightsLoader()",
+                "it needs either a `state_dict`, a `save_folder` or an `index`",
+                "Pass what `offload_state_dict` wrote as save_folder.",
+            )
+        self.state_dict = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        if index is None and save_folder is not None:
+            index = _read_index(Path(save_folder) / INDEX)
+        self.index = {} if index is None else index
+        self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
+        self.device = device
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        info = self.index[key]
+        if info.get("safetensors_file") is None:
+            return load_offloaded_weight(Path(self.save_folder or ".") / f"{key}.dat", info)
+        tensor = load_mapped(str(info["safetensors_file"]), str(info.get("weight_name", key)))
+        dtype = _dtype_of(info["dtype"]) if "dtype" in info else None
+        return tensor.to(device=self.device, dtype=dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+
+class PrefixedDataset(Mapping[str, T]):
+    """The entries of a mapping whose keys begin with a prefix, by the rest of their key.
+
+    Args:
+        dataset: values by full name.
+        prefix: what the names begin with, such as "layers.0.".
+    """
+
+    def __init__(self, dataset: Mapping[str, T], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> T:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        begins = (key for key in self.dataset if key.startswith(self.prefix))
+        return (key.removeprefix(self.prefix) for key in begins)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, T], submodule_names: Collection[str]
+) -> dict[str, T]:
+    """Return the entries of a state dict that belong to some submodules.
+
+    Args:
+        state_dict: values by full name.
+        submodule_names: full names of submodules or weights.
+    """
+    return {
+        name: value
+        for name, value in state_dict.items()
+        if any(name == one or name.startswith(f"{one}.") for one in submodule_names)
+    }

@@ -1,0 +1,33 @@
+"""Hooks around forward passes, at the documented path: re-exports."""
+
+from __future__ import annotations
+
+from accel.large.align import AlignDevicesHook
+from accel.large.attach import (
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    attach_execution_device_hook,
+)
+from accel.large.device_hooks import CpuOffload, LayerwiseCastingHook, UserCpuOffloadHook
+from accel.large.hooks import (
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
+
+__all__ = [
+    "AlignDevicesHook",
+    "CpuOffload",
+    "LayerwiseCastingHook",
+    "ModelHook",
+    "SequentialHook",
+    "UserCpuOffloadHook",
+    "add_hook_to_module",
+    "attach_align_device_hook",
+    "attach_align_device_hook_on_blocks",
+    "attach_execution_device_hook",
+    "remove_hook_from_module",
+    "remove_hook_from_submodules",
+]

@@ -1,0 +1,1 @@
+"""Models larger than the memory of one device: sizes, device maps, hooks, offloading."""

@@ -1,0 +1,200 @@
+"""The hook that brings inputs and weights to one device for a module's forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+
+from accel.errors import StateError
+from accel.large.hooks import Arguments, ModelHook
+from accel.large.read_ahead import ReadAhead
+from accel.large.tensors import (
+    Device,
+    TiedParams,
+    as_device,
+    held_in,
+    named_module_tensors,
+    set_module_tensor_to_device,
+)
+from accel.ops import send_to_device
+from accel.tree import iterate
+
+Weights = Mapping[str, torch.Tensor]
+
+
+class AlignDevicesHook(ModelHook):
+    """Bring inputs and weights to one device for the forward pass, and offload weights after it.
+
+    Args:
+        execution_device: where the forward pass runs; None: inputs and weights stay.
+        offload: whether the weights are on the meta device but for the forward pass.
+        io_same_device: whether outputs go to the device of the inputs.
+        weights_map: weights by name, also lazily; None: those that the module has.
+        offload_buffers: whether buffers are offloaded with the weights.
+        place_submodules: whether the weights of submodules are included.
+        skip_keys: keyword arguments and keys of outputs that stay where they are.
+        tied_params_map: the copies of tied weights by data pointer and device.
+        kept: names of weights that stay on the device, as they train.
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Weights | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | Iterable[str] | None = None,
+        tied_params_map: TiedParams | None = None,
+        kept: frozenset[str] = frozenset(),
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.kept = kept
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
+
+    def __repr__(self) -> str:
+        return (
+            f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload}, "
+            f"io_same_device={self.io_same_device}, offload_buffers={self.offload_buffers}, "
+            f"place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
+        )
+
+    # -- which tensors ---------------------------------------------------------------------
+
+    def _all(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        return named_module_tensors(module, recurse=self.place_submodules)
+
+    def offloaded(self, module: nn.Module) -> list[str]:
+        """Return the names of the tensors that are offloaded between forward passes."""
+        tensors = named_module_tensors(
+            module, self.offload_buffers, self.place_submodules, remove_non_persistent=True
+        )
+        return [name for name, _ in tensors if name not in self.kept]
+
+    def _place(self, module: nn.Module, name: str, device: Device, value: Any = None) -> None:
+        tied = self.tied_params_map
+        set_module_tensor_to_device(module, name, device, value=value, tied_params_map=tied)
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Return the offloaded weight of a name in the module."""
+        if self.weights_map is None:
+            raise StateError(f"weight {name!r}: the hook was not attached to a module yet.")
+        return self.weights_map[name]
+
+    # -- the callbacks ---------------------------------------------------------------------
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Place the weights of a module, or offload them.
+
+        Args:
+            module: what the hook is attached to.
+        """
+        self.original_devices = {name: tensor.device for name, tensor in self._all(module)}
+        device = self.execution_device
+        leaving = self.offloaded(module) if self.offload else []
+        if self.offload and self.weights_map is None:
+            held = dict(self._all(module))
+            self.weights_map = {name: held[name].detach().to("cpu") for name in leaving}
+        for name, tensor in list(self._all(module)):
+            if device is not None and name not in leaving and not tensor.is_meta:
+                self._place(module, name, device)
+        self._to_meta(module, leaving)
+        return module
+
+    def _to_meta(self, module: nn.Module, names: Iterable[str]) -> None:
+        for name in names:
+            set_module_tensor_to_device(module, name, "meta", clear_cache=False)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
+        """Load offloaded weights, and move the arguments to the device of the forward pass.
+
+        Args:
+            module: what the hook is attached to.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
+        if self.io_same_device:
+            first = next(iterate([args, kwargs]), None)
+            self.input_device = None if first is None else first.device
+        if self.offload:
+            self._load(module)
+        device = self.execution_device
+        if device is None:
+            return args, kwargs
+        target = as_device(device)
+        skipped = self.skip_keys
+        return send_to_device(args, target), send_to_device(kwargs, target, skip_keys=skipped)
+
+    @_disable_dynamo  # a graph has no place for reading files
+    def _load(self, module: nn.Module) -> None:
+        ahead = self.read_ahead
+        ready = {} if ahead is None else ahead[0].take(ahead[1])
+        device = "cpu" if self.execution_device is None else self.execution_device
+        for name in self.offloaded(module):
+            value = ready[name] if name in ready else self.weight(name)
+            self._place(module, name, device, value)
+            held, key = held_in(module, name)
+            loaded = held[key]
+            if loaded is not None and loaded.requires_grad:
+                loaded.register_hook(_refuse_gradient)
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Offload the weights again, and move the output to the device of the inputs.
+
+        Args:
+            module: what the hook is attached to.
+            output: what `forward` returned.
+        """
+        if self.offload:
+            self._unload(module)
+        if self.io_same_device and self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    @_disable_dynamo
+    def _unload(self, module: nn.Module) -> None:
+        names = self.offloaded(module)
+        self._forget_copies(module, names)
+        self._to_meta(module, names)
+
+    def _forget_copies(self, module: nn.Module, names: Iterable[str]) -> None:
+        """Drop the copies of tied weights that this forward pass made."""
+        loaded = {id(held[key]) for held, key in (held_in(module, name) for name in names)}
+        for copies in (self.tied_params_map or {}).values():
+            for device in [d for d, copy in copies.items() if id(copy) in loaded]:
+                del copies[device]
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Give a module the weights back that it had in memory.
+
+        Args:
+            module: what the hook was attached to.
+        """
+        if self.offload and self.weights_map is not None:
+            for name in self.offloaded(module):
+                device = self.original_devices.get(name, torch.device("cpu"))
+                if device.type != "meta":
+                    self._place(module, name, device, self.weights_map[name])
+        return module
+
+
+def _refuse_gradient(_: torch.Tensor) -> None:
+    raise StateError(
+        "a gradient of an offloaded weight: it has no memory to be kept in, and no optimizer "
+        "could change the weight. Freeze it with requires_grad_(False) and train an adapter "
+        "(LoRA), or keep the module on a device."
+    )

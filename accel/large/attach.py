@@ -1,0 +1,217 @@
+"""Hooks of a whole model: which module runs where, and which weights are offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from accel.checkpoint.offload_folder import PrefixedDataset
+from accel.large.align import AlignDevicesHook, Weights
+from accel.large.hooks import add_hook_to_module
+from accel.large.read_ahead import Block, ReadAhead
+from accel.large.tensors import Device, TiedParams, held_in
+
+Keys = str | Iterable[str] | None
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: Device,
+    skip_keys: Keys = None,
+    preload_module_classes: Collection[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Bring the inputs of each module within a model to one device.
+
+    Args:
+        module: the model.
+        execution_device: where its modules run.
+        skip_keys: keyword arguments and keys of outputs that stay where they are.
+        preload_module_classes: names of classes within whose instances nothing is attached.
+        tied_params_map: the copies of tied weights by data pointer and device.
+    """
+    if not hasattr(module, "_hf_hook") and len(module.state_dict()) > 0:
+        hook = AlignDevicesHook(
+            execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map
+        )
+        add_hook_to_module(module, hook)
+    if type(module).__name__ in (preload_module_classes or ()):
+        return
+    for child in module.children():
+        attach_execution_device_hook(
+            child, execution_device, skip_keys, preload_module_classes, tied_params_map
+        )
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: Device | None = None,
+    offload: bool = False,
+    weights_map: Weights | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: Keys = None,
+    preload_module_classes: Collection[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Bring inputs and weights to one device, for each module that has weights of its own.
+
+    Args:
+        module: the model, or a part of it.
+        execution_device: where its modules run.
+        offload: whether weights are offloaded but for the forward pass of their module.
+        weights_map: weights by full name; None: those that the modules have.
+        offload_buffers: whether buffers are offloaded with the weights.
+        module_name: full name of the module in `weights_map`.
+        skip_keys: keyword arguments and keys of outputs that stay where they are.
+        preload_module_classes: names of classes whose instances load the weights of all their
+            submodules at once, for those that use them without calling them.
+        tied_params_map: the copies of tied weights by data pointer and device.
+    """
+    preload = frozenset(preload_module_classes or ())
+    attacher = _Attacher(
+        weights_map, offload_buffers, skip_keys, preload, tied_params_map, _adapts(module)
+    )
+    attacher.layers(module, module_name, execution_device, offload)
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: Device | Mapping[str, Device] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Weights | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: Keys = None,
+    preload_module_classes: Collection[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Bring inputs and weights to the device of their block, block by block of a model.
+
+    Args:
+        module: the model, or a part of it.
+        execution_device: where all blocks run, or by full name of a block.
+        offload: whether blocks are offloaded, all or by full name of a block.
+        weights_map: weights by full name; None: those that the modules have.
+        offload_buffers: whether buffers are offloaded with the weights.
+        module_name: full name of the module in the mappings.
+        skip_keys: keyword arguments and keys of outputs that stay where they are.
+        preload_module_classes: as of `attach_align_device_hook`.
+        tied_params_map: the copies of tied weights by data pointer and device.
+    """
+    preload = frozenset(preload_module_classes or ())
+    attacher = _Attacher(
+        weights_map, offload_buffers, skip_keys, preload, tied_params_map, _adapts(module)
+    )
+    devices, offloaded = execution_device, offload
+    if not isinstance(devices, Mapping):
+        names = offloaded if isinstance(offloaded, Mapping) else [module_name]
+        devices = {} if devices is None else dict.fromkeys(names, devices)
+    if not isinstance(offloaded, Mapping):
+        offloaded = dict.fromkeys(devices, offloaded)
+    attacher.blocks(module, module_name, devices, offloaded)
+
+
+@dataclass(frozen=True)
+class _Attacher:
+    """What all hooks of a model have in common; the parameters are documented above."""
+
+    weights_map: Weights | None
+    offload_buffers: bool
+    skip_keys: Keys
+    preload: frozenset[str]
+    tied: TiedParams | None
+    adapts: bool
+    ahead: ReadAhead = field(default_factory=ReadAhead)
+
+    def blocks(
+        self,
+        module: nn.Module,
+        name: str,
+        devices: Mapping[str, Device],
+        offloaded: Mapping[str, bool],
+    ) -> None:
+        if name in devices and name in offloaded:
+            if offloaded[name]:
+                self.layers(module, name, devices[name], True)
+                if not name:
+                    self._align_inputs(module, devices[name])
+            else:
+                self._block(module, name, devices[name])
+        elif not name:
+            self._align_inputs(module, devices.get(name))
+        for key, child in module.named_children():
+            self.blocks(child, _below(name, key), devices, offloaded)
+
+    def _block(self, module: nn.Module, name: str, device: Device) -> None:
+        """Place a block that is not offloaded; its modules move what is made within, too."""
+        hook = AlignDevicesHook(
+            device,
+            io_same_device=not name,
+            place_submodules=True,
+            skip_keys=self.skip_keys,
+            tied_params_map=self.tied,
+        )
+        add_hook_to_module(module, hook, append=True)
+        attach_execution_device_hook(module, device, self.skip_keys, self.preload, self.tied)
+
+    def _align_inputs(self, module: nn.Module, device: Device | None) -> None:
+        """Move the inputs of the model to its first device, and its outputs back."""
+        hook = AlignDevicesHook(
+            device, io_same_device=True, skip_keys=self.skip_keys, tied_params_map=self.tied
+        )
+        add_hook_to_module(module, hook, append=True)
+
+    def layers(self, module: nn.Module, name: str, device: Device | None, offload: bool) -> None:
+        """Hook every module within that has weights of its own, or loads those of all within."""
+        whole = offload and type(module).__name__ in self.preload
+        whole = whole and next(module.children(), None) is not None
+        if whole or _has_own_tensors(module):
+            self._layer(module, name, device, offload, whole)
+        for key, child in () if whole else module.named_children():
+            self.layers(child, _below(name, key), device, offload)
+
+    def _trained(self, module: nn.Module) -> list[str]:
+        """Return the weights that train while others are frozen: adapters, which stay."""
+        own = module.named_parameters() if self.adapts else ()
+        return [
+            name for name, parameter in own if parameter.requires_grad and not parameter.is_meta
+        ]
+
+    def _layer(
+        self, module: nn.Module, name: str, device: Device | None, offload: bool, whole: bool
+    ) -> None:
+        prefix = f"{name}." if name else ""
+        given = self.weights_map
+        hook = AlignDevicesHook(
+            device,
+            offload=offload,
+            weights_map=None if given is None else PrefixedDataset(given, prefix),
+            offload_buffers=self.offload_buffers,
+            place_submodules=whole,
+            skip_keys=self.skip_keys,
+            tied_params_map=self.tied,
+            kept=frozenset(self._trained(module) if offload else ()),
+        )
+        names = hook.offloaded(module) if offload else []
+        size = sum(held[key].nbytes for held, key in (held_in(module, n) for n in names))
+        add_hook_to_module(module, hook, append=True)
+        if names and hook.weights_map is not None:
+            block = Block(tuple(names), hook.weights_map, "cpu" if device is None else device, size)
+            hook.read_ahead = self.ahead, self.ahead.register(block)
+
+
+def _adapts(model: nn.Module) -> bool:
+    """Return whether some parameters of a model train and others are frozen."""
+    return len({parameter.requires_grad for parameter in model.parameters()}) == 2
+
+
+def _below(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _has_own_tensors(module: nn.Module) -> bool:
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None for tensor in own)

@@ -1,0 +1,347 @@
+"""Spread a model over devices, memory and disk, and run it there."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.checkpoint.offload_folder import (
+    Info,
+    OffloadedWeightsLoader,
+    extract_submodules_state_dict,
+    offload_state_dict,
+)
+from accel.device import default_device_type
+from accel.errors import ConfigError, StateError
+from accel.large.align import AlignDevicesHook, Weights
+from accel.large.attach import (
+    Keys,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+)
+from accel.large.device_hooks import CpuOffload, UserCpuOffloadHook
+from accel.large.device_map import DeviceMap, check_device_map
+from accel.large.hooks import add_hook_to_module
+from accel.large.tensors import (
+    Device,
+    TiedParams,
+    as_device,
+    check_tied_parameters_on_same_device,
+    find_tied_parameters,
+    held_in,
+    retie_parameters,
+    set_module_tensor_to_device,
+)
+from accel.logging import get_logger
+
+logger = get_logger(__name__)
+
+PathLike = str | os.PathLike[str]
+_ELSEWHERE = ("cpu", "disk")
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+) -> nn.Module:
+    """Keep all weights of a model in memory, and each on a device while its module computes.
+
+    Args:
+        model: its parameters are on the meta device afterwards.
+        execution_device: where modules run; None: that of the first parameter.
+        offload_buffers: whether buffers are offloaded with the weights.
+        state_dict: weights by full name; None: those of the model.
+        preload_module_classes: names of classes whose instances load the weights of all their
+            submodules at once, for those that use them without calling them.
+
+    Returns:
+        The model.
+    """
+    weights = state_dict
+    if weights is None:
+        weights = {name: value.to("cpu") for name, value in model.state_dict().items()}
+    return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: PathLike,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Collection[str] | None = None,
+) -> nn.Module:
+    """Keep all weights of a model on disk, and each on a device while its module computes.
+
+    Args:
+        model: its parameters are on the meta device afterwards.
+        offload_dir: where the weights are written, or were: a model without data is read from
+            there.
+        execution_device: where modules run; None: that of the first parameter.
+        offload_buffers: whether buffers are offloaded with the weights.
+        preload_module_classes: as of `cpu_offload`.
+
+    Returns:
+        The model.
+    """
+    weights = _on_disk(dict(model.state_dict()), offload_dir, None)
+    return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
+
+
+def _offload(
+    model: nn.Module,
+    execution_device: Device | None,
+    offload_buffers: bool,
+    weights: Weights,
+    preload: Collection[str] | None,
+) -> nn.Module:
+    device = _first_device(model) if execution_device is None else execution_device
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device=device,
+        offload=True,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload,
+    )
+    return model
+
+
+def _first_device(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    if first is None or first.is_meta:
+        return torch.device(default_device_type())
+    return first.device
+
+
+def _on_disk(
+    state: Mapping[str, torch.Tensor], folder: PathLike | None, index: Mapping[str, Info] | None
+) -> OffloadedWeightsLoader:
+    """Return weights mapped from disk; those that have data are written first."""
+    loaded = {name: value for name, value in state.items() if not value.is_meta}
+    if loaded and folder is not None and index is None:
+        offload_state_dict(folder, loaded)
+    weights = OffloadedWeightsLoader(save_folder=folder, index=index)
+    lacking = [name for name, value in state.items() if value.is_meta and name not in weights.index]
+    if lacking:
+        raise ConfigError.of(
+            f"offload_dir={folder!r}",
+            f"it has no weights for {', '.join(lacking)}, which the model has no data for",
+            "Load the checkpoint with this folder as offload_folder.",
+        )
+    return weights
+
+
+def cpu_offload_with_hook(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a model on the CPU until its forward pass, after which it stays on the device.
+
+    For models that run in turn, some of them in a loop.
+
+    Args:
+        model: the model.
+        execution_device: where it runs; None: the machine's accelerator.
+        prev_module_hook: handle of the model before, which is sent to the CPU first.
+
+    Returns:
+        The model, and a handle to send it back to the CPU.
+
+    Example:
+        >>> model_1, hook_1 = cpu_offload_with_hook(model_1, "cuda")
+        >>> model_2, hook_2 = cpu_offload_with_hook(model_2, "cuda", prev_module_hook=hook_1)
+        >>> model_2(model_1(inputs)), hook_2.offload()
+    """
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+# -- device maps ---------------------------------------------------------------------------
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: DeviceMap,
+    main_device: Device | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: PathLike | None = None,
+    offload_index: Mapping[str, Info] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: Keys = None,
+    preload_module_classes: Collection[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Put the submodules of a model where a device map says, and hook them to run there.
+
+    Weights of modules on "cpu" lie in memory, and on the main device while their module computes;
+    those on "disk" are mapped from files. Where some weights are frozen, those that train (LoRA)
+    stay on the device of their module, so that they can be optimized.
+
+    Args:
+        model: its weights have data, but for those on disk.
+        device_map: device by full name of a submodule: a number, "cuda:0", "cpu", "disk".
+        main_device: where modules on "cpu" and "disk" run; None: the first other device of the map.
+        state_dict: weights of the modules on "cpu"; None: those of the model.
+        offload_dir: folder of the weights on "disk", written unless the model has no data for them.
+        offload_index: where weights on "disk" lie; None: the index of `offload_dir`.
+        offload_buffers: whether buffers are offloaded with the weights.
+        skip_keys: keyword arguments and keys of outputs that stay where they are.
+        preload_module_classes: as of `cpu_offload`.
+        force_hooks: whether there are hooks also where one device has all.
+
+    Returns:
+        The model, with the map as its attribute ``hf_device_map``.
+
+    Raises:
+        ConfigError: for weights without a device, or on "disk" without a folder.
+    """
+    check_device_map(model, device_map)
+    placed = set(device_map.values())
+    if len(placed) == 1 and placed != {"disk"} and not force_hooks:
+        _load_missing(model, offload_dir, offload_index)
+        model.to(as_device(next(iter(placed))))
+    else:
+        spread = _Spread(model, device_map, main_device)
+        weights = spread.weights(state_dict, offload_dir, offload_index)
+        ties = find_tied_parameters(model)
+        check_tied_parameters_on_same_device(ties, device_map)
+        attach_align_device_hook_on_blocks(
+            model,
+            execution_device=spread.execution_devices(),
+            offload=spread.offloaded(),
+            weights_map=weights,
+            offload_buffers=offload_buffers,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            tied_params_map=_tied_params(model, ties, weights),
+        )
+        _retie(model, ties)
+        _guard(model)
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment] # no tensor
+    return model
+
+
+def _load_missing(
+    model: nn.Module, folder: PathLike | None, index: Mapping[str, Info] | None
+) -> None:
+    """Load the weights that a model has no data for, where an earlier dispatch offloaded them."""
+    lacking = [name for name, value in model.state_dict().items() if value.is_meta]
+    if lacking and (folder is not None or index is not None):
+        weights = OffloadedWeightsLoader(save_folder=folder, index=index)
+        for name in lacking:
+            if name in weights:
+                set_module_tensor_to_device(model, name, "cpu", value=weights[name].clone())
+
+
+class _Spread:
+    """What a device map means: where each submodule runs, and what is offloaded."""
+
+    def __init__(self, model: nn.Module, device_map: DeviceMap, main: Device | None) -> None:
+        self.model = model
+        self.device_map = device_map
+        first = next((d for d in device_map.values() if str(d) not in _ELSEWHERE), None)
+        fallback = default_device_type() if set(device_map.values()) == {"disk"} else "cpu"
+        self.main: Device = next(d for d in (main, first, fallback) if d is not None)
+        on_cpu = as_device(self.main).type == "cpu"
+        self.away = ("disk",) if on_cpu else _ELSEWHERE
+
+    def execution_devices(self) -> dict[str, Device]:
+        devices = {
+            name: self.main if str(device) in _ELSEWHERE else device
+            for name, device in self.device_map.items()
+        }
+        return {"": self.main, **devices}
+
+    def offloaded(self) -> dict[str, bool]:
+        return {name: str(device) in self.away for name, device in self.device_map.items()}
+
+    def weights(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None,
+        folder: PathLike | None,
+        index: Mapping[str, Info] | None,
+    ) -> Weights | None:
+        """Return the offloaded weights, None if there are none."""
+        on_disk = self._within("disk")
+        if on_disk and folder is None and index is None:
+            names = [name for name, device in self.device_map.items() if device == "disk"]
+            raise ConfigError.of(
+                f"device_map sends {', '.join(names)} to 'disk'",
+                "We need an `offload_dir` to dispatch this model according to this `device_map`",
+                "Pass offload_dir='offload'.",
+            )
+        in_memory: Mapping[str, torch.Tensor] = {}
+        if "cpu" in self.away:
+            given = {} if state_dict is None else state_dict
+            in_memory = {**self._within("cpu"), **given}
+        if not on_disk:
+            return in_memory or None
+        mapped = _on_disk(on_disk, folder, index)
+        return OffloadedWeightsLoader(in_memory, folder, mapped.index)
+
+    def _within(self, device: str) -> dict[str, torch.Tensor]:
+        """Return the part of the model's state dict that the map puts on `device`."""
+        state: dict[str, torch.Tensor] = dict(self.model.state_dict())
+        names = [name for name, place in self.device_map.items() if str(place) == device]
+        if "" not in names:
+            return extract_submodules_state_dict(state, names)
+        others = [name for name in self.device_map if name and name not in names]
+        elsewhere = extract_submodules_state_dict(state, others)
+        return {name: value for name, value in state.items() if name not in elsewhere}
+
+
+def _tied_params(
+    model: nn.Module, ties: list[list[str]], weights: Weights | None
+) -> TiedParams | None:
+    """Return an entry for each address of a tied weight, which hooks fill with its copies."""
+    pointers: TiedParams = {}
+    for group in ties:
+        for name in group:
+            held, key = held_in(model, name)
+            if not held[key].is_meta:
+                pointers[held[key].data_ptr()] = {}
+    return pointers or None
+
+
+def _retie(model: nn.Module, ties: list[list[str]]) -> None:
+    """Tie again what is on one device; what is offloaded is tied where it is loaded."""
+    for group in ties:
+        tensors = [held[key] for held, key in (held_in(model, name) for name in group)]
+        if len({tensor.device for tensor in tensors}) == 1 and not tensors[0].is_meta:
+            retie_parameters(model, [group])
+
+
+class _Guarded:
+    """`to` or `cuda` of a dispatched model, whose hooks would not know of a move."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        functools.update_wrapper(self, getattr(type(model), name))
+        self.model = model
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            raise StateError(
+                "You can't move a model that has some modules offloaded to cpu or disk. Remove its "
+                "hooks with accel.hooks.remove_hook_from_submodules, or dispatch it anew."
+            )
+        if any(hasattr(module, "_hf_hook") for module in self.model.modules()):
+            logger.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
+        moved: nn.Module = getattr(type(self.model), self.name)(self.model, *args, **kwargs)
+        return moved
+
+
+def _guard(model: nn.Module) -> None:
+    for name in ("to", "cuda"):
+        setattr(model, name, _Guarded(model, name))

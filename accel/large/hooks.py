@@ -1,0 +1,201 @@
+"""Hooks: callbacks around the forward pass of a module, which also see its keyword arguments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+Arguments = tuple[tuple[object, ...], dict[str, object]]
+
+
+class ModelHook:
+    """Callbacks before and after the forward pass of a module; a subclass overrides some.
+
+    `no_grad` says whether the forward pass computes no gradients.
+    """
+
+    no_grad = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Prepare a module when the hook is attached.
+
+        Args:
+            module: what the hook is attached to.
+        """
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
+        """Return the arguments that the forward pass is called with.
+
+        Args:
+            module: what the hook is attached to.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Return the output of the forward pass.
+
+        Args:
+            module: what the hook is attached to.
+            output: what `forward` returned.
+        """
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Restore a module when the hook is removed.
+
+        Args:
+            module: what the hook was attached to.
+        """
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks, run one after the other.
+
+    Args:
+        hooks: in their order, which also is that after the forward pass.
+    """
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+
+    @property
+    def no_grad(self) -> bool:  # type: ignore[override] # it follows from the hooks
+        """Whether one of the hooks has the forward pass compute no gradients."""
+        return any(hook.no_grad for hook in self.hooks)
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Prepare a module for each hook.
+
+        Args:
+            module: what the hook is attached to.
+        """
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
+        """Return the arguments after each hook saw them.
+
+        Args:
+            module: what the hook is attached to.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Return the output after each hook saw it.
+
+        Args:
+            module: what the hook is attached to.
+            output: what `forward` returned.
+        """
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Restore a module for each hook.
+
+        Args:
+            module: what the hook was attached to.
+        """
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+class HookedForward:
+    """The forward pass of a module between the callbacks of its hook.
+
+    An object and not a closure: a deep copy of the module, or one that was pickled, then runs its
+    own forward pass and hook, not the original's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        functools.update_wrapper(self, module.forward)
+        self.module = module
+        self.was_patched = "forward" in module.__dict__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        forward: Callable[..., Any] = module.__dict__["_old_forward"]
+        hook = getattr(module, "_hf_hook", None)
+        if hook is None:  # removed, under another patch of `forward` that keeps this one
+            return forward(*args, **kwargs)
+        args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        with torch.no_grad() if hook.no_grad else nullcontext():
+            output = forward(*args, **kwargs)
+        return hook.post_forward(module, output)
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Run a hook around the forward pass of a module.
+
+    Args:
+        module: the module; its `forward` is replaced until the hook is removed.
+        hook: it is prepared for the module first.
+        append: whether a hook that the module has is kept and runs before; else it is replaced.
+
+    Returns:
+        The module.
+    """
+    present = getattr(module, "_hf_hook", None)
+    if present is not None and append:
+        remove_hook_from_module(module)
+        hook = SequentialHook(*_hooks_in(present), hook)
+    module = hook.init_hook(module)
+    module._hf_hook = hook  # type: ignore[assignment] # a plain attribute of the module
+    if not hasattr(module, "_old_forward"):
+        hooked = HookedForward(module)
+        module.__dict__ |= {"_old_forward": module.forward, "forward": hooked}
+    return module
+
+
+def _hooks_in(hook: ModelHook) -> tuple[ModelHook, ...]:
+    return hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Remove the hook of a module, which gets the `forward` back that it had.
+
+    Args:
+        module: with or without a hook.
+        recurse: whether the hooks of all submodules are removed, too.
+
+    Returns:
+        The module.
+    """
+    hook = module.__dict__.pop("_hf_hook", None)
+    if hook is not None:
+        hook.detach_hook(module)
+    hooked = module.__dict__.get("forward")
+    if isinstance(hooked, HookedForward):
+        own = module.__dict__
+        old = own.pop("_old_forward")
+        del own["forward"]
+        if hooked.was_patched:
+            own["forward"] = old
+    for child in module.children() if recurse else ():
+        remove_hook_from_module(child, recurse=True)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Remove the hooks of a module and of all its submodules.
+
+    Args:
+        module: with or without hooks.
+    """
+    remove_hook_from_module(module, recurse=True)

@@ -1,0 +1,309 @@
+"""Models spread over devices, memory and disk."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from accel import (
+    Accelerator,
+    cpu_offload,
+    cpu_offload_with_hook,
+    disk_offload,
+    dispatch_model,
+    load_checkpoint_in_model,
+)
+from accel.errors import ConfigError, StateError
+from accel.hooks import remove_hook_from_submodules
+from accel.large import read_ahead
+from accel.utils import OffloadedWeightsLoader, offload_state_dict
+from tests.accel.large.models import Direct, Tied, hook_of, inputs, net, on_meta
+
+HALF = {"0": "cpu", "1": "disk"}
+PARAMETERS = {name for name, _ in net().named_parameters()}
+
+
+def zeros() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(value) for name, value in net().state_dict().items()}
+
+
+def shift() -> torch.Tensor:
+    """Return what `net` computes with `zeros`."""
+    shifted: torch.Tensor = net()[1].shift.expand(2, 4)
+    return shifted
+
+
+# -- all weights ---------------------------------------------------------------------------
+
+
+def test_weights_stay_in_memory() -> None:
+    model = net()
+    assert cpu_offload(model, "cpu") is model
+    assert on_meta(model) == PARAMETERS
+    assert torch.equal(model(inputs()), net()(inputs()))
+    remove_hook_from_submodules(model)
+    assert on_meta(model) == set()
+
+
+def test_modules_compute_on_the_execution_device(tmp_path: Path) -> None:
+    for model in (
+        cpu_offload(net(), execution_device="meta"),
+        disk_offload(net(), tmp_path, execution_device="meta"),
+    ):
+        assert model(inputs().to("meta")).is_meta
+        assert hook_of(model[0]).execution_device == "meta"
+    assert hook_of(cpu_offload(net())[0]).execution_device == torch.device("cpu")
+    ghost = cpu_offload(net().to("meta"), state_dict=zeros())
+    assert hook_of(ghost[0]).execution_device != torch.device("meta")
+
+
+def test_buffers_are_offloaded_on_request(tmp_path: Path) -> None:
+    for model in (
+        cpu_offload(net(), "cpu", offload_buffers=True),
+        disk_offload(net(), tmp_path, "cpu", offload_buffers=True),
+    ):
+        assert on_meta(model) > PARAMETERS
+        assert torch.equal(model(inputs()), net()(inputs()))
+
+
+def test_a_state_dict_may_be_given() -> None:
+    model = cpu_offload(net(), "cpu", state_dict=zeros())
+    assert torch.equal(model(inputs()), shift())
+
+
+def test_a_class_may_load_all_weights_within(tmp_path: Path) -> None:
+    model = Direct()
+    with torch.no_grad():
+        expected = model(inputs())
+    cpu_offload(model, "cpu", preload_module_classes=["Direct"])
+    assert torch.equal(model(inputs()), expected)
+    remove_hook_from_submodules(model)
+    disk_offload(model, tmp_path, "cpu", preload_module_classes=["Direct"])
+    assert torch.equal(model(inputs()), expected)
+
+
+def test_weights_lie_on_disk(tmp_path: Path) -> None:
+    model = net()
+    assert disk_offload(model, tmp_path, "cpu") is model
+    assert on_meta(model) == PARAMETERS
+    assert set(OffloadedWeightsLoader(save_folder=tmp_path)) == set(model.state_dict())
+    assert torch.equal(model(inputs()), net()(inputs()))
+    again = disk_offload(net().to("meta"), tmp_path, "cpu", offload_buffers=True)
+    for block in again:  # `Module.to` took the data of a buffer that no checkpoint has
+        block.shift = torch.zeros(4)
+    assert again(inputs()).shape == (2, 4)
+
+
+# -- one after the other -------------------------------------------------------------------
+
+
+def test_models_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[tuple[str, str]] = []
+    to = nn.Module.to
+
+    def spy(module: nn.Module, device: torch.device | str) -> nn.Module:
+        moved.append((module.name, str(device)))
+        return to(module, "cpu")
+
+    monkeypatch.setattr(nn.Module, "to", spy)
+    first, second = nn.Identity(), nn.Identity()
+    first.name, second.name = "first", "second"
+    model, handle = cpu_offload_with_hook(first, "meta")
+    assert model is first
+    cpu_offload_with_hook(second, "meta", prev_module_hook=handle)
+    moved.clear()
+    assert second(first(inputs())).is_meta
+    assert moved == [("first", "meta"), ("first", "cpu"), ("second", "meta")]
+    handle.remove()
+    assert not hasattr(first, "_hf_hook")
+
+
+# -- device maps ---------------------------------------------------------------------------
+
+
+def test_a_device_map_places_a_model(tmp_path: Path) -> None:
+    model = net()
+    assert dispatch_model(model, HALF, offload_dir=tmp_path) is model
+    assert on_meta(model) == {name for name in PARAMETERS if name.startswith("1.")}
+    assert model.hf_device_map == HALF
+    assert torch.equal(model(inputs()), net()(inputs()))
+    assert {path.name[:2] for path in tmp_path.glob("*.dat")} == {"1."}
+
+
+def test_one_device_needs_no_hooks_unless_they_are_forced() -> None:
+    model = dispatch_model(net(), {"": "cpu"})
+    assert not hasattr(model, "_hf_hook")
+    assert model.hf_device_map == {"": "cpu"}
+    assert hasattr(dispatch_model(net(), {"": "cpu"}, force_hooks=True), "_hf_hook")
+
+
+def test_everything_may_be_on_disk(tmp_path: Path) -> None:
+    model = dispatch_model(net(), {"": "disk"}, "cpu", offload_dir=tmp_path)
+    assert on_meta(model) == PARAMETERS
+    assert torch.equal(model(inputs()), net()(inputs()))
+
+
+def test_offloaded_modules_run_on_the_main_device() -> None:
+    model = dispatch_model(net(), {"0": "cpu", "1": "cpu"}, main_device="meta", force_hooks=True)
+    assert on_meta(model) >= PARAMETERS
+    assert model(inputs().to("meta")).is_meta
+    remove_hook_from_submodules(model)
+    assert on_meta(model) & PARAMETERS == set()
+
+
+def test_weights_in_memory_may_be_given() -> None:
+    device_map = {"0": "cpu", "1": "cpu"}
+    model = dispatch_model(
+        net(), device_map, main_device="meta", state_dict=zeros(), force_hooks=True
+    )
+    assert hook_of(model[0].linear).weight("weight").sum() == 0
+
+
+def test_an_index_may_be_given(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, zeros())
+    index = OffloadedWeightsLoader(save_folder=tmp_path).index
+    (tmp_path / "index.json").unlink()
+    model = dispatch_model(
+        net(), {"0": "cpu", "1": "disk"}, offload_dir=tmp_path, offload_index=index
+    )
+    assert torch.equal(model(inputs()), shift())
+
+
+def test_weights_without_data_come_from_the_folder(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {n: v for n, v in zeros().items() if n.startswith("1.")})
+    model = net()
+    for name in ("scale", "linear", "norm"):
+        part = model[1].get_parameter(name) if name == "scale" else getattr(model[1], name)
+        setattr(
+            model[1], name, nn.Parameter(part.to("meta")) if name == "scale" else part.to("meta")
+        )
+    with pytest.raises(ConfigError, match=r"no weights for 1\.scale"):
+        dispatch_model(model, HALF, offload_dir=tmp_path / "empty")
+    dispatch_model(model, HALF, offload_dir=tmp_path, offload_buffers=True)
+    assert torch.equal(model(inputs()), shift())
+    back = dispatch_model(model_on_meta(), {"": "cpu"}, offload_dir=tmp_path)
+    assert on_meta(back) == set()
+
+
+def model_on_meta() -> nn.Module:
+    """Return `net` whose second block was offloaded to a folder by another program."""
+    model = net()
+    for name in ("1.linear.weight", "1.linear.bias"):
+        owner = model[1].linear
+        key = name.rpartition(".")[2]
+        setattr(owner, key, nn.Parameter(getattr(owner, key).to("meta")))
+    return model
+
+
+def test_buffers_of_a_map_are_offloaded_on_request(tmp_path: Path) -> None:
+    model = dispatch_model(net(), HALF, offload_dir=tmp_path, offload_buffers=True)
+    assert "1.norm.running_mean" in on_meta(model)
+    assert torch.equal(model(inputs()), net()(inputs()))
+
+
+def test_some_arguments_stay() -> None:
+    class Named(nn.Linear):
+        def forward(self, x: torch.Tensor, *, y: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            return {"y": y}
+
+    model = dispatch_model(Named(1, 1), {"": "cpu"}, skip_keys="y", force_hooks=True)
+    assert model(inputs(), y=inputs().to("meta"))["y"].is_meta
+
+
+def test_a_class_of_a_map_may_load_all_weights_within(tmp_path: Path) -> None:
+    model = nn.Sequential(Direct(), Direct())
+    expected = model(inputs())
+    dispatch_model(model, HALF, offload_dir=tmp_path, preload_module_classes=["Direct"])
+    assert torch.equal(model(inputs()), expected)
+
+
+def test_what_a_map_lacks_is_told() -> None:
+    with pytest.raises(ConfigError, match="We need an `offload_dir`"):
+        dispatch_model(net(), HALF)
+    with pytest.raises(ConfigError, match="any device for the following"):
+        dispatch_model(net(), {"0": "cpu"})
+
+
+def test_tied_weights_survive(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokens = torch.tensor([[1, 2]]).reshape(2)
+    for device_map in (
+        {"embedding": "cpu", "block": "disk", "head": "cpu"},
+        {"embedding": "disk", "block": "cpu", "head": "disk"},
+        {"embedding": "cpu", "block": "cpu", "head": "disk"},
+    ):
+        torch.manual_seed(0)
+        model = Tied().eval()
+        expected = model(tokens)
+        dispatch_model(model, device_map, offload_dir=tmp_path / str(device_map["block"]))
+        assert torch.equal(model(tokens), expected)
+        if device_map["head"] == device_map["embedding"] == "cpu":
+            assert model.head.weight is model.embedding.weight
+    assert "Tied parameters are on different devices" in caplog.text
+
+
+def test_a_dispatched_model_is_not_moved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = dispatch_model(net(), HALF, offload_dir=tmp_path)
+    with pytest.raises(StateError, match="You can't move a model"):
+        model.to("cpu")
+    hooked = dispatch_model(net(), {"": "cpu"}, force_hooks=True)
+    with caplog.at_level(logging.WARNING):
+        assert hooked.to("cpu") is hooked
+    assert "You shouldn't move a model" in caplog.text
+
+
+def test_adapters_train_over_a_frozen_base(tmp_path: Path) -> None:
+    losses = []
+    for offloads in (True, False):
+        model = net()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("scale" in name)
+        if offloads:
+            dispatch_model(model, {"": "disk"}, "cpu", offload_dir=tmp_path)
+            assert on_meta(model) == {name for name in PARAMETERS if "scale" not in name}
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        for _ in range(3):
+            loss = model(inputs()).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+    assert losses[2] < losses[0]
+
+
+def test_weights_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "MIN_BYTES", 1)
+    model = disk_offload(net(), tmp_path, "cpu")
+    for _ in range(2):
+        assert torch.equal(model(inputs()), net()(inputs()))
+    ahead = hook_of(model[0].linear).read_ahead
+    assert ahead is not None
+    assert ahead[0] is hook_of(model[1].norm).read_ahead[0]
+
+
+def test_an_accelerator_takes_a_dispatched_model(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare_model(dispatch_model(net(), HALF, offload_dir=tmp_path / "off"))
+    assert on_meta(model) == {name for name in PARAMETERS if name.startswith("1.")}
+    assert torch.equal(model(inputs()), net()(inputs()))
+    full = net().state_dict()
+    state = accelerator.get_state_dict(model)
+    assert state.keys() == full.keys()
+    assert all(torch.equal(state[name], value) for name, value in full.items())
+    accelerator.save_model(model, tmp_path / "export")
+    fresh = net()
+    load_checkpoint_in_model(fresh, tmp_path / "export", strict=True)
+    assert torch.equal(fresh(inputs()), net()(inputs()))
+
+
+@pytest.mark.slow
+def test_a_dispatched_model_is_compiled(tmp_path: Path) -> None:
+    model = dispatch_model(net(), HALF, offload_dir=tmp_path)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        assert torch.equal(compiled(inputs()), net()(inputs()))

@@ -1,0 +1,371 @@
+"""Models larger than memory (documentation pages: big models, hooks, modeling utilities)."""
+
+from __future__ import annotations
+
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+
+LARGE = "tests/accel/large/"
+TENSORS = LARGE + "test_tensors.py::test_"
+SIZES = LARGE + "test_sizes.py::test_"
+MEMORY = LARGE + "test_device_memory.py::test_"
+MAP = LARGE + "test_device_map.py::test_"
+HOOKS = LARGE + "test_hooks.py::test_"
+ALIGN = LARGE + "test_align.py::test_"
+ATTACH = LARGE + "test_attach.py::test_"
+CASTING = LARGE + "test_device_hooks.py::test_"
+EMPTY = LARGE + "test_empty_weights.py::test_"
+STATE = LARGE + "test_offloaded_state.py::test_"
+DISPATCH = LARGE + "test_dispatch.py::test_"
+LOAD = LARGE + "test_load.py::test_"
+FOLDER = "tests/accel/checkpoint/test_offload_folder.py::test_"
+EXECUTION = DISPATCH + "modules_compute_on_the_execution_device"
+BUFFERS = DISPATCH + "buffers_are_offloaded_on_request"
+PRELOAD = DISPATCH + "a_class_may_load_all_weights_within"
+TURNS = DISPATCH + "models_take_turns"
+PLACED = DISPATCH + "a_device_map_places_a_model"
+STORED = CASTING + "weights_are_stored_in_few_bits"
+CAST = CASTING + "layers_that_stand_it_are_cast"
+CHANGES = HOOKS + "a_hook_changes_inputs_and_outputs"
+ORDER = HOOKS + "several_hooks_run_in_their_order"
+NOTHING = HOOKS + "a_hook_that_does_nothing"
+REMOVED = HOOKS + "hooks_of_submodules_are_removed"
+OWN = ATTACH + "every_module_offloads_its_own_weights"
+BLOCKS = ATTACH + "some_blocks_are_offloaded"
+TIED = ATTACH + "tied_copies_are_handed_on"
+ALONE = ALIGN + "weights_are_there_for_the_forward_pass_alone"
+MOVED = ALIGN + "inputs_and_weights_go_to_the_device"
+SPREAD = LOAD + "a_checkpoint_is_loaded_and_spread"
+DECIDES = LOAD + "memory_classes_and_dtype_decide"
+OPTIONS = LOAD + "hooks_have_the_options"
+PROCESSES = LOAD + "options_of_several_processes_are_handed_on"
+FILLED = MAP + "devices_are_filled_in_order"
+DTYPE = MAP + "a_dtype_lets_more_fit"
+BALANCED = MEMORY + "layers_are_balanced"
+HALF = MEMORY + "a_dtype_balances_fewer_bytes"
+LARGEST = SIZES + "the_largest_layer"
+A_WHILE = STATE + "a_module_is_on_a_device_for_a_while"
+INTO_MODEL = STATE + "offloaded_weights_are_loaded_into_a_model"
+TO_FOLDER = FOLDER + "a_state_dict_goes_to_a_folder"
+A_VALUE = TENSORS + "a_value_is_taken_without_a_copy"
+RETIED = TENSORS + "parameters_are_tied_again"
+
+
+def required(test: str, *names: str) -> dict[str, P]:
+    """Return parameters without a default that one test exercises."""
+    return {name: P(REQUIRED, test) for name in names}
+
+
+def members(kind: str, tests: dict[str, str], noops: dict[str, NoOp]) -> list[Entry]:
+    """Return the rows of the documented callbacks of a hook."""
+    return [
+        Entry(f"accel.hooks:{kind}.{name}", test, noops.get(name, NoOp.NONE))
+        for name, test in tests.items()
+    ]
+
+
+MODELING = [
+    Entry(
+        "accel.big_modeling:attach_layerwise_casting_hooks",
+        CAST,
+        parameters={
+            **required(CAST, "module", "storage_dtype", "compute_dtype"),
+            "skip_modules_pattern": P(None, CASTING + "modules_are_spared_by_name"),
+            "skip_modules_classes": P(None, CASTING + "modules_are_spared_by_class"),
+            "non_blocking": P(False, CASTING + "conversions_may_overlap"),
+        },
+    ),
+    Entry(
+        "accel.big_modeling:cpu_offload",
+        DISPATCH + "weights_stay_in_memory",
+        NoOp.FIRST,
+        {
+            "model": P(REQUIRED, DISPATCH + "weights_stay_in_memory"),
+            "execution_device": P(None, EXECUTION),
+            "offload_buffers": P(False, BUFFERS),
+            "state_dict": P(None, DISPATCH + "a_state_dict_may_be_given"),
+            "preload_module_classes": P(None, PRELOAD),
+        },
+    ),
+    Entry(
+        "accel.big_modeling:cpu_offload_with_hook",
+        TURNS,
+        parameters={
+            "model": P(REQUIRED, TURNS),
+            "execution_device": P(None, TURNS),
+            "prev_module_hook": P(None, TURNS),
+        },
+    ),
+    Entry(
+        "accel.big_modeling:disk_offload",
+        DISPATCH + "weights_lie_on_disk",
+        NoOp.FIRST,
+        {
+            **required(DISPATCH + "weights_lie_on_disk", "model", "offload_dir"),
+            "execution_device": P(None, EXECUTION),
+            "offload_buffers": P(False, BUFFERS),
+            "preload_module_classes": P(None, PRELOAD),
+        },
+    ),
+    Entry(
+        "accel.big_modeling:dispatch_model",
+        PLACED,
+        NoOp.FIRST,
+        {
+            **required(PLACED, "model", "device_map"),
+            "main_device": P(None, DISPATCH + "offloaded_modules_run_on_the_main_device"),
+            "state_dict": P(None, DISPATCH + "weights_in_memory_may_be_given"),
+            "offload_dir": P(None, PLACED),
+            "offload_index": P(None, DISPATCH + "an_index_may_be_given"),
+            "offload_buffers": P(False, DISPATCH + "buffers_of_a_map_are_offloaded_on_request"),
+            "skip_keys": P(None, DISPATCH + "some_arguments_stay"),
+            "preload_module_classes": P(
+                None, DISPATCH + "a_class_of_a_map_may_load_all_weights_within"
+            ),
+            "force_hooks": P(False, DISPATCH + "one_device_needs_no_hooks_unless_they_are_forced"),
+        },
+    ),
+    Entry(
+        "accel.big_modeling:init_empty_weights",
+        EMPTY + "parameters_have_no_memory",
+        NoOp.CONTEXT,
+        {"include_buffers": P(None, EMPTY + "buffers_stay_unless_they_are_included")},
+    ),
+    Entry(
+        "accel.big_modeling:load_checkpoint_and_dispatch",
+        SPREAD,
+        NoOp.FIRST,
+        {
+            **required(SPREAD, "model", "checkpoint"),
+            "device_map": P(None, SPREAD),
+            "max_memory": P(None, DECIDES),
+            "no_split_module_classes": P(None, DECIDES),
+            "offload_folder": P(None, SPREAD),
+            "offload_buffers": P(False, LOAD + "buffers_are_offloaded_on_request"),
+            "dtype": P(None, DECIDES),
+            "offload_state_dict": P(None, LOAD + "legacy_files_may_be_mapped"),
+            "skip_keys": P(None, OPTIONS),
+            "preload_module_classes": P(None, OPTIONS),
+            "force_hooks": P(False, OPTIONS),
+            "strict": P(False, LOAD + "names_must_match_if_strict"),
+            "full_state_dict": P(True, PROCESSES),
+            "broadcast_from_rank0": P(False, PROCESSES),
+        },
+        choices={
+            "device_map": {
+                word: f"{LOAD}a_map_may_be_inferred[{word}]"
+                for word in ("auto", "balanced", "balanced_low_0", "sequential")
+            }
+        },
+    ),
+]
+HOOK_CLASSES = [
+    Entry(
+        "accel.hooks:AlignDevicesHook",
+        MOVED,
+        parameters={
+            "execution_device": P(None, MOVED),
+            "offload": P(False, ALONE),
+            "io_same_device": P(False, ALIGN + "outputs_may_go_to_the_device_of_the_inputs"),
+            "weights_map": P(None, ALIGN + "weights_may_come_from_a_mapping"),
+            "offload_buffers": P(False, ALIGN + "buffers_stay_unless_they_are_offloaded"),
+            "place_submodules": P(False, ALIGN + "weights_of_submodules_may_be_included"),
+            "skip_keys": P(None, ALIGN + "some_arguments_stay"),
+            "tied_params_map": P(None, ALIGN + "copies_of_tied_weights_are_shared"),
+        },
+    ),
+    *members(
+        "AlignDevicesHook",
+        {"init_hook": MOVED, "pre_forward": MOVED, "post_forward": ALONE, "detach_hook": ALONE},
+        {"init_hook": NoOp.FIRST, "detach_hook": NoOp.FIRST},
+    ),
+    Entry(
+        "accel.hooks:LayerwiseCastingHook",
+        STORED,
+        parameters={
+            **required(STORED, "storage_dtype", "compute_dtype"),
+            "non_blocking": P(REQUIRED, CASTING + "conversions_may_overlap"),
+        },
+    ),
+    *members(
+        "LayerwiseCastingHook",
+        dict.fromkeys(("init_hook", "pre_forward", "post_forward", "detach_hook"), STORED),
+        {"init_hook": NoOp.FIRST, "detach_hook": NoOp.FIRST},
+    ),
+    Entry(
+        "accel.hooks:ModelHook",
+        attributes={"no_grad": HOOKS + "a_forward_pass_may_compute_no_gradients"},
+        call=False,
+    ),
+    *members(
+        "ModelHook",
+        dict.fromkeys(("init_hook", "pre_forward", "post_forward", "detach_hook"), NOTHING),
+        {},
+    ),
+    Entry("accel.hooks:SequentialHook", ORDER, parameters={"hooks": P(REQUIRED, ORDER)}),
+    *members(
+        "SequentialHook",
+        dict.fromkeys(("init_hook", "pre_forward", "post_forward", "detach_hook"), ORDER),
+        {"init_hook": NoOp.FIRST, "detach_hook": NoOp.FIRST},
+    ),
+]
+HOOK_FUNCTIONS = [
+    Entry(
+        "accel.hooks:add_hook_to_module",
+        CHANGES,
+        NoOp.FIRST,
+        {
+            **required(CHANGES, "module", "hook"),
+            "append": P(False, HOOKS + "a_hook_is_replaced_or_appended_to"),
+        },
+    ),
+    Entry(
+        "accel.hooks:attach_align_device_hook",
+        OWN,
+        parameters={
+            "module": P(REQUIRED, OWN),
+            "execution_device": P(None, ATTACH + "modules_run_on_the_execution_device"),
+            "offload": P(False, OWN),
+            "weights_map": P(None, ATTACH + "weights_come_from_the_mapping"),
+            "offload_buffers": P(False, ATTACH + "buffers_are_offloaded_on_request"),
+            "module_name": P("", ATTACH + "a_part_has_a_name_in_the_mapping"),
+            "skip_keys": P(None, ATTACH + "skipped_keys_stay"),
+            "preload_module_classes": P(None, ATTACH + "a_class_loads_all_weights_within"),
+            "tied_params_map": P(None, TIED),
+        },
+    ),
+    Entry(
+        "accel.hooks:attach_align_device_hook_on_blocks",
+        BLOCKS,
+        parameters={
+            "module": P(REQUIRED, BLOCKS),
+            "execution_device": P(None, ATTACH + "blocks_run_where_the_mapping_says"),
+            "offload": P(False, BLOCKS),
+            "weights_map": P(None, BLOCKS),
+            "offload_buffers": P(False, ATTACH + "buffers_of_blocks_are_offloaded_on_request"),
+            "module_name": P("", ATTACH + "a_part_has_a_name_in_the_mappings"),
+            "skip_keys": P(None, ATTACH + "skipped_keys_of_blocks_stay"),
+            "preload_module_classes": P(
+                None, ATTACH + "a_class_of_blocks_loads_all_weights_within"
+            ),
+            "tied_params_map": P(None, TIED),
+        },
+    ),
+    Entry(
+        "accel.hooks:attach_execution_device_hook",
+        ATTACH + "every_module_runs_on_the_device",
+        parameters={
+            **required(ATTACH + "every_module_runs_on_the_device", "module", "execution_device"),
+            "skip_keys": P(None, ATTACH + "some_arguments_stay_where_they_are"),
+            "preload_module_classes": P(None, ATTACH + "nothing_is_attached_within_some_classes"),
+            "tied_params_map": P(None, TIED),
+        },
+    ),
+    Entry(
+        "accel.hooks:remove_hook_from_module",
+        CHANGES,
+        NoOp.FIRST,
+        {"module": P(REQUIRED, CHANGES), "recurse": P(False, REMOVED)},
+    ),
+    Entry(
+        "accel.hooks:remove_hook_from_submodules",
+        REMOVED,
+        parameters={"module": P(REQUIRED, REMOVED)},
+    ),
+]
+UTILITIES = [
+    Entry(
+        "accel.utils:align_module_device",
+        A_WHILE,
+        NoOp.CONTEXT,
+        {"module": P(REQUIRED, A_WHILE), "execution_device": P(None, A_WHILE)},
+    ),
+    Entry(
+        "accel.utils:calculate_maximum_sizes",
+        SIZES + "a_model_and_its_largest_layer",
+        parameters={"model": P(REQUIRED, SIZES + "a_model_and_its_largest_layer")},
+    ),
+    Entry(
+        "accel.utils:compute_module_sizes",
+        SIZES + "bytes_by_name",
+        parameters={
+            "model": P(REQUIRED, SIZES + "bytes_by_name"),
+            "dtype": P(None, SIZES + "a_dtype_makes_tensors_smaller_only"),
+            "special_dtypes": P(None, SIZES + "some_tensors_have_a_dtype_of_their_own"),
+            "buffers_only": P(False, SIZES + "buffers_alone"),
+        },
+    ),
+    Entry(
+        "accel.utils:get_balanced_memory",
+        BALANCED,
+        parameters={
+            "model": P(REQUIRED, BALANCED),
+            "max_memory": P(None, BALANCED),
+            "no_split_module_classes": P(None, MEMORY + "blocks_need_more_room_than_layers"),
+            "dtype": P(None, HALF),
+            "special_dtypes": P(None, HALF),
+            "low_zero": P(False, MEMORY + "the_first_device_may_get_little"),
+        },
+    ),
+    Entry(
+        "accel.utils:get_max_layer_size",
+        LARGEST,
+        parameters=required(LARGEST, "modules", "module_sizes", "no_split_module_classes"),
+    ),
+    Entry(
+        "accel.utils:has_offloaded_params",
+        STATE + "offloaded_parameters_are_noticed",
+        parameters={"module": P(REQUIRED, STATE + "offloaded_parameters_are_noticed")},
+    ),
+    Entry(
+        "accel.utils:infer_auto_device_map",
+        FILLED,
+        parameters={
+            "model": P(REQUIRED, FILLED),
+            "max_memory": P(None, FILLED),
+            "no_split_module_classes": P(None, MAP + "blocks_are_not_split"),
+            "dtype": P(None, DTYPE),
+            "special_dtypes": P(None, DTYPE),
+            "verbose": P(False, MAP + "decisions_are_logged_on_request"),
+            "clean_result": P(True, MAP + "entries_stay_apart_on_request"),
+            "offload_buffers": P(False, MAP + "buffers_of_offloaded_modules_need_room"),
+            "fallback_allocation": P(False, MAP + "a_later_module_is_tried_on_request"),
+        },
+    ),
+    Entry(
+        "accel.utils:load_offloaded_weights",
+        INTO_MODEL,
+        parameters=required(INTO_MODEL, "model", "index", "offload_folder"),
+    ),
+    Entry(
+        "accel.utils:load_state_dict",
+        LOAD + "one_file_is_read",
+        parameters={
+            "checkpoint_file": P(REQUIRED, LOAD + "one_file_is_read"),
+            "device_map": P(None, LOAD + "weights_of_a_file_are_placed"),
+        },
+    ),
+    Entry(
+        "accel.utils:offload_state_dict",
+        TO_FOLDER,
+        parameters=required(TO_FOLDER, "save_dir", "state_dict"),
+    ),
+    Entry(
+        "accel.utils:retie_parameters",
+        RETIED,
+        parameters=required(RETIED, "model", "tied_params"),
+    ),
+    Entry(
+        "accel.utils:set_module_tensor_to_device",
+        TENSORS + "a_tensor_is_placed",
+        parameters={
+            **required(TENSORS + "a_tensor_is_placed", "module", "tensor_name", "device"),
+            "value": P(None, A_VALUE),
+            "dtype": P(None, TENSORS + "the_dtype_is_that_of_the_module_or_the_one_given"),
+            "fp16_statistics": P(None, TENSORS + "scales_of_8_bit_weights_are_kept"),
+            "tied_params_map": P(None, TENSORS + "copies_of_tied_weights_are_reused"),
+            "non_blocking": P(False, TENSORS + "a_copy_may_overlap_with_computation"),
+            "clear_cache": P(True, TENSORS + "cached_memory_is_given_back_on_request"),
+        },
+    ),
+]
+ENTRIES = [*MODELING, *HOOK_CLASSES, *HOOK_FUNCTIONS, *UTILITIES]
