@@ -1,10 +1,11 @@
-"""Train with the largest batch that memory holds: halve it and start again as long as it runs out.
+"""Train with the largest batch that memory holds: halve it as long as memory runs out.
 
     python examples/scripts/executable_batch_size.py --batch_size 512 --memory_mb 400
     python -m runner launch --num_processes 2 --cpu examples/scripts/executable_batch_size.py
 
-All that depends on the batch size is made inside the decorated function, so that each attempt
-begins anew. `--memory_mb` makes memory scarce, to see that happen on any machine.
+Each process looks for the size by itself, with a step of an unprepared model, which waits for no
+other process; then all take the smallest. (Were a whole training retried, a process that runs out
+of memory would leave the others waiting for its gradients.)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
-from accel.utils import find_executable_batch_size, set_seed
+from accel.utils import find_executable_batch_size, gather_object, set_seed
 
 
 @contextlib.contextmanager
@@ -76,38 +77,52 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
     return {"accuracy": round(accuracy, 4), "loss": round(loss, 4)}
 
 
-def main() -> None:
-    """Find a batch size, train and evaluate."""
-    args = parse_args()
-    accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision)
-    train_set, test_set = make_datasets()
+def find_batch_size(accelerator: Accelerator, data: TensorDataset, args: argparse.Namespace) -> int:
+    """Return the largest half, quarter, … of `--batch_size` that every process can hold."""
+    model = make_model(args.width).to(accelerator.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     halves = iter([args.batch_size >> halvings for halvings in range(1, 20)])
 
     @find_executable_batch_size(
         starting_batch_size=args.batch_size, reduce_batch_size_fn=lambda: next(halves)
     )
-    def train(batch_size: int) -> dict[str, float]:
-        accelerator.print(f"trying batches of {batch_size}")
-        accelerator.free_memory()  # what the attempt before has prepared
-        set_seed(args.seed)
-        order = torch.Generator().manual_seed(args.seed)
-        model = make_model(args.width)
-        model, optimizer, train_loader, test_loader = accelerator.prepare(
-            model,
-            torch.optim.AdamW(model.parameters(), lr=args.lr),
-            DataLoader(train_set, batch_size, shuffle=True, drop_last=True, generator=order),
-            DataLoader(test_set, min(batch_size, 128)),
-        )
-        for _ in range(args.epochs):
-            for images, labels in train_loader:
-                accelerator.backward(nn.functional.cross_entropy(model(images), labels))
-                optimizer.step()
-                optimizer.zero_grad()
-        return {**evaluate(accelerator, model, test_loader), "batch_size": batch_size}
+    def attempt(size: int) -> int:
+        optimizer.zero_grad()
+        images, labels = (tensor.to(accelerator.device) for tensor in data[:size])
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        return size
 
     with limited_memory(accelerator, args.memory_mb):
-        metrics = train()
-    accelerator.print(json.dumps(metrics))
+        found = attempt()
+    return min(gather_object([found]))
+
+
+def main() -> None:
+    """Find a batch size, train and evaluate."""
+    args = parse_args()
+    accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision)
+    train_set, test_set = make_datasets()
+    batch_size = find_batch_size(accelerator, train_set, args)
+
+    set_seed(args.seed)
+    order = torch.Generator().manual_seed(args.seed)
+    model = make_model(args.width)
+    model, optimizer, train_loader, test_loader = accelerator.prepare(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=args.lr),
+        DataLoader(train_set, batch_size, shuffle=True, drop_last=True, generator=order),
+        DataLoader(test_set, min(batch_size, 128)),
+    )
+    for _ in range(args.epochs):
+        model.train()
+        for images, labels in train_loader:
+            accelerator.backward(nn.functional.cross_entropy(model(images), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    metrics = evaluate(accelerator, model, test_loader)
+    accelerator.print(json.dumps({**metrics, "batch_size": batch_size}))
     accelerator.end_training()
 
 
@@ -115,7 +130,7 @@ def parse_args() -> argparse.Namespace:
     """Return the command line's arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch_size", type=int, default=512, help="the first to be tried")
-    parser.add_argument("--memory_mb", type=int, default=400, help="of a process; 0: all there is")
+    parser.add_argument("--memory_mb", type=int, default=400, help="of a process for the search")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--width", type=int, default=1024, help="of the hidden layer")

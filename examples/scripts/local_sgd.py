@@ -18,7 +18,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel import Accelerator, LocalSGD
+from accel import Accelerator
+from accel.local_sgd import LocalSGD
 from accel.utils import DataLoaderConfiguration, set_seed
 
 

@@ -94,6 +94,8 @@ def main() -> None:
         intermediate_size=128,
         max_position_embeddings=64,
         num_labels=len(MODULES),
+        hidden_dropout_prob=0.0,  # each process would draw its own
+        attention_probs_dropout_prob=0.0,
     )
     model = BertForSequenceClassification(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
@@ -128,9 +130,9 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     """Return the command line's arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch_size", type=int, default=32, help="over all processes")
-    parser.add_argument("--lr", type=float, default=1e-3, help="the highest of the schedule")
+    parser.add_argument("--lr", type=float, default=2e-3, help="the highest of the schedule")
     parser.add_argument("--vocab_size", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no")
