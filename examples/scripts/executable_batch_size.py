@@ -1,6 +1,6 @@
 """Train with the largest batch that memory holds: halve it as long as memory runs out.
 
-    python examples/scripts/executable_batch_size.py --batch_size 512 --memory_mb 400
+    python examples/scripts/executable_batch_size.py --batch_size 512 --memory_mb 300
     python -m runner launch --num_processes 2 --cpu examples/scripts/executable_batch_size.py
 
 Each process looks for the size by itself, with a step of an unprepared model, which waits for no
@@ -130,7 +130,7 @@ def parse_args() -> argparse.Namespace:
     """Return the command line's arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch_size", type=int, default=512, help="the first to be tried")
-    parser.add_argument("--memory_mb", type=int, default=400, help="of a process for the search")
+    parser.add_argument("--memory_mb", type=int, default=300, help="of a process for the search")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--width", type=int, default=1024, help="of the hidden layer")

@@ -29,7 +29,8 @@ def make_loaders(batch_size: int) -> tuple[DataLoader, DataLoader]:
     labels = torch.from_numpy(digits.target).long()[order]
     train_set = TensorDataset(images[360:], labels[360:])
     test_set = TensorDataset(images[:360], labels[:360])
-    return DataLoader(train_set, batch_size, shuffle=True), DataLoader(test_set, 128)
+    train_loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True)
+    return train_loader, DataLoader(test_set, 128)
 
 
 @torch.no_grad()
