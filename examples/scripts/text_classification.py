@@ -132,7 +132,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch_size", type=int, default=32, help="over all processes")
-    parser.add_argument("--lr", type=float, default=2e-3, help="the highest of the schedule")
+    parser.add_argument("--lr", type=float, default=1e-3, help="the highest of the schedule")
     parser.add_argument("--vocab_size", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no")
