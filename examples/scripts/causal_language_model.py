@@ -83,9 +83,9 @@ def main() -> None:
     )
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
-    # Each process takes its share of the batches, and each of its steps counts for all of them.
-    moves = args.epochs * len(train_loader) // args.gradient_accumulation_steps
-    scheduler = get_cosine_schedule_with_warmup(optimizer, moves // 10, moves)
+    # At an optimizer step the prepared schedule moves once for each process.
+    steps, moves = args.epochs * whole_steps // args.batch_size, accelerator.num_processes
+    scheduler = get_cosine_schedule_with_warmup(optimizer, steps // 10 * moves, steps * moves)
     model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(
         model, optimizer, scheduler, train_loader, test_loader
     )
