@@ -111,7 +111,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=3, help="of the base, then of the adapters")
     parser.add_argument("--batch_size", type=int, default=32, help="over all processes")
     parser.add_argument("--lr", type=float, default=3e-3, help="of the base")
-    parser.add_argument("--lora_lr", type=float, default=1e-2, help="of the adapters")
+    parser.add_argument("--lora_lr", type=float, default=5e-3, help="of the adapters")
     parser.add_argument("--rank", type=int, default=8, help="of an adapter's matrices")
     parser.add_argument("--limit", type=int, default=1500, help="blocks of each text to use")
     parser.add_argument("--output_dir", help="where the adapters are saved")
