@@ -59,6 +59,15 @@ class CustomDtype(BaseEnum):
     INT2 = "int2"
 
 
+class FP8BackendType(BaseEnum):
+    """The library that computes in fp8: TransformerEngine, MS-AMP or torchao."""
+
+    NO = "NO"
+    TE = "TE"
+    MSAMP = "MSAMP"
+    AO = "AO"
+
+
 class LoggerType(BaseEnum):
     """The experiment trackers. ``all``: those of installed libraries (``csv`` needs none)."""
 

@@ -219,6 +219,71 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     return True
 
 
+def is_fp16_available() -> bool:
+    """Return whether the device of this machine computes in fp16: all but the first Gaudi do."""
+    if not is_hpu_available():
+        return True
+    experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
+    return bool(experimental._is_fp16_supported())
+
+
+def is_rocm_available() -> bool:
+    """Return whether an AMD GPU can be used: torch is built for ROCm, and finds one."""
+    import torch
+
+    return torch.version.hip is not None and torch.cuda.is_available()
+
+
+def is_xccl_available() -> bool:
+    """Return whether torch is built with XCCL, the collectives of Intel's GPUs."""
+    import torch
+
+    return torch.distributed.is_available() and torch.distributed.is_xccl_available()
+
+
+def is_weights_only_available() -> bool:
+    """Return whether `torch.load(weights_only=True)` reads checkpoints: from torch 2.4 on."""
+    return is_torch_version(">=", "2.4.0")
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Return whether bitsandbytes is installed, without importing it.
+
+    Args:
+        min_version: lowest version of it; None: any.
+    """
+    if not is_available("bitsandbytes"):
+        return False
+    return min_version is None or compare_versions("bitsandbytes", ">=", min_version)
+
+
+def is_8bit_bnb_available() -> bool:
+    """Return whether bitsandbytes has layers with 8-bit weights: from 0.37.2 on."""
+    return is_bnb_available(min_version="0.37.2")
+
+
+def is_4bit_bnb_available() -> bool:
+    """Return whether bitsandbytes has layers with 4-bit weights: from 0.39.0 on."""
+    return is_bnb_available(min_version="0.39.0")
+
+
+def is_bitsandbytes_multi_backend_available() -> bool:
+    """Return whether bitsandbytes computes on other devices than CUDA's, too."""
+    if not is_bnb_available():
+        return False
+    features = getattr(importlib.import_module("bitsandbytes"), "features", ())
+    return "multi_backend" in features
+
+
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Return whether TransformerEngine computes in MXFP8 on this machine's GPU."""
+    if not is_available("transformer_engine"):
+        return False
+    fp8 = importlib.import_module("transformer_engine.pytorch.fp8")
+    check = getattr(fp8, "check_mxfp8_support", None)  # from TransformerEngine 2.0 on
+    return check is not None and bool(check()[0])
+
+
 def _package_check(*packages: str) -> Callable[[], bool]:
     """Return the function that says whether one of the packages (import names) is installed."""
 
@@ -240,7 +305,6 @@ is_tensorboard_available = _package_check("tensorboard", "tensorboardX")
 is_trackio_available = _package_check("trackio")
 is_wandb_available = _package_check("wandb")
 # Engines and number formats.
-is_bnb_available = _package_check("bitsandbytes")
 is_ccl_available = _package_check("oneccl_bindings_for_pytorch", "torch_ccl")
 is_deepspeed_available = _package_check("deepspeed")
 is_ipex_available = _package_check("intel_extension_for_pytorch")
@@ -255,14 +319,17 @@ is_triton_available = _package_check("triton")
 is_lomo_available = _package_check("lomo_optim")
 is_schedulefree_available = _package_check("schedulefree")
 # Libraries beside.
+is_amdsmi_available = _package_check("amdsmi")
 is_boto3_available = _package_check("boto3")
 is_datasets_available = _package_check("datasets")
+is_import_timer_available = _package_check("import_timer")
 is_matplotlib_available = _package_check("matplotlib")
 is_pandas_available = _package_check("pandas")
 is_peft_available = _package_check("peft")
 is_pynvml_available = _package_check("pynvml")
 is_pytest_available = _package_check("pytest")
 is_rich_available = _package_check("rich")
+is_sagemaker_available = _package_check("sagemaker")
 is_timm_available = _package_check("timm")
 is_torchdata_available = _package_check("torchdata")
 is_torchdata_stateful_dataloader_available = _package_check("torchdata.stateful_dataloader")

@@ -10,6 +10,7 @@ import torch
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.parallelism import ParallelismConfig
 from accel.config.training import DataLoaderConfiguration, ProjectConfiguration
+from accel.enums import FP8BackendType
 from accel.errors import NotBuiltError, not_built
 from accel.parallel import CP, DP_REPLICATE, DP_SHARD, PP, TP, ParallelDims
 
@@ -53,9 +54,9 @@ class RunSettings:
         self.plan.autocast.enabled = native_amp
 
     @property
-    def fp8_backend(self) -> str | None:
-        """The library that computes in fp8; None, as no run computes in fp8 yet."""
-        return None
+    def fp8_backend(self) -> FP8BackendType:
+        """The library that computes in fp8: NO, as no run computes in fp8 yet."""
+        return FP8BackendType.NO
 
     # -- parallelism ---------------------------------------------------------------------------
 

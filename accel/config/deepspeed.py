@@ -14,6 +14,16 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, final
 
 from accel.config.checks import check_choice, check_minimum
+from accel.config.deepspeed_defaults import (
+    DEFAULT_STAGE,
+    KEYS,
+    NO_PATH,
+    PLACEHOLDERS,
+    STAGE,
+    placeholders,
+    shown_fields,
+    without_placeholders,
+)
 from accel.config.deepspeed_json import (
     AUTO,
     DEVICES,
@@ -24,25 +34,13 @@ from accel.config.deepspeed_json import (
     validate,
     value_at,
 )
+from accel.config.field_defaults import FieldDefaults
 from accel.env import parse_bool
 from accel.errors import ConfigError, Problem, Problems, nearest, unknown_choice
 
 if TYPE_CHECKING:
     import torch
 
-STAGE = "zero_optimization.stage"
-DEFAULT_STAGE = 2
-# The dotted key of DeepSpeed's configuration that each field of the plugin gives.
-KEYS = {
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "zero_stage": STAGE,
-    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
-    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
-    "offload_param_device": "zero_optimization.offload_param.device",
-    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
-    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-}
 # Documented environment variables, with the field that each fills.
 VARIABLES = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "hf_ds_config",
@@ -67,32 +65,31 @@ class Selection:
 
 
 @dataclass
-class DeepSpeedPlugin:
+class DeepSpeedPlugin(FieldDefaults):
     """Configure training with DeepSpeed.
 
     A value that the configuration lacks, or that is ``"auto"`` there, is filled from the fields
-    below, from the environment variables ``ACCELERATE_DEEPSPEED_…``, and from the run.
+    below, from the environment variables ``ACCELERATE_DEEPSPEED_…``, and from the run. A field that
+    nobody gives shows the configuration's value, else its default; `given` tells the difference.
 
     Args:
         hf_ds_config: DeepSpeed's configuration: path of a JSON file, dict, or `HfDeepSpeedConfig`;
             read at the first use.
-        gradient_accumulation_steps: micro-batches per optimizer step; None: those of the run.
-        gradient_clipping: maximum norm of the gradients; None: they are not clipped, unless
+        gradient_accumulation_steps: micro-batches per optimizer step; "auto": those of the run.
+        gradient_clipping: maximum norm of the gradients; "auto": they are not clipped, unless
             `Accelerator.clip_grad_norm_` is called.
         zero_stage: 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and
-            parameters); None: that of the configuration, else 2, which this field shows once the
-            run has started.
+            parameters); not given: that of the configuration, else 2.
         is_train_batch_min: whether the smallest batch size of the prepared loaders counts, or the
             largest.
-        offload_optimizer_device: where optimizer state is kept: none, cpu or nvme; None: none.
-        offload_param_device: where parameters are kept under stage 3: none, cpu or nvme; None:
-            none.
+        offload_optimizer_device: where optimizer state is kept: none, cpu or nvme.
+        offload_param_device: where parameters are kept under stage 3: none, cpu or nvme.
         offload_optimizer_nvme_path: folder for the optimizer state on nvme.
         offload_param_nvme_path: folder for the parameters on nvme.
-        zero3_init_flag: whether models are partitioned while they are built, under stage 3; None:
-            those of transformers are, whose `from_pretrained` then loads them shard by shard.
-        zero3_save_16bit_model: whether the engine's own export may gather weights under stage 3;
-            None: no.
+        zero3_init_flag: whether models are partitioned while they are built, under stage 3; not
+            given: those of transformers are, whose `from_pretrained` then loads them shard by
+            shard, so that it shows True.
+        zero3_save_16bit_model: whether the engine's own export may gather weights under stage 3.
         transformer_moe_cls_names: names of mixture-of-experts classes, separated by commas, whose
             parameters stage 3 gathers all at once.
         enable_msamp: whether MS-AMP computes in fp8; not built yet.
@@ -123,18 +120,18 @@ class DeepSpeedPlugin:
     enable_msamp: bool | None = None
     msamp_opt_level: Any = None
 
-    def __post_init__(self) -> None:
-        for name in ("gradient_accumulation_steps", "gradient_clipping", "zero_stage"):
-            if getattr(self, name) == AUTO:
-                setattr(self, name, None)
+    def __post_init__(self, _defaulted: Mapping[str, object] | None) -> None:
+        self._hide_defaults(_defaulted)
+        for name in KEYS:
+            setattr(self, name, self.given(name))
         self._sources: dict[str, str] = {}
         self._decided: dict[str, tuple[object, str]] = {}
         self._config: Config | None = None  # from its first use on
         self._read_from: object = None  # `hf_ds_config` at that time
         self._filled: Config = {}  # values in `_config` that fields gave, by dotted key
-        self._reported_stage: int | None = None  # in `zero_stage`, where nobody gave one
         self._selection = Selection()
         ConfigError.raise_if(_field_problems(self))
+        self._show(self._peek())
 
     @property
     def selected(self) -> bool:
@@ -149,7 +146,8 @@ class DeepSpeedPlugin:
     def deepspeed_config(self) -> Config:
         """DeepSpeed's configuration, which may be changed until `prepare` reads it.
 
-        It starts as a copy of `hf_ds_config`, and has this plugin's fields where that has no value.
+        It starts as a copy of `hf_ds_config` (None: as its outline, whose values are "auto"), and
+        has this plugin's fields where that has no value.
 
         Raises:
             ConfigError: if the file does not exist or is not JSON, and for unknown keys and
@@ -162,7 +160,8 @@ class DeepSpeedPlugin:
         validate(config, self.place)
         for field, key in KEYS.items():
             found, filled = value_at(config, key), self._filled.pop(key, None)
-            if found not in (None, AUTO, filled):
+            outlined = PLACEHOLDERS.get(key) if self.hf_ds_config is None else None
+            if found not in (None, AUTO, filled, outlined):
                 continue
             value = self.given(field)
             if value is None and field == "zero_stage":
@@ -171,17 +170,21 @@ class DeepSpeedPlugin:
                 set_at(config, key, value)
                 self._filled[key] = value
             elif filled is not None:
-                set_at(config, key, AUTO)
-        if self._reported_stage not in (None, value_at(config, STAGE)):
-            self._report(value_at(config, STAGE))
+                set_at(config, key, AUTO if outlined is None else outlined)
+        self._show(config)
         return config
+
+    def stated_config(self) -> Config:
+        """Return a copy of the configuration with the values alone that something stands for."""
+        config = self.deepspeed_config
+        return without_placeholders(config) if self.hf_ds_config is None else copy.deepcopy(config)
 
     def _loaded(self) -> Config:
         if self._config is None:
             given = self.hf_ds_config
             # A dictionary may be changed afterwards, which would have no effect.
             self._read_from = copy.deepcopy(given) if isinstance(given, dict) else given
-            self._config = HfDeepSpeedConfig({} if given is None else given).config
+            self._config = placeholders() if given is None else HfDeepSpeedConfig(given).config
         elif self._read_from != self.hf_ds_config:
             raise ConfigError.of(
                 f"{self.source('hf_ds_config')} after deepspeed_config was read",
@@ -194,14 +197,27 @@ class DeepSpeedPlugin:
         """Raise `ConfigError` if the configuration cannot be read, or is invalid."""
         validate(self.deepspeed_config, self.place)
 
-    def given(self, field: str) -> object:
+    def _peek(self) -> Config:
+        """Return the configuration without settling on it; {} where it cannot be read."""
+        if self._config is not None or self.hf_ds_config is None:
+            return self._config or {}
+        try:
+            return HfDeepSpeedConfig(self.hf_ds_config).config
+        except ConfigError:  # which `check_config` raises, together with what else is wrong
+            return {}
+
+    def given(self, field: str) -> Any:
         """Return the value that an argument or an environment variable gave a field, or None.
 
         Args:
             field: its name.
         """
-        value = getattr(self, field)
-        return None if field == "zero_stage" and value == self._reported_stage else value
+        value = super().given(field)
+        is_open = field in KEYS and value == (NO_PATH if field.endswith("_path") else AUTO)
+        return None if is_open else value
+
+    def _show(self, config: Config) -> None:
+        self._show_defaults(shown_fields(config, self.given("zero_stage")))
 
     def filled_by(self, key: str) -> str | None:
         """Return the source of a value that a field gave the configuration; None for other values.
@@ -211,15 +227,6 @@ class DeepSpeedPlugin:
         """
         fields = (field for field, own in KEYS.items() if own == key and key in self._filled)
         return next((self.source(field) for field in fields), None)
-
-    def report_stage(self) -> None:
-        """Let `zero_stage` show the stage in force, where nobody gave it."""
-        if self.zero_stage is None:
-            self._report(self.stage)
-
-    def _report(self, stage: int) -> None:
-        if self.zero_stage in (None, self._reported_stage):
-            self.zero_stage = self._reported_stage = stage
 
     @property
     def place(self) -> str:
@@ -257,6 +264,7 @@ class DeepSpeedPlugin:
         Args:
             variables: those that are set, by name; "", "none" and "auto" leave a field None.
         """
+        self._hide_defaults(self._shown())
         rule = "unknown variable of DeepSpeedPlugin"
         problems = [
             Problem(f"{name}={text!r} (environment)", rule, nearest(name, VARIABLES))
@@ -275,7 +283,9 @@ class DeepSpeedPlugin:
                 continue
             setattr(self, field, value)
             self._sources[field] = f"{name}={text} (environment)"
-        return problems + _field_problems(self)
+        problems += _field_problems(self)
+        self._show(self._peek())
+        return problems
 
     @property
     def stage(self) -> int:
@@ -417,12 +427,13 @@ class DeepSpeedPlugin:
         Args:
             enable: whether it is on.
         """
-        before = self.zero3_init_flag
+        before = self.given("zero3_init_flag")
         self.zero3_init_flag = enable
         try:
             yield
         finally:
             self.zero3_init_flag = before
+            self._show(self._peek())
 
 
 def share_selection(plugins: Sequence[DeepSpeedPlugin]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from accel.config.deepspeed import KEYS, DeepSpeedPlugin
-from accel.config.deepspeed_json import AUTO, HfDeepSpeedConfig, set_at, value_at
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed_defaults import KEYS
+from accel.config.deepspeed_json import AUTO, set_at, value_at
 from accel.errors import Problems
 
 
@@ -18,7 +19,7 @@ class Claims:
 
     def __init__(self, plugin: DeepSpeedPlugin) -> None:
         self.plugin = plugin
-        self.config = HfDeepSpeedConfig(plugin.deepspeed_config).config
+        self.config = plugin.stated_config()
         self.problems = Problems()
         self._owners: dict[str, str] = {}
         for field, key in KEYS.items():

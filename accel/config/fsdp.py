@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.config.checks import check_choice, check_minimum
+from accel.config.field_defaults import FieldDefaults
 from accel.config.fsdp_setters import DTYPES, ShardingSetters
 from accel.env import parse_bool
 from accel.errors import NotBuiltError, Problem, Problems, nearest, not_built
@@ -48,6 +49,15 @@ SWITCH_FIELDS = (
     "activation_checkpointing_offload",
     "cpu_ram_efficient_loading",
 )
+# The meaning of fields that nobody gave, which they show.
+DEFAULTS: dict[str, object] = {
+    "reshard_after_forward": True,
+    "cpu_offload": False,
+    "state_dict_type": "FULL_STATE_DICT",
+    "activation_checkpointing": False,
+    "activation_checkpointing_offload": False,
+    "cpu_ram_efficient_loading": False,
+}
 # Documented environment variables, without FSDP_: the field that each one fills.
 VARIABLES = {
     "VERSION": "fsdp_version",
@@ -70,18 +80,19 @@ VARIABLES = {
 
 
 @dataclass
-class FullyShardedDataParallelPlugin(ShardingSetters):
+class FullyShardedDataParallelPlugin(ShardingSetters, FieldDefaults):
     """How FSDP2 shards a model.
 
-    Fields that are None are filled from the environment variables ``FSDP_…``, then with the
-    meaning given here. Arguments of the older wrapper are translated once, and are None afterwards.
+    Fields that nobody gives are filled from the environment variables ``FSDP_…``, then with the
+    meaning given here, which most of them show; `given` tells the difference. Arguments of the
+    older wrapper are translated once, and are None afterwards.
 
     Args:
         fsdp_version: 2, the only one; 1 is translated.
         sharding_strategy: older: FULL_SHARD (1), SHARD_GRAD_OP (2), NO_SHARD (3), HYBRID_SHARD (4)
             or HYBRID_SHARD_ZERO2 (5), as a name, number or torch's enum.
         reshard_after_forward: whether parameters are freed between forward and backward; a number:
-            kept over groups of so many processes; None: yes, but for the outermost module.
+            kept over groups of so many processes; not given: True, but for the outermost module.
         backward_prefetch: older: BACKWARD_PRE, which FSDP2 always does.
         mixed_precision_policy: torch's `MixedPrecisionPolicy`, a dict of its fields (dtypes by
             name), or a precision; it decides the run's where that is "no". Without a param_dtype,
@@ -155,7 +166,8 @@ class FullyShardedDataParallelPlugin(ShardingSetters):
         name = str(policy).removeprefix("torch.").lower()
         return FORMATS.get(name, name)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, _defaulted: Mapping[str, object] | None) -> None:
+        self._hide_defaults(_defaulted)
         problems = Problems()
         _parse_switches(self, problems)
         replaced = _translate(self, problems)
@@ -172,6 +184,7 @@ class FullyShardedDataParallelPlugin(ShardingSetters):
                 FutureWarning,
                 stacklevel=3,
             )
+        self._show_defaults(DEFAULTS)
 
 
 def from_variables(variables: Mapping[str, str]) -> dict[str, Any]:

@@ -48,8 +48,14 @@ from accel.env import purge_accelerate_environment as purge_accelerate_environme
 from accel.errors import DistributedOperationException as DistributedOperationException
 from accel.imports import compare_versions as compare_versions
 from accel.imports import install_xla as install_xla
+from accel.imports import is_4bit_bnb_available as is_4bit_bnb_available
+from accel.imports import is_8bit_bnb_available as is_8bit_bnb_available
 from accel.imports import is_aim_available as is_aim_available
+from accel.imports import is_amdsmi_available as is_amdsmi_available
 from accel.imports import is_bf16_available as is_bf16_available
+from accel.imports import (
+    is_bitsandbytes_multi_backend_available as is_bitsandbytes_multi_backend_available,
+)
 from accel.imports import is_bnb_available as is_bnb_available
 from accel.imports import is_boto3_available as is_boto3_available
 from accel.imports import is_ccl_available as is_ccl_available
@@ -60,7 +66,9 @@ from accel.imports import is_datasets_available as is_datasets_available
 from accel.imports import is_deepspeed_available as is_deepspeed_available
 from accel.imports import is_dvclive_available as is_dvclive_available
 from accel.imports import is_fp8_available as is_fp8_available
+from accel.imports import is_fp16_available as is_fp16_available
 from accel.imports import is_hpu_available as is_hpu_available
+from accel.imports import is_import_timer_available as is_import_timer_available
 from accel.imports import is_ipex_available as is_ipex_available
 from accel.imports import is_lomo_available as is_lomo_available
 from accel.imports import is_matplotlib_available as is_matplotlib_available
@@ -78,6 +86,8 @@ from accel.imports import is_pippy_available as is_pippy_available
 from accel.imports import is_pynvml_available as is_pynvml_available
 from accel.imports import is_pytest_available as is_pytest_available
 from accel.imports import is_rich_available as is_rich_available
+from accel.imports import is_rocm_available as is_rocm_available
+from accel.imports import is_sagemaker_available as is_sagemaker_available
 from accel.imports import is_schedulefree_available as is_schedulefree_available
 from accel.imports import is_sdaa_available as is_sdaa_available
 from accel.imports import is_swanlab_available as is_swanlab_available
@@ -94,9 +104,14 @@ from accel.imports import is_torchvision_available as is_torchvision_available
 from accel.imports import is_tqdm_available as is_tqdm_available
 from accel.imports import is_trackio_available as is_trackio_available
 from accel.imports import is_transformer_engine_available as is_transformer_engine_available
+from accel.imports import (
+    is_transformer_engine_mxfp8_available as is_transformer_engine_mxfp8_available,
+)
 from accel.imports import is_transformers_available as is_transformers_available
 from accel.imports import is_triton_available as is_triton_available
 from accel.imports import is_wandb_available as is_wandb_available
+from accel.imports import is_weights_only_available as is_weights_only_available
+from accel.imports import is_xccl_available as is_xccl_available
 from accel.imports import is_xpu_available as is_xpu_available
 from accel.large.device_map import check_device_map as check_device_map
 from accel.large.device_map import infer_auto_device_map as infer_auto_device_map

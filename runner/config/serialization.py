@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from accel.config.field_defaults import FieldDefaults
 from accel.errors import ConfigError, Problem
 from runner.config import keys, trust
 from runner.config.schema import PLUGINS, Recipe
@@ -100,7 +101,9 @@ def _with_recipe_key(problem: Problem, kind: type, prefix: str) -> Problem:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a recipe, or a part of one, as dicts, lists and scalars."""
+    """Return a recipe, or a part of one, as dicts, lists and scalars: what was given, no more."""
+    if isinstance(value, FieldDefaults):
+        return to_plain(value.given_fields())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):

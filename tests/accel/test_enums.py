@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accel import DistributedType
-from accel.enums import BaseEnum
+from accel.enums import BaseEnum, FP8BackendType
 from accel.utils import (
     ComputeEnvironment,
     DynamoBackend,
@@ -30,6 +30,7 @@ DOCUMENTED: dict[type[BaseEnum], dict[str, str]] = {
             )
         },
     },
+    FP8BackendType: {name: name for name in ("NO", "TE", "MSAMP", "AO")},
     LoggerType: {
         "ALL": "all",
         "TENSORBOARD": "tensorboard",

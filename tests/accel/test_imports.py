@@ -43,6 +43,7 @@ def test_compare_versions() -> None:
 
 PACKAGES = {
     imports.is_aim_available: "aim",
+    imports.is_amdsmi_available: "amdsmi",
     imports.is_bnb_available: "bitsandbytes",
     imports.is_boto3_available: "boto3",
     imports.is_ccl_available: "oneccl_bindings_for_pytorch",
@@ -52,6 +53,7 @@ PACKAGES = {
     imports.is_deepspeed_available: "deepspeed",
     imports.is_dvclive_available: "dvclive",
     imports.is_fp8_available: "torchao",
+    imports.is_import_timer_available: "import_timer",
     imports.is_ipex_available: "intel_extension_for_pytorch",
     imports.is_lomo_available: "lomo_optim",
     imports.is_matplotlib_available: "matplotlib",
@@ -64,6 +66,7 @@ PACKAGES = {
     imports.is_pynvml_available: "pynvml",
     imports.is_pytest_available: "pytest",
     imports.is_rich_available: "rich",
+    imports.is_sagemaker_available: "sagemaker",
     imports.is_schedulefree_available: "schedulefree",
     imports.is_swanlab_available: "swanlab",
     imports.is_tensorboard_available: "tensorboard",
@@ -94,7 +97,11 @@ def test_every_check_of_a_package_is_tested() -> None:
     checks = {name for name in vars(imports) if re.fullmatch(r"is_\w+_available", name)}
     devices = {*DEVICES, "mps", "hpu", "cuda", "bf16", "torch_xla"}
     tested = {name for name, check in vars(imports).items() if check in list(PACKAGES)}
-    assert checks - tested == {f"is_{device}_available" for device in devices}
+    own = {
+        *("fp16", "rocm", "xccl", "weights_only", "4bit_bnb", "8bit_bnb"),
+        *("bitsandbytes_multi_backend", "transformer_engine_mxfp8"),
+    }
+    assert checks - tested == {f"is_{name}_available" for name in devices | own}
 
 
 class _Device:
@@ -211,3 +218,77 @@ def test_bf16_is_a_matter_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(imports, "is_torch_xla_available", lambda check_is_tpu: check_is_tpu)
     assert imports.is_bf16_available()
     assert not imports.is_bf16_available(ignore_tpu=True)
+
+
+def test_fp16_is_missing_on_the_first_gaudi_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert imports.is_fp16_available()
+    experimental = types.ModuleType("experimental")
+    monkeypatch.setattr(imports, "is_hpu_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "habana_frameworks.torch.utils.experimental", experimental)
+    for supported in (True, False):
+        experimental._is_fp16_supported = lambda on=supported: on  # type: ignore[attr-defined]
+        assert imports.is_fp16_available() is supported
+
+
+def test_rocm_is_a_build_of_torch_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for build, gpu, expected in [("6.4", True, True), ("6.4", False, False), (None, True, False)]:
+        monkeypatch.setattr(torch.version, "hip", build)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=gpu: found)
+        assert imports.is_rocm_available() is expected
+
+
+def test_xccl_is_of_torchs_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    for built in (True, False):
+        monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda found=built: found)
+        assert imports.is_xccl_available() is built
+    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    assert imports.is_xccl_available() is False
+
+
+def test_weights_are_read_alone_from_a_version_of_torch_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert imports.is_weights_only_available()
+    monkeypatch.setattr(imports.importlib.metadata, "version", lambda name: "2.3.1")
+    assert not imports.is_weights_only_available()
+
+
+@pytest.mark.parametrize(
+    ("version", "eight", "four"),
+    [("0.37.1", False, False), ("0.37.2", True, False), ("0.39.0", True, True)],
+)
+def test_bits_of_bitsandbytes_by_its_version(
+    monkeypatch: pytest.MonkeyPatch, version: str, eight: bool, four: bool
+) -> None:
+    monkeypatch.setattr(imports, "is_available", lambda name: name == "bitsandbytes")
+    monkeypatch.setattr(imports.importlib.metadata, "version", lambda name: version)
+    assert imports.is_8bit_bnb_available() is eight
+    assert imports.is_4bit_bnb_available() is four
+    assert imports.is_bnb_available(min_version=version)
+    assert not imports.is_bnb_available(min_version="99")
+    monkeypatch.setattr(imports, "is_available", lambda name: False)
+    assert not imports.is_8bit_bnb_available()
+    assert not imports.is_4bit_bnb_available()
+    assert not imports.is_bnb_available(min_version="0.1")
+
+
+def test_bitsandbytes_for_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not imports.is_bitsandbytes_multi_backend_available()
+    package = types.ModuleType("bitsandbytes")
+    monkeypatch.setattr(imports, "is_available", lambda name: name == "bitsandbytes")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", package)
+    assert not imports.is_bitsandbytes_multi_backend_available()
+    package.features = {"multi_backend"}  # type: ignore[attr-defined]
+    assert imports.is_bitsandbytes_multi_backend_available()
+
+
+def test_mxfp8_is_a_matter_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not imports.is_transformer_engine_mxfp8_available()
+    fp8 = types.ModuleType("transformer_engine.pytorch.fp8")
+    monkeypatch.setattr(imports, "is_available", lambda name: name == "transformer_engine")
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", fp8)
+    assert not imports.is_transformer_engine_mxfp8_available()  # of a release before 2.0
+    for supported in (True, False):
+        fp8.check_mxfp8_support = lambda on=supported: (on, "")  # type: ignore[attr-defined]
+        assert imports.is_transformer_engine_mxfp8_available() is supported

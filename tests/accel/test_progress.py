@@ -7,7 +7,7 @@ import io
 import pytest
 
 from accel import imports
-from accel.errors import MissingPackageError
+from accel.errors import ConfigError, MissingPackageError
 from accel.progress import tqdm
 from accel.state import PartialState
 from tests.helpers import run_distributed
@@ -31,10 +31,10 @@ def test_the_main_process_shows_it() -> None:
     assert run_distributed(shown, 2, False) == [([0, 1, 2], True)] * 2
 
 
-def test_the_older_spelling() -> None:
-    PartialState(cpu=True)
-    with pytest.warns(FutureWarning, match="give it by name"):
-        assert list(tqdm(True, range(2), file=io.StringIO())) == [0, 1]
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_flag_in_the_place_of_the_iterable_is_refused(flag: bool) -> None:
+    with pytest.raises(ConfigError, match=f"Give main_process_only={flag} by name"):
+        tqdm(flag, range(2))
 
 
 def test_it_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:

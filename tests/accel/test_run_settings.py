@@ -14,6 +14,7 @@ from accel.config.handlers import AutocastKwargs
 from accel.config.parallelism import ParallelismConfig
 from accel.config.training import DataLoaderConfiguration, ProjectConfiguration
 from accel.data.loaders import DataLoaderDispatcher
+from accel.enums import FP8BackendType
 from accel.errors import NotBuiltError
 from accel.parallel import ParallelDims
 from tests.helpers import run_distributed
@@ -55,7 +56,8 @@ def test_what_a_run_of_one_process_shows(tmp_path: Any) -> None:
     assert accelerator.parallelism_config is None
     assert accelerator.torch_device_mesh is None
     assert accelerator.deepspeed_plugin is None
-    assert accelerator.fp8_backend is None
+    assert accelerator.fp8_backend is FP8BackendType.NO
+    assert accelerator.fp8_backend == "NO"
     assert not accelerator.is_fsdp2
     assert not accelerator.is_composable_parallelism_enabled
     assert not accelerator.multi_device

@@ -97,7 +97,7 @@ def _clip_problems(
     call, problems = f"clip_grad_norm_(…, {max_norm})", Problems()
     if optimizer.clipping not in (0.0, float(max_norm)) and max_norm != math.inf:
         source = f"{plugin.place}: gradient_clipping={optimizer.clipping}"
-        if plugin.gradient_clipping is not None:
+        if plugin.given("gradient_clipping") is not None:
             source = plugin.source("gradient_clipping")
         rule = "given in two places with different values"
         remedy = 'Make them equal, or write "auto" for gradient_clipping.'

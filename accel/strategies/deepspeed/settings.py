@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel.config.deepspeed import KEYS, DeepSpeedPlugin
+from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.deepspeed_conflicts import Claims, is_equal
+from accel.config.deepspeed_defaults import KEYS
 from accel.config.deepspeed_json import AUTO, Config, set_at, value_at
 from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 from accel.wrapping import MakeContext

@@ -63,8 +63,6 @@ class DeepSpeedStrategy(Strategy):
         super().__init__(plan, comm, device, precision)
         ConfigError.raise_if(checks.plan_problems(plan))
         plugins = plan.plugin("deepspeed").values()
-        for plugin in plugins:
-            plugin.report_stage()
         self.package = initialize.import_deepspeed(device)
         comm.before_exit(self._leave_group)
         self._trained = TrainedEngine(plan)
@@ -87,13 +85,13 @@ class DeepSpeedStrategy(Strategy):
 
     def init_context(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which models are built: partitioned, if the plugin says so."""
-        if not self.plugin.is_zero3_init_enabled():
+        if not (self.plugin.given("zero3_init_flag") and self.plugin.stage == 3):
             return contextlib.nullcontext()
         return initialize.partitioned_init(self.package, self._settings_without_model(), self.plan)
 
     def _is_partitioned_by_transformers(self) -> bool:
-        plugin = self.plugin
-        return not self.comm.closed and plugin.stage == 3 and plugin.zero3_init_flag is not False
+        plugin, flag = self.plugin, self.plugin.given("zero3_init_flag")
+        return not self.comm.closed and plugin.stage == 3 and flag is not False
 
     def _partitioned_init_config(self) -> Config:
         initialize.join_group(self.package, self.plan.local_world_size)

@@ -190,7 +190,7 @@ def shard_or_replicate(
         ignored: modules that are replicated on every rank.
     """
     mesh, formats = gradient_mesh(settings.mesh), settings.formats
-    reshard = settings.fsdp.reshard_after_forward
+    reshard = settings.fsdp.given("reshard_after_forward")
     for unit in [*split_by_dtype(model, units, set(parameters_of(ignored))), model]:
         weights.materialize(unit)
         cast_buffers(unit, formats.buffers)

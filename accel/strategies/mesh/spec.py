@@ -21,7 +21,6 @@ TOGETHER = (
 )
 FSDP, TENSOR_PARALLEL = "fsdp", "tensor_parallel"
 PREFIX = "FSDP_"
-FULL = "FULL_STATE_DICT"  # the default
 
 
 def _read(given: object, variables: Mapping[str, str]) -> FullyShardedDataParallelPlugin:
@@ -33,14 +32,12 @@ def _read(given: object, variables: Mapping[str, str]) -> FullyShardedDataParall
     plugin = None if given is None else require_kind("fsdp_plugin", given, kind)
     fields = from_variables({name.removeprefix(PREFIX): text for name, text in variables.items()})
     if plugin is None:
-        return kind(**{"state_dict_type": FULL, **fields})
+        return kind(**fields)
     for group in TOGETHER:
-        if any(getattr(plugin, name) is not None for name in group):
+        if any(plugin.given(name) is not None for name in group):
             fields = {name: value for name, value in fields.items() if name not in group}
-    lacking = {name: value for name, value in fields.items() if getattr(plugin, name) is None}
-    if plugin.state_dict_type is None:
-        lacking.setdefault("state_dict_type", FULL)
-    return dataclasses.replace(plugin, **lacking) if lacking else plugin
+    lacking = {name: value for name, value in fields.items() if plugin.given(name) is None}
+    return plugin.with_given(**lacking) if lacking else plugin
 
 
 def _sized_shards(
@@ -50,7 +47,7 @@ def _sized_shards(
     if plugin is None:
         if not sizes.dp_shard_enabled:
             return None
-        plugin = FullyShardedDataParallelPlugin(state_dict_type=FULL)
+        plugin = FullyShardedDataParallelPlugin()
     given, wanted = plugin.dp_replicate_size, sizes.dp_replicate_size
     if isinstance(given, int) and given != wanted:
         raise ConfigError.of(

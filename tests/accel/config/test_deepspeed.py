@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import sys
 import types
@@ -39,7 +41,7 @@ def test_the_environment_fills_what_the_plugin_leaves_out(tmp_path: Path) -> Non
         plugin = active(plan.plugin("deepspeed"))
         assert plugin is not None
         assert (plugin.zero_stage, plugin.gradient_clipping) == (3, 0.5)
-        assert (plugin.offload_optimizer_device, plugin.offload_param_device) == ("cpu", None)
+        assert (plugin.offload_optimizer_device, plugin.offload_param_device) == ("cpu", "none")
         assert plugin.is_zero3_init_enabled()
         assert plugin.zero3_save_16bit_model
         assert plugin.transformer_moe_cls_names == "Experts"
@@ -59,7 +61,7 @@ def test_the_environment_fills_what_the_plugin_leaves_out(tmp_path: Path) -> Non
     with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_GRADIENT_CLIPPING="auto"):
         plan = resolve(Arguments(cpu=True), Environment.read())
         assert active(plan.plugin("deepspeed")) is not None
-        assert active(plan.plugin("deepspeed")).gradient_clipping is None
+        assert active(plan.plugin("deepspeed")).given("gradient_clipping") is None
     with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_DEEPSPEED_ZERO_STAGES="3"):
         with pytest.raises(ConfigError, match="Did you mean 'ACCELERATE_DEEPSPEED_ZERO_STAGE'"):
             resolve(Arguments(cpu=True), Environment.read())
@@ -132,6 +134,11 @@ def test_init_at_stage_three_is_switched_inside_a_context() -> None:
     with plugin.zero3_init_context_manager(enable=False):
         assert not plugin.is_zero3_init_enabled()
     assert plugin.is_zero3_init_enabled()
+    plugin = DeepSpeedPlugin(zero_stage=3)
+    with plugin.zero3_init_context_manager(enable=True):
+        assert plugin.given("zero3_init_flag")
+    assert plugin.given("zero3_init_flag") is None
+    assert plugin.is_zero3_init_enabled()  # of transformers
     assert not DeepSpeedPlugin(zero_stage=2, zero3_init_flag=True).is_zero3_init_enabled()
 
 
@@ -167,18 +174,98 @@ def test_changes_of_a_plugins_configuration_hold(tmp_path: Path) -> None:
 def test_the_field_reports_the_stage_of_the_configuration() -> None:
     for config, stage in (({"zero_optimization": {"stage": 3}}, 3), ({}, 2), (None, 2)):
         plugin = DeepSpeedPlugin(config)
-        plugin.report_stage()
         assert plugin.zero_stage == stage
         plugin.deepspeed_config["zero_optimization"]["stage"] = 1
         assert (plugin.stage, plugin.zero_stage) == (1, 1)
         assert completed(plugin)["zero_optimization"]["stage"] == 1
     plugin = DeepSpeedPlugin(zero_stage=0)
-    plugin.report_stage()
-    assert plugin.zero_stage == 0
+    assert (plugin.stage, plugin.zero_stage) == (0, 0)
     plugin = DeepSpeedPlugin()
-    plugin.report_stage()
     plugin.zero_stage = 3
     assert completed(plugin)["zero_optimization"]["stage"] == 3
+
+
+SHOWN = {
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_stage": 2,
+    "is_train_batch_min": True,
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+    "offload_optimizer_nvme_path": "none",
+    "offload_param_nvme_path": "none",
+    "zero3_init_flag": False,
+    "zero3_save_16bit_model": False,
+    "transformer_moe_cls_names": None,
+    "enable_msamp": False,
+    "msamp_opt_level": "O1",
+}
+
+
+def test_fields_that_nobody_gave_show_what_holds(tmp_path: Path) -> None:
+    plugin = DeepSpeedPlugin()
+    assert {name: getattr(plugin, name) for name in SHOWN} == SHOWN
+    assert {name for name in SHOWN if plugin.given(name) is not None} == {"is_train_batch_min"}
+    config = {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "gradient_clipping": 0.5,
+        "gradient_accumulation_steps": 4,
+    }
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(config))
+    expected = {
+        "zero_stage": 3,
+        "offload_optimizer_device": "nvme",
+        "offload_optimizer_nvme_path": "/disk",
+        "gradient_clipping": 0.5,
+        "gradient_accumulation_steps": 4,
+        "zero3_save_16bit_model": True,
+        "zero3_init_flag": True,
+    }
+    for given in (config, str(path)):
+        plugin = DeepSpeedPlugin(given)
+        assert {name: getattr(plugin, name) for name in SHOWN} == {**SHOWN, **expected}
+        assert not any(plugin.given(name) for name in expected)
+    assert DeepSpeedPlugin("no such file").zero_stage == 2  # the run reports it
+
+
+def test_a_replaced_plugin_knows_what_was_given() -> None:
+    plugin = DeepSpeedPlugin({"gradient_clipping": 0.5, "zero_optimization": {"stage": 1}})
+    copied = dataclasses.replace(plugin, hf_ds_config={"gradient_clipping": 2.0})
+    assert (copied.gradient_clipping, copied.zero_stage) == (2.0, 2)
+    assert dataclasses.replace(plugin) == plugin
+    assert dataclasses.replace(DeepSpeedPlugin(zero_stage=2)).given("zero_stage") == 2
+    again = copy.deepcopy(plugin)
+    again.gradient_clipping = 1.0
+    assert (again.given("gradient_clipping"), plugin.given("gradient_clipping")) == (1.0, None)
+    plugin.gradient_clipping = "auto"
+    assert plugin.given("gradient_clipping") is None
+
+
+def test_the_outline_of_a_configuration_reaches_no_engine() -> None:
+    plugin = DeepSpeedPlugin(gradient_accumulation_steps=2)
+    assert plugin.is_auto("train_batch_size")
+    config = plugin.deepspeed_config
+    assert config["gradient_accumulation_steps"] == 2
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "none", "nvme_path": None}
+    stated = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2}
+    assert plugin.stated_config() == stated
+    plugin.offload_optimizer_device = "cpu"
+    assert plugin.get_value("zero_optimization.offload_optimizer.device") == "cpu"
+    plugin.offload_optimizer_device = None
+    assert plugin.get_value("zero_optimization.offload_optimizer.device") == "none"
+    assert plugin.offload_optimizer_device == "none"
+    config["zero_optimization"]["offload_param"]["device"] = "cpu"
+    assert plugin.offload_param_device == "none"  # until the configuration is read again
+    assert plugin.stated_config()["zero_optimization"]["offload_param"] == {"device": "cpu"}
+    assert plugin.offload_param_device == "cpu"
+    assert DeepSpeedPlugin({"zero_optimization": {}}).deepspeed_config == {
+        "zero_optimization": {"stage": 2}
+    }
 
 
 def test_fields_fill_the_configuration_until_it_has_a_value_of_its_own() -> None:

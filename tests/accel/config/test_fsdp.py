@@ -147,11 +147,43 @@ def test_what_is_not_there_yet_says_so(arguments: dict[str, Any]) -> None:
     ],
 )
 def test_a_switch_is_what_its_word_says(given: Any, expected: bool | None) -> None:
-    assert Plugin(cpu_offload=given).cpu_offload is expected
+    assert Plugin(cpu_offload=given).given("cpu_offload") is expected
     if not isinstance(given, dict):
         assert Plugin(forward_prefetch=given).forward_prefetch is expected
     if isinstance(given, str):
         assert Plugin(reshard_after_forward=given).reshard_after_forward is expected
+
+
+SHOWN = {
+    "reshard_after_forward": True,
+    "cpu_offload": False,
+    "state_dict_type": "FULL_STATE_DICT",
+    "activation_checkpointing": False,
+    "activation_checkpointing_offload": False,
+    "cpu_ram_efficient_loading": False,
+}
+
+
+def test_fields_show_what_holds_and_count_as_not_given() -> None:
+    for plugin in (Plugin(), dataclasses.replace(Plugin()), dataclasses.replace(Plugin(), **SHOWN)):
+        assert {name: getattr(plugin, name) for name in SHOWN} == SHOWN
+        assert not any(plugin.given(name) for name in SHOWN)
+        assert plugin == Plugin()
+        variables = {"FSDP_RESHARD_AFTER_FORWARD": "no", "FSDP_ACTIVATION_CHECKPOINTING": "yes"}
+        filled = from_environment(plugin, ACCELERATE_USE_FSDP="1", **variables)
+        assert (filled.reshard_after_forward, filled.activation_checkpointing) == (False, True)
+    given = Plugin(reshard_after_forward=True)
+    assert dataclasses.replace(given).given("reshard_after_forward") is True
+    assigned = Plugin()
+    assigned.reshard_after_forward = True
+    assert assigned.given("reshard_after_forward") is True
+
+
+def test_a_variable_that_says_the_default_is_given() -> None:
+    """The outermost module stays gathered unless somebody asks otherwise."""
+    values = {"ACCELERATE_USE_FSDP": "1", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+    for plugin in (None, Plugin()):
+        assert from_environment(plugin, **values).given("reshard_after_forward") is True
 
 
 def test_offloading_is_what_was_asked_for() -> None:

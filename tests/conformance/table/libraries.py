@@ -43,7 +43,7 @@ NAMED = "tests/accel/config/test_fsdp_setters.py::test_a_class_is_found_by_its_n
 DEVICES = ("xpu", "npu", "mlu", "musa", "sdaa", "neuron")
 PACKAGES = {
     "aim": "aim",
-    "bnb": "bitsandbytes",
+    "amdsmi": "amdsmi",
     "boto3": "boto3",
     "ccl": "oneccl_bindings_for_pytorch",
     "clearml": "clearml",
@@ -51,6 +51,7 @@ PACKAGES = {
     "datasets": "datasets",
     "deepspeed": "deepspeed",
     "dvclive": "dvclive",
+    "import_timer": "import_timer",
     "ipex": "intel_extension_for_pytorch",
     "lomo": "lomo_optim",
     "matplotlib": "matplotlib",
@@ -61,6 +62,7 @@ PACKAGES = {
     "peft": "peft",
     "pippy": "torch.distributed.pipelining",
     "pynvml": "pynvml",
+    "sagemaker": "sagemaker",
     "schedulefree": "schedulefree",
     "swanlab": "swanlab",
     "tensorboard": "tensorboard",
@@ -75,6 +77,19 @@ PACKAGES = {
 }
 APPLE = IMPORTS + "test_apples_gpu_needs_a_version_of_torch"
 GAUDI = IMPORTS + "test_gaudi_with_its_collectives"
+BITS = IMPORTS + "test_bits_of_bitsandbytes_by_its_version[0.37.2-True-False]"
+MORE_BITS = IMPORTS + "test_bits_of_bitsandbytes_by_its_version[0.39.0-True-True]"
+# Checks of their own, without parameters.
+CHECKS = {
+    "4bit_bnb": MORE_BITS,
+    "8bit_bnb": BITS,
+    "bitsandbytes_multi_backend": IMPORTS + "test_bitsandbytes_for_several_devices",
+    "fp16": IMPORTS + "test_fp16_is_missing_on_the_first_gaudi_alone",
+    "rocm": IMPORTS + "test_rocm_is_a_build_of_torch_with_a_gpu",
+    "transformer_engine_mxfp8": IMPORTS + "test_mxfp8_is_a_matter_of_the_gpu",
+    "weights_only": IMPORTS + "test_weights_are_read_alone_from_a_version_of_torch_on",
+    "xccl": IMPORTS + "test_xccl_is_of_torchs_build",
+}
 UTILS = "accel.utils:"
 
 
@@ -103,6 +118,8 @@ ENTRIES = [
         )
         for name, package in PACKAGES.items()
     ),
+    *(Entry(f"{UTILS}is_{name}_available", test) for name, test in CHECKS.items()),
+    Entry(UTILS + "is_bnb_available", BITS, parameters={"min_version": P(None, BITS)}),
     Entry(UTILS + "is_mps_available", APPLE, parameters={"min_version": P("1.12", APPLE)}),
     Entry(UTILS + "is_hpu_available", GAUDI, parameters={"init_hccl": P(False, GAUDI)}),
     Entry(UTILS + "install_xla", IMPORTS + "test_a_running_program_installs_nothing"),

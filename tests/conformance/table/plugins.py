@@ -17,10 +17,42 @@ WRITTEN = FILLING + "test_a_precision_is_written_into_the_configuration[config0-
 LEAVES = FILLING + "test_leaf_modules_are_named_to_deepspeed"
 HANDLERS = "tests/accel/config/test_handlers.py::"
 HOOK = HANDLERS + "test_a_communication_hook_is_registered_by_hand"
+HELD = "tests/accel/config/test_fsdp.py::test_fields_show_what_holds_and_count_as_not_given"
+SHOWN = FILLING + "test_fields_that_nobody_gave_show_what_holds"
+OUTLINE = FILLING + "test_the_outline_of_a_configuration_reaches_no_engine"
 FSDP = "accel:FullyShardedDataParallelPlugin."
 DEEPSPEED = "accel:DeepSpeedPlugin."
 
 ENTRIES = [
+    Entry(
+        FSDP.rstrip("."),
+        attributes=dict.fromkeys(
+            (
+                *("reshard_after_forward", "cpu_offload", "state_dict_type"),
+                *("activation_checkpointing", "activation_checkpointing_offload"),
+                "cpu_ram_efficient_loading",
+            ),
+            HELD,
+        ),
+        call=False,
+    ),
+    Entry(
+        DEEPSPEED.rstrip("."),
+        attributes={
+            **dict.fromkeys(
+                (
+                    *("gradient_accumulation_steps", "gradient_clipping", "zero_stage"),
+                    *("is_train_batch_min", "offload_optimizer_device", "offload_param_device"),
+                    *("offload_optimizer_nvme_path", "offload_param_nvme_path"),
+                    *("zero3_init_flag", "zero3_save_16bit_model", "enable_msamp"),
+                    "msamp_opt_level",
+                ),
+                SHOWN,
+            ),
+            "deepspeed_config": OUTLINE,
+        },
+        call=False,
+    ),
     Entry(FSDP + "set_auto_wrap_policy", POLICY, parameters={"model": P(REQUIRED, POLICY)}),
     Entry(
         FSDP + "set_mixed_precision",

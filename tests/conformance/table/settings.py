@@ -35,6 +35,7 @@ ENTRIES = [
             "project_configuration": ONE,
             "step_scheduler_with_optimizer": ONE,
             "rng_types": ONE,
+            "fp8_backend": ONE,
             "native_amp": SETTINGS + "test_autocast_is_switched_off",
             "deepspeed_plugin": SETTINGS + "test_the_active_plugin_of_deepspeed",
             "is_fsdp2": TWO,

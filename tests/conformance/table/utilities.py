@@ -44,6 +44,7 @@ ENTRIES = [
         *("CUDAGRAPHS", "OFI", "FX2TRT", "ONNXRT", "TENSORRT", "AOT_TORCHXLA_TRACE_ONCE"),
         *("TORCHXLA_TRACE_ONCE", "TVM", "HPU_BACKEND", "NEURON"),
     ),
+    values("accel.utils.dataclasses:FP8BackendType", "NO", "TE", "MSAMP", "AO"),
     values("accel.utils:PrecisionType", "NO", "FP8", "FP16", "BF16"),
     values("accel.utils:ComputeEnvironment", "LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
     values("accel.utils:SageMakerDistributedType", "NO", "DATA_PARALLEL", "MODEL_PARALLEL"),

@@ -99,3 +99,20 @@ def test_a_plugin_of_a_strategy_that_is_not_installed_is_named(tmp_path: Path) -
         serialization.parse_yaml("seed: 1\nother: {size: 2}\nsome: {}\nodd: 3\n", path)
     assert f"{path}: the run has other, some on, the plugin of a strategy" in str(caught.value)
     assert "Install the package that brings other, some" in str(caught.value)
+
+
+def test_what_nobody_gave_a_plugin_is_frozen_as_not_given() -> None:
+    recipe = serialization.from_plain({"fsdp": {"reshard_after_forward": False}})
+    assert recipe.fsdp is not None
+    assert recipe.fsdp.state_dict_type == "FULL_STATE_DICT"
+    plain = serialization.to_plain(recipe.fsdp)
+    assert (plain["reshard_after_forward"], plain["state_dict_type"]) == (False, None)
+    text = serialization.yaml_text(serialization.frozen_plain(recipe))
+    again = serialization.from_plain(serialization.parse_yaml(text, Path("config.yaml")))
+    assert again.fsdp is not None
+    assert again.fsdp.given_fields() == recipe.fsdp.given_fields()
+    plain = serialization.to_plain(DeepSpeedPlugin(zero_stage=1))
+    assert {name: value for name, value in plain.items() if value is not None} == {
+        "zero_stage": 1,
+        "is_train_batch_min": True,
+    }
