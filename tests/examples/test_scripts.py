@@ -19,7 +19,10 @@ SECONDS = 500.0
 ROUNDING = 0.004  # of what is summed up in another order; one test sample of 360 weighs 0.003
 
 pytestmark = pytest.mark.timeout(900)  # a second or two each; the machine may be shared
+EVERY = int(os.environ.get("EVERY_SCRIPT", "1"))  # continuous integration takes every n-th
 of_scripts = pytest.mark.parametrize("script", [pytest.param(s, id=s.name) for s in SCRIPTS])
+
+of_some = pytest.mark.parametrize("script", [pytest.param(s, id=s.name) for s in SCRIPTS[::EVERY]])
 
 
 def agree(one: Metrics, two: Metrics, names: tuple[str, ...]) -> None:
@@ -44,7 +47,7 @@ def started(folder: Path, *command: str) -> Metrics:
 
 
 @pytest.mark.slow  # a small run is not
-@of_scripts
+@of_some
 def test_the_whole_run(script: Script, tmp_path: Path) -> None:
     path = str(FOLDER / f"{script.name}.py")
     launch = ("-m", "runner", "launch", "--num_processes", "2", "--cpu")
@@ -55,7 +58,7 @@ def test_the_whole_run(script: Script, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # a small run is not
-@of_scripts
+@of_some
 def test_the_same_seed_gives_the_same_metrics(script: Script, tmp_path: Path) -> None:
     runs = [metrics_of(script.name, 2, script.small, tmp_path) for _ in range(2)]
     other = metrics_of(script.name, 2, (*script.small, "--seed", "1"), tmp_path)

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import pytest
 
 from tests.libraries.cells import Cell, matrix
 from tests.libraries.running import Comparison, Outcome, compare
 
+# Continuous integration takes every n-th cell, among them one of each library.
+CELLS = (
+    matrix()[1 :: int(os.environ["EVERY_LIBRARY"])] if "EVERY_LIBRARY" in os.environ else matrix()
+)
 ONE = Cell("transformers_trainer", "any", 1)
 
 
 @functools.cache
 def compared(num_processes: int) -> dict[Cell, Comparison]:
     """Return the comparisons of one number of processes, which are run together, once."""
-    cells = [cell for cell in matrix() if cell.num_processes == num_processes]
+    cells = [cell for cell in CELLS if cell.num_processes == num_processes]
     runnable = [cell for cell in cells if cell.reason_not_to_run() is None]
     return {one.cell: one for one in compare(runnable)}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("cell", matrix(), ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_a_library_trains_the_same(cell: Cell) -> None:
     reason = cell.reason_not_to_run()
     if reason is not None:
