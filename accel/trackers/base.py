@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from enum import Enum
+from os import PathLike, fspath
 from typing import Any, ClassVar, TypeVar, cast
 
+import numpy as np
 import torch
 
 from accel.errors import StateError
@@ -177,6 +180,32 @@ def require_attributes(kind: type) -> None:
             f"The tracker {kind.__name__} lacks {', '.join(missing)}. "
             f"Define {'them' if len(missing) > 1 else 'it'} in the class."
         )
+
+
+def plain(value: Any) -> Any:
+    """Return a nested configuration in the types that every library stores.
+
+    Args:
+        value: mappings and sequences of anything.
+
+    Returns:
+        The same in dicts with text for keys, lists, text, numbers, booleans and None: enumerations
+        by value, paths and anything else as text.
+    """
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, PathLike):
+        return str(fspath(value))
+    if isinstance(value, Mapping):
+        return {str(plain(name)): plain(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(entry) for entry in value]
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        value = value.item()
+    for kind in (bool, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    return None if value is None else str(value)
 
 
 def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:

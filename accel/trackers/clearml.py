@@ -16,6 +16,7 @@ from accel.trackers.base import (
     LibraryTracker,
     images_of,
     on_main_process,
+    plain,
     scalars_and_texts,
 )
 
@@ -73,7 +74,7 @@ class ClearMLTracker(LibraryTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, object]) -> None:
         """Record hyper-parameters; ClearML joins the names of nested ones."""
-        self.tracker.connect(dict(values))
+        self.tracker.connect(plain(values))
 
     @on_main_process
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.trackers.base import LibraryTracker, images_of, on_main_process, scalars_and_texts
+from accel.trackers.base import (
+    LibraryTracker,
+    images_of,
+    on_main_process,
+    plain,
+    scalars_and_texts,
+)
 
 
 class DVCLiveTracker(LibraryTracker):
@@ -51,7 +57,7 @@ class DVCLiveTracker(LibraryTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, object]) -> None:
         """Record hyper-parameters in ``params.yaml``, nested as they are."""
-        self.tracker.log_params(_plain(values))
+        self.tracker.log_params(plain(values))
 
     @on_main_process
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
@@ -89,12 +95,3 @@ class DVCLiveTracker(LibraryTracker):
             for index, image in enumerate(images):
                 file = f"{name}.png" if len(images) == 1 else f"{name}_{index}.png"
                 live.log_image(file, image, **kwargs)
-
-
-def _plain(value: object) -> object:
-    """Return a nested value with text for what YAML has no type for."""
-    if isinstance(value, dict):
-        return {str(name): _plain(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
-    return value if isinstance(value, (bool, int, float, str)) else str(value)

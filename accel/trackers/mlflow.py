@@ -19,6 +19,7 @@ from accel.trackers.base import (
     flatten,
     images_of,
     on_main_process,
+    plain,
     scalars_and_texts,
 )
 
@@ -143,7 +144,7 @@ class MLflowTracker(LibraryTracker):
 
         run_id = self.tracker.info.run_id
         known = self._client.get_run(run_id).data.params
-        texts = {name: str(value) for name, value in flatten(values).items()}
+        texts = {name: str(value) for name, value in flatten(plain(values)).items()}
         params = []
         for name, text in texts.items():
             if len(text) > MAX_PARAM_VAL_LENGTH:

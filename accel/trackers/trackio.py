@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.trackers.base import LibraryTracker, detached, flatten, images_of, on_main_process
+from accel.trackers.base import (
+    LibraryTracker,
+    detached,
+    flatten,
+    images_of,
+    on_main_process,
+    plain,
+)
 
 
 class TrackioTracker(LibraryTracker):
@@ -53,7 +60,7 @@ class TrackioTracker(LibraryTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, object]) -> None:
         """Record hyper-parameters, nested as they are; Trackio stores them with the first log."""
-        self.tracker.config.update(values)
+        self.tracker.config.update(plain(values))
 
     @on_main_process
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:

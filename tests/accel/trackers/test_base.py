@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from enum import Enum
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from accel import Accelerator
+from accel.enums import LoggerType
 from accel.errors import StateError
 from accel.trackers.base import (
     LibraryTracker,
     detached,
     flatten,
     images_of,
+    plain,
     scalars_and_texts,
 )
 from accel.tracking import GeneralTracker
@@ -32,6 +37,35 @@ def test_a_tracker_class_says_what_it_lacks() -> None:
 
 def test_nested_configurations_become_paths() -> None:
     assert flatten({"a": {"b": 1, "c": {"d": 2}}, "e": 3}) == {"a/b": 1, "a/c/d": 2, "e": 3}
+
+
+class Color(Enum):
+    """Its value is no text."""
+
+    RED = (1, 0)
+
+
+def test_configurations_become_types_that_every_library_stores() -> None:
+    values = {
+        "kind": LoggerType.CSV,
+        Color.RED: Color.RED,
+        "path": Path("a"),
+        "parts": [np.float32(0.5), torch.tensor(2), {"dtype": torch.float32}],
+        "betas": (0.9, 1),
+        "flags": {True},
+        "none": None,
+    }
+    found = plain(values)
+    assert found == {
+        "kind": "csv",
+        "[1, 0]": [1, 0],
+        "path": "a",
+        "parts": [0.5, 2, {"dtype": "torch.float32"}],
+        "betas": [0.9, 1],
+        "flags": [True],
+        "none": None,
+    }
+    assert (type(found["kind"]), type(found["flags"][0])) == (str, bool)
 
 
 class Run:
