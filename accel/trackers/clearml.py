@@ -61,6 +61,12 @@ class ClearMLTracker(LibraryTracker):
                 run.mark_failed(status_message="the run ended with an exception")
             run.close()
 
+    @on_main_process
+    def flush(self) -> None:
+        """Write what the library's threads have yet to write."""
+        if self._run is not None:
+            self._run.flush()
+
     @property
     def run_id(self) -> str | None:
         """The task's id."""

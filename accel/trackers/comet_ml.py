@@ -42,6 +42,12 @@ class CometMLTracker(LibraryTracker):
     def _close(self, run: Any) -> None:
         run.end()
 
+    @on_main_process
+    def flush(self) -> None:
+        """Write what the library's threads have yet to write."""
+        if self._run is not None:
+            self._run.flush()
+
     @property
     def run_id(self) -> str | None:
         """The experiment's key."""

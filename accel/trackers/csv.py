@@ -65,7 +65,7 @@ class CSVTracker(GeneralTracker):
         """Append a row: numbers, nested ones under ``outer/inner``, and text.
 
         Raises:
-            TypeError: for other values, and for any `kwargs`.
+            TypeError: for any `kwargs`.
         """
         if kwargs:
             raise TypeError(f"csv: log takes no {', '.join(kwargs)}.")

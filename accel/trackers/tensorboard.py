@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.trackers.base import GeneralTracker, flatten, number, on_main_process, plain
+from accel.trackers.base import GeneralTracker, flatten, numbers, on_main_process, plain
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -72,9 +72,10 @@ class TensorBoardTracker(GeneralTracker):
             if isinstance(value, str):
                 writer.add_text(name, value, global_step=step, **kwargs)
             elif isinstance(value, Mapping):
-                writer.add_scalars(name, value, global_step=step, **kwargs)
+                writer.add_scalars(name, numbers(value), global_step=step, **kwargs)
             else:
-                writer.add_scalar(name, number(name, value), global_step=step, **kwargs)
+                for found in numbers({name: value}).values():
+                    writer.add_scalar(name, found, global_step=step, **kwargs)
         writer.flush()
 
     @on_main_process
@@ -83,6 +84,12 @@ class TensorBoardTracker(GeneralTracker):
         for name, images in values.items():
             self.tracker.add_images(name, images, global_step=step, **kwargs)
         self.tracker.flush()
+
+    @on_main_process
+    def flush(self) -> None:
+        """Write the events that are buffered."""
+        if self._writer is not None:
+            self._writer.flush()
 
     @on_main_process
     def finish(self) -> None:
