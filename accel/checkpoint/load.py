@@ -74,7 +74,8 @@ def load(
         _restore_positions(run, saved, loaders)
         _restore_random_states(run.plan.parallel_dims.dp_rank, saved)
     _continue_numbering(run, path)
-    run.trackers.resume(saved.manifest.engine.get("trackers", {}))
+    with together(comm, "continuing the trackers' runs"):
+        run.trackers.resume(saved.manifest.engine.get("trackers", {}))
     return path
 
 

@@ -102,6 +102,7 @@ def _write_and_commit(run: RunObjects, final: Path, options: SaveOptions) -> Non
         with together(comm, f"writing {final}"):
             _write(run, staged, options)
         with together(comm, f"committing {final}"), _room_for(final):
+            run.trackers.flush()  # their runs hold what the checkpoint's ids stand for
             if is_writer:
                 directory.seal(staged, _facts(run), options.metadata or {})
                 directory.publish(staged, final)

@@ -14,11 +14,11 @@ from accel.trackers.base import (
     LibraryTracker,
     images_of,
     on_main_process,
+    plain,
     scalars_and_texts,
 )
 
 Options = Mapping[str, Mapping[str, object]]
-PLAIN = (bool, int, float, str, list, tuple, type(None))
 
 
 class AimTracker(LibraryTracker):
@@ -67,7 +67,7 @@ class AimTracker(LibraryTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, object]) -> None:
         """Record hyper-parameters, nested as they are, as the run's ``hparams``."""
-        self.tracker["hparams"] = _plain(values)
+        self.tracker["hparams"] = plain(values)
 
     @on_main_process
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
@@ -110,15 +110,3 @@ def _captioned(found: object) -> tuple[object, str]:
     if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], str):
         return found[0], found[1]
     return found, ""
-
-
-def _plain(values: Mapping[str, object]) -> dict[str, object]:
-    """Return a nested mapping with text for values that Aim cannot store."""
-    return {
-        str(name): _plain(value)
-        if isinstance(value, Mapping)
-        else value
-        if isinstance(value, PLAIN)
-        else str(value)
-        for name, value in values.items()
-    }

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from os import PathLike, fspath
 from typing import Any, ClassVar, TypeVar, cast
 
+import numpy as np
 import torch
 
 from accel.errors import StateError
+from accel.logging import get_logger
 from accel.state import PartialState
 
+logger = get_logger(__name__)
 Method = TypeVar("Method", bound=Callable[..., Any])
+V = TypeVar("V")
 REQUIRED = ("name", "requires_logging_directory", "tracker")
 
 
@@ -114,8 +120,18 @@ class GeneralTracker:
         """
         raise NotImplementedError(f"{type(self).__name__} does not log images.")
 
+    def flush(self) -> None:
+        """Write what is buffered; called by `Accelerator.save_state`, before it keeps `run_id`."""
+
     def finish(self) -> None:
         """Flush and close the run."""
+
+    def discard(self) -> None:
+        """Close a run in which nothing is logged but the configuration; remove it where possible.
+
+        Called by `Accelerator.load_state`, which opens the checkpoint's run in its place.
+        """
+        self.finish()
 
 
 class LibraryTracker(GeneralTracker):
@@ -179,6 +195,60 @@ def require_attributes(kind: type) -> None:
         )
 
 
+class RecordedSteps:
+    """The steps of each value that a continued run has already, after a kill for instance.
+
+    Libraries without it would record the steps between the checkpoint and the kill twice.
+
+    Args:
+        read: returns the recorded steps of a name; called once for each.
+    """
+
+    def __init__(self, read: Callable[[str], Iterable[int]]) -> None:
+        self._read = read
+        self._steps: dict[str, frozenset[int]] = {}
+
+    def missing(self, values: Mapping[str, V], step: int | None) -> dict[str, V]:
+        """Return the values whose name is not recorded at `step` yet; all, for None."""
+        found = {name: value for name, value in values.items() if step not in self._of(name)}
+        if len(found) < len(values):
+            logger.warning_once(
+                "The continued run of a tracker has values of steps that are made again: they stay."
+            )
+        return found
+
+    def _of(self, name: str) -> frozenset[int]:
+        if name not in self._steps:
+            self._steps[name] = frozenset(self._read(name))
+        return self._steps[name]
+
+
+def plain(value: Any) -> Any:
+    """Return a nested configuration in the types that every library stores.
+
+    Args:
+        value: mappings and sequences of anything.
+
+    Returns:
+        The same in dicts with text for keys, lists, text, numbers, booleans and None: enumerations
+        by value, paths and anything else as text.
+    """
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, PathLike):
+        return str(fspath(value))
+    if isinstance(value, Mapping):
+        return {str(plain(name)): plain(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(entry) for entry in value]
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        value = value.item()
+    for kind in (bool, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    return None if value is None else str(value)
+
+
 def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return nested mappings as one, its keys joined by slashes."""
     flat: dict[str, object] = {}
@@ -190,25 +260,33 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]
     return flat
 
 
-def number(name: str, value: Any) -> float:
-    """Return a number or a tensor of one element as a float.
+def number(name: str, value: Any) -> float | None:
+    """Return a number or a tensor of one element as a float; anything else as None, with a warning.
+
+    A value that cannot be recorded is no reason to end a training.
 
     Args:
-        name: of the value, for the message.
+        name: of the value, for the warning.
         value: the number.
-
-    Raises:
-        TypeError: for anything else.
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return float(value.item())
     try:
         return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"log: {name}={value!r}: a value is a number, a tensor of one element, text or a dict "
-            "of numbers. Reduce it first, or use log_images."
-        ) from None
+    except (TypeError, ValueError, RuntimeError):
+        logger.warning_once(
+            "log: %s of type %s is skipped: a value is a number, a tensor of one element, text or "
+            "a dict of numbers. Reduce it first, or use log_images.",
+            name,
+            type(value).__name__,
+        )
+        return None
+
+
+def numbers(values: Mapping[str, object]) -> dict[str, float]:
+    """Return the values that are numbers as floats, without the others."""
+    found = {name: number(name, value) for name, value in values.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def scalars_and_texts(values: Mapping[str, object]) -> tuple[dict[str, float], dict[str, str]]:
@@ -218,14 +296,11 @@ def scalars_and_texts(values: Mapping[str, object]) -> tuple[dict[str, float], d
         values: by name: numbers, tensors of one element, text or mappings of these.
 
     Returns:
-        (numbers by name, texts by name).
-
-    Raises:
-        TypeError: for any other value.
+        (numbers by name, texts by name), without any other value.
     """
     flat = flatten(values)
     texts = {name: value for name, value in flat.items() if isinstance(value, str)}
-    return {name: number(name, v) for name, v in flat.items() if name not in texts}, texts
+    return numbers({name: v for name, v in flat.items() if name not in texts}), texts
 
 
 def detached(values: Mapping[str, object]) -> dict[str, object]:

@@ -16,6 +16,7 @@ from accel.trackers.base import (
     LibraryTracker,
     images_of,
     on_main_process,
+    plain,
     scalars_and_texts,
 )
 
@@ -60,6 +61,12 @@ class ClearMLTracker(LibraryTracker):
                 run.mark_failed(status_message="the run ended with an exception")
             run.close()
 
+    @on_main_process
+    def flush(self) -> None:
+        """Write what the library's threads have yet to write."""
+        if self._run is not None:
+            self._run.flush()
+
     @property
     def run_id(self) -> str | None:
         """The task's id."""
@@ -73,7 +80,7 @@ class ClearMLTracker(LibraryTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, object]) -> None:
         """Record hyper-parameters; ClearML joins the names of nested ones."""
-        self.tracker.connect(dict(values))
+        self.tracker.connect(plain(values))
 
     @on_main_process
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:

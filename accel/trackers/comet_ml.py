@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.trackers.base import LibraryTracker, images_of, on_main_process, scalars_and_texts
+from accel.trackers.base import (
+    LibraryTracker,
+    images_of,
+    on_main_process,
+    plain,
+    scalars_and_texts,
+)
 
 
 class CometMLTracker(LibraryTracker):
@@ -36,6 +42,12 @@ class CometMLTracker(LibraryTracker):
     def _close(self, run: Any) -> None:
         run.end()
 
+    @on_main_process
+    def flush(self) -> None:
+        """Write what the library's threads have yet to write."""
+        if self._run is not None:
+            self._run.flush()
+
     @property
     def run_id(self) -> str | None:
         """The experiment's key."""
@@ -49,7 +61,7 @@ class CometMLTracker(LibraryTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, object]) -> None:
         """Record hyper-parameters; Comet joins the names of nested ones."""
-        self.tracker.log_parameters(values)
+        self.tracker.log_parameters(plain(values))
 
     @on_main_process
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:

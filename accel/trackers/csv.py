@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from accel.trackers.base import GeneralTracker, on_main_process, scalars_and_texts
+from accel.trackers.base import GeneralTracker, on_main_process, plain, scalars_and_texts
 
 STEP = "step"
 
@@ -57,7 +57,7 @@ class CSVTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, object]) -> None:
         """Record hyper-parameters in ``config.json``, nested as they are."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(values, indent=2, default=str) + "\n"
+        text = json.dumps(plain(values), indent=2) + "\n"
         self.path.with_name("config.json").write_text(text, encoding="utf-8")
 
     @on_main_process
@@ -65,7 +65,7 @@ class CSVTracker(GeneralTracker):
         """Append a row: numbers, nested ones under ``outer/inner``, and text.
 
         Raises:
-            TypeError: for other values, and for any `kwargs`.
+            TypeError: for any `kwargs`.
         """
         if kwargs:
             raise TypeError(f"csv: log takes no {', '.join(kwargs)}.")

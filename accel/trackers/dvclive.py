@@ -5,9 +5,21 @@ Source: https://dvc.org/doc/dvclive/live
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
 from typing import Any
 
-from accel.trackers.base import LibraryTracker, images_of, on_main_process, scalars_and_texts
+from accel.logging import get_logger
+from accel.trackers.base import (
+    LibraryTracker,
+    RecordedSteps,
+    images_of,
+    on_main_process,
+    plain,
+    scalars_and_texts,
+)
+
+logger = get_logger(__name__)
 
 
 class DVCLiveTracker(LibraryTracker):
@@ -25,15 +37,61 @@ class DVCLiveTracker(LibraryTracker):
     def __init__(self, run_name: str | None = None, live: object = None, **kwargs: object) -> None:
         super().__init__()
         self.run_name = run_name
-        self._live = live
+        self._live: Any = live
         self._kwargs = kwargs
+        self._config: dict[str, object] | None = None  # stored when the folder is opened
+        self._recorded = RecordedSteps(self._steps)
 
     def _open(self) -> object:
-        if self._live is not None:
-            return self._live
+        live = self._folder() if self._live is None else self._live
+        if self._config is not None:
+            live.log_params(plain(self._config))
+        return live
+
+    def _folder(self) -> Any:
         from dvclive import Live
 
+        folder = Path(str(self._kwargs.get("dir", "dvclive")))
+        if not self._kwargs.get("resume") and (folder / "plots" / "metrics").is_dir():
+            logger.warning(
+                "dvclive: %s held the metrics of an earlier run, which DVCLive removes for a new "
+                "one. Give init_kwargs={'dvclive': {'dir': …}}, or resume=True to append to them.",
+                folder,
+            )
         return Live(**self._kwargs)
+
+    def _steps(self, name: str) -> list[int]:
+        """Return the steps of a value that a continued run has in its file."""
+        path = Path(f"{self.tracker.dir}/plots/metrics/{name}.tsv")
+        if not self._kwargs.get("resume") or not path.is_file():
+            return []
+        with path.open(newline="", encoding="utf-8") as file:
+            return [int(row["step"]) for row in csv.DictReader(file, delimiter="\t")]
+
+    @on_main_process
+    def start(self) -> None:
+        """Leave the folder as it is until there is something to log.
+
+        DVCLive empties it for a new run, and `load_state` may yet say that this is none.
+        """
+
+    @on_main_process
+    def flush(self) -> None:
+        """Open the folder, so that checkpoints know it."""
+        assert self.tracker is not None
+
+    @on_main_process
+    def finish(self) -> None:
+        """Close the folder; one in which nothing is logged gets the hyper-parameters first."""
+        if self._config is not None and not self._finished and not self.failed:
+            self.flush()
+        super().finish()
+
+    @on_main_process
+    def discard(self) -> None:
+        """Leave the folder as it is, where it is not opened yet."""
+        self._config = None
+        self.finish()
 
     def _close(self, run: Any) -> None:
         run.end()
@@ -51,11 +109,15 @@ class DVCLiveTracker(LibraryTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, object]) -> None:
         """Record hyper-parameters in ``params.yaml``, nested as they are."""
-        self.tracker.log_params(_plain(values))
+        self._config = values
+        if self._run is not None:
+            self._run.log_params(plain(values))
 
     @on_main_process
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
         """Record numbers and text, and make the step's summary.
+
+        A value of a continued run is kept where it has that step already.
 
         Args:
             values: by name; nested ones are named ``outer/inner``.
@@ -66,7 +128,7 @@ class DVCLiveTracker(LibraryTracker):
         if step is not None:
             live.step = step
         numbers, texts = scalars_and_texts(values)
-        for name, value in {**numbers, **texts}.items():
+        for name, value in self._recorded.missing({**numbers, **texts}, step).items():
             live.log_metric(name, value, **kwargs)
         live.next_step()
 
@@ -89,12 +151,3 @@ class DVCLiveTracker(LibraryTracker):
             for index, image in enumerate(images):
                 file = f"{name}.png" if len(images) == 1 else f"{name}_{index}.png"
                 live.log_image(file, image, **kwargs)
-
-
-def _plain(value: object) -> object:
-    """Return a nested value with text for what YAML has no type for."""
-    if isinstance(value, dict):
-        return {str(name): _plain(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
-    return value if isinstance(value, (bool, int, float, str)) else str(value)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel.errors import ConfigError, Problem, StateError, nearest
 from accel.logging import get_logger
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from accel.trackers.table import Choice
 
 logger = get_logger(__name__)
+
+
+class Opening(NamedTuple):
+    """The arguments of `init_trackers`."""
+
+    project_name: str
+    config: Mapping[str, object] | None
+    arguments: Mapping[str, Mapping[str, object]]
 
 
 class TrackerGroup:
@@ -33,6 +41,8 @@ class TrackerGroup:
         self._logging_dir = logging_dir
         self._is_main_process = is_main_process
         self._resumed: dict[str, str] = {}
+        self._is_used = False  # since `init_trackers`: an unused run may be exchanged
+        self._opening = Opening("", None, {})
 
     def init_trackers(
         self,
@@ -44,7 +54,8 @@ class TrackerGroup:
 
         After `load_state`, the trackers continue the runs that the checkpoint names, unless
         `init_kwargs` name others. Runs that no `end_training` closes are closed at the exit of the
-        process, after an exception too.
+        process, after an exception too. One that ends with `sys.exit(3)` is closed as a success:
+        Python does not tell that code at exit. Raise an exception instead.
 
         Args:
             project_name: name of the run or project, as the tracker takes it.
@@ -59,16 +70,15 @@ class TrackerGroup:
         unknown = [self._unknown(f"init_kwargs[{name!r}]", name) for name in arguments]
         ConfigError.raise_if([problem for problem in unknown if problem is not None])
         self.finish()
+        self._opening, self._is_used = Opening(project_name, config, arguments), False
         for choice in self.log_with:
             if not choice.main_process_only or self._is_main_process:
-                self.trackers.append(self._open(choice, project_name, arguments))
+                self.trackers.append(self._build(choice))
         self._resumed = {}
         if self.trackers:
             atexit.register(self._finish_at_exit)
         for tracker in self.trackers:
-            tracker.start()
-            if config is not None:
-                tracker.store_init_configuration(dict(config))
+            self._start(tracker)
 
     def _unknown(self, value: str, name: str) -> Problem | None:
         names = [choice.name for choice in self.log_with]
@@ -78,12 +88,11 @@ class TrackerGroup:
             else Problem(value, "no such tracker is used", nearest(name, names))
         )
 
-    def _open(
-        self, choice: Choice, project_name: str, arguments: Mapping[str, Mapping[str, object]]
-    ) -> GeneralTracker:
+    def _build(self, choice: Choice) -> GeneralTracker:
         if not inspect.isclass(choice):
             return choice
-        given = dict(arguments.get(choice.name, {}))
+        project_name = self._opening.project_name
+        given = dict(self._opening.arguments.get(choice.name, {}))
         if choice.name in self._resumed:
             given = {**choice.resume_arguments(self._resumed[choice.name]), **given}
         build: Callable[..., GeneralTracker] = choice
@@ -91,18 +100,55 @@ class TrackerGroup:
             return build(project_name, self._logging_dir, **given)
         return build(project_name, **given)
 
+    def _start(self, tracker: GeneralTracker) -> None:
+        tracker.start()
+        if self._opening.config is not None:
+            tracker.store_init_configuration(dict(self._opening.config))
+
     def run_ids(self) -> dict[str, str]:
         """Return the run ids of the open trackers by their names, as checkpoints keep them."""
         ids = {tracker.name: tracker.run_id for tracker in self.trackers}
         return {**self._resumed, **{name: found for name, found in ids.items() if found}}
 
     def resume(self, run_ids: Mapping[str, str]) -> None:
-        """Continue earlier runs at the next `init_trackers`.
+        """Continue earlier runs at the next `init_trackers`; at once in place of open, empty ones.
 
         Args:
             run_ids: by name of the tracker, as `run_ids` returned them.
         """
         self._resumed = dict(run_ids)
+        for index, tracker in enumerate(self.trackers):
+            if self._is_another(tracker):
+                if self._is_used or tracker in self.log_with:
+                    self._warn_of_another(tracker)
+                else:
+                    tracker.discard()
+                    self.trackers[index] = self._build(type(tracker))
+                    self._start(self.trackers[index])
+                    del self._resumed[tracker.name]
+
+    def _is_another(self, tracker: GeneralTracker) -> bool:
+        """Return whether a tracker is open with another run than it would continue by itself."""
+        run_id = self._resumed.get(tracker.name)
+        if run_id is None or run_id == tracker.run_id:
+            return False
+        by_id = tracker.resume_arguments(run_id)
+        chosen = self._opening.arguments.get(tracker.name, {})
+        is_chosen = any(str(chosen.get(name, value)) != str(value) for name, value in by_id.items())
+        return bool(by_id) and not is_chosen
+
+    def _warn_of_another(self, tracker: GeneralTracker) -> None:
+        run_id = self._resumed[tracker.name]
+        logger.warning(
+            "load_state: the checkpoint's run of %s is %s, and %s is open: a run in use is not "
+            "exchanged, so the record is in two parts. Call load_state before init_trackers, or "
+            "init_trackers(…, init_kwargs={%r: %r}).",
+            tracker.name,
+            run_id,
+            tracker.run_id,
+            tracker.name,
+            tracker.resume_arguments(run_id),
+        )
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker of this run.
@@ -119,6 +165,7 @@ class TrackerGroup:
             ConfigError: if no tracker of that name is used.
             StateError: before `init_trackers`.
         """
+        self._is_used = True
         for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
@@ -141,9 +188,24 @@ class TrackerGroup:
             values: by name: numbers, 0-d tensors, text or dicts of numbers.
             step: optimizer step.
             log_kwargs: arguments of each tracker's own call, by its name.
+
+        Raises:
+            Exception: that of the first tracker that fails, after all others have the values.
         """
-        for tracker in self.trackers:
-            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+        self._use("log")
+        own = log_kwargs or {}
+        _each(self.trackers, lambda one: one.log(values, step=step, **own.get(one.name, {})))
+
+    def _use(self, method: str) -> None:
+        self._is_used = True
+        if not self.trackers and self.log_with and self._is_main_process:
+            names = ", ".join(choice.name for choice in self.log_with)
+            logger.warning_once(
+                "%s: no tracker of %s is open, so values are lost. Call init_trackers(…) before "
+                "the first of them, and end_training() after the last.",
+                method,
+                names,
+            )
 
     def log_images(
         self,
@@ -161,14 +223,19 @@ class TrackerGroup:
         Raises:
             NotImplementedError: if none of the trackers has images.
         """
+        self._use("log_images")
         able = [tracker for tracker in self.trackers if _has_images(tracker)]
         for tracker in self.trackers:
             if not able:
                 raise NotImplementedError(f"The tracker {tracker.name!r} does not log images.")
             if tracker not in able:
                 logger.warning_once("The tracker %r does not log images: skipped.", tracker.name)
-        for tracker in able:
-            tracker.log_images(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+        own = log_kwargs or {}
+        _each(able, lambda one: one.log_images(values, step=step, **own.get(one.name, {})))
+
+    def flush(self) -> None:
+        """Write what the trackers buffer, so that a kill does not lose it."""
+        _each(self.trackers, lambda one: one.flush())
 
     def finish(self, failed: bool = False) -> None:
         """Close every tracker, once.
@@ -181,19 +248,25 @@ class TrackerGroup:
         """
         atexit.unregister(self._finish_at_exit)
         open_trackers, self.trackers = self.trackers, []
-        errors = []
         for tracker in open_trackers:
             tracker.failed = failed
-            try:
-                tracker.finish()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        _each(open_trackers, lambda one: one.finish())
 
     def _finish_at_exit(self) -> None:
         # Python keeps the exception that ended the script there.
         self.finish(failed=getattr(sys, "last_value", None) is not None)
+
+
+def _each(trackers: Iterable[GeneralTracker], act: Callable[[GeneralTracker], None]) -> None:
+    """Call `act` on every tracker, and raise the first exception afterwards."""
+    errors = []
+    for tracker in trackers:
+        try:
+            act(tracker)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _has_images(tracker: GeneralTracker) -> bool:

@@ -16,9 +16,11 @@ from accel.errors import ConfigError
 from accel.logging import get_logger
 from accel.trackers.base import (
     LibraryTracker,
+    RecordedSteps,
     flatten,
     images_of,
     on_main_process,
+    plain,
     scalars_and_texts,
 )
 
@@ -74,6 +76,7 @@ class MLflowTracker(LibraryTracker):
             "run_name": run_name,
             "description": description,
         }
+        self._recorded = RecordedSteps(self._steps)
 
     def _open(self) -> object:
         import mlflow
@@ -110,6 +113,13 @@ class MLflowTracker(LibraryTracker):
             return str(found.experiment_id)
         return str(client.create_experiment(self.experiment_name, artifacts))
 
+    def _steps(self, name: str) -> list[int]:
+        """Return the steps of a metric that a continued run has."""
+        if self._arguments["run_id"] is None:
+            return []
+        history = self._client.get_metric_history(self.tracker.info.run_id, name)
+        return [metric.step for metric in history]
+
     def _close(self, run: Any) -> None:
         import mlflow
 
@@ -119,6 +129,16 @@ class MLflowTracker(LibraryTracker):
             mlflow.end_run(status)
         else:  # the script has started another since
             self._client.set_terminated(run.info.run_id, status)
+
+    @on_main_process
+    def discard(self) -> None:
+        """Close the run; delete it, if it is new and has no metrics."""
+        run = self._run
+        self.finish()
+        if run is not None and self._arguments["run_id"] is None:
+            run_id = run.info.run_id
+            if not self._client.get_run(run_id).data.metrics:
+                self._client.delete_run(run_id)
 
     @property
     def run_id(self) -> str | None:
@@ -143,7 +163,7 @@ class MLflowTracker(LibraryTracker):
 
         run_id = self.tracker.info.run_id
         known = self._client.get_run(run_id).data.params
-        texts = {name: str(value) for name, value in flatten(values).items()}
+        texts = {name: str(value) for name, value in flatten(plain(values)).items()}
         params = []
         for name, text in texts.items():
             if len(text) > MAX_PARAM_VAL_LENGTH:
@@ -159,12 +179,17 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
-        """Record numbers as metrics, nested ones under ``outer/inner``, and text as tags."""
+        """Record numbers as metrics, nested ones under ``outer/inner``, and text as tags.
+
+        A metric of a continued run keeps the value of a step that it has already.
+        """
         import mlflow
 
         numbers, texts = scalars_and_texts(values)
         run_id = self.tracker.info.run_id
-        mlflow.log_metrics(numbers, step=step, run_id=run_id, **kwargs)
+        mlflow.log_metrics(
+            self._recorded.missing(numbers, step), step=step, run_id=run_id, **kwargs
+        )
         for name, text in texts.items():
             self._client.set_tag(run_id, name, text)
 

@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.trackers.base import LibraryTracker, images_of, on_main_process, scalars_and_texts
+from accel.trackers.base import (
+    LibraryTracker,
+    images_of,
+    on_main_process,
+    plain,
+    scalars_and_texts,
+)
 
 
 class SwanLabTracker(LibraryTracker):
@@ -50,7 +56,7 @@ class SwanLabTracker(LibraryTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, object]) -> None:
         """Record hyper-parameters, nested as they are."""
-        self.tracker.config.update(values)
+        self.tracker.config.update(plain(values))
 
     @on_main_process
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.trackers.base import GeneralTracker, flatten, number, on_main_process
+from accel.trackers.base import GeneralTracker, flatten, numbers, on_main_process, plain
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -55,13 +55,14 @@ class TensorBoardTracker(GeneralTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record hyper-parameters in the event file, and as they are in ``hparams.yml``."""
-        flat = flatten(values)
-        plain = {k: v if isinstance(v, HPARAM_TYPES) else str(v) for k, v in flat.items()}
-        self.tracker.add_hparams(plain, metric_dict={}, run_name=".")
+        kept = plain(values)
+        flat = flatten(kept)
+        shown = {k: v if isinstance(v, HPARAM_TYPES) else str(v) for k, v in flat.items()}
+        self.tracker.add_hparams(shown, metric_dict={}, run_name=".")
         self.tracker.flush()
         # JSON is YAML.
         path = Path(self.logging_dir) / "hparams.yml"
-        path.write_text(json.dumps(values, indent=2, default=str) + "\n")
+        path.write_text(json.dumps(kept, indent=2) + "\n")
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -71,9 +72,10 @@ class TensorBoardTracker(GeneralTracker):
             if isinstance(value, str):
                 writer.add_text(name, value, global_step=step, **kwargs)
             elif isinstance(value, Mapping):
-                writer.add_scalars(name, value, global_step=step, **kwargs)
+                writer.add_scalars(name, numbers(value), global_step=step, **kwargs)
             else:
-                writer.add_scalar(name, number(name, value), global_step=step, **kwargs)
+                for found in numbers({name: value}).values():
+                    writer.add_scalar(name, found, global_step=step, **kwargs)
         writer.flush()
 
     @on_main_process
@@ -82,6 +84,12 @@ class TensorBoardTracker(GeneralTracker):
         for name, images in values.items():
             self.tracker.add_images(name, images, global_step=step, **kwargs)
         self.tracker.flush()
+
+    @on_main_process
+    def flush(self) -> None:
+        """Write the events that are buffered."""
+        if self._writer is not None:
+            self._writer.flush()
 
     @on_main_process
     def finish(self) -> None:

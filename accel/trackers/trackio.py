@@ -7,7 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.trackers.base import LibraryTracker, detached, flatten, images_of, on_main_process
+import numpy as np
+import torch
+
+from accel.trackers.base import (
+    LibraryTracker,
+    RecordedSteps,
+    detached,
+    flatten,
+    images_of,
+    number,
+    on_main_process,
+    plain,
+)
 
 
 class TrackioTracker(LibraryTracker):
@@ -25,11 +37,22 @@ class TrackioTracker(LibraryTracker):
         super().__init__()
         self.run_name = run_name
         self._kwargs = kwargs
+        self._recorded = RecordedSteps(self._steps)
 
     def _open(self) -> object:
         import trackio
 
         return trackio.init(**{"project": self.run_name, **self._kwargs})
+
+    def _steps(self, name: str) -> list[int]:
+        """Return the steps of a value that a continued run has in the database here."""
+        if self._kwargs.get("resume", "never") == "never":
+            return []
+        from trackio.sqlite_storage import SQLiteStorage
+
+        run = self.tracker
+        logs = SQLiteStorage.get_logs(run.project, run.name)
+        return [record["step"] for record in logs if name in record]
 
     def _close(self, run: Any) -> None:
         import trackio
@@ -39,6 +62,16 @@ class TrackioTracker(LibraryTracker):
             trackio.finish()  # or it is finished again at the exit of the process
         else:
             run.finish()
+
+    @on_main_process
+    def flush(self) -> None:
+        """Write what Trackio's thread has yet to write into the database here."""
+        run = self._run
+        # Trackio has no public way to wait for its thread short of `finish`.
+        write = getattr(run, "_flush_queues_inline", None)
+        if write is not None and run._is_local:
+            with run._client_lock:
+                write()
 
     @property
     def run_id(self) -> str | None:
@@ -53,12 +86,23 @@ class TrackioTracker(LibraryTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, object]) -> None:
         """Record hyper-parameters, nested as they are; Trackio stores them with the first log."""
-        self.tracker.config.update(values)
+        self.tracker.config.update(plain(values))
 
     @on_main_process
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
-        """Record numbers, nested ones under ``outer/inner``, text, or Trackio's own objects."""
-        self.tracker.log(detached(flatten(values)), step=step, **kwargs)
+        """Record numbers, nested ones under ``outer/inner``, text, or Trackio's own objects.
+
+        A value of a continued run is kept where it has that step already.
+        """
+        # One array would keep Trackio's thread from writing the values beside it.
+        found = {
+            name: value
+            for name, value in detached(flatten(values)).items()
+            if not isinstance(value, (torch.Tensor, np.ndarray)) or number(name, value) is not None
+        }
+        missing = self._recorded.missing(found, step)
+        if missing:
+            self.tracker.log(missing, step=step, **kwargs)
 
     @on_main_process
     def log_images(

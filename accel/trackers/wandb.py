@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from accel.trackers.base import LibraryTracker, detached, images_of, on_main_process
+from accel.trackers.base import LibraryTracker, detached, images_of, on_main_process, plain
 
 
 class WandBTracker(LibraryTracker):
@@ -50,7 +50,7 @@ class WandBTracker(LibraryTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, object]) -> None:
         """Record hyper-parameters, nested as they are."""
-        self.tracker.config.update(values, allow_val_change=True)
+        self.tracker.config.update(plain(values), allow_val_change=True)
 
     @on_main_process
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:

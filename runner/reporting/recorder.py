@@ -91,8 +91,8 @@ class Recorder:
     def _tracker_arguments(self, resumed: bool) -> dict[str, dict[str, Any]]:
         """Return the trackers' arguments.
 
-        A run has the name of its directory there. Those that can drop records after a resumed step
-        do.
+        A run has the name of its directory there, or a folder below it. Those that can drop
+        records after a resumed step do.
         """
         given = self._recipe.tracker.init_kwargs
         arguments = {name: dict(values) for name, values in given.items()}
@@ -100,6 +100,8 @@ class Recorder:
         for name in PURGING:
             if resumed and name in names:
                 arguments.setdefault(name, {}).setdefault("purge_step", self._state.step + 1)
+        if "dvclive" in names:  # or each run would remove the one before it
+            arguments.setdefault("dvclive", {}).setdefault("dir", str(self._run_dir / "dvclive"))
         for name, argument in RUN_NAMES.items():
             if not resumed and name in names:
                 arguments.setdefault(name, {}).setdefault(argument, self._run_dir.name)

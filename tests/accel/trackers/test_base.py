@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from enum import Enum
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from accel import Accelerator
+from accel.enums import LoggerType
 from accel.errors import StateError
 from accel.trackers.base import (
     LibraryTracker,
+    RecordedSteps,
     detached,
     flatten,
     images_of,
+    plain,
     scalars_and_texts,
 )
 from accel.tracking import GeneralTracker
@@ -32,6 +38,35 @@ def test_a_tracker_class_says_what_it_lacks() -> None:
 
 def test_nested_configurations_become_paths() -> None:
     assert flatten({"a": {"b": 1, "c": {"d": 2}}, "e": 3}) == {"a/b": 1, "a/c/d": 2, "e": 3}
+
+
+class Color(Enum):
+    """Its value is no text."""
+
+    RED = (1, 0)
+
+
+def test_configurations_become_types_that_every_library_stores() -> None:
+    values = {
+        "kind": LoggerType.CSV,
+        Color.RED: Color.RED,
+        "path": Path("a"),
+        "parts": [np.float32(0.5), torch.tensor(2), {"dtype": torch.float32}],
+        "betas": (0.9, 1),
+        "flags": {True},
+        "none": None,
+    }
+    found = plain(values)
+    assert found == {
+        "kind": "csv",
+        "[1, 0]": [1, 0],
+        "path": "a",
+        "parts": [0.5, 2, {"dtype": "torch.float32"}],
+        "betas": [0.9, 1],
+        "flags": [True],
+        "none": None,
+    }
+    assert (type(found["kind"]), type(found["flags"][0])) == (str, bool)
 
 
 class Run:
@@ -79,12 +114,34 @@ def test_a_librarys_run_is_opened_and_closed_once() -> None:
         assert tracker.tracker
 
 
-def test_values_are_plain_numbers_and_texts() -> None:
+def test_values_that_a_continued_run_has_already_are_kept() -> None:
+    asked = []
+
+    def read(name: str) -> list[int]:
+        asked.append(name)
+        return {"loss": [1, 2]}.get(name, [])
+
+    steps = RecordedSteps(read)
+    values = {"loss": 0.5, "validation": 0.25}
+    assert steps.missing(values, 2) == {"validation": 0.25}
+    assert steps.missing(values, 3) == values
+    assert steps.missing(values, None) == values
+    assert asked == ["loss", "validation"]
+
+
+def test_values_are_plain_numbers_and_texts(caplog: pytest.LogCaptureFixture) -> None:
     values = {"loss": torch.tensor(0.5), "parts": {"a": np.float32(2), "b": True}, "note": "fine"}
     numbers = {"loss": 0.5, "parts/a": 2.0, "parts/b": 1.0}
     assert scalars_and_texts(values) == (numbers, {"note": "fine"})
-    with pytest.raises(TypeError, match="parts/a="):
-        scalars_and_texts({"parts": {"a": [1, 2]}})
+    wrong = {"a": [1, 2], "b": None, "c": torch.ones(2), "d": 1}
+    for _ in range(2):
+        assert scalars_and_texts({"wrong": wrong}) == ({"wrong/d": 1.0}, {})
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.split(" is skipped")[0] for text in told] == [
+        "log: wrong/a of type list",
+        "log: wrong/b of type NoneType",
+        "log: wrong/c of type Tensor",
+    ]
     table = object()
     kept = detached({"loss": torch.tensor([3]), "parts": {"a": torch.tensor(1.5)}, "table": table})
     assert kept == {"loss": 3, "parts": {"a": 1.5}, "table": table}

@@ -183,13 +183,15 @@ def test_dvclive(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = library(monkeypatch, "dvclive")
     tracker = DVCLiveTracker("ignored", dir="here")
     tracker.start()
-    assert fake.got("dvclive.Live") == [call(dir="here")]
+    assert fake.got("dvclive.Live") == []  # DVCLive empties the folder
     run = "dvclive.Live()"
+    tracker.flush()
+    assert fake.got("dvclive.Live") == [call(dir="here")]
     assert tracker.tracker == Fake(run, [], {})
     assert tracker.run_id == f"{run}.dir"
     assert tracker.resume_arguments("a") == {"dir": "a", "resume": True}
     tracker.store_init_configuration({**CONFIG, "shape": (1, 2), "kind": None})
-    expected = {**CONFIG, "shape": [1, 2], "kind": "None"}
+    expected = {**CONFIG, "shape": [1, 2], "kind": None}
     assert fake.got(f"{run}.log_params") == [call(expected)]
     tracker.log(VALUES, step=3, plot=False)
     assert fake.got(f"{run}.log_metric") == [
@@ -205,7 +207,27 @@ def test_dvclive(monkeypatch: pytest.MonkeyPatch) -> None:
     tracker.finish()
     assert fake.got(f"{run}.end") == [call()]
     own = Fake("own", [], {})
-    assert DVCLiveTracker(live=own).tracker is own
+    given = DVCLiveTracker(live=own)
+    given.store_init_configuration(CONFIG)
+    assert given.tracker is own
+    assert own.got("own.log_params") == [call(CONFIG)]
+
+
+def test_dvclive_without_values_writes_its_configuration_unless_it_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = library(monkeypatch, "dvclive")
+    for failed, opened in ((True, 0), (False, 1)):
+        tracker = DVCLiveTracker("ignored")
+        tracker.store_init_configuration(CONFIG)
+        tracker.failed = failed
+        tracker.finish()
+        tracker.finish()
+        assert len(fake.got("dvclive.Live")) == opened
+    tracker = DVCLiveTracker("ignored")
+    tracker.store_init_configuration(CONFIG)
+    tracker.discard()
+    assert len(fake.got("dvclive.Live")) == 1
 
 
 def mlflow_library(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> Fake:
@@ -216,7 +238,10 @@ def mlflow_library(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> Fake:
 
 
 def test_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    none = {"mlflow__MlflowClient()__get_experiment_by_name": None}
+    none: dict[str, Any] = {
+        "mlflow__MlflowClient()__get_experiment_by_name": None,
+        "mlflow__MlflowClient()__get_metric_history": [],
+    }
     fake = mlflow_library(monkeypatch, mlflow__is_tracking_uri_set=False, **none)
     arguments = {"tags": {"a": "b"}, "run_name": "mine", "description": "Text."}
     tracker = MLflowTracker("exp", tmp_path, run_id="7", nested_run=True, **arguments)

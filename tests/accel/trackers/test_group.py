@@ -168,6 +168,106 @@ def test_a_resumed_run_continues_its_trackers_runs(tmp_path: Path) -> None:
     after.end_training()
 
 
+def test_a_state_loaded_after_init_trackers_continues_its_runs(tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    before = Accelerator(cpu=True, log_with=Numbered)
+    before.init_trackers("run", init_kwargs={"numbered": {"number": "seven"}})
+    before.save_state(state)
+    before.end_training()
+    after = Accelerator(cpu=True, log_with=[Numbered, Memory])
+    after.init_trackers("run", config={"lr": 1})
+    empty, other = after.trackers
+    after.load_state(state)
+    continued = after.get_tracker("numbered")
+    assert (continued.number, continued.calls) == ("seven", [("config", {"lr": 1})])
+    assert isinstance(empty, Numbered)
+    assert empty.calls == [("config", {"lr": 1}), ("finished",)]
+    assert after.get_tracker("memory") is other
+    after.init_trackers("next")  # a run of its own
+    assert after.get_tracker("numbered").number == "new"
+    after.end_training()
+
+
+@pytest.mark.parametrize("way", ["logged", "taken", "object"])
+def test_a_run_in_use_is_not_exchanged_by_load_state(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = str(tmp_path / "state")
+    before = Accelerator(cpu=True, log_with=Numbered)
+    before.init_trackers("run", init_kwargs={"numbered": {"number": "seven"}})
+    before.save_state(state)
+    before.end_training()
+    after = Accelerator(cpu=True, log_with=Numbered("mine") if way == "object" else Numbered)
+    after.init_trackers("run")
+    if way == "logged":
+        after.log({"loss": 1.0}, step=0)
+    elif way == "taken":
+        after.get_tracker("numbered").log({"loss": 1.0}, step=0)
+    after.load_state(state)
+    assert after.get_tracker("numbered").number == "new"
+    assert "run of numbered is seven, and new is open" in caplog.text
+    assert "init_kwargs={'numbered': {'number': 'seven'}}" in caplog.text
+    caplog.clear()
+    after.init_trackers("run", init_kwargs={"numbered": {"number": "eight"}})
+    after.load_state(state)  # the caller has chosen another
+    assert after.get_tracker("numbered").number == ("new" if way == "object" else "eight")
+    assert way == "object" or "numbered" not in caplog.text
+    after.end_training()
+
+
+class Buffering(Numbered):
+    """Has an id once its buffer is written, and refuses some values."""
+
+    name = "buffering"
+
+    def flush(self) -> None:
+        self.calls.append(("flushed",))
+        self.number = "flushed"
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        raise ValueError("refused")
+
+
+def test_a_checkpoint_keeps_the_ids_of_runs_that_are_written(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with=Buffering)
+    accelerator.init_trackers("run")
+    accelerator.save_state(str(tmp_path / "state"))
+    assert accelerator.get_tracker("buffering").calls == [("flushed",)]
+    accelerator.end_training()
+    after = Accelerator(cpu=True, log_with=Buffering)
+    after.load_state(str(tmp_path / "state"))
+    assert after.tracker_group.run_ids() == {"buffering": "flushed"}
+
+
+def test_a_tracker_that_fails_keeps_nothing_from_the_others() -> None:
+    last = Memory("last")
+    accelerator = Accelerator(cpu=True, log_with=[Buffering, last])
+    accelerator.init_trackers("run")
+    with pytest.raises(ValueError, match="refused"):
+        accelerator.log({"loss": 1.0}, step=1)
+    assert last.calls == [({"loss": 1.0}, 1, {})]
+    accelerator.end_training()
+
+
+def test_values_without_an_open_tracker_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True, log_with=Memory)
+    accelerator.log({"loss": 1.0}, step=1)
+    accelerator.log({"loss": 2.0}, step=2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "log: no tracker of memory is open, so values are lost. Call init_trackers(…) before the "
+        "first of them, and end_training() after the last."
+    ]
+    accelerator.init_trackers("run")
+    accelerator.log({"loss": 1.0}, step=1)
+    accelerator.end_training()
+    caplog.clear()
+    accelerator.log_images({"x": None}, step=3)
+    assert "log_images: no tracker of memory is open" in caplog.text
+    caplog.clear()
+    Accelerator(cpu=True).log({"loss": 1.0}, step=1)
+    assert not caplog.records
+
+
 UNFINISHED = """
 import sys
 from accel import Accelerator

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -32,10 +31,13 @@ def test_tensorboard_gets_scalars_text_images_and_hyper_parameters(tmp_path: Pat
     assert json.loads((tmp_path / "run" / "hparams.yml").read_text()) == config
 
 
-def test_a_value_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_a_value_that_is_no_number_is_skipped(tmp_path: Path) -> None:
     tracker = TensorBoardTracker("run", tmp_path)
-    with pytest.raises(TypeError, match="weights="):
-        tracker.log({"weights": torch.zeros(3)}, step=0)
-    with pytest.raises(TypeError, match="loss="):
-        tracker.log({"loss": None}, step=0)
+    tracker.flush()
+    tracker.log({"weights": torch.zeros(3), "none": None, "loss": 1.0}, step=0)
+    tracker.log({"parts": {"a": 1.0, "b": None}}, step=0)
+    tracker.flush()
+    assert scalars(tmp_path / "run") == {"loss": [(0, 1.0)]}
+    assert scalars(tmp_path / "run" / "parts_a") == {"parts": [(0, 1.0)]}
+    assert not (tmp_path / "run" / "parts_b").exists()
     tracker.finish()

@@ -7,9 +7,11 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 
 from accel.checkpoint.directory import checkpoints
+from accel.trackers.table import TRACKERS
 from runner.reporting.recorder import learning_rates
 from tests import commands
 from tests.accel.trackers.offline import needs
@@ -67,6 +69,27 @@ def command(folder: Path, *overrides: str, **environment: str) -> None:
     known = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), **environment}
     answer = commands.run("-m", "runner", *small, *overrides, cwd=folder, environment=known)
     assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+RECIPES = sorted(path.stem for path in (ROOT / "conf" / "tracker").glob("*.yaml"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_shipped_tracker_trains_without_a_server(name: str, tmp_path: Path) -> None:
+    entry = TRACKERS.get(name)
+    if entry is not None and not entry.is_available():
+        pytest.skip(f"no {entry.package} here")
+    offline = {
+        "WANDB_MODE": "offline",
+        "SWANLAB_MODE": "offline",
+        "CLEARML_OFFLINE_MODE": "1",
+        "COMET_OFFLINE_DIRECTORY": str(tmp_path),
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+    }
+    without = {"comet_ml": ["tracker.init_kwargs.comet_ml.online=false"]}
+    command(tmp_path, f"tracker={name}", "trainer.stop_after=2", *without.get(name, []), **offline)
+    assert len(list(tmp_path.glob("runs/digits/*/metrics.jsonl"))) == 1
 
 
 @needs("mlflow")
