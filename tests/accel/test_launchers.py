@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +261,7 @@ def test_cells_of_a_jupyter_kernel_train_on_several_processes(tmp_path: Path) ->
 def kill_rank_one() -> None:
     if Accelerator(cpu=True).process_index == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    Accelerator(cpu=True).wait_for_everyone()
+    time.sleep(300)  # in a collective, its own error could come first
 
 
 def test_the_signal_that_ended_a_process_is_named() -> None:
