@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 
-from accel.checkpoint.offload_folder import Info, offload_weight, save_offload_index
+from accel.checkpoint.offload_folder import (
+    Info,
+    drop_from_index,
+    offload_weight,
+    save_offload_index,
+)
 
 
 class DiskWeights:
@@ -46,6 +51,7 @@ class DiskWeights:
         else:
             offload_weight(value.to(dtype), name, self.folder, self.index)
 
-    def save(self) -> None:
-        """Write the index."""
+    def save(self, wanted: Iterable[str]) -> None:
+        """Write the index; of the names `wanted` on disk it has only those of this checkpoint."""
+        drop_from_index(set(wanted) - self.index.keys(), self.folder)
         save_offload_index(self.index, self.folder)

@@ -270,7 +270,7 @@ class _Plan:
             for held, key in places if loaded is not None else ():
                 held[key] = loaded
         if self.disk is not None:
-            self.disk.save()
+            self.disk.save(on_disk)
 
 
 def ties(model: torch.nn.Module) -> Iterator[list[str]]:

@@ -74,13 +74,25 @@ def offload_weight(
         )
     plain = weight.detach().to("cpu").contiguous().reshape(-1)
     path = Path(offload_folder) / f"{weight_name}.dat"
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with open(part, "wb") as file:
-        plain.view(torch.uint8).numpy().tofile(file)
-    os.replace(part, path)  # what another process has mapped stays as it is
+    if not _holds(path, plain.view(torch.uint8)):
+        _write(path, plain.view(torch.uint8))
     if index is not None:
         index[weight_name] = {"dtype": _name_of(weight.dtype), "shape": list(weight.shape)}
     return index
+
+
+def _holds(path: Path, content: torch.Tensor) -> bool:
+    """Return whether a file has this content: models that are equal may share it."""
+    if not path.is_file() or path.stat().st_size != content.numel():
+        return False
+    return torch.equal(_mapped(path, 0, torch.uint8, (content.numel(),)), content)
+
+
+def _write(path: Path, content: torch.Tensor) -> None:
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with open(part, "wb") as file:
+        content.numpy().tofile(file)
+    os.replace(part, path)  # what another process has mapped stays as it is
 
 
 def load_offloaded_weight(weight_file: PathLike, weight_info: Mapping[str, object]) -> torch.Tensor:
@@ -174,11 +186,27 @@ def save_offload_index(index: Mapping[str, Info], offload_folder: PathLike) -> N
         index: entry by name of a weight; empty: the index stays as it is.
         offload_folder: the folder, which exists.
     """
-    if not index:
-        return
+    if index:
+        path = Path(offload_folder) / INDEX
+        _write_index(path, {**_read_index(path), **index})
+
+
+def drop_from_index(names: Collection[str], offload_folder: PathLike) -> None:
+    """Remove entries from the index of a folder of offloaded weights, which an earlier model left.
+
+    Args:
+        names: of weights; others stay.
+        offload_folder: the folder.
+    """
     path = Path(offload_folder) / INDEX
+    before = _read_index(path)
+    if not before.keys().isdisjoint(names):
+        _write_index(path, {name: info for name, info in before.items() if name not in names})
+
+
+def _write_index(path: Path, index: Mapping[str, Info]) -> None:
     part = path.with_name(f"{INDEX}.{os.getpid()}.part")
-    part.write_text(json.dumps({**_read_index(path), **index}, indent=2), encoding="utf-8")
+    part.write_text(json.dumps(index, indent=2), encoding="utf-8")
     os.replace(part, path)
 
 
@@ -204,6 +232,15 @@ def offload_state_dict(save_dir: PathLike, state_dict: Mapping[str, torch.Tensor
 # -- mappings ------------------------------------------------------------------------------
 
 
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return what tells a file from one that is written in its place; None: there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     """Weights by name, some in memory, others mapped from disk when they are asked for.
 
@@ -217,6 +254,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     Raises:
         ConfigError: if none of the first three is given.
+        CheckpointError: when a weight is read whose file is missing, or was written again since.
     """
 
     def __init__(
@@ -239,14 +277,27 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.index = {} if index is None else index
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
         self.device = device
+        self._stamps = {path: _stamp(path) for path in map(self._file, self.index)}
+
+    def _file(self, key: str) -> Path:
+        """Return the file that a weight on disk lies in."""
+        found = self.index[key].get("safetensors_file")
+        return Path(self.save_folder or ".") / f"{key}.dat" if found is None else Path(str(found))
+
+    def _check_unchanged(self, path: Path) -> None:
+        if _stamp(path) != self._stamps.get(path):
+            rule = "it was written or removed since the model was dispatched, which reads it"
+            remedy = "Load and dispatch the model again, and write other weights elsewhere."
+            raise CheckpointError(Problem(f"file {str(path)!r}", rule, remedy))
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
             return self.state_dict[key]
-        info = self.index[key]
+        info, path = self.index[key], self._file(key)
+        self._check_unchanged(path)
         if info.get("safetensors_file") is None:
-            return load_offloaded_weight(Path(self.save_folder or ".") / f"{key}.dat", info)
-        tensor = load_mapped(str(info["safetensors_file"]), str(info.get("weight_name", key)))
+            return load_offloaded_weight(path, info)
+        tensor = load_mapped(path, str(info.get("weight_name", key)))
         dtype = _dtype_of(info["dtype"]) if "dtype" in info else None
         return tensor.to(device=self.device, dtype=dtype)
 

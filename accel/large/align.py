@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.utils.hooks import RemovableHandle
 
 from accel.errors import StateError
 from accel.large.hooks import Arguments, ModelHook
@@ -64,6 +66,7 @@ class AlignDevicesHook(ModelHook):
         self.kept = kept
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
+        self._guard: RemovableHandle | None = None
         self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
 
     def __repr__(self) -> str:
@@ -113,6 +116,9 @@ class AlignDevicesHook(ModelHook):
             if device is not None and name not in leaving and not tensor.is_meta:
                 self._place(module, name, device)
         self._to_meta(module, leaving)
+        if self.offload:
+            refuse = functools.partial(_refuse_to_load, self.place_submodules)
+            self._guard = module.register_load_state_dict_pre_hook(refuse)
         return module
 
     def _to_meta(self, module: nn.Module, names: Iterable[str]) -> None:
@@ -184,12 +190,30 @@ class AlignDevicesHook(ModelHook):
         Args:
             module: what the hook was attached to.
         """
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
         if self.offload and self.weights_map is not None:
             for name in self.offloaded(module):
                 device = self.original_devices.get(name, torch.device("cpu"))
                 if device.type != "meta":
                     self._place(module, name, device, self.weights_map[name])
         return module
+
+
+def _refuse_to_load(
+    recurse: bool, module: nn.Module, state_dict: Mapping[str, object], prefix: str, *others: Any
+) -> None:
+    """Report weights of a state dict that are offloaded: the next forward pass would undo them."""
+    tensors = named_module_tensors(module, recurse=recurse)
+    names = [f"{prefix}{name}" for name, held in tensors if held.is_meta]
+    found = [name for name in names if name in state_dict]
+    if found:
+        error_messages: list[str] = others[-1]
+        error_messages.append(
+            f"{', '.join(found)}: offloaded weights cannot be loaded into a dispatched model. Load "
+            "them with accel.load_checkpoint_and_dispatch, or before dispatch_model."
+        )
 
 
 def _refuse_gradient(_: torch.Tensor) -> None:

@@ -81,7 +81,10 @@ def main() -> None:
     args = parse_args()
     accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision)
     share = args.observed_batch_size // accelerator.num_processes
-    micro_batch = find_micro_batch(accelerator, share, args.holds)
+    if args.observed_batch_size % accelerator.num_processes:
+        raise SystemExit(f"--observed_batch_size: give a multiple of {accelerator.num_processes}")
+    fits = find_micro_batch(accelerator, share, args.holds)
+    micro_batch = max(size for size in range(1, fits + 1) if share % size == 0)
     accelerator.gradient_accumulation_steps = share // micro_batch
 
     set_seed(args.seed)

@@ -102,6 +102,9 @@ def test_accumulation_keeps_the_observed_batch(tmp_path: Path) -> None:
         metrics_of("automatic_gradient_accumulation", size, ("--epochs", "1", *holds), tmp_path)
         for size, holds in [(1, ()), (1, ("--holds", "10")), (2, ("--holds", "20"))]
     ]
+    odd = ("--epochs", "0", "--observed_batch_size", "100", "--holds", "20")
+    found = metrics_of("automatic_gradient_accumulation", 1, odd, tmp_path)
+    assert (found["micro_batch"], found["accumulation"]) == (10, 10)
     assert [(run["micro_batch"], run["accumulation"]) for run in runs] == [
         (128, 1),
         (8, 16),

@@ -17,7 +17,7 @@ from accel import (
     dispatch_model,
     load_checkpoint_in_model,
 )
-from accel.errors import ConfigError, StateError
+from accel.errors import CheckpointError, ConfigError, StateError
 from accel.hooks import remove_hook_from_submodules
 from accel.large import read_ahead
 from accel.utils import OffloadedWeightsLoader, offload_state_dict
@@ -307,3 +307,34 @@ def test_a_dispatched_model_is_compiled(tmp_path: Path) -> None:
     compiled = torch.compile(model, backend="eager")
     for _ in range(2):
         assert torch.equal(compiled(inputs()), net()(inputs()))
+
+
+def test_a_folder_that_another_model_takes_is_not_mixed_in(tmp_path: Path) -> None:
+    first = dispatch_model(net(), HALF, offload_dir=tmp_path)
+    equal = dispatch_model(net(), HALF, offload_dir=tmp_path)
+    for model in (first, equal):
+        assert torch.equal(model(inputs()), net()(inputs()))
+    other = net()
+    with torch.no_grad():
+        other[1].scale.mul_(2)
+    dispatch_model(other, HALF, offload_dir=tmp_path)
+    with pytest.raises(CheckpointError, match="was written or removed since the model was"):
+        first(inputs())
+
+
+def test_weights_that_are_offloaded_are_not_loaded_into(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    plain = accelerator.prepare_model(net())
+    accelerator.save_state(tmp_path / "state")
+    accelerator.free_memory()
+    model = accelerator.prepare_model(dispatch_model(net(), HALF, offload_dir=tmp_path / "off"))
+    rule = "1.scale: offloaded weights cannot be loaded into a dispatched model"
+    with pytest.raises(RuntimeError, match=rule):
+        model.load_state_dict(plain.state_dict())
+    with pytest.raises(Exception, match="offloaded weights cannot be loaded"):
+        accelerator.load_state(tmp_path / "state")
+    resident = {name: value for name, value in net().state_dict().items() if name[0] == "0"}
+    assert not model.load_state_dict(resident, strict=False).unexpected_keys
+    remove_hook_from_submodules(model)
+    model.load_state_dict(plain.state_dict())
+    assert torch.equal(model(inputs()), net()(inputs()))

@@ -166,3 +166,29 @@ def test_weights_of_a_file_are_placed(tmp_path: Path) -> None:
     assert found["0.weight"].is_meta
     assert not found["1.weight"].is_meta
     assert not found["2.weight"].is_meta
+
+
+def doubled() -> nn.Sequential:
+    model = plain()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    return model
+
+
+def test_a_checkpoint_that_is_written_again_is_not_mixed_in(folder: Path, tmp_path: Path) -> None:
+    model = load(folder, device_map=HALF, offload_folder=tmp_path / "off")
+    export_model(doubled().state_dict(), folder, max_shard_size=100)
+    with pytest.raises(CheckpointError, match="was written or removed since the model was"):
+        model(inputs())
+
+
+def test_a_used_folder_fills_in_no_weight_of_another_checkpoint(
+    folder: Path, tmp_path: Path
+) -> None:
+    load(folder, device_map=HALF, offload_folder=tmp_path / "off")
+    state = doubled().state_dict()
+    del state["2.bias"]
+    export_model(state, tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"it has no weights for 2\.bias"):
+        load(tmp_path / "other", device_map=HALF, offload_folder=tmp_path / "off")
