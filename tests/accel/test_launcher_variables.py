@@ -66,6 +66,7 @@ ALONE: list[dict[str, Any]] = [
     {"OMPI_COMM_WORLD_SIZE": 2, "WORLD_SIZE": 1},  # each is a run of its own
 ]
 SCRIPT = """
+import pathlib
 import sys
 import torch
 from accel import Accelerator
@@ -73,7 +74,9 @@ from accel import Accelerator
 accelerator = Accelerator(cpu=True, project_dir=sys.argv[1])
 model = accelerator.prepare(torch.nn.Linear(2, 1))
 rank = torch.tensor([accelerator.process_index])
-print(accelerator.gather(rank).tolist(), accelerator.local_process_index, flush=True)
+found = f"{accelerator.gather(rank).tolist()} {accelerator.local_process_index}"
+# A launcher may join what its processes print in the middle of a line.
+pathlib.Path(sys.argv[1], f"{accelerator.process_index}.txt").write_text(found)
 accelerator.save_state(sys.argv[1] + "/state")
 accelerator.end_training()
 """
@@ -179,7 +182,7 @@ def test_processes_of_torchrun_within_tasks_of_srun_go_on() -> None:
 
 
 def started_by(command: list[str], folder: Path, **variables: str) -> list[str]:
-    """Run the script with a launcher's command line; return the lines of its ranks, sorted."""
+    """Run the script with a launcher's command line; return what its ranks found."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     path = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
@@ -189,7 +192,7 @@ def started_by(command: list[str], folder: Path, **variables: str) -> list[str]:
         env={**os.environ, **path},
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    return sorted(answer.stdout.splitlines())
+    return [path.read_text() for path in sorted(folder.glob("*.txt"))]
 
 
 def saved_states(folder: Path) -> list[str]:
