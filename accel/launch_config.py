@@ -205,7 +205,7 @@ def _section(settings: Mapping[str, object], name: str) -> dict[str, object]:
 def _check_keys(path: Path, settings: Mapping[str, object], found: Problems) -> None:
     refused = dict(NOT_OFFERED)
     for name, plugin in strategies().items():
-        refused |= {key: remedy for key, remedy in plugin.not_launched.items() if remedy}
+        refused |= plugin.refused_launched
         if plugin.kind is None:
             refused[f"{name}_config"] = f"{name} is not built yet: leave it out."
     sections = _sections()

@@ -27,6 +27,8 @@ from accel.errors import ConfigError, Problem
 # Below Linux's ephemeral ports (32768 and above), so that no outgoing connection holds one.
 PORTS = range(15000, 30000)
 LOOPBACK = "127.0.0.1"
+# For torchelastic's agents: workers get a store of their own, as torch 2.13's restarts need.
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # Variables that name one job, and so keep the ports and keys of two jobs apart.
 JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "MV2_COMM_WORLD_JOBID")
 REMEDY = (

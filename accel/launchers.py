@@ -26,6 +26,7 @@ from accel import env, parent_watch
 from accel.device import default_device_type, device_count
 from accel.enums import PrecisionType
 from accel.errors import ConfigError, Problems, StateError, unknown_choice
+from accel.launcher_variables import OWN_STORE
 from accel.state import PartialState
 
 if TYPE_CHECKING:
@@ -179,9 +180,8 @@ def _fork(
     # The agent expects to be found by its own variables alone, and counts GPUs, which would
     # otherwise make them unusable in forks.
     own = dict.fromkeys(OF_WORKERS) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    restarts = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # torch 2.13's restarts fail with it
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
-        with env.patched(**own, **restarts, **variables), _handlers_restored():
+        with env.patched(**own, **OWN_STORE, **variables), _handlers_restored():
             launch = elastic_launch(_configuration(rendezvous, num_processes), _worker)
             try:
                 launch(function, tuple(args), folder)
@@ -273,6 +273,9 @@ def _check_free(port: int) -> None:
 def _worker(function: Callable[..., object], args: Sequence[object], folder: str) -> None:
     """Call the function in a fork; leave the traceback of a failure to the parent."""
     parent_watch.die_with(os.getppid())
+    # The agent's handler came with the fork; one of Python's waits for a collective to return,
+    # which it does not where another rank failed.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)  # OpenMP's other threads did not survive the fork
     try:
         function(*args)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from accel.checkpoint.dtypes import name_of
 from accel.checkpoint.offload_folder import (
     Info,
     drop_from_index,
@@ -45,7 +46,7 @@ class DiskWeights:
             self.index[name] = {
                 "safetensors_file": str(path.resolve()),
                 "weight_name": key,
-                "dtype": str(dtype).removeprefix("torch."),
+                "dtype": name_of(dtype),
                 "shape": list(value.shape),
             }
         else:

@@ -150,7 +150,7 @@ class _Plan:
         self.state: dict[str, Any] = model.state_dict(keep_vars=True)
         self.ties = list(ties(model))
         problems = Problems()
-        self._dtype = _as_dtype(dtype, problems)
+        self._dtype = _known(dtype, problems)
         self._devices = {
             name: _as_device(name, device, problems) for name, device in (device_map or {}).items()
         }
@@ -284,14 +284,13 @@ def ties(model: torch.nn.Module) -> Iterator[list[str]]:
     return (group for group in names.values() if len(group) > 1)
 
 
-def _as_dtype(dtype: str | torch.dtype | None, problems: Problems) -> torch.dtype | None:
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    found = getattr(torch, str(dtype).removeprefix("torch."), None)
-    if isinstance(found, torch.dtype):
-        return found
-    names = ("float32", "float16", "bfloat16", "float64")
-    problems.add(f"dtype={dtype!r}", "it is a dtype of torch", nearest(dtype, names))
+def _known(dtype: str | torch.dtype | None, problems: Problems) -> torch.dtype | None:
+    from accel.checkpoint.dtypes import as_dtype
+
+    try:
+        return None if dtype is None else as_dtype(dtype)
+    except ConfigError as error:
+        problems += error.problems
     return None
 
 

@@ -16,11 +16,13 @@ from typing import TypeVar
 
 import torch
 
+from accel.checkpoint.dtypes import as_dtype, name_of
 from accel.errors import CheckpointError, ConfigError, Problem
 
 T = TypeVar("T")
 PathLike = str | os.PathLike[str]
 Info = dict[str, object]
+Stamp = tuple[int, int, int] | None  # inode, time of modification in ns, and bytes of a file
 INDEX = "index.json"
 # Names of the dtypes in the header of a safetensors file.
 # Source: https://github.com/huggingface/safetensors#format
@@ -77,7 +79,7 @@ def offload_weight(
     if not _holds(path, plain.view(torch.uint8)):
         _write(path, plain.view(torch.uint8))
     if index is not None:
-        index[weight_name] = {"dtype": _name_of(weight.dtype), "shape": list(weight.shape)}
+        index[weight_name] = {"dtype": name_of(weight.dtype), "shape": list(weight.shape)}
     return index
 
 
@@ -107,7 +109,7 @@ def load_offloaded_weight(weight_file: PathLike, weight_info: Mapping[str, objec
     """
     shape = weight_info["shape"]
     assert isinstance(shape, Collection)
-    return _mapped(Path(weight_file), 0, _dtype_of(weight_info["dtype"]), tuple(shape))
+    return _mapped(Path(weight_file), 0, as_dtype(str(weight_info["dtype"])), tuple(shape))
 
 
 def _mapped(path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -131,40 +133,38 @@ def _mapped(path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) 
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).reshape(shape)
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype_of(name: object) -> torch.dtype:
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ConfigError.of(f"dtype={name!r}", "it is a dtype of torch", "Write the index again.")
-    return found
-
-
 # -- safetensors, mapped by tensor ---------------------------------------------------------
 
 
+def _stamp(path: Path) -> Stamp:
+    """Return what tells a file from one that is written in its place; None: there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
 @functools.lru_cache(maxsize=64)
-def _header(path: Path, modified: int, size: int) -> tuple[int, Mapping[str, Mapping[str, object]]]:
+def _header(path: Path, stamp: Stamp) -> tuple[int, Mapping[str, Mapping[str, object]]]:
     """Return where the data of a safetensors file begins, and its header by tensor.
 
-    `modified` and `size` are those of the file: a file that was written again is read again.
+    `stamp` is that of the file: a file that was written again is read again.
     """
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return 8 + length, json.loads(file.read(length))
 
 
-def load_mapped(path: PathLike, name: str) -> torch.Tensor:
+def load_mapped(path: PathLike, name: str, stamp: Stamp = None) -> torch.Tensor:
     """Map one tensor of a safetensors file into memory: other tensors take no address space.
 
-    Raise `CheckpointError` if the file or the tensor is missing.
+    `stamp` is that of the file, where it is known. Raise `CheckpointError` if the file or the
+    tensor is missing.
     """
     path = Path(path)
     try:
-        status = path.stat()
-        data, header = _header(path, status.st_mtime_ns, status.st_size)
+        data, header = _header(path, stamp or _stamp(path))
         entry = header[name]
     except (OSError, ValueError, KeyError) as error:
         value = f"weight {name!r} of {str(path)!r}"
@@ -232,15 +232,6 @@ def offload_state_dict(save_dir: PathLike, state_dict: Mapping[str, torch.Tensor
 # -- mappings ------------------------------------------------------------------------------
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return what tells a file from one that is written in its place; None: there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
-
-
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     """Weights by name, some in memory, others mapped from disk when they are asked for.
 
@@ -284,21 +275,23 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         found = self.index[key].get("safetensors_file")
         return Path(self.save_folder or ".") / f"{key}.dat" if found is None else Path(str(found))
 
-    def _check_unchanged(self, path: Path) -> None:
-        if _stamp(path) != self._stamps.get(path):
+    def _check_unchanged(self, path: Path) -> Stamp:
+        stamp = _stamp(path)
+        if stamp != self._stamps.get(path):
             rule = "it was written or removed since the model was dispatched, which reads it"
             remedy = "Load and dispatch the model again, and write other weights elsewhere."
             raise CheckpointError(Problem(f"file {str(path)!r}", rule, remedy))
+        return stamp
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
             return self.state_dict[key]
         info, path = self.index[key], self._file(key)
-        self._check_unchanged(path)
+        stamp = self._check_unchanged(path)
         if info.get("safetensors_file") is None:
             return load_offloaded_weight(path, info)
-        tensor = load_mapped(path, str(info.get("weight_name", key)))
-        dtype = _dtype_of(info["dtype"]) if "dtype" in info else None
+        tensor = load_mapped(path, str(info.get("weight_name", key)), stamp)
+        dtype = as_dtype(str(info["dtype"])) if "dtype" in info else None
         return tensor.to(device=self.device, dtype=dtype)
 
     def __iter__(self) -> Iterator[str]:

@@ -71,9 +71,8 @@ def attach_align_device_hook(
         tied_params_map: the copies of tied weights by data pointer and device.
     """
     preload = frozenset(preload_module_classes or ())
-    attacher = _Attacher(
-        weights_map, offload_buffers, skip_keys, preload, tied_params_map, _adapts(module)
-    )
+    adapts = _adapts(module)
+    attacher = _Attacher(weights_map, offload_buffers, skip_keys, preload, tied_params_map, adapts)
     attacher.layers(module, module_name, execution_device, offload)
 
 
@@ -102,9 +101,8 @@ def attach_align_device_hook_on_blocks(
         tied_params_map: the copies of tied weights by data pointer and device.
     """
     preload = frozenset(preload_module_classes or ())
-    attacher = _Attacher(
-        weights_map, offload_buffers, skip_keys, preload, tied_params_map, _adapts(module)
-    )
+    adapts = _adapts(module)
+    attacher = _Attacher(weights_map, offload_buffers, skip_keys, preload, tied_params_map, adapts)
     devices, offloaded = execution_device, offload
     if not isinstance(devices, Mapping):
         names = offloaded if isinstance(offloaded, Mapping) else [module_name]

@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 Place = int | str
 MaxMemory = Mapping[Place, float | str]
-_ELSEWHERE = ("cpu", "disk")
+ELSEWHERE = ("cpu", "disk")  # places of a device map that are no accelerators
 _BUFFER = 1.25  # of the largest block, that each device may hold beyond its part
 # Limits of a container. Source: https://docs.kernel.org/admin-guide/cgroup-v2.html
 _CGROUP = Path("/sys/fs/cgroup")
@@ -113,7 +113,7 @@ def get_balanced_memory(
             (such as ``generate`` of transformers).
     """
     limits = get_max_memory(max_memory)
-    devices = [d for d in limits if d not in _ELSEWHERE and limits[d] > 0]
+    devices = [d for d in limits if d not in ELSEWHERE and limits[d] > 0]
     if not devices:
         return limits
     if len(devices) == 1:

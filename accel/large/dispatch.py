@@ -26,6 +26,7 @@ from accel.large.attach import (
 )
 from accel.large.device_hooks import CpuOffload, UserCpuOffloadHook
 from accel.large.device_map import DeviceMap, check_device_map
+from accel.large.device_memory import ELSEWHERE
 from accel.large.hooks import add_hook_to_module
 from accel.large.tensors import (
     Device,
@@ -38,11 +39,11 @@ from accel.large.tensors import (
     set_module_tensor_to_device,
 )
 from accel.logging import get_logger
+from accel.wrapping import is_dispatched
 
 logger = get_logger(__name__)
 
 PathLike = str | os.PathLike[str]
-_ELSEWHERE = ("cpu", "disk")
 
 
 def cpu_offload(
@@ -91,7 +92,7 @@ def disk_offload(
     Returns:
         The model.
     """
-    weights = _on_disk(dict(model.state_dict()), offload_dir, None)
+    weights = _with_disk(dict(model.state_dict()), {}, offload_dir, None)
     return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
 
 
@@ -122,14 +123,17 @@ def _first_device(model: nn.Module) -> torch.device:
     return first.device
 
 
-def _on_disk(
-    state: Mapping[str, torch.Tensor], folder: PathLike | None, index: Mapping[str, Info] | None
+def _with_disk(
+    state: Mapping[str, torch.Tensor],
+    in_memory: Mapping[str, torch.Tensor],
+    folder: PathLike | None,
+    index: Mapping[str, Info] | None,
 ) -> OffloadedWeightsLoader:
-    """Return weights mapped from disk; those that have data are written first."""
+    """Return weights in memory and those of `state` on disk; what has data is written first."""
     loaded = {name: value for name, value in state.items() if not value.is_meta}
     if loaded and folder is not None and index is None:
         offload_state_dict(folder, loaded)
-    weights = OffloadedWeightsLoader(save_folder=folder, index=index)
+    weights = OffloadedWeightsLoader(in_memory, folder, index)
     lacking = [name for name, value in state.items() if value.is_meta and name not in weights.index]
     if lacking:
         raise ConfigError.of(
@@ -250,15 +254,15 @@ class _Spread:
     def __init__(self, model: nn.Module, device_map: DeviceMap, main: Device | None) -> None:
         self.model = model
         self.device_map = device_map
-        first = next((d for d in device_map.values() if str(d) not in _ELSEWHERE), None)
+        first = next((d for d in device_map.values() if str(d) not in ELSEWHERE), None)
         fallback = default_device_type() if set(device_map.values()) == {"disk"} else "cpu"
         self.main: Device = next(d for d in (main, first, fallback) if d is not None)
         on_cpu = as_device(self.main).type == "cpu"
-        self.away = ("disk",) if on_cpu else _ELSEWHERE
+        self.away = ("disk",) if on_cpu else ELSEWHERE
 
     def execution_devices(self) -> dict[str, Device]:
         devices = {
-            name: self.main if str(device) in _ELSEWHERE else device
+            name: self.main if str(device) in ELSEWHERE else device
             for name, device in self.device_map.items()
         }
         return {"": self.main, **devices}
@@ -287,8 +291,7 @@ class _Spread:
             in_memory = {**self._within("cpu"), **given}
         if not on_disk:
             return in_memory or None
-        mapped = _on_disk(on_disk, folder, index)
-        return OffloadedWeightsLoader(in_memory, folder, mapped.index)
+        return _with_disk(on_disk, in_memory, folder, index)
 
     def _within(self, device: str) -> dict[str, torch.Tensor]:
         """Return the part of the model's state dict that the map puts on `device`."""
@@ -336,7 +339,7 @@ class _Guarded:
                 "You can't move a model that has some modules offloaded to cpu or disk. Remove its "
                 "hooks with accel.hooks.remove_hook_from_submodules, or dispatch it anew."
             )
-        if any(hasattr(module, "_hf_hook") for module in self.model.modules()):
+        if is_dispatched(self.model):
             logger.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
         moved: nn.Module = getattr(type(self.model), self.name)(self.model, *args, **kwargs)
         return moved

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from accel.large.device_memory import Place
+from accel.large.device_memory import ELSEWHERE, Place
 from accel.large.sizes import Part, get_max_layer_size, is_layer, own_parts
 from accel.large.tensors import Device
 from accel.logging import get_logger
@@ -58,7 +58,7 @@ class Filler:
 
     def _with_room(self, devices: Sequence[Place]) -> list[Place]:
         """Return the devices that keep room for a layer that is loaded for its forward pass."""
-        accelerators = [device for device in devices if device not in ("cpu", "disk")]
+        accelerators = [device for device in devices if device not in ELSEWHERE]
         if "mps" in accelerators:
             return ["mps"]
         return [accelerators[0], "cpu"] if accelerators else ["cpu"]
@@ -166,10 +166,9 @@ class Filler:
 
         `buffer_sizes`: bytes of buffers by full name.
         """
-        accelerators = [device for device in self.limits if device not in ("cpu", "disk")]
-        elsewhere = ("cpu", "disk")
+        accelerators = [device for device in self.limits if device not in ELSEWHERE]
         total = sum(
-            buffer_sizes.get(name, 0) for name, device in self.placed.items() if device in elsewhere
+            buffer_sizes.get(name, 0) for name, device in self.placed.items() if device in ELSEWHERE
         )
         free = max((self.limits[one] - self.used[one] for one in accelerators), default=total)
         if total > free:

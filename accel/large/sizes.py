@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from accel.checkpoint.dtypes import as_dtype
 from accel.enums import CustomDtype
 from accel.errors import ConfigError
 from accel.large.tensors import named_module_tensors
@@ -62,13 +63,7 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> int | float:
 
 
 def _bytes_of(dtype: Dtype | CustomDtype) -> int | float:
-    if isinstance(dtype, str):
-        found = getattr(torch, dtype.removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype):
-            rule = "it is a dtype of torch"
-            raise ConfigError.of(f"dtype={dtype!r}", rule, "Try 'float16' or 'bfloat16'.")
-        dtype = found
-    return dtype_byte_size(dtype)
+    return dtype_byte_size(as_dtype(dtype) if isinstance(dtype, str) else dtype)
 
 
 def tensor_bytes(

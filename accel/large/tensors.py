@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.checkpoint.dtypes import as_dtype
 from accel.device import default_device_type
 from accel.errors import ConfigError, nearest
 from accel.logging import get_logger
@@ -173,7 +174,7 @@ def set_module_tensor_to_device(
     if copies is not None and target in copies:
         held[key] = copies[target]
         return
-    kept = old.dtype if dtype is None or not source.is_floating_point() else _as_dtype(dtype)
+    kept = old.dtype if dtype is None or not source.is_floating_point() else as_dtype(dtype)
     if value is not None or not check_device_same(old.device, target) or kept != old.dtype:
         moved = source.to(target, kept if value is not None or dtype else None, non_blocking)
         held[key] = like(old, moved)
@@ -203,15 +204,6 @@ def _check(name: str, old: torch.Tensor, value: torch.Tensor | None, target: tor
             f"which has shape {old.shape}, this looks incorrect",
             "Build the model as it was when it was saved.",
         )
-
-
-def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ConfigError.of(f"dtype={dtype!r}", "it is a dtype of torch", "Try 'float16'.")
-    return found
 
 
 # -- tied weights --------------------------------------------------------------------------

@@ -70,6 +70,11 @@ class PluginSpec:
     launch_variables: Mapping[str, str] = field(default_factory=dict)
     not_launched: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def refused_launched(self) -> dict[str, str]:
+        """The settings that `runner launch` refuses, with what to do instead."""
+        return {name: remedy for name, remedy in self.not_launched.items() if remedy}
+
     def variables(self, environment: Environment) -> dict[str, str]:
         """Return the environment variables that fill fields of the plugin and are not empty."""
         return {

@@ -101,7 +101,7 @@ def _refused() -> dict[str, str]:
     """Return why a flag, or each that begins so, is refused."""
     refused = dict(REFUSED)
     for name, plugin in strategies().items():
-        refused |= {flag: remedy for flag, remedy in plugin.not_launched.items() if remedy}
+        refused |= plugin.refused_launched
         if plugin.kind is None:
             refused |= dict.fromkeys((f"use_{name}", f"{name}_"), f"{name} is not built yet")
     return refused

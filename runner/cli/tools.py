@@ -82,8 +82,8 @@ def merge(arguments: Sequence[str]) -> int:
         ("unsafe_serialization", "write pytorch_model.bin instead of model.safetensors"),
         ("remove_checkpoint_dir", "delete the directory afterwards"),
     ):
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", action="store_true")
-        parser._actions[-1].help = what
+        spellings = (f"--{name}", f"--{name.replace('_', '-')}")
+        parser.add_argument(*spellings, action="store_true", help=what)
     found = parser.parse_args(list(arguments))
     from accel.checkpoint.merge import merge_weights
 

@@ -19,7 +19,6 @@ from accel.launch_config import VARIABLES, strategies
 from runner.config import processes
 
 PORT = 29500
-NEVER_SHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # torch 2.13's restarts fail with it
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def plan(settings: Mapping[str, object], script: Script, torchrun: Sequence[str]
         flags.append(f"--monitor-interval={settings['monitor_interval']}")
     flags += _rendezvous(settings, machines, rank)
     head = [sys.executable, "-m", "runner.launch.agent", *flags, *torchrun, *script.flags]
-    return Launch([*head, script.name, *script.arguments], variables | NEVER_SHARED)
+    return Launch([*head, script.name, *script.arguments], variables | launcher_variables.OWN_STORE)
 
 
 def _check_launcher(machines: int) -> None:

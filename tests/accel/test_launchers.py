@@ -90,6 +90,7 @@ def fail(folder: str) -> None:
     report(folder)
 
 
+@pytest.mark.timeout(25)  # the agent kills a process that does not end within 30 s
 def test_a_failure_is_raised_with_its_traceback(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"rank 1 failed:(.|\n)*in fail(.|\n)*no such thing"):
         notebook_launcher(fail, (str(tmp_path),), num_processes=2, use_port=0)
