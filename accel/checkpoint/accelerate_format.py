@@ -24,8 +24,15 @@ from accel.checkpoint.serialization import load_plain
 
 # By kind of object: the names of the file of its `index`-th.
 _NAMES: dict[str, Callable[[int], tuple[str, ...]]] = {
-    "models": lambda index: (directory.model_name(index), directory.model_name(index, safe=False)),
-    "optimizers": lambda index: (numbered("optimizer", ".bin", index),),
+    "models": lambda index: (
+        directory.model_name(index),
+        directory.model_name(index, safe=False),
+        f"{directory.sharded_model_name(index)}/{directory.METADATA}",
+    ),
+    "optimizers": lambda index: (
+        numbered("optimizer", ".bin", index),
+        f"{directory.sharded_optimizer_name(index)}/{directory.METADATA}",
+    ),
     "schedulers": lambda index: (numbered("scheduler", ".bin", index),),
     "custom": lambda index: (directory.custom_name(index),),
 }

@@ -37,6 +37,8 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 FOLDER = "checkpoints"
 SCALER = "scaler.pt"
+# Describes the files of a folder of sharded state.
+METADATA = ".metadata"
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
@@ -56,6 +58,16 @@ def model_name(index: int, safe: bool = True) -> str:
         if safe
         else numbered("pytorch_model", ".bin", index)
     )
+
+
+def sharded_model_name(index: int) -> str:
+    """Return the name of the folder of the `index`-th model's sharded weights."""
+    return f"pytorch_model_fsdp_{index}"
+
+
+def sharded_optimizer_name(index: int) -> str:
+    """Return the name of the folder of the `index`-th optimizer's sharded state."""
+    return f"optimizer_{index}"
 
 
 def random_states_name(rank: int) -> str:

@@ -20,7 +20,8 @@ from accel.checkpoint.contents import AnyPath, Hook, RunObjects, hooked, require
 from accel.checkpoint.dataloader_matching import match
 from accel.checkpoint.dataloader_state import load_positions
 from accel.checkpoint.directory import Manifest, numbered
-from accel.checkpoint.serialization import load_plain, read_model
+from accel.checkpoint.full_or_sharded import read_model, read_optimizer
+from accel.checkpoint.serialization import load_plain
 from accel.comm.all_or_none import decided, together
 from accel.logging import get_logger
 
@@ -137,7 +138,7 @@ def _check_counts(run: RunObjects, checkpoint: Saved) -> None:
 def _restore_models(run: RunObjects, saved: Saved, models: list[Any], strict: bool) -> None:
     strategy = run.strategy
     for index, model in hooked(models, run.objects.models, "load_state"):
-        state = read_model(saved.path, index)
+        state = read_model(saved.path, index, strategy.state.allocate_weights(model))
         if saved.foreign:
             state = accelerate_format.complete(strategy.state.unwrap(model), state)
         try:
@@ -152,7 +153,8 @@ def _restore_objects(run: RunObjects, saved: Saved, loaders: list[tuple[Any, int
     objects = run.objects
     names = run.parameter_names()
     for index, optimizer in enumerate(objects.optimizers):
-        state = saved.plain(numbered("optimizer", ".bin", index))
+        allocate = run.strategy.state.allocate_state(optimizer, names)
+        state = read_optimizer(saved.path, index, allocate, pickled_arrays=saved.foreign)
         if saved.foreign and accelerate_format.is_by_position(state):
             optimizer.load_state_dict(state)
         else:

@@ -51,6 +51,8 @@ def save(run: RunObjects, output_dir: AnyPath | None, options: SaveOptions) -> P
             fspath(output_dir),
             run.folder,
         )
+    with together(comm, "save_state"):
+        _check_disk(run)
     final = decided(comm, lambda: _save_path(run, output_dir), "save_state")
     path = require_path(final)
     _warn_of_open_window(run)
@@ -62,6 +64,20 @@ def save(run: RunObjects, output_dir: AnyPath | None, options: SaveOptions) -> P
                 if run.writes:
                     directory.prune(path.parent, project.total_limit, options.protected)
     return path
+
+
+def _check_disk(run: RunObjects) -> None:
+    """Refuse sharded state on the disks of several nodes: all of it describes one folder."""
+    plan = run.plan
+    several = plan.local_world_size < plan.world_size
+    if plan.project.save_on_each_node and several and run.strategy.state.saves_shards:
+        raise CheckpointError(
+            Problem(
+                "save_on_each_node=True with state_dict_type='SHARDED_STATE_DICT'",
+                "the shards of all ranks make up one folder, on a disk that all nodes share",
+                "Set save_on_each_node=False on such a disk, or state_dict_type='FULL_STATE_DICT'.",
+            )
+        )
 
 
 def _warn_of_open_window(run: RunObjects) -> None:
@@ -100,7 +116,11 @@ def _write_and_commit(run: RunObjects, final: Path, options: SaveOptions) -> Non
     staged = _stage(run, final)
     try:
         with together(comm, f"writing {final}"):
-            _write(run, staged, options)
+            contents = _write(run, staged, options)
+        for name, state in contents.items():
+            # Its own phase each, as it is collective: every rank or none begins it.
+            with together(comm, f"writing {final}"):
+                _write_shards(run, staged, name, state)
         with together(comm, f"committing {final}"), _room_for(final):
             run.trackers.flush()  # their runs hold what the checkpoint's ids stand for
             if is_writer:
@@ -187,19 +207,25 @@ def _facts(run: RunObjects) -> dict[str, Any]:
     }
 
 
-def _write(run: RunObjects, folder: Path, options: SaveOptions) -> None:
-    objects, strategy = run.objects, run.strategy
-    weights = [strategy.state.model_state(model) for model in objects.models]
-    # On every rank: what is sharded is gathered from all of them.
+def _write(run: RunObjects, folder: Path, options: SaveOptions) -> dict[str, Any]:
+    """Write all but sharded state; return that by the name of its folder."""
+    objects, io = run.objects, run.strategy.state
+    read = io.sharded_model_state if io.saves_shards else io.model_state
+    weights = [read(model) for model in objects.models]
+    # On every rank: full state dicts are gathered from all of them.
     states = list(_shared_states(run))
+    shards = _sharded_optimizers(run) if io.saves_shards else {}
     remaining = list(weights)
-    everything = [weights, [state for _, state, _ in states]]
+    everything = [weights, shards, [state for _, state, _ in states]]
     rank = run.comm.rank
     with _room_for(folder, lambda: disk_full.size_of(everything)):
         for hook in options.hooks:
             hook(list(objects.models), remaining, fspath(folder))
+        models = hooked(remaining, weights, "save_state")
+        if io.saves_shards:
+            shards |= _sharded_models(models)
         if run.writes:
-            for index, state in hooked(remaining, weights, "save_state"):
+            for index, state in () if io.saves_shards else models:
                 write_model(state, folder, index, options.safe)
             for name, plain, what in states:
                 save_plain(plain, folder / name, what)
@@ -208,6 +234,35 @@ def _write(run: RunObjects, folder: Path, options: SaveOptions) -> None:
             if position is not None:
                 path = folder / directory.positions_name(rank, index)
                 save_plain(position, path, f"data loader {index}")
+    return shards
+
+
+def _sharded_models(models: list[tuple[int, dict[str, torch.Tensor]]]) -> dict[str, Any]:
+    from accel.checkpoint.sharded_state import nested_model
+
+    return {
+        directory.sharded_model_name(index): nested_model(state, f"model {index}")
+        for index, state in models
+    }
+
+
+def _sharded_optimizers(run: RunObjects) -> dict[str, Any]:
+    from accel.checkpoint.sharded_state import nested_optimizer
+
+    names, io = run.parameter_names(), run.strategy.state
+    return {
+        directory.sharded_optimizer_name(index): nested_optimizer(
+            io.sharded_optimizer_state(optimizer, names), f"optimizer {index}"
+        )
+        for index, optimizer in enumerate(run.objects.optimizers)
+    }
+
+
+def _write_shards(run: RunObjects, folder: Path, name: str, state: dict[str, Any]) -> None:
+    from accel.checkpoint import sharded
+
+    with _room_for(folder, lambda: disk_full.size_of(state)):
+        sharded.write(state, folder / name)
 
 
 def _room_for(
@@ -223,9 +278,9 @@ def _room_for(
 def _shared_states(run: RunObjects) -> Iterator[tuple[str, object, str]]:
     """Yield (file name, state, what it is) of everything but weights and random states."""
     objects = run.objects
-    names = run.parameter_names()
-    for index, optimizer in enumerate(objects.optimizers):
-        state = run.strategy.state.optimizer_state(optimizer, names)
+    names, io = run.parameter_names(), run.strategy.state
+    for index, optimizer in enumerate(() if io.saves_shards else objects.optimizers):
+        state = io.optimizer_state(optimizer, names)
         yield numbered("optimizer", ".bin", index), state, f"optimizer {index}"
     for index, scheduler in enumerate(objects.schedulers):
         yield numbered("scheduler", ".bin", index), scheduler.state_dict(), f"scheduler {index}"

@@ -58,11 +58,18 @@ def save_plain(value: object, path: Path, what: str) -> None:
         torch.save(plain, path)
         # With mmap only the structure is read: the tensors' bytes are not touched.
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except _WRITE_ERRORS as error:
-        found = next(_unreadable(plain, what), None)
-        if found is None:
-            raise
-        place, kind = found[0], type(found[1])
+    except _WRITE_ERRORS:
+        refuse_unreadable(plain, what)  # the arrays are taken out of it
+        raise
+
+
+def refuse_unreadable(value: object, what: str) -> None:
+    """Raise a `CheckpointError` that names `what` and the place of a value `load` cannot read."""
+    with torch.serialization.safe_globals(_ARRAYS):
+        found = next(_unreadable(value, what), None)
+    if found is not None:
+        place, part = found
+        kind = type(part)
         raise CheckpointError(
             Problem(
                 f"{place} is a {kind.__module__}.{kind.__qualname__}",
@@ -71,7 +78,7 @@ def save_plain(value: object, path: Path, what: str) -> None:
                 "Leave it out of the state_dict(), or turn it into one of these there (an array of "
                 "objects: a list; an enum or a path: str).",
             )
-        ) from error
+        )
 
 
 def load_plain(
@@ -260,17 +267,21 @@ def read_model(folder: Path, index: int = 0) -> dict[str, Any]:
 
     Raise `CheckpointError` if there is none.
     """
-    held = _held(folder)
+    manifest = held(folder)
+    found = {path.name for path in folder.iterdir()} if manifest is None else manifest
     binary = directory.model_name(index, safe=False)
-    if binary in held:
+    if binary in found:
         return dict(load_plain(folder / binary))
     state: dict[str, Any] = read_tensors(folder / directory.model_name(index))
     extra = directory.numbered(_EXTRA, ".bin", index)
-    return state | (load_plain(folder / extra) if extra in held else {})
+    return state | (load_plain(folder / extra) if extra in found else {})
 
 
-def _held(folder: Path) -> set[str]:
-    """Return the files of the checkpoint; others, of the user's own, may lie beside them."""
-    if (folder / directory.MANIFEST).exists():
-        return set(directory.read_manifest(folder).files)
-    return {path.name for path in folder.iterdir()}
+def held(folder: Path) -> set[str] | None:
+    """Return the files that a checkpoint's manifest lists; None without a manifest.
+
+    Others, of the user's own, may lie beside them.
+    """
+    if not (folder / directory.MANIFEST).exists():
+        return None
+    return set(directory.read_manifest(folder).files)

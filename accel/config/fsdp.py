@@ -105,7 +105,8 @@ class FullyShardedDataParallelPlugin(ShardingSetters, FieldDefaults):
             torch's `OffloadPolicy`, or `CPUOffload` (a dict of its field, too).
         ignored_modules: modules that are replicated, not sharded, or names and regular expressions
             of names. `Accelerator.backward` averages the gradients of those that are trained.
-        state_dict_type: FULL_STATE_DICT.
+        state_dict_type: what `save_state` writes: FULL_STATE_DICT, gathered and written by rank 0,
+            or SHARDED_STATE_DICT, where each rank writes its own shards.
         state_dict_config: older; full state dicts are always on the host.
         optim_state_dict_config: older; the same of optimizers.
         limit_all_gathers: older: True, which FSDP2 always does.
@@ -176,8 +177,6 @@ class FullyShardedDataParallelPlugin(ShardingSetters, FieldDefaults):
         problems.raise_if()
         if self.activation_checkpointing_offload:
             raise NotBuiltError(_not_yet("activation_checkpointing_offload=True"))
-        if self.state_dict_type == "SHARDED_STATE_DICT":
-            raise NotBuiltError(_not_yet("state_dict_type='SHARDED_STATE_DICT'"))
         if replaced:
             warnings.warn(
                 "FullyShardedDataParallelPlugin: " + "; ".join(replaced) + ".",
@@ -344,16 +343,16 @@ def _translate_states(
         check_choice(plugin, "state_dict_type", STATE_TYPES, problems)
     if plugin.state_dict_type == "LOCAL_STATE_DICT":
         rule = "flattened shards exist only in the older wrapper"
-        _add(problems, plugin, "state_dict_type", rule, "Give FULL_STATE_DICT.")
+        _add(problems, plugin, "state_dict_type", rule, "Give SHARDED_STATE_DICT.")
     for name in ("state_dict_config", "optim_state_dict_config"):
         config = getattr(plugin, name)
         if config is None:
             continue
-        if type(config).__name__.startswith("Full"):
-            replaced.append(f"{name} needs no argument any more: full state dicts are on the host")
+        if type(config).__name__.startswith(("Full", "Sharded")):
+            replaced.append(f"{name} needs no argument any more: state_dict_type says all")
             setattr(plugin, name, None)
         else:
-            rule = "full state dicts are saved"
+            rule = "full or sharded state dicts are saved"
             _add(problems, plugin, name, rule, "Leave it out.")
 
 

@@ -104,11 +104,11 @@ class ShardingSetters:
         """Set `state_dict_type`.
 
         Args:
-            state_dict_type: FULL_STATE_DICT, as a name or torch's enum; None: as it is, or that.
+            state_dict_type: FULL_STATE_DICT or SHARDED_STATE_DICT, as a name or torch's enum; None:
+                as it is, or the first.
 
         Raises:
             ConfigError: for one that FSDP2 cannot follow.
-            NotBuiltError: for SHARDED_STATE_DICT.
         """
         wanted = state_dict_type or self.state_dict_type or "FULL_STATE_DICT"
         self.state_dict_type = replace(self, state_dict_type=wanted).state_dict_type

@@ -33,6 +33,7 @@ from accel.wrapping import is_dispatched, own_module
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from accel.checkpoint.sharded import Allocate
     from accel.comm.base import Communicator
     from accel.planning.plan import Plan
     from accel.planning.spec import StrategySpec
@@ -109,7 +110,7 @@ class Gradients:
 
 
 class StateIO:
-    """Full state dicts of models and optimizers by parameter name; every rank calls each method."""
+    """State dicts of models and optimizers by parameter name; every rank calls each method."""
 
     def __init_subclass__(cls) -> None:
         if "unwrap" in vars(cls):
@@ -156,10 +157,38 @@ class StateIO:
 
         return get_state_dict_offloaded_model(own)
 
+    @property
+    def saves_shards(self) -> bool:
+        """Whether each rank saves its own shards: `sharded_model_state`, not `model_state`."""
+        return False
+
+    def sharded_model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the tensors of a model as `model_state` does, but as this rank's shards."""
+        return self.model_state(model)
+
+    def sharded_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, names: ParameterNames
+    ) -> dict[str, Any]:
+        """Return an optimizer's state as `optimizer_state` does, but as this rank's shards."""
+        return self.optimizer_state(optimizer, names)
+
+    def allocate_weights(self, model: torch.nn.Module) -> Allocate | None:
+        """Return a function that allocates what sharded weights are read into; None: full ones.
+
+        It is called with a name (in a tuple), size and dtype.
+        """
+        return None
+
+    def allocate_state(
+        self, optimizer: torch.optim.Optimizer, names: ParameterNames
+    ) -> Allocate | None:
+        """Return the same for an optimizer's state; called with (parameter's key, name), …"""
+        return None
+
     def load_model_state(
         self, model: torch.nn.Module, state: dict[str, torch.Tensor], strict: bool = True
     ) -> None:
-        """Load what `model_state` returned, from any strategy and world size."""
+        """Load what `model_state` returned, from any strategy and world size, or shards of it."""
         self.unwrap(model).load_state_dict(state, strict=strict)
 
     def optimizer_state(
@@ -171,7 +200,7 @@ class StateIO:
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], names: ParameterNames
     ) -> None:
-        """Load what `optimizer_state` returned, from any strategy and world size."""
+        """Load what `optimizer_state` returned, from any strategy and world size, or shards."""
         load_by_name(unwrap_optimizer(optimizer), state, names)
 
 

@@ -64,7 +64,7 @@ def restored_step(path: Path, recipe: Recipe) -> Step:
     Raises:
         CheckpointError: if the checkpoint does not fit.
     """
-    from accel.checkpoint.serialization import read_model
+    from accel.checkpoint.full_or_sharded import read_model
     from accel.rng import preserved
     from runner.build import parts
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from accel.checkpoint import directory as checkpoints
-from accel.checkpoint.serialization import read_model
+from accel.checkpoint.full_or_sharded import read_model
 from accel.errors import CheckpointError, Problem
 from accel.ops import broadcast_object_list
 from runner.run_dir import directory
@@ -213,7 +213,8 @@ class Saver:
             self.best = None
             return self._state.step
         for index, model in enumerate(self._accelerator._models):
-            strategy.state.load_model_state(model, read_model(path, index))
+            weights = read_model(path, index, strategy.state.allocate_weights(model))
+            strategy.state.load_model_state(model, weights)
         return self.best.step
 
     def _is_intact(self, path: Path) -> bool:

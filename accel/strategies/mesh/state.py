@@ -1,11 +1,11 @@
-"""Full state dicts of models whose parameters are DTensors: gathered, and sharded again.
+"""State dicts of models whose parameters are DTensors: gathered and sharded again, or in shards.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,17 +18,26 @@ from accel.strategies.base import StateIO
 from accel.strategies.mesh.reshard_schedule import reshard
 from accel.strategies.mesh.torch_internals import local_sizes_and_offsets
 
+if TYPE_CHECKING:
+    from accel.checkpoint.sharded import Allocate, Place
+    from accel.config.fsdp import FullyShardedDataParallelPlugin
+
 
 class MeshState(StateIO):
-    """Full state dicts, gathered from shards and sharded again when they are loaded."""
+    """Full state dicts, gathered from shards and sharded again when they are loaded; or sharded.
 
-    def __init__(self, dims: ParallelDims, is_sharded: bool) -> None:
+    Args:
+        dims: sizes of the mesh.
+        fsdp: the plugin, whose `state_dict_type` may change; None where FSDP is off.
+    """
+
+    def __init__(self, dims: ParallelDims, fsdp: FullyShardedDataParallelPlugin | None) -> None:
         self._dims = dims
-        self._is_sharded = is_sharded
+        self._fsdp = fsdp
 
     @property
     def sharded(self) -> tuple[str, ...]:
-        if not self._is_sharded:
+        if self._fsdp is None:
             return ("the weights of tp_plan",) if self._dims.tp > 1 else ()
         is_sharded = max(self._dims.dp_shard, self._dims.tp) > 1
         return ("parameters", "gradients", "optimizer state") if is_sharded else ()
@@ -46,6 +55,44 @@ class MeshState(StateIO):
                 gathered[id(value)] = full_tensor(value)
         # What is no tensor is the extra state of a module.
         return {name: gathered.get(id(value), value) for name, value in state.items()}
+
+    @property
+    def saves_shards(self) -> bool:
+        return self._fsdp is not None and self._fsdp.state_dict_type == "SHARDED_STATE_DICT"
+
+    def sharded_model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        return self.unwrap(model).state_dict()
+
+    def sharded_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, names: ParameterNames
+    ) -> dict[str, Any]:
+        return super().optimizer_state(optimizer, names)
+
+    def allocate_weights(self, model: torch.nn.Module) -> Allocate:
+        """Return a function that allocates the shards of this rank; what does not fit, on meta."""
+        targets = self.unwrap(model).state_dict()
+
+        def allocate(place: Place, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+            target = targets.get(str(place[0]))
+            fits = isinstance(target, torch.Tensor) and target.shape == size
+            if fits and isinstance(target, DTensor):
+                return empty_shard(target, dtype)
+            return torch.empty(size, dtype=dtype, device="cpu" if fits else "meta")
+
+        return allocate
+
+    def allocate_state(self, optimizer: torch.optim.Optimizer, names: ParameterNames) -> Allocate:
+        """Return a function that allocates the shards of this rank for the optimizer's state."""
+        own = unwrap_optimizer(optimizer)
+        live = dict(zip(names.keys(own), parameters(own), strict=True))
+
+        def allocate(place: Place, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+            target = live.get(names.canonical(str(place[0])))
+            if isinstance(target, DTensor) and target.shape == size and size:
+                return empty_shard(target, dtype)
+            return torch.empty(size, dtype=dtype)
+
+        return allocate
 
     def load_model_state(
         self, model: torch.nn.Module, state: dict[str, torch.Tensor], strict: bool = True
@@ -121,11 +168,23 @@ def shard(value: torch.Tensor, target: DTensor, device: torch.device | None = No
     )
 
 
+def empty_shard(target: DTensor, dtype: torch.dtype) -> DTensor:
+    """Return this rank's shard of a tensor like `target`, of any values; no communication."""
+    return DTensor.from_local(
+        torch.empty_like(target.to_local(), dtype=dtype, memory_format=torch.contiguous_format),
+        target.device_mesh,
+        target.placements,
+        run_check=False,
+        shape=target.shape,
+        stride=target.stride(),
+    )
+
+
 def shard_weight(value: torch.Tensor, target: object) -> torch.Tensor:
     """Return the shard of a full weight; of another shape it stays, for torch to name it."""
-    if isinstance(target, DTensor) and value.shape == target.shape:
-        return shard(value, target)
-    return value
+    if isinstance(value, DTensor) or not isinstance(target, DTensor):
+        return value
+    return shard(value, target) if value.shape == target.shape else value
 
 
 def shard_like(value: object, target: torch.Tensor | None) -> object:

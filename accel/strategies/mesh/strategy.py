@@ -30,6 +30,7 @@ from accel.strategies.mesh.gradients import MeshGradients, average_gradients, re
 from accel.strategies.mesh.parallelize import parallelize, read_settings
 from accel.strategies.mesh.parameter_remap import ParameterRemap, parameters_by_name
 from accel.strategies.mesh.reshard_schedule import reshard_before_steps
+from accel.strategies.mesh.spec import FSDP
 from accel.strategies.mesh.state import MeshState
 from accel.strategies.mesh.sync import MeshSync
 from accel.strategies.mesh.tensor_parallel import check_first_step
@@ -113,7 +114,7 @@ class MeshStrategy(Strategy):
         self.gradients: MeshGradients = MeshGradients(
             name, plan, comm, device, self._models, self._remap
         )
-        self.state = MeshState(dims, self._settings.is_sharded)
+        self.state = MeshState(dims, plan.plugin(FSDP))
         given = self._settings.tensor_parallel.torch_device_mesh
         if given is not None:
             check_given(given, self._mesh)

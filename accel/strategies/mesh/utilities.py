@@ -6,6 +6,7 @@ They are meant for libraries that prepare a model by themselves, as trainers do;
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -15,12 +16,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accel import env
-from accel.checkpoint import directory
+from accel.checkpoint import directory, sharded, sharded_state
 from accel.checkpoint.optimizer_state import ParameterNames
 from accel.checkpoint.serialization import load_plain, save_plain
 from accel.comm.all_or_none import together
 from accel.comm.base import Communicator
-from accel.errors import ConfigError, NotBuiltError, not_built
+from accel.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
 from accel.strategies.mesh.state import shard, shard_like, shard_weight
 from accel.strategies.mesh.units import ignored_modules, parameters_of
@@ -119,7 +120,7 @@ def get_parameters_from_modules(
     return set(parameters_of(found))
 
 
-# -- full state dicts ----------------------------------------------------------------------
+# -- state dicts ---------------------------------------------------------------------------
 
 
 def fsdp2_load_full_state_dict(
@@ -170,11 +171,6 @@ def _received(
         yield name, comm.broadcast(value.detach())
 
 
-def _check_full(plugin: FullyShardedDataParallelPlugin) -> None:
-    if "SHARDED" in str(plugin.state_dict_type):
-        raise NotBuiltError(not_built("SHARDED_STATE_DICT", "Use FULL_STATE_DICT."))
-
-
 def _adapter(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the trained weights in the state dict of a model of peft; of any other, all."""
     own = own_module(model)
@@ -184,8 +180,18 @@ def _adapter(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]
     return {name: value for name, value in state.items() if name in trained}
 
 
-def _path(folder: Folder, name: str, index: int) -> Path:
+def _saves_shards(plugin: FullyShardedDataParallelPlugin) -> bool:
+    return "SHARDED" in str(plugin.state_dict_type)
+
+
+def _file(folder: Folder, name: str, index: int) -> Path:
     return Path(folder) / directory.numbered(name, ".bin", index)
+
+
+def _kept(shards: Path, file: Path, plugin: FullyShardedDataParallelPlugin) -> Path:
+    """Return which of the two kinds is there; of both or none, that of the plugin."""
+    wanted, other = (shards, file) if _saves_shards(plugin) else (file, shards)
+    return other if other.exists() and not wanted.exists() else wanted
 
 
 def _save(comm: Communicator, state: object, path: Path, what: str) -> None:
@@ -196,6 +202,15 @@ def _save(comm: Communicator, state: object, path: Path, what: str) -> None:
             save_plain(state, path, what)
 
 
+def _save_shards(comm: Communicator, state: dict[str, Any], folder: Path) -> None:
+    """Write on every rank; what the folder held before is removed."""
+    with together(comm, f"saving {folder.name}"):
+        if comm.rank == 0 and folder.is_dir():
+            shutil.rmtree(folder)
+    with together(comm, f"saving {folder.name}"):
+        sharded.write(state, folder)
+
+
 def save_fsdp_model(
     fsdp_plugin: FullyShardedDataParallelPlugin,
     accelerator: Accelerator,
@@ -204,22 +219,27 @@ def save_fsdp_model(
     model_index: int = 0,
     adapter_only: bool = False,
 ) -> None:
-    """Write the full weights of a sharded model. Every rank calls this.
+    """Write the weights of a sharded model. Every rank calls this.
 
     Args:
-        fsdp_plugin: of the run; it names the kind of state dict.
+        fsdp_plugin: of the run; its `state_dict_type` says whether they are full or sharded.
         accelerator: of the run.
         model: prepared.
-        output_dir: folder of the file ``pytorch_model_fsdp.bin``.
+        output_dir: folder of the file ``pytorch_model_fsdp.bin``, or of the folder
+            ``pytorch_model_fsdp_0`` of shards.
         model_index: number of the model: that of a further one is in the name.
         adapter_only: whether only the trained weights of a model of peft are saved; of other models
             all are, either way.
     """
-    _check_full(fsdp_plugin)
-    state = accelerator.strategy.state.model_state(model)
+    comm, io, what = accelerator.comm, accelerator.strategy.state, f"model {model_index}"
+    in_shards = _saves_shards(fsdp_plugin)
+    state = io.sharded_model_state(model) if in_shards else io.model_state(model)
     state = _adapter(model, state) if adapter_only else state
-    path = _path(output_dir, FSDP_MODEL_NAME, model_index)
-    _save(accelerator.comm, state, path, f"model {model_index}")
+    if in_shards:
+        folder = Path(output_dir) / directory.sharded_model_name(model_index)
+        _save_shards(comm, sharded_state.nested_model(state, what), folder)
+    else:
+        _save(comm, state, _file(output_dir, FSDP_MODEL_NAME, model_index), what)
 
 
 def load_fsdp_model(
@@ -233,10 +253,10 @@ def load_fsdp_model(
     """Load what `save_fsdp_model` wrote, without running code. Every rank calls this.
 
     Args:
-        fsdp_plugin: of the run.
+        fsdp_plugin: of the run; of a full and a sharded state, its kind is loaded.
         accelerator: of the run.
         model: prepared.
-        input_dir: folder of the file.
+        input_dir: folder of the file, or of the folder of shards.
         model_index: number of the model.
         adapter_only: whether only the trained weights of a model of peft are there; the others
             stay as they are.
@@ -244,11 +264,16 @@ def load_fsdp_model(
     Raises:
         CheckpointError: if the file is missing or broken.
     """
-    _check_full(fsdp_plugin)
-    state = load_plain(_path(input_dir, FSDP_MODEL_NAME, model_index))
+    io = accelerator.strategy.state
+    shards = Path(input_dir) / directory.sharded_model_name(model_index)
+    path = _kept(shards, _file(input_dir, FSDP_MODEL_NAME, model_index), fsdp_plugin)
+    if path == shards:
+        state = sharded_state.read_model(shards, io.allocate_weights(model) or sharded.empty)
+    else:
+        state = load_plain(path)
     if adapter_only and is_peft_model(own_module(model)):
-        state = {**accelerator.strategy.state.model_state(model), **state}
-    accelerator.strategy.state.load_model_state(model, state)
+        state = {**io.sharded_model_state(model), **state}
+    io.load_model_state(model, state)
 
 
 def save_fsdp_optimizer(
@@ -259,21 +284,27 @@ def save_fsdp_optimizer(
     output_dir: Folder,
     optimizer_index: int = 0,
 ) -> None:
-    """Write the full state of an optimizer of a sharded model. Every rank calls this.
+    """Write the state of an optimizer of a sharded model. Every rank calls this.
 
     Args:
-        fsdp_plugin: of the run.
+        fsdp_plugin: of the run; its `state_dict_type` says whether it is full or sharded.
         accelerator: of the run.
         optimizer: prepared.
         model: whose parameters it steps; they name its state.
-        output_dir: folder of the file ``optimizer.bin``.
+        output_dir: folder of the file ``optimizer.bin``, or of the folder ``optimizer_0`` of
+            shards.
         optimizer_index: number of the optimizer: that of a further one is in the name.
     """
-    _check_full(fsdp_plugin)
-    names = ParameterNames([own_module(model)])
-    state = accelerator.strategy.state.optimizer_state(optimizer, names)
-    path = _path(output_dir, OPTIMIZER_NAME, optimizer_index)
-    _save(accelerator.comm, state, path, f"optimizer {optimizer_index}")
+    comm, io = accelerator.comm, accelerator.strategy.state
+    names, what = ParameterNames([own_module(model)]), f"optimizer {optimizer_index}"
+    if _saves_shards(fsdp_plugin):
+        state = sharded_state.nested_optimizer(io.sharded_optimizer_state(optimizer, names), what)
+        _save_shards(
+            comm, state, Path(output_dir) / directory.sharded_optimizer_name(optimizer_index)
+        )
+    else:
+        path = _file(output_dir, OPTIMIZER_NAME, optimizer_index)
+        _save(comm, io.optimizer_state(optimizer, names), path, what)
 
 
 def load_fsdp_optimizer(
@@ -288,11 +319,11 @@ def load_fsdp_optimizer(
     """Load what `save_fsdp_optimizer` wrote, without running code. Every rank calls this.
 
     Args:
-        fsdp_plugin: of the run.
+        fsdp_plugin: of the run; of a full and a sharded state, its kind is loaded.
         accelerator: of the run.
         optimizer: prepared.
         model: whose parameters it steps.
-        input_dir: folder of the file.
+        input_dir: folder of the file, or of the folder of shards.
         optimizer_index: number of the optimizer.
         adapter_only: whether only the weights of adapters are trained; the state names its
             parameters, so that it makes no difference.
@@ -300,7 +331,12 @@ def load_fsdp_optimizer(
     Raises:
         CheckpointError: if the file is missing or broken.
     """
-    _check_full(fsdp_plugin)
-    state: dict[str, Any] = load_plain(_path(input_dir, OPTIMIZER_NAME, optimizer_index))
-    names = ParameterNames([own_module(model)])
-    accelerator.strategy.state.load_optimizer_state(optimizer, state, names)
+    io, names = accelerator.strategy.state, ParameterNames([own_module(model)])
+    shards = Path(input_dir) / directory.sharded_optimizer_name(optimizer_index)
+    path = _kept(shards, _file(input_dir, OPTIMIZER_NAME, optimizer_index), fsdp_plugin)
+    if path == shards:
+        allocate = io.allocate_state(optimizer, names) or sharded.empty
+        state = sharded_state.read_optimizer(shards, 0, allocate)
+    else:
+        state = load_plain(path)
+    io.load_optimizer_state(optimizer, state, names)
