@@ -43,7 +43,7 @@ MADE: list[tuple[str, Mapping[str, object]]] = [
     ("MSAMPRecipeKwargs", {}),
     ("ParallelismConfig", {}),
 ]
-FULL = "full state dicts are saved, under either version, always on the host"
+FULL = "full state dicts are saved unless another kind is given, under either version"
 DIFFERENT = {
     "FullyShardedDataParallelPlugin.cpu_offload": "false; this module imports no torch",
     "FullyShardedDataParallelPlugin.state_dict_type": FULL,

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.checkpoint import directory
 from accel.checkpoint.optimizer_state import ParameterNames
 from accel.errors import CheckpointError
+from accel.utils import merge_fsdp_weights
 from tests.accel.strategies.training import BATCH, PLAN, Model, adamw, build, data, steps_of
 from tests.helpers import run_distributed
 
@@ -44,7 +46,9 @@ def everything(accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str
         for key, entry in saved["state"].items()
         for name, value in entry.items()
     }
-    return {**accelerator.get_state_dict(model), **state}
+    # Clones: of one process, they are the live tensors.
+    found = {**accelerator.get_state_dict(model), **state}
+    return {name: value.clone() for name, value in found.items()}
 
 
 def trained(folder: str, changed: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -70,7 +74,7 @@ def resumed(folder: str, changed: dict[str, Any]) -> tuple[dict[str, torch.Tenso
 
 def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
     assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
 def test_each_rank_writes_its_shards_and_a_run_goes_on_exactly(tmp_path: Path) -> None:
@@ -151,3 +155,130 @@ def test_hybrid_shards_and_other_numbers_of_processes(tmp_path: Path) -> None:
         folder = tmp_path / f"{before}-{after}"
         saved = run_distributed(trained, before[0], str(folder), before[1])[0][0]
         assert_equal(resume(folder, after[0], **after[1]), saved)
+
+
+# -- what does not fit, or is broken -------------------------------------------------------
+
+
+def refusal(folder: str, width: int, strict: bool = True, trust: bool = False) -> str:
+    """Return the error of loading into a model of another hidden size."""
+    accelerator = build(fsdp=FSDP)
+    model = Model(hidden=width)
+    model, _ = accelerator.prepare(model, adamw(model))
+    with pytest.raises(CheckpointError) as refused:
+        accelerator.load_state(folder, strict=strict, trust_unverified=trust)
+    accelerator.end_training()
+    return str(refused.value)
+
+
+def test_weights_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
+    run_distributed(trained, 2, str(tmp_path), {})
+    for words in run_distributed(refusal, 2, str(tmp_path), 24, False):
+        assert "size mismatch for blocks.0.up.weight" in words
+
+
+def damaged(folder: Path, name: str, cut: bool) -> list[str]:
+    """Return the errors on each rank after a file is cut or removed; the manifest is, too."""
+    run_distributed(trained, 2, str(folder), {})
+    file = folder / name
+    file.write_bytes(file.read_bytes()[:-100]) if cut else file.unlink()
+    errors = run_distributed(refusal, 2, str(folder), 20)
+    (folder / directory.MANIFEST).unlink()
+    return [*errors, *run_distributed(refusal, 2, str(folder), 20, True, True)]
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("name", ["pytorch_model_fsdp_0", "optimizer_0"])
+def test_a_broken_file_is_refused_by_name(name: str, cut: bool, tmp_path: Path) -> None:
+    for words in damaged(tmp_path, f"{name}/__1_0.distcp", cut):
+        assert "__1_0.distcp" in words
+        assert "bytes, not" in words if cut else "missing" in words
+
+
+def saved_without_names(folder: str) -> str:
+    """Return the error for a value of a parameter group that could not be read back."""
+    accelerator, _, optimizer, _ = started()
+    optimizer.param_groups[0]["odd"] = Path("odd")
+    with pytest.raises(CheckpointError) as refused:
+        accelerator.save_state(folder)
+    accelerator.end_training()
+    return str(refused.value)
+
+
+def test_a_value_that_would_run_code_is_refused_when_it_is_written(tmp_path: Path) -> None:
+    for words in run_distributed(saved_without_names, 2, str(tmp_path / "state")):
+        assert "optimizer 0['param_groups'][0]['odd'] is a pathlib." in words
+    assert os.listdir(tmp_path) == []
+
+
+# -- several models, tensor parallelism ----------------------------------------------------
+
+
+def two_models(folder: str, hand: bool) -> list[dict[str, torch.Tensor]]:
+    """Save two models, the second with the first's optimizer's order reversed; or load them."""
+    accelerator = build(fsdp=FSDP)
+    first, second = Model(seed=9 if hand else 1), Model(seed=9 if hand else 2, hidden=24)
+    both = torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=1e-2)
+    own = torch.optim.SGD(second.parameters(), lr=1e-2, momentum=0.9)
+    first, second, both, own = accelerator.prepare(first, second, both, own)
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    if hand:
+        accelerator.load_state(folder)
+    else:
+        accelerator.backward(first(tokens).square().sum() + second(tokens).square().sum())
+        both.step()
+        own.step()
+        accelerator.save_state(folder)
+    names = ParameterNames([accelerator.unwrap_model(m) for m in (first, second)])
+    states = [
+        {
+            f"{key}.{name}": value.clone()
+            for key, entry in accelerator.strategy.state.optimizer_state(o, names)["state"].items()
+            for name, value in entry.items()
+            if isinstance(value, torch.Tensor)
+        }
+        for o in (both, own)
+    ]
+    weights = [
+        {k: v.clone() for k, v in accelerator.get_state_dict(m).items()} for m in (first, second)
+    ]
+    accelerator.end_training()
+    return [*weights, *states]
+
+
+def test_several_models_and_optimizers(tmp_path: Path) -> None:
+    saved = run_distributed(two_models, 2, str(tmp_path), False)[0]
+    found = run_distributed(two_models, 2, str(tmp_path), True)[0]
+    for one, other in zip(saved, found, strict=True):
+        assert one
+        assert_equal(one, other)
+
+
+def with_tensor_parallelism(folder: str, load: bool) -> dict[str, torch.Tensor]:
+    tp = {"tp_size": 2, "tp_plan": PLAN}
+    accelerator, model = build(fsdp=FSDP, tp=tp), Model(seed=5 if load else 0)
+    loader = DataLoader(data(4), BATCH)
+    model, optimizer, loader = accelerator.prepare(model, adamw(model), loader)
+    if load:
+        accelerator.load_state(folder)
+    else:
+        steps_of(accelerator, model, optimizer, loader)
+        accelerator.save_state(folder)
+    found = everything(accelerator, model, optimizer)
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.slow
+def test_shards_of_tensor_parallelism_and_fsdp(tmp_path: Path) -> None:
+    saved = run_distributed(with_tensor_parallelism, 4, str(tmp_path), False)[0]
+    assert_equal(run_distributed(with_tensor_parallelism, 4, str(tmp_path), True)[0], saved)
+    assert_equal(resume(tmp_path, 2), saved)
+
+
+def test_a_saved_state_is_merged(tmp_path: Path) -> None:
+    saved = run_distributed(trained, 2, str(tmp_path / "state"), {})[0][0]
+    merge_fsdp_weights(tmp_path / "state", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == Model().state_dict().keys()
+    assert all(torch.equal(value, saved[name]) for name, value in merged.items())

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accel.config.fsdp_setters import get_module_class_from_name
-from accel.errors import ConfigError, NotBuiltError
+from accel.errors import ConfigError
 from accel.strategies.mesh.mixed_precision import build_formats
 from accel.strategies.mesh.units import find_units
 
@@ -95,11 +95,11 @@ def test_the_kind_of_state_dict_is_set() -> None:
     assert plugin.state_dict_type == "FULL_STATE_DICT"
     plugin.set_state_dict_type(StateDictType.FULL_STATE_DICT)
     assert plugin.state_dict_type == "FULL_STATE_DICT"
-    with pytest.raises(NotBuiltError, match="SHARDED"):
-        plugin.set_state_dict_type("SHARDED_STATE_DICT")
+    plugin.set_state_dict_type("SHARDED_STATE_DICT")
+    assert plugin.state_dict_type == "SHARDED_STATE_DICT"
     with pytest.raises(ConfigError, match="state_dict_type"):
         plugin.set_state_dict_type("SOME_STATE_DICT")
-    assert plugin.state_dict_type == "FULL_STATE_DICT"
+    assert plugin.state_dict_type == "SHARDED_STATE_DICT"
 
 
 def test_offloading_becomes_a_policy() -> None:

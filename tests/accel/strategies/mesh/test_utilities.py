@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator, env
 from accel.checkpoint.serialization import load_plain
-from accel.errors import CheckpointError, ConfigError, NotBuiltError
+from accel.errors import CheckpointError, ConfigError
 from accel.strategies.mesh import utilities
 from accel.strategies.mesh.state import full_tensor
 from tests.accel.strategies.training import BATCH, Model, adamw, build, data, steps_of
@@ -34,11 +34,12 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
     return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
-def saved_and_loaded(folder: str, index: int, adapter: bool) -> tuple[bool, list[str]]:
+def saved_and_loaded(folder: str, index: int, adapter: bool, kind: str) -> tuple[bool, list[str]]:
     """Return whether a second run has the state of the first, and the files."""
     accelerator, model, optimizer, loader = started(seed=0)
     plugin = accelerator.state.fsdp_plugin
     assert plugin is not None
+    plugin.set_state_dict_type(kind)
     steps_of(accelerator, model, optimizer, loader)
     utilities.save_fsdp_model(plugin, accelerator, model, folder, index, adapter)
     utilities.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, index)
@@ -54,11 +55,15 @@ def saved_and_loaded(folder: str, index: int, adapter: bool) -> tuple[bool, list
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_sharded_model_and_its_optimizer_are_saved_and_loaded(index: int, tmp_path: Path) -> None:
-    suffix = "" if index == 0 else "_1"
-    files = [f"optimizer{suffix}.bin", f"pytorch_model_fsdp{suffix}.bin"]
     adapter = index == 1  # it makes no difference to a model without one
-    found = run_distributed(saved_and_loaded, 2, str(tmp_path), index, adapter)
-    assert found == [(True, files)] * 2
+    suffix = "" if index == 0 else "_1"
+    for kind, files in (
+        ("FULL_STATE_DICT", [f"optimizer{suffix}.bin", f"pytorch_model_fsdp{suffix}.bin"]),
+        ("SHARDED_STATE_DICT", [f"optimizer_{index}", f"pytorch_model_fsdp_{index}"]),
+    ):
+        folder = str(tmp_path / kind)
+        found = run_distributed(saved_and_loaded, 2, folder, index, adapter, kind)
+        assert found == [(True, files)] * 2
 
 
 def adapter_saved_and_loaded(folder: str) -> tuple[set[str], bool, bool]:
@@ -107,16 +112,18 @@ def refusals(folder: str) -> list[str]:
         utilities.load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
     words.append(str(lacking.value))
     plugin.state_dict_type = "SHARDED_STATE_DICT"
-    with pytest.raises(NotBuiltError, match="SHARDED_STATE_DICT"):
-        utilities.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    with pytest.raises(CheckpointError) as lacking:
+        utilities.load_fsdp_model(plugin, accelerator, model, folder)
+    words.append(str(lacking.value))
     accelerator.end_training()
     return words
 
 
-def test_what_is_not_there_or_not_built_is_refused(tmp_path: Path) -> None:
-    for model, optimizer in run_distributed(refusals, 2, str(tmp_path)):
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    for model, optimizer, shards in run_distributed(refusals, 2, str(tmp_path)):
         assert "pytorch_model_fsdp.bin" in model
         assert "optimizer.bin" in optimizer
+        assert "pytorch_model_fsdp_0" in shards
 
 
 def full_state_loaded() -> list[bool]:
