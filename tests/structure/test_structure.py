@@ -17,11 +17,12 @@ SOURCES = {package: read(ROOT, package) for package in PACKAGES}
 BOTH = [source for sources in SOURCES.values() for source in sources]
 
 # What is there now. Lower a number where code gets below it; the aim is in the comment.
-MAX_NAMING = 44
+MAX_NAMING = 45
 # Such lines by file, with the files that all strategies share: documented arguments, members and
-# attributes, and a kind of optimizer.
+# attributes, the documented name of a folder, and a kind of optimizer.
 NAMING = {
     "accel/accelerator.py": 5,
+    "accel/checkpoint/directory.py": 1,
     "accel/config/parallelism.py": 3,
     "accel/enums.py": 3,
     "accel/imports.py": 2,

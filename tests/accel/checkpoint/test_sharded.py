@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
-from accel.checkpoint import directory
+from accel.checkpoint import directory, sharded
 from accel.checkpoint.optimizer_state import ParameterNames
 from accel.errors import CheckpointError
 from accel.utils import merge_fsdp_weights
@@ -282,3 +283,32 @@ def test_a_saved_state_is_merged(tmp_path: Path) -> None:
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert merged.keys() == Model().state_dict().keys()
     assert all(torch.equal(value, saved[name]) for name, value in merged.items())
+
+
+def failing(folder: str) -> str:
+    """Save once, then fail on rank 1 only while shards are written; return the error."""
+    accelerator, *_ = started()
+    accelerator.save_state(folder)
+    if accelerator.process_index == 1:
+        sharded.FileSystemWriter.write_data = _full_disk  # type: ignore[method-assign]
+    try:
+        with pytest.raises(CheckpointError) as refused:
+            accelerator.save_state(f"{folder}_new")
+    finally:
+        sharded.FileSystemWriter.write_data = WRITE  # type: ignore[method-assign]
+        accelerator.end_training()
+    return str(refused.value)
+
+
+WRITE = sharded.FileSystemWriter.write_data
+
+
+def _full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_failure_on_one_rank_raises_on_all_and_leaves_nothing(tmp_path: Path) -> None:
+    for words in run_distributed(failing, 2, str(tmp_path / "state")):
+        assert "the disk is full" in words
+    assert os.listdir(tmp_path) == ["state"]
+    directory.verify(tmp_path / "state")

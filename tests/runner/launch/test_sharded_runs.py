@@ -31,6 +31,7 @@ ENGINES = {
     "two": (2, TWO),
     "drawn once": (2, (*TWO, "fsdp.cpu_ram_efficient_loading=true")),
     "hybrid": (4, (*FOUR, "fsdp=hybrid_shard", "fsdp.dp_replicate_size=2")),
+    "shards": (2, (*TWO, "fsdp.state_dict_type=SHARDED_STATE_DICT")),
     "nodes": (4, (*FOUR, "fsdp=hybrid_shard")),  # there is one node, so there is one replica
     "parts": (
         2,
@@ -87,7 +88,14 @@ def expected(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [("hybrid", "split"), ("split", "one"), ("nodes", "hybrid")]
+    ("first", "second"),
+    [
+        ("shards", "shards"),
+        ("shards", "one"),
+        ("hybrid", "split"),
+        ("split", "one"),
+        ("nodes", "hybrid"),
+    ],
 )
 def test_a_sharded_run_has_the_losses_of_one_process_and_goes_on_under_another_engine(
     first: str, second: str, expected: list[float], text: Path, tmp_path: Path
