@@ -14,7 +14,8 @@ from accel.state import GradientState
 from accel.utils import DataLoaderConfiguration
 from tests.helpers import run_distributed
 
-SIZE = pytest.mark.parametrize("size", [1, 2, 3])
+THREE = pytest.param(3, marks=pytest.mark.slow)
+SIZE = pytest.mark.parametrize("size", [1, 2, THREE])
 
 
 # -- plain exchanges ---------------------------------------------------------------------------
@@ -210,7 +211,7 @@ def flattened(samples: int, batch_size: int, dispatch: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, THREE])
 @pytest.mark.parametrize(("samples", "batch_size"), [(9, 5), (13, 3), (1, 2)])
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_each_row_of_a_sample_counts_once(

@@ -206,6 +206,7 @@ def test_two_processes_of_mpirun_are_one_run(tmp_path: Path) -> None:
     assert saved_states(tmp_path) == ["state"]
 
 
+@pytest.mark.slow  # a Slurm is started; mpirun's are not slow
 @pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing() or "there is a Slurm")
 def test_two_tasks_of_srun_are_one_run(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:

@@ -240,7 +240,10 @@ def ends_of_all(dispatch: bool) -> dict[str, list[list[bool]]]:
     }
 
 
-@pytest.mark.parametrize(("world_size", "dispatch"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("world_size", "dispatch"),
+    [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)],
+)
 def test_a_pass_ends_its_last_window_once(world_size: int, dispatch: bool) -> None:
     for found in run_distributed(ends_of_all, world_size, dispatch):
         wrong = {

@@ -14,6 +14,7 @@ from tests.documentation import objects, processes, training
 from tests.documentation.player import DOCUMENTED, Example, Shown, shown
 
 pytest.importorskip(DOCUMENTED, reason="the extra `compare` installs it")
+pytestmark = pytest.mark.slow  # `tests/documentation` holds accel to what the pages say
 
 # What version 1.15 does not show, though the pages say it, by example; accel does.
 OLD_SPELLING = "the example's spelling is not taken any more"

@@ -7,7 +7,7 @@ import pytest
 from tests.documentation import processes as pages
 from tests.documentation.player import Example, shown, shown_together
 
-SIZES = (1, 2, 3)
+SIZES = (1, 2, pytest.param(3, marks=pytest.mark.slow))
 
 
 def lines(example: Example, processes: int) -> list[list[str]]:
@@ -104,7 +104,9 @@ def test_split_between_processes(example: Example, processes: int) -> None:
     assert lines(example, processes) == SHARES[processes]
 
 
-@pytest.mark.parametrize(("processes", "length"), [(1, "5"), (2, "9"), (3, "9")])
+@pytest.mark.parametrize(
+    ("processes", "length"), [(1, "5"), (2, "9"), pytest.param(3, "9", marks=pytest.mark.slow)]
+)
 def test_gather_for_metrics(processes: int, length: str) -> None:
     assert lines(pages.GATHER_FOR_METRICS, processes) == [[length]] * processes
 

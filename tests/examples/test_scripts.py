@@ -20,8 +20,12 @@ ROUNDING = 0.004  # of what is summed up in another order; one test sample of 36
 
 pytestmark = pytest.mark.timeout(900)  # a second or two each; the machine may be shared
 EVERY = int(os.environ.get("EVERY_SCRIPT", "1"))  # continuous integration takes every n-th
-of_scripts = pytest.mark.parametrize("script", [pytest.param(s, id=s.name) for s in SCRIPTS])
-
+QUICK = ("early_stopping", "local_sgd", "profiling", "experiment_tracking")
+SLOW = pytest.mark.slow
+of_scripts = pytest.mark.parametrize(
+    "script",
+    [pytest.param(s, id=s.name, marks=() if s.name in QUICK else SLOW) for s in SCRIPTS],
+)
 of_some = pytest.mark.parametrize("script", [pytest.param(s, id=s.name) for s in SCRIPTS[::EVERY]])
 
 
@@ -91,12 +95,14 @@ def test_every_process_writes_a_trace(tmp_path: Path) -> None:
         assert names.count("aten::conv2d") == 3
 
 
+@pytest.mark.slow  # as long as a small run
 def test_the_batch_is_halved_where_memory_runs_out(tmp_path: Path) -> None:
     scarce, enough = ("--epochs", "1", "--memory_mb", "150"), ("--epochs", "0", "--width", "8")
     assert metrics_of("executable_batch_size", 1, scarce, tmp_path)["batch_size"] < 512
     assert metrics_of("executable_batch_size", 1, enough, tmp_path)["batch_size"] == 512
 
 
+@pytest.mark.slow  # as long as a small run
 def test_accumulation_keeps_the_observed_batch(tmp_path: Path) -> None:
     runs = [
         metrics_of("automatic_gradient_accumulation", size, ("--epochs", "1", *holds), tmp_path)

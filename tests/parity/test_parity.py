@@ -56,7 +56,7 @@ TYPES = {
 # What a process of two holds of what a replica holds, from and to. DDP's buckets are as large as
 # the gradients: with weights, gradients and two moments, 5/4.
 HELD = {"ddp": (1.2, 1.3), "fsdp_full_shard": (0.45, 0.55), "zero3": (0.45, 0.55)}
-ALWAYS = ("ddp", "fsdp_full_shard", "zero3")  # the others are slow tests
+ALWAYS = ("ddp", "fsdp_full_shard")  # the others are slow tests
 
 
 def test_the_reference_imports_nothing_of_the_project() -> None:
@@ -132,7 +132,8 @@ def test_a_backend_is_the_plain_loop(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", ["fsdp_full_shard", *(pytest.param(b, marks=SLOW) for b in ("tp", "zero2", "zero3"))]
+    "backend",
+    [pytest.param(b, marks=SLOW) for b in ("fsdp_full_shard", "tp", "zero2", "zero3")],
 )
 def test_a_model_that_computes_its_own_loss_is_the_plain_loop(backend: str) -> None:
     verdict = run(Cell(backend, "bf16", 2, 1, replace(TASK, own_loss=True), "own loss"))
@@ -178,6 +179,7 @@ def test_what_a_process_may_hold_and_why_some_hold_more() -> None:
     assert "gradients twice:" in str(table.caption)
 
 
+@pytest.mark.slow  # the matrix has them, too
 def test_fp16_and_one_process_alone() -> None:
     cells = [
         Cell("single", "no", task=TASK),

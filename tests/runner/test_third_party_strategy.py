@@ -34,6 +34,7 @@ def runner(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.slow  # the tests below compose its recipe
 def test_a_run_trains_and_is_evaluated(site: Path, tmp_path: Path) -> None:
     ended = runner(site, tmp_path, "averaging=default", "averaging.order=large", *SMALL)
     assert ended.returncode == 0, ended.stderr
@@ -54,13 +55,19 @@ def test_a_run_trains_and_is_evaluated(site: Path, tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["averaging=default", "averaging.order=smal"], "Did you mean 'small'?"),
-        (["averaging=default", "averaging.facto=2"], "Did you mean 'averaging.factor'?"),
-        (["averaging.factor=2"], "averaging is off. Switch it on with averaging=default."),
-        (["averaging=default", "fsdp=full_shard"], "fsdp= and averaging= are both on"),
-        (["averaging=default", "averaging.factor=0"], "averaging.factor=0: a factor of 0"),
-        (
-            ["averaging=default", "averaging.replicas=4"],
-            "(dp_replicate=4) need as many processes as their product, 4, and the world size is 1",
+        *(
+            pytest.param(*refused, marks=pytest.mark.slow)
+            for refused in (
+                (["averaging=default", "averaging.facto=2"], "Did you mean 'averaging.factor'?"),
+                (["averaging.factor=2"], "averaging is off. Switch it on with averaging=default."),
+                (["averaging=default", "fsdp=full_shard"], "fsdp= and averaging= are both on"),
+                (["averaging=default", "averaging.factor=0"], "averaging.factor=0: a factor of 0"),
+                (
+                    ["averaging=default", "averaging.replicas=4"],
+                    "(dp_replicate=4) need as many processes as their product, 4, and the world "
+                    "size is 1",
+                ),
+            )
         ),
     ],
 )
@@ -80,6 +87,7 @@ def test_the_recipe_and_the_help_show_its_node(site: Path, tmp_path: Path) -> No
     assert "  averaging     default" in runner(site, tmp_path, "--help").stdout
 
 
+@pytest.mark.slow  # one that cannot be loaded is below
 def test_a_place_without_a_strategy_is_refused_before_the_start(tmp_path: Path) -> None:
     broken = write_package(tmp_path / "broken")
     (broken / "averaging" / "strategy.py").write_text("")

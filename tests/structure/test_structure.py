@@ -85,6 +85,7 @@ def test_no_module_is_excused_in_vain() -> None:
     assert tested == set()
 
 
+@pytest.mark.slow  # each subject has a test of its own
 def test_the_table_has_every_subject() -> None:
     text = table(measures(ROOT))
     for subject in ("lines that name a strategy", "Strategy", "files of accel", "README"):

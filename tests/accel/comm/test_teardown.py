@@ -212,7 +212,7 @@ if end == "destroyed":
     ("engine", "end"),
     [
         pytest.param("ddp", "raised", marks=pytest.mark.slow),
-        ("fsdp", "raised"),
+        pytest.param("fsdp", "raised", marks=pytest.mark.slow),
         ("ddp", "destroyed"),
     ],
 )

@@ -200,6 +200,7 @@ with open(f"{sys.argv[1]}/done-{again.process_index}", "w") as file:
 """
 
 
+@pytest.mark.slow  # torchrun imports torch five times
 def test_restarts_and_an_end_without_farewell_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))

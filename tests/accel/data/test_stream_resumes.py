@@ -19,6 +19,10 @@ from tests.helpers import run_distributed
 SAMPLES = 24
 
 
+def slow(*kinds: str) -> list[Any]:
+    return [pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
+
+
 class Numbers(IterableDataset[Any]):
     """Yields numbers in the order that a function draws; `buffered` ones are drawn one by one."""
 
@@ -90,14 +94,14 @@ def check(folder: str, kind: str, dispatch: bool | None, stateful: bool) -> list
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("kind", ["own", "buffered", "torch", "numpy", "python"])
+@pytest.mark.parametrize("kind", ["own", *slow("buffered", "torch", "numpy", "python")])
 def test_a_shuffled_stream_goes_on(kind: str, stateful: bool, tmp_path: Path) -> None:
     assert check(str(tmp_path), kind, None, stateful) == []
 
 
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("dispatch", [None, False])
-@pytest.mark.parametrize("kind", ["own", "buffered", "torch"])
+@pytest.mark.parametrize("kind", [*slow("own", "torch"), "buffered"])
 def test_a_shuffled_stream_goes_on_two_processes(
     kind: str, dispatch: bool | None, stateful: bool, tmp_path: Path
 ) -> None:

@@ -140,7 +140,10 @@ else:
 """
 
 
-@pytest.mark.parametrize(("ending", "code"), [("exit", 0), ("kill", -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [pytest.param("exit", 0, marks=pytest.mark.slow), ("kill", -signal.SIGKILL)],
+)
 def test_no_worker_outlives_its_parent(ending: str, code: int) -> None:
     ended = subprocess.run(
         python("-c", SCRIPT, ending), cwd=ROOT, capture_output=True, text=True, timeout=120

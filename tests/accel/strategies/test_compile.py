@@ -359,7 +359,10 @@ def _train_split(engines: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "engines"),
-    [(2, {"tp": {"tp_size": 2}}), (4, {"fsdp": {}, "tp": {"tp_size": 2}})],
+    [
+        (2, {"tp": {"tp_size": 2}}),
+        pytest.param(4, {"fsdp": {}, "tp": {"tp_size": 2}}, marks=pytest.mark.slow),
+    ],
 )
 def test_blocks_are_compiled_where_matrices_are_in_parts(
     world_size: int, engines: dict[str, Any]

@@ -58,6 +58,7 @@ def used(run_dir: Path, cwd: Path) -> tuple[str, list[dict[str, Any]]]:
     return answer.stdout, [json.loads(line) for line in output.read_text().splitlines()]
 
 
+@pytest.mark.slow  # `tests/examples` trains one, too
 def test_the_example_trains_from_its_own_directory(tmp_path: Path) -> None:
     project = tmp_path / "anywhere"
     shutil.copytree(ROOT / "examples" / "wine", project, ignore=shutil.ignore_patterns("runs"))

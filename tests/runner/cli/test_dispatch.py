@@ -147,7 +147,7 @@ def test_a_sweep_goes_on_after_a_failed_job(
     assert "1 of 3 jobs failed: 2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("code", [75, 130])
+@pytest.mark.parametrize("code", [75, pytest.param(130, marks=pytest.mark.slow)])
 def test_a_sweep_ends_where_it_is_stopped(started: list[Started], code: int) -> None:
     CODES[2] = code
     assert cli.main(["-m", "seed=1,2,3"]) == code

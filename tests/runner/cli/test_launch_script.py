@@ -117,6 +117,7 @@ def test_a_script_runs_on_two_processes_by_a_file(tmp_path: Path) -> None:
     assert sorted(answer.stdout.splitlines()) == expected
 
 
+@pytest.mark.slow  # `test_agent.py` reads codes of processes
 def test_one_process_keeps_its_exit_code(tmp_path: Path) -> None:
     answer = started(tmp_path, "--cpu", "train.py", "fail")
     assert answer.returncode == 5, answer.stderr

@@ -26,7 +26,9 @@ ODD = (
 )
 
 
-@pytest.mark.parametrize("word", ODD)
+@pytest.mark.parametrize(
+    "word", [*ODD[:5], *(pytest.param(word, marks=pytest.mark.slow) for word in ODD[5:])]
+)
 def test_a_name_is_what_was_typed_also_where_it_is_read_again(word: str, tmp_path: Path) -> None:
     with hydra_setup.session():
         found = composition.require(

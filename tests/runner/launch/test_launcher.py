@@ -147,7 +147,9 @@ def test_a_mistake_found_by_workers_is_told_once(
     assert printed == "model.width=0: it is at least 1. Set model.width=1.\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
+)
 def test_a_stop_signal_is_handed_on(
     number: signal.Signals, tmp_path: Path, parents: list[Parent]
 ) -> None:
@@ -160,7 +162,9 @@ def test_a_stop_signal_is_handed_on(
     assert none_left(tmp_path)
 
 
-@pytest.mark.parametrize("job", ["wait_for_signal", "stay_blocked"])
+@pytest.mark.parametrize(
+    "job", [pytest.param("wait_for_signal", marks=pytest.mark.slow), "stay_blocked"]
+)
 def test_control_c_ends_everything_soon(job: str, tmp_path: Path, parents: list[Parent]) -> None:
     parents.append(Parent(tmp_path, job))
     code, printed, seconds = parents[0].signal(signal.SIGINT)

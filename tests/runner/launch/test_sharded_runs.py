@@ -90,11 +90,12 @@ def expected(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ("shards", "shards"),
         ("shards", "one"),
         ("hybrid", "split"),
-        ("split", "one"),
-        ("nodes", "hybrid"),
+        *(
+            pytest.param(*names, marks=pytest.mark.slow)
+            for names in (("shards", "shards"), ("split", "one"), ("nodes", "hybrid"))
+        ),
     ],
 )
 def test_a_sharded_run_has_the_losses_of_one_process_and_goes_on_under_another_engine(
@@ -106,7 +107,7 @@ def test_a_sharded_run_has_the_losses_of_one_process_and_goes_on_under_another_e
     assert loops.losses(run_dir) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["two", "split"])
+@pytest.mark.parametrize("name", ["two", pytest.param("split", marks=pytest.mark.slow)])
 def test_a_sharded_model_writes_a_sample(name: str, text: Path, tmp_path: Path) -> None:
     sample = (
         "callbacks=text",

@@ -174,6 +174,7 @@ def test_a_finished_run_says_so_and_is_left_alone(
     assert tree(run_dir) == before
 
 
+@pytest.mark.slow  # a finished run says so above
 def test_a_finished_run_that_is_past_a_limit_tells_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,7 +229,7 @@ def test_a_full_disk_is_told_before_anything_is_started(
     assert not run_dirs(tmp_path)
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_relative_folder_of_states_stays_where_it_was(
     early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

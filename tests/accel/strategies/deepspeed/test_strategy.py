@@ -189,5 +189,6 @@ def compiles() -> None:
         accelerator.end_training()
 
 
+@pytest.mark.slow  # the parity matrix has them, too
 def test_compiled_models_train_as_a_plain_loop() -> None:
     run_distributed(compiles, 2)
