@@ -20,7 +20,6 @@ from accel.checkpoint.contents import AnyPath, Hook, RunObjects, hooked, require
 from accel.checkpoint.dataloader_matching import match
 from accel.checkpoint.dataloader_state import load_positions
 from accel.checkpoint.directory import Manifest, numbered
-from accel.checkpoint.full_or_sharded import read_model, read_optimizer
 from accel.checkpoint.serialization import load_plain
 from accel.comm.all_or_none import decided, together
 from accel.logging import get_logger
@@ -136,6 +135,8 @@ def _check_counts(run: RunObjects, checkpoint: Saved) -> None:
 
 
 def _restore_models(run: RunObjects, saved: Saved, models: list[Any], strict: bool) -> None:
+    from accel.checkpoint.full_or_sharded import read_model
+
     strategy = run.strategy
     for index, model in hooked(models, run.objects.models, "load_state"):
         state = read_model(saved.path, index, strategy.state.allocate_weights(model))
@@ -150,6 +151,8 @@ def _restore_models(run: RunObjects, saved: Saved, models: list[Any], strict: bo
 
 
 def _restore_objects(run: RunObjects, saved: Saved, loaders: list[tuple[Any, int]]) -> None:
+    from accel.checkpoint.full_or_sharded import read_optimizer
+
     objects = run.objects
     names = run.parameter_names()
     for index, optimizer in enumerate(objects.optimizers):

@@ -8,6 +8,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import warnings
@@ -53,10 +54,19 @@ def write(state: Mapping[str, Any], folder: Path) -> None:
     Each rank writes the shards that it holds. What fails on one rank raises on all of them.
     """
     try:
-        save(dict(state), storage_writer=FileSystemWriter(folder))
+        with _alone():
+            save(dict(state), storage_writer=FileSystemWriter(folder))
     except CheckpointException as error:
         failures = [failure for failure, _ in error.failures.values()]
         raise failures[0] from error
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Silence what torch says where one process works by itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 class Shards:
@@ -127,8 +137,7 @@ class Shards:
     def _load(self, wanted: dict[str, Any]) -> None:
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            with warnings.catch_warnings():  # each rank reads by itself
-                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            with _alone():  # each rank reads by itself
                 load(wanted, storage_reader=self._reader, planner=planner, no_dist=True)
         except CheckpointException as error:
             failure = next(iter(error.failures.values()))[0]
