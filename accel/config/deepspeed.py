@@ -29,6 +29,8 @@ from accel.config.deepspeed_json import (
     DEVICES,
     Config,
     HfDeepSpeedConfig,
+    autos,
+    leaves,
     set_at,
     stage_problems,
     validate,
@@ -73,8 +75,9 @@ class DeepSpeedPlugin(FieldDefaults):
     nobody gives shows the configuration's value, else its default; `given` tells the difference.
 
     Args:
-        hf_ds_config: DeepSpeed's configuration: path of a JSON file, dict, or `HfDeepSpeedConfig`;
-            read at the first use.
+        hf_ds_config: DeepSpeed's configuration: path of a JSON file, dict, or `HfDeepSpeedConfig`.
+            It reads back as an `HfDeepSpeedConfig`, the given one or a new one, whose `config` is
+            `deepspeed_config`.
         gradient_accumulation_steps: micro-batches per optimizer step; "auto": those of the run.
         gradient_clipping: maximum norm of the gradients; "auto": they are not clipped, unless
             `Accelerator.clip_grad_norm_` is called.
@@ -126,12 +129,12 @@ class DeepSpeedPlugin(FieldDefaults):
             setattr(self, name, self.given(name))
         self._sources: dict[str, str] = {}
         self._decided: dict[str, tuple[object, str]] = {}
-        self._config: Config | None = None  # from its first use on
-        self._read_from: object = None  # `hf_ds_config` at that time
-        self._filled: Config = {}  # values in `_config` that fields gave, by dotted key
+        self._outline = HfDeepSpeedConfig(placeholders())  # where no configuration is given
+        self._filled: Config = {}  # values in the configuration that fields gave, by dotted key
+        self._resolved: Config = {}  # values in it that `prepare` gave in place of "auto"
         self._selection = Selection()
         ConfigError.raise_if(_field_problems(self))
-        self._show(self._peek())
+        self._show_config()
 
     @property
     def selected(self) -> bool:
@@ -146,8 +149,9 @@ class DeepSpeedPlugin(FieldDefaults):
     def deepspeed_config(self) -> Config:
         """DeepSpeed's configuration, which may be changed until `prepare` reads it.
 
-        It starts as a copy of `hf_ds_config` (None: as its outline, whose values are "auto"), and
-        has this plugin's fields where that has no value.
+        It starts as a copy of the given file or dict, as the given `HfDeepSpeedConfig`'s own (none
+        given: as an outline, whose values are "auto"), and has this plugin's fields where that has
+        no value. `prepare` puts the values that it resolves in the place of "auto".
 
         Raises:
             ConfigError: if the file does not exist or is not JSON, and for unknown keys and
@@ -156,11 +160,11 @@ class DeepSpeedPlugin(FieldDefaults):
         Example:
             >>> plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 4
         """
-        config = self._loaded()
+        config = self._loaded().config
         validate(config, self.place)
         for field, key in KEYS.items():
             found, filled = value_at(config, key), self._filled.pop(key, None)
-            outlined = PLACEHOLDERS.get(key) if self.hf_ds_config is None else None
+            outlined = PLACEHOLDERS.get(key) if self._is_outline else None
             if found not in (None, AUTO, filled, outlined):
                 continue
             value = self.given(field)
@@ -174,37 +178,69 @@ class DeepSpeedPlugin(FieldDefaults):
         self._show(config)
         return config
 
-    def stated_config(self) -> Config:
-        """Return a copy of the configuration with the values alone that something stands for."""
-        config = self.deepspeed_config
-        return without_placeholders(config) if self.hf_ds_config is None else copy.deepcopy(config)
+    @deepspeed_config.setter
+    def deepspeed_config(self, config: Config) -> None:
+        """Replace the configuration; `hf_ds_config` follows."""
+        if config is not self._loaded().config:
+            replaced = HfDeepSpeedConfig(config)
+            replaced.config = config
+            self.hf_ds_config = replaced
 
-    def _loaded(self) -> Config:
-        if self._config is None:
-            given = self.hf_ds_config
-            # A dictionary may be changed afterwards, which would have no effect.
-            self._read_from = copy.deepcopy(given) if isinstance(given, dict) else given
-            self._config = placeholders() if given is None else HfDeepSpeedConfig(given).config
-        elif self._read_from != self.hf_ds_config:
-            raise ConfigError.of(
-                f"{self.source('hf_ds_config')} after deepspeed_config was read",
-                "it is read once",
-                "Give DeepSpeedPlugin(hf_ds_config=…), and read deepspeed_config later.",
-            )
-        return self._config
+    def stated_config(self) -> Config:
+        """Return a copy of the configuration with the values alone that something stands for.
+
+        Values that an earlier `prepare` resolved are "auto" again.
+        """
+        config = copy.deepcopy(self.deepspeed_config)
+        for key, value in self._resolved.items():
+            if value_at(config, key) == value:
+                set_at(config, key, AUTO)
+        return without_placeholders(config) if self._is_outline else config
+
+    def given_config(self) -> Config:
+        """Return a copy of the configuration without what fields and `prepare` filled in."""
+        config = self.stated_config()
+        for key, value in self._filled.items():
+            parent, _, last = key.rpartition(".")
+            section = value_at(config, parent) if parent else config
+            if isinstance(section, dict) and section.get(last) == value:
+                del section[last]
+        return config
+
+    def resolve(self, resolved: Config) -> None:
+        """Put values of a complete configuration in the place of those that are "auto".
+
+        Args:
+            resolved: the configuration that an engine has.
+        """
+        config, stated = self.deepspeed_config, self.stated_config()
+        outline = PLACEHOLDERS if self._is_outline else {}
+        for key in (*autos(stated), *(k for k in outline if value_at(config, k) == AUTO)):
+            value = value_at(resolved, key)
+            if value is not None:
+                set_at(config, key, value)
+                self._resolved[key] = value
+
+    @property
+    def has_config(self) -> bool:
+        """Whether a configuration was given, so that there is no outline in its place."""
+        return not self._is_outline
+
+    @property
+    def _is_outline(self) -> bool:
+        return self.hf_ds_config is None or self.hf_ds_config is self._outline
+
+    def _loaded(self) -> HfDeepSpeedConfig:
+        """Return the configuration; a file or dict that was assigned is read now."""
+        if self.hf_ds_config is None:
+            return self._outline
+        if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
+            self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
+        return self.hf_ds_config
 
     def check_config(self) -> None:
         """Raise `ConfigError` if the configuration cannot be read, or is invalid."""
         validate(self.deepspeed_config, self.place)
-
-    def _peek(self) -> Config:
-        """Return the configuration without settling on it; {} where it cannot be read."""
-        if self._config is not None or self.hf_ds_config is None:
-            return self._config or {}
-        try:
-            return HfDeepSpeedConfig(self.hf_ds_config).config
-        except ConfigError:  # which `check_config` raises, together with what else is wrong
-            return {}
 
     def given(self, field: str) -> Any:
         """Return the value that an argument or an environment variable gave a field, or None.
@@ -217,7 +253,15 @@ class DeepSpeedPlugin(FieldDefaults):
         return None if is_open else value
 
     def _show(self, config: Config) -> None:
-        self._show_defaults(shown_fields(config, self.given("zero_stage")))
+        shown = shown_fields(config, self.given("zero_stage"))
+        self._show_defaults({**shown, "hf_ds_config": self._outline})
+
+    def _show_config(self) -> None:
+        """Let fields show the configuration; none that cannot be read, as `check_config` tells."""
+        config: Config = {}
+        with contextlib.suppress(ConfigError):  # raised together with what else is wrong
+            config = self._loaded().config
+        self._show(config)
 
     def filled_by(self, key: str) -> str | None:
         """Return the source of a value that a field gave the configuration; None for other values.
@@ -232,6 +276,8 @@ class DeepSpeedPlugin(FieldDefaults):
     def place(self) -> str:
         """Name of the configuration in messages: the path of its file, or hf_ds_config."""
         given = self.hf_ds_config
+        if isinstance(given, HfDeepSpeedConfig):
+            return given.place
         return fspath(given) if isinstance(given, (str, PathLike)) else "hf_ds_config"
 
     def source(self, field: str) -> str:
@@ -264,6 +310,7 @@ class DeepSpeedPlugin(FieldDefaults):
         Args:
             variables: those that are set, by name; "", "none" and "auto" leave a field None.
         """
+        is_changed = self._is_outline and any(leaves(self.given_config()))
         self._hide_defaults(self._shown())
         rule = "unknown variable of DeepSpeedPlugin"
         problems = [
@@ -275,6 +322,11 @@ class DeepSpeedPlugin(FieldDefaults):
             text = variables.get(name, "")
             if getattr(self, field) is not None or text.lower() in ("", "none", AUTO):
                 continue
+            if field == "hf_ds_config" and is_changed:
+                rule = "the plugin's deepspeed_config was changed, which the file would replace"
+                remedy = "Give DeepSpeedPlugin(hf_ds_config=…), and change deepspeed_config then."
+                problems.append(Problem(f"{name}={text} (environment)", rule, remedy))
+                continue
             try:
                 value = _parsed(field, text)
             except ValueError:
@@ -284,7 +336,7 @@ class DeepSpeedPlugin(FieldDefaults):
             setattr(self, field, value)
             self._sources[field] = f"{name}={text} (environment)"
         problems += _field_problems(self)
-        self._show(self._peek())
+        self._show_config()
         return problems
 
     @property
@@ -433,7 +485,7 @@ class DeepSpeedPlugin(FieldDefaults):
             yield
         finally:
             self.zero3_init_flag = before
-            self._show(self._peek())
+            self._show_config()
 
 
 def share_selection(plugins: Sequence[DeepSpeedPlugin]) -> None:
@@ -465,7 +517,7 @@ def _field_problems(plugin: DeepSpeedPlugin) -> list[Problem]:
         check_choice(plugin, f"offload_{name}_device", DEVICES, problems)
         device = getattr(plugin, f"offload_{name}_device")
         path = f"offload_{name}_nvme_path"
-        if device == "nvme" and getattr(plugin, path) is None and plugin.hf_ds_config is None:
+        if device == "nvme" and getattr(plugin, path) is None and not plugin.has_config:
             rule = "nvme needs a folder on a disk of this machine"
             value = f"DeepSpeedPlugin.offload_{name}_device='nvme'"
             problems.add(value, rule, f"Give {path}=…")

@@ -82,6 +82,7 @@ class HfDeepSpeedConfig:
 
     Attributes:
         config: the nested dictionary.
+        place: its name in messages: the path of its file, or hf_ds_config.
 
     Raises:
         ConfigError: if the file does not exist or is not JSON, and for unknown keys and invalid
@@ -89,18 +90,19 @@ class HfDeepSpeedConfig:
     """
 
     def __init__(self, config_file_or_dict: object) -> None:
-        place = "hf_ds_config"
+        self.place = "hf_ds_config"
         if isinstance(config_file_or_dict, HfDeepSpeedConfig):
+            self.place = config_file_or_dict.place
             config_file_or_dict = config_file_or_dict.config
         if isinstance(config_file_or_dict, Mapping):
             self.config: Config = copy.deepcopy(dict(config_file_or_dict))
         elif isinstance(config_file_or_dict, (str, PathLike)):
             self.config = _read(Path(config_file_or_dict))
-            place = fspath(config_file_or_dict)
+            self.place = fspath(config_file_or_dict)
         else:
             rule = "expected the path of a JSON file, or a dict"
             raise ConfigError.of(f"hf_ds_config={config_file_or_dict!r}", rule, "Give one.")
-        validate(self.config, place)
+        validate(self.config, self.place)
 
     def find_config_node(self, ds_key_long: str) -> tuple[Config | None, str]:
         """Return the section that has, or could have, a dotted key, and the key's last part.
@@ -193,6 +195,20 @@ def set_at(config: Config, key: str, value: object) -> None:
     for name in sections:
         config = config.setdefault(name, {})
     config[last] = value
+
+
+def leaves(config: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the dotted keys of a configuration's values, with these."""
+    if isinstance(config, dict):
+        for name, value in config.items():
+            yield from leaves(value, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, config
+
+
+def autos(config: Config) -> list[str]:
+    """Return the dotted keys whose value is "auto"."""
+    return [key for key, value in leaves(config) if value == AUTO]
 
 
 def validate(config: Config, place: str) -> None:

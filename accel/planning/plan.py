@@ -337,12 +337,14 @@ def _accumulation(
             "given in two places with different values",
             "Give num_steps in GradientAccumulationPlugin alone.",
         )
-    if owned and plugin is not None:
-        return dataclasses.replace(plugin)
+    implied = choice.spec.accumulation_steps(choice.plugins)
+    if owned and plugin is not None:  # a single micro-batch, where the caller accumulates itself
+        alone = plugin.num_steps == 1
+        return dataclasses.replace(plugin, num_steps=(alone and implied) or plugin.num_steps)
     if steps == 1 and environment.accumulation_steps is not None:
         steps, source = environment.accumulation_steps, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
     if steps == 1:
-        steps = choice.spec.accumulation_steps(choice.plugins) or steps
+        steps = implied or steps
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         found.add(f"{source}={steps!r}", "it is a whole number, at least 1", "Give 1 or more.")
         steps = 1

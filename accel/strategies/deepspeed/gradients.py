@@ -114,7 +114,8 @@ def _clip_problems(
     return problems
 
 
-# An option of the engine that is off in every backward pass: losses are divided before.
+# An option of the engine that is off in every backward pass: losses are divided before, unless the
+# caller says with it that they are.
 SCALES = "scale_wrt_gas"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.deepspeed_conflicts import Claims, is_equal
 from accel.config.deepspeed_defaults import KEYS
-from accel.config.deepspeed_json import AUTO, Config, set_at, value_at
+from accel.config.deepspeed_json import AUTO, Config, autos, set_at, value_at
 from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 from accel.wrapping import MakeContext
 
@@ -264,7 +264,7 @@ class Settings(Claims):
         """Resolve the sizes that depend on the model's width; limit buckets to the model's size."""
         width, total = hidden_size(model), num_elements(model)
         zero = self.config[ZERO]
-        own = self.plugin.hf_ds_config is None
+        own = not self.plugin.has_config
         auto = {
             "reduce_bucket_size": width * width,
             "allgather_bucket_size": _even(width * width),
@@ -301,7 +301,7 @@ class Settings(Claims):
         Raise a `ConfigError` that names every contradiction, and all values that are still "auto".
         """
         if not self.problems:
-            for key in _autos(self.config):
+            for key in autos(self.config):
                 self.problems.add(
                     f'{self.plugin.place}: {key}="auto"',
                     "it cannot be resolved from the run",
@@ -342,11 +342,3 @@ def _even(size: int) -> int:
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _autos(config: object, prefix: str = "") -> Iterator[str]:
-    if isinstance(config, dict):
-        for name, value in config.items():
-            yield from _autos(value, f"{prefix}.{name}" if prefix else str(name))
-    elif config == AUTO:
-        yield prefix

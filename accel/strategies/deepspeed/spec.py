@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 
 from accel.config.deepspeed import VARIABLES, DeepSpeedPlugin, share_selection
 from accel.config.deepspeed_active import active
 from accel.config.deepspeed_conflicts import Claims
-from accel.config.deepspeed_json import Config, HfDeepSpeedConfig
+from accel.config.deepspeed_json import Config, value_at
 from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem, Problems
 from accel.planning.spec import (
@@ -75,7 +76,7 @@ def _read(given: object, variables: Mapping[str, str]) -> Mapping[str, DeepSpeed
 
 def _adopt(plugin: DeepSpeedPlugin, decided: Decided) -> DeepSpeedPlugin:
     """Return a copy of a plugin whose own configuration may not contradict the run."""
-    plugin = replace(plugin)
+    plugin = replace(plugin, hf_ds_config=copy.deepcopy(plugin.given("hf_ds_config")))
     for name, (value, source) in decided.items():
         plugin.decide(DECIDED[name], value, source)
     return plugin
@@ -83,14 +84,13 @@ def _adopt(plugin: DeepSpeedPlugin, decided: Decided) -> DeepSpeedPlugin:
 
 def _frozen_fields(plugin: DeepSpeedPlugin) -> dict[str, Config]:
     """Return the content of the configuration's file, which may change or move."""
-    if plugin.hf_ds_config is None:
-        return {}
-    return {"hf_ds_config": HfDeepSpeedConfig(plugin.hf_ds_config).config}
+    given = plugin.given("hf_ds_config")
+    return {} if given is None else {"hf_ds_config": plugin.given_config()}
 
 
 def _value(plugins: Plugins, key: str) -> object:
     plugin = active(plugins.get(NAME))
-    return None if plugin is None else plugin.get_value(key)
+    return None if plugin is None else value_at(plugin.stated_config(), key)
 
 
 def _precision(plugins: Plugins, given: str | None) -> str | None:

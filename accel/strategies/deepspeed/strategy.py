@@ -208,6 +208,7 @@ class DeepSpeedStrategy(Strategy):
             self.package, model, optimizer, schedulers, settings, self.plan
         )
         engine.accel_plugin = self.plugin
+        self.plugin.resolve(settings.config)
         _OWNERS[engine] = weakref.ref(self)
         if self.precision.name in COMPUTE_DTYPES and not engine.torch_autocast_enabled():
             dtype = COMPUTE_DTYPES[self.precision.name]
@@ -240,7 +241,8 @@ class DeepSpeedStrategy(Strategy):
         state, engine = optimizer.gradient_state, optimizer.engine
         ends = state.sync_gradients and not self.sync.num_no_sync
         engine.set_gradient_accumulation_boundary(ends)
-        engine.backward(loss / state.num_steps, **{**kwargs, SCALES: False})
+        divisor = state.num_steps if kwargs.get(SCALES, True) else 1
+        engine.backward(loss / divisor, **{**kwargs, SCALES: False})
         optimizer.window_ended = ends
 
     # -- the end ---------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from accel.config.deepspeed import DeepSpeedPlugin, share_selection
 from accel.config.deepspeed_active import active, get_active_deepspeed_plugin
+from accel.config.deepspeed_json import HfDeepSpeedConfig
 from accel.config.training import GradientAccumulationPlugin
 from accel.env import Environment, patched
 from accel.errors import ConfigError, NotBuiltError
@@ -287,12 +288,57 @@ def test_fields_fill_the_configuration_until_it_has_a_value_of_its_own() -> None
         completed(plugin)
 
 
-def test_a_configuration_is_read_once() -> None:
+def test_a_changed_outline_does_not_give_way_to_a_file_of_the_environment() -> None:
     plugin = DeepSpeedPlugin()
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 4
-    plugin.hf_ds_config = {"zero_optimization": {"stage": 3}}
-    with pytest.raises(ConfigError, match="after deepspeed_config was read: it is read once"):
-        completed(plugin)
+    (problem,) = plugin.fill({"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"})
+    assert "deepspeed_config was changed" in problem.rule
+    assert not plugin.has_config
+
+
+def test_the_given_configuration_is_the_one_that_prepare_reads(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8}')
+    given = HfDeepSpeedConfig({"train_batch_size": 8})
+    for one in (None, {"train_batch_size": 8}, str(path), given):
+        plugin = DeepSpeedPlugin(one)
+        assert plugin.hf_ds_config.config is plugin.deepspeed_config
+        plugin.hf_ds_config.config["train_batch_size"] = 6
+        assert plugin.stated_config()["train_batch_size"] == 6
+        assert (plugin.given("hf_ds_config") is None) == (one is None)
+    assert plugin.hf_ds_config is given
+    assert DeepSpeedPlugin(str(path)).place == str(path)
+
+
+def test_a_configuration_can_be_replaced() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=3)
+    plugin.hf_ds_config = HfDeepSpeedConfig(plugin.hf_ds_config.config)
+    plugin.deepspeed_config = plugin.hf_ds_config.config
+    assert plugin.deepspeed_config is plugin.hf_ds_config.config
+    plugin.deepspeed_config = {"train_batch_size": 4}
+    assert plugin.hf_ds_config.config["train_batch_size"] == 4
+    assert plugin.stage == 3
+    plugin.hf_ds_config = {"zero_optimization": {"stage": 3}, "train_batch_size": 2}
+    assert plugin.deepspeed_config["train_batch_size"] == 2
+    assert plugin.hf_ds_config.config is plugin.deepspeed_config
+
+
+def test_resolved_values_are_shown_and_do_not_bind_another_run() -> None:
+    for config in (None, {"train_batch_size": "auto", "bf16": {"enabled": "auto"}}):
+        plugin = DeepSpeedPlugin(config)
+        before = plugin.stated_config()
+        plugin.resolve({"train_batch_size": 8, "bf16": {"enabled": True}, "other": 1})
+        assert plugin.get_value("train_batch_size") == 8
+        assert "other" not in plugin.deepspeed_config
+        assert plugin.stated_config() == before
+        plugin.deepspeed_config["train_batch_size"] = 4
+        assert plugin.stated_config()["train_batch_size"] == 4
+
+
+def test_a_frozen_configuration_has_no_values_of_fields() -> None:
+    plugin = DeepSpeedPlugin({"gradient_clipping": 0.5}, zero_stage=3)
+    assert plugin.stage == 3
+    assert plugin.given_config() == {"gradient_clipping": 0.5, "zero_optimization": {}}
 
 
 def test_plugins_that_share_a_selection_have_one_active() -> None:
