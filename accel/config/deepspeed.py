@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -132,6 +133,7 @@ class DeepSpeedPlugin(FieldDefaults):
         self._outline = HfDeepSpeedConfig(placeholders())  # where no configuration is given
         self._filled: Config = {}  # values in the configuration that fields gave, by dotted key
         self._resolved: Config = {}  # values in it that `prepare` gave in place of "auto"
+        self._seen_by_transformers: HfDeepSpeedConfig | None = None
         self._selection = Selection()
         ConfigError.raise_if(_field_problems(self))
         self._show_config()
@@ -448,6 +450,22 @@ class DeepSpeedPlugin(FieldDefaults):
                 value = f"mixed_precision={str(mixed_precision)!r}"
                 remedy = f'Write "auto" for {key}, or give mixed_precision={name!r}.'
                 raise ConfigError.of(value, f"{self.place} enables {name}", remedy)
+
+    def set_deepspeed_weakref(self) -> None:
+        """Let transformers partition models while it builds them, where this plugin says so.
+
+        It has an effect where transformers is imported. An `Accelerator` does it as well, and
+        this serves models that are built before there is one.
+        """
+        seen = HfDeepSpeedConfig(self.deepspeed_config)
+        for key in autos(seen.config):  # `deepspeed.zero.Init` takes no "auto"
+            seen.del_config_sub_tree(key)
+        seen.config.setdefault("train_micro_batch_size_per_gpu", 1)
+        self._seen_by_transformers = seen  # transformers has a weak reference
+        if "transformers" in sys.modules:
+            importlib.import_module("transformers.integrations.deepspeed").set_hf_deepspeed_config(
+                seen
+            )
 
     def set_moe_leaf_modules(self, model: torch.nn.Module) -> None:
         """Let stage 3 gather mixture-of-experts modules all at once; `prepare` does it, too.

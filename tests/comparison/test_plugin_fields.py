@@ -49,7 +49,7 @@ DIFFERENT = {
     "FullyShardedDataParallelPlugin.state_dict_type": FULL,
     "FullyShardedDataParallelPlugin.state_dict_config": FULL,
     "FullyShardedDataParallelPlugin.optim_state_dict_config": FULL,
-    "DeepSpeedPlugin.hf_ds_config": "as it was given; `deepspeed_config` is the configuration",
+    "DeepSpeedPlugin.hf_ds_config": "an object, which each package has of its own",
     "DeepSpeedPlugin.gradient_accumulation_steps": "of the run where a configuration has none",
     "TorchDynamoPlugin.mode": "None is the mode of a backend that has one",
     "TorchDynamoPlugin.use_regional_compilation": "None depends on the strategy",

@@ -23,7 +23,6 @@ REASONS: dict[str, str] = {
     "utils.contextual_fp8_autocast": FP8,
     "utils.convert_model": FP8,
     "utils.has_transformer_engine_layers": FP8,
-    "utils.DeepSpeedPlugin.set_deepspeed_weakref": "a run registers its configuration by itself",
     "utils.DeepSpeedPlugin.select(_from_accelerator_state)": "a private flag of the other package",
     "utils.deepspeed.DeepSpeedOptimizerWrapper(optimizer)": BY_PREPARE,
     "data_loader.DataLoaderDispatcher.adjust_state_dict_for_prefetch": (

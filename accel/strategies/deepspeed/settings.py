@@ -42,6 +42,7 @@ class Settings(Claims):
     """Resolve DeepSpeed's configuration.
 
     `batch_sizes`: samples per process and micro-batch, of each prepared loader.
+    `num_steps`: micro-batches per optimizer step.
     `allows_untested`: whether the configuration allows untested optimizers; None: not given.
     """
 
@@ -49,6 +50,7 @@ class Settings(Claims):
         super().__init__(plugin)
         self.plan, self.dp_size = plan, plan.parallel_dims.dp_size
         self.batch_sizes: list[int] = []
+        self.num_steps = 1
         untested = value_at(self.config, UNTESTED)
         self.allows_untested: bool | None = None if untested == AUTO else untested
 
@@ -68,7 +70,7 @@ class Settings(Claims):
     def resolve_run(self, batch_sizes: list[int]) -> None:
         """Resolve accumulation, precision, clipping and batch sizes."""
         self.batch_sizes = batch_sizes
-        steps = self.plan.accumulation.num_steps or 1
+        self.num_steps = steps = self._num_steps()
         if ACCUMULATION not in self.plugin.decided:  # else already compared
             self.claim(ACCUMULATION, steps, f"Accelerator(gradient_accumulation_steps={steps})")
         self._resolve_precision()
@@ -80,6 +82,15 @@ class Settings(Claims):
         if value_at(self.config, gathers) == AUTO:
             set_at(self.config, gathers, False)
         self._resolve_offload()
+
+    def _num_steps(self) -> int:
+        """Return the run's micro-batches per step; where it has one, those of the configuration.
+
+        A configuration may get them after the run was planned; a caller that accumulates by itself
+        tells the run of one.
+        """
+        steps, found = self.plan.accumulation.num_steps or 1, value_at(self.config, ACCUMULATION)
+        return found if steps == 1 and isinstance(found, int) else steps
 
     def _resolve_offload(self) -> None:
         """Offload nothing by default, and require a folder for nvme."""

@@ -6,6 +6,7 @@ Source: https://deepspeed.readthedocs.io/en/latest/initialize.html
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from accel.errors import ConfigError
 from accel.precision.base import COMPUTE_DTYPES
 from accel.prepared import Objects
 from accel.scheduler import wrap_scheduler
+from accel.state import GradientState
 from accel.strategies.base import Strategy
 from accel.strategies.compile import compile_model
 from accel.strategies.deepcopies import WHOLE_AVERAGE, refuse_copies
@@ -223,6 +225,8 @@ class DeepSpeedStrategy(Strategy):
         share_weights(engine)
         wrapped = DeepSpeedOptimizerWrapper(engine, groups, optimizer)
         self._trained.set(wrapped)
+        if settings.num_steps != (self.plan.accumulation.num_steps or 1):
+            GradientState(dataclasses.replace(self.plan.accumulation, num_steps=settings.num_steps))
         self._lacks_loaders = not settings.batch_sizes and MICRO_BATCH not in self.plugin.decided
         done.optimizers = [wrapped]
         for scheduler in schedulers:

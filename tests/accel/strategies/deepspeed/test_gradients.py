@@ -202,6 +202,26 @@ def test_a_step_starts_no_program() -> None:
     run_distributed(starts_no_program, 2)
 
 
+def divides_what_is_not_divided() -> None:
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, deepspeed_plugin=DeepSpeedPlugin(zero_stage=0)
+    )
+    model = torch.nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    norms = []
+    for options in ({}, {"scale_wrt_gas": False}):
+        accelerator.backward(model(torch.ones(4, 3)).sum(), **options)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), float("inf"))))
+        optimizer.zero_grad()
+    assert norms[1] == pytest.approx(2 * norms[0])
+    assert norms[0] > 0
+    accelerator.end_training()
+
+
+def test_a_loss_that_its_caller_scaled_is_not_divided() -> None:
+    run_distributed(divides_what_is_not_divided, 2)
+
+
 def test_the_scaling_of_the_engine_stays_off() -> None:
     engine = SimpleNamespace(zero_optimization_stage=lambda: 1)
     optimizer: Any = SimpleNamespace(

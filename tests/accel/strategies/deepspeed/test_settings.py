@@ -15,6 +15,7 @@ from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.handlers import (
     DistributedDataParallelKwargs,
 )
+from accel.config.training import GradientAccumulationPlugin
 from accel.errors import ConfigError
 from accel.parallel import data_parallel
 from accel.state import AcceleratorState
@@ -82,6 +83,36 @@ def test_auto_values_come_from_the_run() -> None:
     assert zero["stage3_prefetch_bucket_size"] == 32
     assert zero["stage3_param_persistence_threshold"] == 60
     assert config["train_batch_size"] == auto  # the caller's own is left alone
+
+
+@pytest.mark.parametrize("steps", [None, 1, 2, 3])
+def test_a_caller_that_accumulates_itself_has_the_steps_of_the_configuration(
+    steps: int | None,
+) -> None:
+    plugin = DeepSpeedPlugin({"gradient_accumulation_steps": 2, "train_batch_size": 16})
+    given = {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=steps)}
+    if steps == 3:
+        with pytest.raises(ConfigError, match=r"steps=2 with Accelerator.*steps=3"):
+            completed(plugin, [4], **given)
+        return
+    assert completed(plugin, [4], **given)["gradient_accumulation_steps"] == 2
+    assert plan_of(plugin, **given).accumulation.num_steps == 2
+
+
+def test_values_that_a_configuration_gets_after_the_plan_count() -> None:
+    plugin = DeepSpeedPlugin(
+        {
+            "optimizer": {"params": {"lr": "auto"}},
+            "scheduler": {"params": {"total_num_steps": "auto"}},
+        }
+    )
+    plan = plan_of(plugin)
+    plugin.hf_ds_config.config["gradient_accumulation_steps"] = 2
+    plugin.hf_ds_config.config["scheduler"]["params"]["total_num_steps"] = 10
+    found = Settings(plugin, plan)
+    found.resolve_run([4])
+    assert (found.num_steps, found.config["train_batch_size"]) == (2, 8)
+    assert found.config["scheduler"]["params"]["total_num_steps"] == 10
 
 
 def test_auto_values_of_the_plugins_own_fields_are_the_fields_or_their_defaults() -> None:
