@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 
 OTHER, OURS = "accelerate", "accel"
+# Command lines start jobs, which `accel` does not.
+COMMANDS, OUR_COMMANDS = f"{OTHER}.commands", "tests.libraries.commands"
 # Some libraries believe in a package of this name only if its page is of the makers they know.
 _METADATA = """\
 Metadata-Version: 2.1
@@ -28,7 +30,9 @@ Home-page: https://github.com/huggingface/accelerate
 
 
 def path_here(name: str) -> str:
-    """Return the module of accel that `accelerate`, or a module in it, stands for."""
+    """Return the module that `accelerate`, or a module in it, stands for."""
+    if name == COMMANDS or name.startswith(f"{COMMANDS}."):
+        return OUR_COMMANDS + name.removeprefix(COMMANDS)
     return OURS + name.removeprefix(OTHER)
 
 
