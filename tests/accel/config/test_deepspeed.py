@@ -351,74 +351,21 @@ def test_plugins_that_share_a_selection_have_one_active() -> None:
     assert (first.selected, second.selected) == (True, False)
 
 
-# -- filling the configuration by hand ---------------------------------------------------------
-
-AUTO_RATE = {
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-8}},
-    "gradient_clipping": "auto",
-}
-
-
-def test_every_auto_value_is_filled() -> None:
-    plugin = DeepSpeedPlugin(AUTO_RATE)
-    values = {"optimizer.params.lr": 0.1, "gradient_clipping": 2.0, "optimizer.params.eps": 1e-8}
-    plugin.deepspeed_config_process(**values)
-    assert plugin.get_value("optimizer.params.lr") == 0.1
-    assert plugin.get_value("gradient_clipping") == 2.0
-    plugin.deepspeed_config_process("", None, None, True, **values)
-    with pytest.raises(ConfigError, match=r"lr=0\.1 in the configuration, and 0\.2 is given"):
-        plugin.deepspeed_config_process(**{**values, "optimizer.params.lr": 0.2})
-    plugin.deepspeed_config_process(must_match=False, **{**values, "optimizer.params.lr": 0.2})
-    mismatches: list[str] = []
-    plugin.deepspeed_config_process(mismatches=mismatches, **{"optimizer.params.eps": 1.0})
-    assert [line.partition("=")[0] for line in mismatches] == ["optimizer.params.eps"]
-
-
-def test_a_section_of_the_configuration_is_filled() -> None:
-    plugin = DeepSpeedPlugin(AUTO_RATE)
-    section = plugin.deepspeed_config["optimizer"]["params"]
-    plugin.deepspeed_config_process(
-        "optimizer.params.", config=section, **{"optimizer.params.lr": 3}
-    )
-    assert section["lr"] == 3
-    assert plugin.is_auto("gradient_clipping")
-
-
-def test_one_value_is_filled_or_compared() -> None:
-    plugin = DeepSpeedPlugin(AUTO_RATE)
-    with pytest.raises(ConfigError, match='gradient_clipping="auto": its value is not given'):
-        plugin.fill_match("gradient_clipping")
-    plugin.fill_match("gradient_clipping", gradient_clipping=2.0)
-    plugin.fill_match("gradient_clipping", gradient_clipping=2.0)
-    with pytest.raises(ConfigError, match=r"3\.0 is given for it, too"):
-        plugin.fill_match("gradient_clipping", gradient_clipping=3.0)
-    plugin.fill_match("gradient_clipping", must_match=False, gradient_clipping=3.0)
-    mismatches: list[str] = []
-    plugin.fill_match("gradient_clipping", mismatches, gradient_clipping=3.0)
-    assert len(mismatches) == 1
-
-
-@pytest.mark.parametrize(
-    ("config", "precision", "fp16", "bf16"),
-    [
-        ({}, "bf16", None, True),
-        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, "fp16", True, False),
-        ({"bf16": {"enabled": "auto"}}, "no", None, False),
-        ({"bf16": {"enabled": True}}, "no", None, True),
-    ],
-)
-def test_a_precision_is_written_into_the_configuration(
-    config: dict[str, object], precision: str, fp16: bool | None, bf16: bool | None
+def test_transformers_reads_a_configuration_without_open_values(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plugin = DeepSpeedPlugin(config)
-    plugin.set_mixed_precision(precision)
-    assert (plugin.get_value("fp16.enabled"), plugin.get_value("bf16.enabled")) == (fp16, bf16)
-
-
-def test_a_precision_against_the_configuration_is_refused() -> None:
-    plugin = DeepSpeedPlugin({"fp16": {"enabled": True}})
-    with pytest.raises(ConfigError, match="hf_ds_config enables fp16"):
-        plugin.set_mixed_precision("bf16")
+    told: list[HfDeepSpeedConfig] = []
+    module = types.ModuleType("transformers.integrations.deepspeed")
+    module.set_hf_deepspeed_config = told.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
+    monkeypatch.setitem(sys.modules, "transformers.integrations", types.ModuleType("integrations"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    plugin = DeepSpeedPlugin(zero_stage=3)
+    plugin.set_deepspeed_weakref()
+    assert told[0].is_zero3()
+    assert told[0].config["train_micro_batch_size_per_gpu"] == 1
+    assert "train_batch_size" not in told[0].config
+    assert plugin.is_auto("train_batch_size")
 
 
 def test_leaf_modules_are_named_to_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,17 +9,19 @@ POLICY = SETTERS + "test_a_policy_becomes_a_function_with_the_same_units[fields0
 PRECISION = SETTERS + "test_a_precision_becomes_a_policy"
 KIND = SETTERS + "test_the_kind_of_state_dict_is_set"
 OFFLOAD = SETTERS + "test_offloading_becomes_a_policy"
-FILLING = "tests/accel/config/test_deepspeed.py::"
+PLUGIN = "tests/accel/config/test_deepspeed.py::"
+FILLING = "tests/accel/config/test_deepspeed_filled.py::"
 ALL = FILLING + "test_every_auto_value_is_filled"
 SECTION = FILLING + "test_a_section_of_the_configuration_is_filled"
 ONE = FILLING + "test_one_value_is_filled_or_compared"
 WRITTEN = FILLING + "test_a_precision_is_written_into_the_configuration[config0-bf16-None-True]"
-LEAVES = FILLING + "test_leaf_modules_are_named_to_deepspeed"
+SEEN = PLUGIN + "test_transformers_reads_a_configuration_without_open_values"
+LEAVES = PLUGIN + "test_leaf_modules_are_named_to_deepspeed"
 HANDLERS = "tests/accel/config/test_handlers.py::"
 HOOK = HANDLERS + "test_a_communication_hook_is_registered_by_hand"
 HELD = "tests/accel/config/test_fsdp.py::test_fields_show_what_holds_and_count_as_not_given"
-SHOWN = FILLING + "test_fields_that_nobody_gave_show_what_holds"
-OUTLINE = FILLING + "test_the_outline_of_a_configuration_reaches_no_engine"
+SHOWN = PLUGIN + "test_fields_that_nobody_gave_show_what_holds"
+OUTLINE = PLUGIN + "test_the_outline_of_a_configuration_reaches_no_engine"
 FSDP = "accel:FullyShardedDataParallelPlugin."
 DEEPSPEED = "accel:DeepSpeedPlugin."
 
@@ -93,6 +95,7 @@ ENTRIES = [
         WRITTEN,
         parameters={"mixed_precision": P(REQUIRED, WRITTEN)},
     ),
+    Entry(DEEPSPEED + "set_deepspeed_weakref", SEEN),
     Entry(DEEPSPEED + "set_moe_leaf_modules", LEAVES, parameters={"model": P(REQUIRED, LEAVES)}),
     Entry(
         "accel:DistributedDataParallelKwargs.register_comm_hook",
