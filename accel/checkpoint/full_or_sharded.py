@@ -32,7 +32,7 @@ def read_model(folder: Path, index: int = 0, allocate: Allocate | None = None) -
         CheckpointError: if there is none, or it is broken.
     """
     name = sharded_model_name(index)
-    if not _is_held(folder, name):
+    if not is_held(folder, name):
         return serialization.read_model(folder, index)
     from accel.checkpoint import sharded, sharded_state
 
@@ -47,7 +47,7 @@ def read_optimizer(
     `pickled_arrays`: as of `serialization.load_plain`.
     """
     name = sharded_optimizer_name(index)
-    if not _is_held(folder, name):
+    if not is_held(folder, name):
         path = folder / numbered("optimizer", ".bin", index)
         return serialization.load_plain(path, pickled_arrays=pickled_arrays)
     from accel.checkpoint import sharded, sharded_state
@@ -55,7 +55,8 @@ def read_optimizer(
     return sharded_state.read_optimizer(folder / name, index, allocate or sharded.empty)
 
 
-def _is_held(folder: Path, name: str) -> bool:
+def is_held(folder: Path, name: str) -> bool:
+    """Return whether a checkpoint holds sharded state in its folder `name`."""
     described = f"{name}/{METADATA}"
     held = serialization.held(folder)
     return (folder / described).is_file() if held is None else described in held

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from accel.checkpoint import directory, export, sharded_state, weight_files
+from accel.checkpoint import directory, export, full_or_sharded, sharded_state, weight_files
 from accel.checkpoint.sharded import Shards
 
 
@@ -34,7 +34,10 @@ def merge_weights(
         CheckpointError: if there are no such weights, or they cannot be read.
     """
     source, target = Path(checkpoint_dir), Path(output_path)
-    places = (source, source / directory.sharded_model_name(0))
+    inside = source / directory.sharded_model_name(0)
+    # Of a state, files that its manifest lacks do not count: those of an earlier one may be there.
+    is_state = full_or_sharded.is_held(source, inside.name)
+    places = (source, inside) if is_state else (source,)
     sharded = next(filter(sharded_state.is_sharded, places), None)
     state = _full(source) if sharded is None else _sharded(sharded)
     target.mkdir(parents=True, exist_ok=True)

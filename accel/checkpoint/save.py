@@ -117,10 +117,14 @@ def _write_and_commit(run: RunObjects, final: Path, options: SaveOptions) -> Non
     try:
         with together(comm, f"writing {final}"):
             contents = _write(run, staged, options)
-        for name, state in contents.items():
+        # Hooks may take models out on rank 0 only.
+        (names,) = comm.broadcast_objects([list(contents)])
+        with together(comm, f"writing {final}"):
+            _check_shards(names, contents)
+        for name in names:
             # Its own phase each, as it is collective: every rank or none begins it.
             with together(comm, f"writing {final}"):
-                _write_shards(run, staged, name, state)
+                _write_shards(run, staged, name, contents[name])
         with together(comm, f"committing {final}"), _room_for(final):
             run.trackers.flush()  # their runs hold what the checkpoint's ids stand for
             if is_writer:
@@ -146,6 +150,7 @@ def _stage(run: RunObjects, final: Path) -> Path:
         held: dict[str, int | str] = {
             **_numbers(run),
             "custom": ", ".join(run.registered) or "none",
+            "state dicts": "sharded" if run.strategy.state.saves_shards else "full",
         }
         ranks = comm.all_gather_object((None if mine is None else fspath(mine), held))
         _check_alike([of_rank for _, of_rank in ranks])
@@ -256,6 +261,14 @@ def _sharded_optimizers(run: RunObjects) -> dict[str, Any]:
         )
         for index, optimizer in enumerate(run.objects.optimizers)
     }
+
+
+def _check_shards(names: list[str], held: Mapping[str, object]) -> None:
+    lacking = ", ".join(name for name in names if name not in held)
+    if lacking:
+        rule = "each rank writes its shards, and rank 0 has models there that this rank has not"
+        remedy = "Take the same models out of the list on every rank."
+        raise CheckpointError(Problem(f"{lacking} of a pre-hook of save_state", rule, remedy))
 
 
 def _write_shards(run: RunObjects, folder: Path, name: str, state: dict[str, Any]) -> None:

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from accel.checkpoint import serialization
 from accel.checkpoint.directory import METADATA, broken, is_inside
@@ -51,11 +52,12 @@ Allocate = Callable[[Place, torch.Size, torch.dtype], torch.Tensor]
 def write(state: Mapping[str, Any], folder: Path) -> None:
     """Write nested dicts of DTensors, tensors and plain values; collective over all ranks.
 
-    Each rank writes the shards that it holds. What fails on one rank raises on all of them.
+    Each rank writes the shards that it holds, and rank 0 all else. What fails on one rank raises on
+    all of them.
     """
     try:
         with _alone():
-            save(dict(state), storage_writer=FileSystemWriter(folder))
+            save(dict(state), storage_writer=FileSystemWriter(folder), planner=_Writing())
     except CheckpointException as error:
         failures = [failure for failure, _ in error.failures.values()]
         raise failures[0] from error
@@ -144,6 +146,24 @@ class Shards:
             first = (str(failure).splitlines() or [""])[0]
             rule = f"it cannot be read ({type(failure).__name__}: {first})"
             raise broken(self.folder, rule, ANOTHER) from error
+
+
+class _Writing(DefaultSavePlanner):
+    """Writes what is no shard on rank 0: torch would take each value of another rank.
+
+    Buffers, such as the statistics of a BatchNorm, may differ, and belong together.
+    """
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        if not is_coordinator:
+            flat = self.state_dict
+            self.state_dict = {k: one for k, one in flat.items() if isinstance(one, DTensor)}
 
 
 class _Planner(DefaultLoadPlanner):

@@ -7,19 +7,24 @@ A model's tensors are ``model.<name>``; an optimizer's ``optimizer.state.<name>.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from accel.checkpoint import serialization
 from accel.checkpoint.directory import METADATA, broken, numbered
 from accel.checkpoint.optimizer_state import FORMAT_VERSION
 from accel.checkpoint.sharded import Allocate, Place, Shards, empty
+from accel.errors import CheckpointError, Problem
 
 _MODEL = "model."
 _PREFIX = "optimizer.accel.prefix"
+# Marks a dict or list that torch writes in one piece, as it does all tuples.
+_WHOLE = "accel.whole"
 _OTHERS = ("format", "other_state", "unnamed", "extra")
 
 
@@ -33,8 +38,9 @@ def nested_model(state: Mapping[str, Any], what: str) -> dict[str, Any]:
 
     Raise a `CheckpointError` that names `what` for a value that could not be read back.
     """
-    _check(state, what)
-    return {"model": dict(state)}
+    own = {name: _undivided(value, f"{what}[{name!r}]") for name, value in state.items()}
+    _check(own, what)
+    return {"model": own}
 
 
 def read_model(folder: Path, allocate: Allocate = empty) -> dict[str, Any]:
@@ -48,13 +54,14 @@ def read_model(folder: Path, allocate: Allocate = empty) -> dict[str, Any]:
         CheckpointError: if the folder is missing or broken.
     """
     shards = Shards(folder)
-    is_nested = all(name.startswith(_MODEL) for name in shards.places)
+    # Alone, a name may begin so, too.
+    is_nested = all(place[0] == "model" and len(place) > 1 for place in shards.places.values())
     names = {
         place: name.removeprefix(_MODEL) if is_nested else name
         for name, place in shards.places.items()
     }
     found = shards.read(lambda place, size, dtype: allocate((names[place],), size, dtype))
-    return {names[place]: value for place, value in found}
+    return {names[place]: _divided(value) for place, value in found}
 
 
 def nested_optimizer(saved: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -68,12 +75,19 @@ def nested_optimizer(saved: Mapping[str, Any], what: str) -> dict[str, Any]:
     models = {key.partition(":")[0] for key in keys}
     prefix = f"{models.pop()}:" if len(models) == 1 and not saved["unnamed"] else ""
     own = {
-        "state": {key.removeprefix(prefix): entry for key, entry in saved["state"].items()},
+        "state": {
+            key.removeprefix(prefix): _entries(entry, f"{what}['state'][{key!r}]")
+            for key, entry in saved["state"].items()
+        },
         "param_groups": [
-            {**group, "params": [key.removeprefix(prefix) for key in group["params"]]}
-            for group in saved["param_groups"]
+            {
+                **_entries(group, f"{what}['param_groups'][{number}]"),
+                "params": [key.removeprefix(prefix) for key in group["params"]],
+            }
+            for number, group in enumerate(saved["param_groups"])
         ],
-        "accel": {"prefix": prefix} | {name: saved[name] for name in _OTHERS},
+        "accel": {"prefix": prefix}
+        | {name: _undivided(saved[name], f"{what}[{name!r}]") for name in _OTHERS},
     }
     _check(own, what)
     return {"optimizer": own}
@@ -127,11 +141,66 @@ def read_optimizer(folder: Path, index: int, allocate: Allocate = empty) -> dict
 def _lists(value: Any) -> Any:
     """Return nested dicts with lists in the place of dicts by position."""
     if not isinstance(value, dict):
-        return value
+        return _divided(value)
     entries = {key: _lists(entry) for key, entry in value.items()}
     if entries and all(isinstance(key, int) for key in entries):
         return [entries[key] for key in sorted(entries)]
     return entries
+
+
+# -- containers ----------------------------------------------------------------------------
+
+
+def _entries(value: Any, place: str) -> Any:
+    """Return a dict whose entries torch writes one by one, each of them undivided."""
+    if not isinstance(value, dict) or not value or not _names(value):
+        return _undivided(value, place)
+    return {key: _undivided(entry, f"{place}[{key!r}]") for key, entry in value.items()}
+
+
+def _undivided(value: Any, place: str) -> Any:
+    """Return a value so that it is read back as it is.
+
+    torch takes dicts and lists apart: keys become strings, and empty dicts are lost. Those without
+    shards are marked, and written in one piece.
+
+    Raise a `CheckpointError` that names `place` for shards that could not be read back.
+    """
+    if not isinstance(value, (Mapping, list, tuple)):
+        return value
+    if not _holds_shards(value):
+        is_kept = isinstance(value, tuple) or (
+            isinstance(value, list) and not any(map(_opens, value))
+        )
+        return value if is_kept else (_WHOLE, value)
+    if type(value) is list:
+        return [_undivided(entry, f"{place}[{index}]") for index, entry in enumerate(value)]
+    if isinstance(value, dict) and _names(value):
+        return _entries(value, place)
+    rule = "shards lie in lists, or in dicts with keys of strings"
+    remedy = "Use a list there, or state_dict_type='FULL_STATE_DICT'."
+    raise CheckpointError(Problem(f"{place} is a {type(value).__name__}", rule, remedy))
+
+
+def _divided(value: Any) -> Any:
+    """Return what `_undivided` was given, of a value that was written in one piece."""
+    is_pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str)
+    return value[1] if is_pair and value[0] == _WHOLE else value
+
+
+def _names(value: dict[Any, Any]) -> bool:
+    return all(isinstance(key, str) for key in value)
+
+
+def _opens(value: Any) -> bool:
+    """Return whether torch takes the list apart that a value lies in."""
+    return isinstance(value, (Mapping, list, torch.Tensor))
+
+
+def _holds_shards(value: Any) -> bool:
+    if isinstance(value, (Mapping, list, tuple)):
+        return any(map(_holds_shards, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, DTensor)
 
 
 def _check(state: Mapping[str, Any], what: str) -> None:
@@ -142,6 +211,7 @@ def _without_tensors(value: Any) -> Any:
     """Return nested dicts and lists with None in the place of tensors, which all can be written."""
     if isinstance(value, torch.Tensor):
         return None
-    if isinstance(value, Mapping):
+    value = _divided(value)
+    if type(value) in (dict, OrderedDict):
         return {key: _without_tensors(entry) for key, entry in value.items()}
-    return list(map(_without_tensors, value)) if isinstance(value, (list, tuple)) else value
+    return list(map(_without_tensors, value)) if type(value) in (list, tuple) else value

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
-from accel import PartialState
+from accel import Accelerator, PartialState
 from accel.errors import CheckpointError
 from accel.utils import merge_fsdp_weights
 from tests.helpers import run_distributed
@@ -81,3 +81,13 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
         merge_fsdp_weights(tmp_path / "none", tmp_path)
     with pytest.raises(CheckpointError, match=r"it holds no model\.safetensors"):
         merge_fsdp_weights(tmp_path, tmp_path)
+
+
+def test_shards_that_a_state_no_longer_holds_are_not_merged(tmp_path: Path) -> None:
+    run_distributed(save_sharded, 2, str(tmp_path / "pytorch_model_fsdp_0"), "model")
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.save_state(tmp_path)
+    merge_fsdp_weights(tmp_path, tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(torch.equal(merged[name], value) for name, value in model.state_dict().items())
