@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 from accel.checkpoint import serialization
 from accel.checkpoint.directory import METADATA, broken, is_inside
@@ -163,7 +162,7 @@ class _Writing(DefaultSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         if not is_coordinator:
             flat = self.state_dict
-            self.state_dict = {k: one for k, one in flat.items() if isinstance(one, DTensor)}
+            self.state_dict = {k: one for k, one in flat.items() if is_shard(one)}
 
 
 class _Planner(DefaultLoadPlanner):
@@ -203,6 +202,11 @@ class _Reader(FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def is_shard(value: object) -> bool:
+    """Return whether a value is a DTensor."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "to_local")
 
 
 def empty(place: Place, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from accel.checkpoint import serialization
 from accel.checkpoint.directory import METADATA, broken, numbered
 from accel.checkpoint.optimizer_state import FORMAT_VERSION
-from accel.checkpoint.sharded import Allocate, Place, Shards, empty
+from accel.checkpoint.sharded import Allocate, Place, Shards, empty, is_shard
 from accel.errors import CheckpointError, Problem
 
 _MODEL = "model."
@@ -200,7 +199,7 @@ def _opens(value: Any) -> bool:
 def _holds_shards(value: Any) -> bool:
     if isinstance(value, (Mapping, list, tuple)):
         return any(map(_holds_shards, value.values() if isinstance(value, Mapping) else value))
-    return isinstance(value, DTensor)
+    return is_shard(value)
 
 
 def _check(state: Mapping[str, Any], what: str) -> None:
