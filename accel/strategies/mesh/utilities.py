@@ -203,12 +203,18 @@ def _save(comm: Communicator, state: object, path: Path, what: str) -> None:
 
 
 def _save_shards(comm: Communicator, state: dict[str, Any], folder: Path) -> None:
-    """Write on every rank; what the folder held before is removed."""
+    """Write on every rank; what the folder held before goes when all of it is written."""
+    part = folder.with_name(f"{folder.name}.part")
     with together(comm, f"saving {folder.name}"):
-        if comm.rank == 0 and folder.is_dir():
-            shutil.rmtree(folder)
+        if comm.rank == 0 and part.is_dir():  # of a save that was killed
+            shutil.rmtree(part)
     with together(comm, f"saving {folder.name}"):
-        sharded.write(state, folder)
+        sharded.write(state, part)
+    with together(comm, f"saving {folder.name}"):
+        if comm.rank == 0:
+            if folder.is_dir():
+                shutil.rmtree(folder)
+            part.rename(folder)
 
 
 def save_fsdp_model(

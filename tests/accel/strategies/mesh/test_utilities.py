@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, env
+from accel.checkpoint import sharded
 from accel.checkpoint.serialization import load_plain
 from accel.errors import CheckpointError, ConfigError
 from accel.strategies.mesh import utilities
@@ -64,6 +65,36 @@ def test_a_sharded_model_and_its_optimizer_are_saved_and_loaded(index: int, tmp_
         folder = str(tmp_path / kind)
         found = run_distributed(saved_and_loaded, 2, folder, index, adapter, kind)
         assert found == [(True, files)] * 2
+
+
+def saved_again_without_success(folder: str) -> tuple[bool, list[str]]:
+    """Return whether the weights of a save before one that failed are loaded, and the files."""
+    accelerator, model, optimizer, loader = started(seed=0)
+    plugin = accelerator.state.fsdp_plugin
+    assert plugin is not None
+    plugin.set_state_dict_type("SHARDED_STATE_DICT")
+    utilities.save_fsdp_model(plugin, accelerator, model, folder)
+    utilities.save_fsdp_model(plugin, accelerator, model, folder)  # in the place of the first
+    before = accelerator.get_state_dict(model)
+    steps_of(accelerator, model, optimizer, loader)
+
+    def write(state: object, path: Path) -> None:
+        path.mkdir(exist_ok=True)
+        raise OSError("no room")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="no room"):
+        patch.setattr(sharded, "write", write)
+        utilities.save_fsdp_model(plugin, accelerator, model, folder)
+    utilities.load_fsdp_model(plugin, accelerator, model, folder)
+    after = accelerator.get_state_dict(model)
+    utilities.save_fsdp_model(plugin, accelerator, model, folder)  # over what the failed one left
+    accelerator.end_training()
+    return equal(before, after), sorted(os.listdir(folder))
+
+
+def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
+    found = run_distributed(saved_again_without_success, 2, str(tmp_path))
+    assert found == [(True, ["pytorch_model_fsdp_0"])] * 2
 
 
 def adapter_saved_and_loaded(folder: str) -> tuple[set[str], bool, bool]:
