@@ -19,7 +19,6 @@ import torch
 from accel import rng
 from accel.checkpoint import directory
 from accel.checkpoint.directory import Manifest, broken, numbered
-from accel.checkpoint.load_weights import ties
 from accel.checkpoint.serialization import load_plain
 
 # By kind of object: the names of the file of its `index`-th.
@@ -73,6 +72,8 @@ def _count(present: Mapping[str, object], kind: str) -> int:
 
 def complete(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict with the names of tied weights that were stored only once."""
+    from accel.checkpoint.load_weights import ties
+
     stored = dict(state)
     for group in ties(model):
         kept = next((name for name in group if name in state), None)

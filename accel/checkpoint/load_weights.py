@@ -11,6 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from accel.checkpoint import weight_files
+from accel.checkpoint.dtypes import as_dtype
 from accel.checkpoint.weight_files import Shapes
 from accel.device import default_device_type, device_count
 from accel.errors import CheckpointError, ConfigError, Problem, Problems, nearest
@@ -285,8 +286,6 @@ def ties(model: torch.nn.Module) -> Iterator[list[str]]:
 
 
 def _known(dtype: str | torch.dtype | None, problems: Problems) -> torch.dtype | None:
-    from accel.checkpoint.dtypes import as_dtype
-
     try:
         return None if dtype is None else as_dtype(dtype)
     except ConfigError as error:
