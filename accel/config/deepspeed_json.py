@@ -104,6 +104,9 @@ class HfDeepSpeedConfig:
             raise ConfigError.of(f"hf_ds_config={config_file_or_dict!r}", rule, "Give one.")
         validate(self.config, self.place)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HfDeepSpeedConfig) and self.config == other.config
+
     def find_config_node(self, ds_key_long: str) -> tuple[Config | None, str]:
         """Return the section that has, or could have, a dotted key, and the key's last part.
 
