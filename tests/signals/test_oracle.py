@@ -225,7 +225,8 @@ def test_a_cell_that_strikes_nobody_is_told(
             "import os, pathlib, time\n"
             f"place = pathlib.Path({str(tmp_path)!r})\n"
             "(place / 'steps_0').write_text(f'{os.getpid()} 1\\n')\n"
-            "(place / 'training_0').write_text(str(os.getpid()))\n"
+            "(place / 'partial').write_text(str(os.getpid()))\n"
+            "(place / 'partial').rename(place / 'training_0')\n"
             "while not (place / 'go').exists(): time.sleep(0.01)\n"
             "raise SystemExit(75)\n"
         )
