@@ -31,11 +31,24 @@ def prepare(engine: str) -> None:
         raise RuntimeError(f"{answering.__file__} answers to the name accelerate, not {engine}")
 
 
+def keep_to_gloo() -> None:
+    """Have DeepSpeed compile no collectives of its own, under either engine.
+
+    A process that is killed while it compiles leaves a lock that all later ones wait for, and a
+    slow machine compiles for longer than a cell may take; `accel` never compiles them.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def train(program: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the numbers of one training."""
     import torch
 
     torch.set_num_threads(1)
+    if "deepspeed" in options:
+        keep_to_gloo()
     module = importlib.import_module(f"tests.libraries.programs.{program}")
     return module.run(options, folder)
 

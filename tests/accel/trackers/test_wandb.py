@@ -41,6 +41,9 @@ def items(entries: Any) -> dict[str, Any]:
 
 def read(run_id: str) -> dict[str, Any]:
     """Return rows, configurations and exit codes of the run, of both processes."""
+    import wandb
+
+    wandb.teardown()  # waits for its service, which writes the end of the file after `finish`
     found: dict[str, Any] = {"rows": [], "configs": [], "exits": [], "projects": []}
     for path in sorted(Path("wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")):
         for record in records(path):
