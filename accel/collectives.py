@@ -65,7 +65,9 @@ class Collectives:
         Samples are dropped while the last batch of a loader is in hand. After a pass that was left
         with it, as in ``batch = next(iter(loader))``, this holds for data of as many samples, until
         the next pass over a loader begins. Data may have any number of rows per sample (flattened
-        predictions), the same for all samples; of other data everything is kept, with one warning.
+        predictions), the same for all samples; or one row per process (the loss of its batch), of
+        which no more stay than the last batch has samples, with one warning where repeated ones
+        count in them; of other data everything is kept, with one warning.
         So it is where loaders are read side by side, as by ``zip``, and the rows fit the samples in
         hand of several, of which other numbers are real; and where the rows of a whole pass are
         gathered after it. A single process completes no batch; but as many rows for its short last
@@ -128,6 +130,8 @@ class Collectives:
                 return self._without_those_of_full_batches(rows)
             self._tell_late(len(rows))
             return rows
+        if even and len(rows) == len(self._dims.dp_leaders) and ended[0].in_hand:
+            return self._without_repeating_processes(rows, ended)
         fits = [last for last in ended if even and len(rows) % last.size == 0]
         kept = {len(rows) // last.size * last.real for last in fits}
         if len(kept) == 1:
@@ -144,6 +148,27 @@ class Collectives:
                 ended[0].real,
             )
         return rows
+
+    def _without_repeating_processes(self, rows: Any, ended: Sequence[_LastBatch]) -> Any:
+        """Return the rows, one of each process, of which there are no more than real samples.
+
+        As documented: of the rows of a last batch, as many as it has samples stay.
+        """
+        kept = {min(last.real, len(rows)) for last in ended}
+        if len(kept) != 1:
+            self._tell_ambiguous(len(rows), ended)
+            return rows
+        last, num_rows = ended[0], kept.pop()
+        if num_rows * last.size != last.real * len(rows):
+            self._warn_once(
+                "gather_for_metrics: one row of each process for the %d samples of the last batch, "
+                "of which %d are real: %d rows stay, in which repeated samples count, too. Gather "
+                "a row for each sample, and reduce them afterwards.",
+                last.size,
+                last.real,
+                num_rows,
+            )
+        return rows[:num_rows]
 
     def _without_those_of_full_batches(self, rows: Any) -> Any:
         """Return the rows of the batch in hand, cut if it is short and they are of a full one."""
@@ -167,8 +192,12 @@ class Collectives:
             logger.warning(message, *values)
 
     def _tell_late(self, num_rows: int) -> None:
-        size, repeated = self._gradient_state.passed
-        if repeated and num_rows % size == 0:
+        state = self._gradient_state
+        size, repeated = state.passed
+        # In a loop around that pass, they may be those of its batch.
+        active: Any = state.active_dataloader
+        is_of_batch = active is not None and num_rows == active.total_batch_size
+        if repeated and num_rows % size == 0 and not is_of_batch:
             self._warn_once(
                 "gather_for_metrics: %d rows after a pass that gave %d samples, %d of them "
                 "repeated to complete the last batch: they can be dropped while that batch is in "

@@ -156,7 +156,11 @@ def purge_accelerate_environment(func_or_cls: FunctionOrClass) -> FunctionOrClas
 
 def _purge_tests(cls: type) -> None:
     for name, method in list(vars(cls).items()):
-        if name.startswith("test") and inspect.isfunction(method):
+        if not name.startswith("test"):
+            continue
+        if isinstance(method, (staticmethod, classmethod)):
+            setattr(cls, name, type(method)(purge_accelerate_environment(method.__func__)))
+        elif inspect.isfunction(method):
             setattr(cls, name, purge_accelerate_environment(method))
 
 

@@ -9,13 +9,14 @@ import operator
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
-from typing import Any, NoReturn
-
-from packaging.version import Version, parse
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from accel.errors import ConfigError, MissingPackageError, unknown_choice
 
-OPERATORS: dict[str, Callable[[Version, Version], bool]] = {
+if TYPE_CHECKING:
+    from packaging.version import Version
+
+OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
     "==": operator.eq,
@@ -70,6 +71,8 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
     Raises:
         ConfigError: for another `operation`.
     """
+    from packaging.version import parse
+
     if operation not in OPERATORS:
         raise ConfigError(unknown_choice("operation", operation, OPERATORS))
     if isinstance(library_or_version, str):
@@ -84,6 +87,8 @@ def is_torch_version(operation: str, version: str) -> bool:
         operation: one of > >= == != <= <.
         version: the version to compare with, without a build's suffix: "2.9.0".
     """
+    from packaging.version import parse
+
     return compare_versions(
         parse(parse(importlib.metadata.version("torch")).base_version), operation, version
     )

@@ -112,8 +112,9 @@ def notebook_launcher(
     if mixed_precision not in PrecisionType.list():
         found.append(unknown_choice("mixed_precision", mixed_precision, PrecisionType.list()))
     for name, value in (("num_processes", number), ("num_nodes", num_nodes)):
-        if value < 1:
-            found.add(f"{name}={value}", "it is at least 1", "Give 1 or more.")
+        if not isinstance(value, int) or value < 1:
+            found.add(f"{name}={value!r}", "it is a number, at least 1", "Give 1 or more.")
+            found.raise_if()
     if not 0 <= node_rank < max(1, num_nodes):
         found.add(f"node_rank={node_rank}", f"it is from 0 to {num_nodes - 1}", "Correct it.")
     if not str(use_port).isdecimal():

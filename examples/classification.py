@@ -10,6 +10,7 @@ best on the validation part are kept, and tested at the end.
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 import torch
@@ -110,7 +111,7 @@ def main() -> None:
 
     model = CNN(args.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    steps = args.epochs * len(train_loader) // args.gradient_accumulation_steps
+    steps = args.epochs * math.ceil(len(train_loader) / args.gradient_accumulation_steps)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=steps + 1)
     model, optimizer, scheduler, train_loader, validation_loader, test_loader = accelerator.prepare(
         model, optimizer, scheduler, train_loader, validation_loader, test_loader

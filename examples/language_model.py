@@ -186,15 +186,17 @@ def main() -> None:
     texts = read_definitions(args.context, args.limit)
     held_out = round(1 / VALIDATION_SHARE)
     train_set = [text for index, text in enumerate(texts) if index % held_out]
-    train_loader = DataLoader(
-        train_set, args.batch_size, shuffle=True, drop_last=True, collate_fn=collate
-    )
+    # Whole steps, so that any number of processes has the same ones.
+    steps_per_epoch = len(train_set) // (args.batch_size * args.batches_per_step)
+    train_set = train_set[: steps_per_epoch * args.batches_per_step * args.batch_size]
+    train_loader = DataLoader(train_set, args.batch_size, shuffle=True, collate_fn=collate)
     validation_loader = DataLoader(texts[::held_out], 2 * args.batch_size, collate_fn=collate)
 
     model = GPT(args.dim, args.num_layers, args.context)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
-    steps = args.epochs * math.ceil(len(train_loader) / args.batches_per_step)
-    scheduler = warm_up_then_decay(optimizer, steps, accelerator.num_processes)
+    scheduler = warm_up_then_decay(
+        optimizer, args.epochs * steps_per_epoch, accelerator.num_processes
+    )
     model, optimizer, scheduler, train_loader, validation_loader = accelerator.prepare(
         model, optimizer, scheduler, train_loader, validation_loader
     )

@@ -155,6 +155,13 @@ def _serve(pipe: Connection, rank: int) -> None:
         pipe.send("ready")
 
 
+def _first_of(failures: list[tuple[bool, str, float]]) -> str:
+    """Return who died, which the others may have noticed before it is seen here, and the first."""
+    died = [text for _, text, _ in failures if " died (exit code " in text]
+    told = [failure for failure in failures if failure[1] not in died]
+    return "\n".join([*died, *(text for _, text, _ in sorted(told, key=lambda each: each[2])[:1])])
+
+
 class _Pool:
     """`world_size` processes that wait for functions."""
 
@@ -199,7 +206,7 @@ class _Pool:
         if missing:
             self.kill()
         if failures:
-            raise WorkerError(min(failures, key=lambda failure: failure[2])[1])
+            raise WorkerError(_first_of(failures))
         if missing:
             raise WorkerError(f"ranks {missing} gave no answer within {timeout} s")
         return [answers[rank] for rank in range(self.world_size)]

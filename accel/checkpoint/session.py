@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from accel.checkpoint import export
 from accel.checkpoint.contents import RunObjects
-from accel.checkpoint.load import load
-from accel.checkpoint.save import SaveOptions, save
 from accel.comm.all_or_none import together
 from accel.errors import CheckpointError, ConfigError, Problem, nearest
 
 if TYPE_CHECKING:
     from accel.strategies.base import NativeFormat
 
+# What writes and reads is imported where it is first called: few scripts start with it, and the
+# import of the engine is to be cheap.
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 
 
@@ -69,6 +68,8 @@ class CheckpointSession:
         Example:
             >>> accelerator.save_state("states/epoch_1", metadata={"epoch": 1})
         """
+        from accel.checkpoint.save import SaveOptions, save
+
         _refuse(
             save_model_func_kwargs, "save_state", ("output_dir", "safe_serialization", "metadata")
         )
@@ -115,6 +116,8 @@ class CheckpointSession:
             >>> accelerator.register_for_checkpointing(my_state)
             >>> accelerator.load_state("states/epoch_1")
         """
+        from accel.checkpoint.load import load
+
         known = ("input_dir", "load_kwargs", "strict", "map_location", "trust_unverified")
         _refuse(load_model_func_kwargs, "load_state", known)
         _check_reading({"map_location": map_location, **(load_kwargs or {})})
@@ -186,6 +189,8 @@ class CheckpointSession:
             f: path (replaced whole, never in part) or open file.
             safe_serialization: whether to write safetensors.
         """
+        from accel.checkpoint import export
+
         each_node = self._run.plan.project.save_on_each_node
         export.save(obj, f, each_node, safe_serialization)
 
@@ -213,6 +218,8 @@ class CheckpointSession:
             CheckpointError: if safetensors cannot hold the model's state.
             ConfigError: if `max_shard_size` is no size.
         """
+        from accel.checkpoint import export
+
         export.parse_size(max_shard_size)
         state = self.get_state_dict(model)
         if self._run.writes:

@@ -83,12 +83,12 @@ class ShardingSetters:
         Raises:
             ConfigError: for another precision.
         """
-        if self.mixed_precision_policy is not None and not override:
-            return
         name = str(mixed_precision).removeprefix("torch.").lower()
         if DTYPES.get(name) is None:
             known = [name for name, dtype in DTYPES.items() if dtype is not None]
             raise ConfigError(unknown_choice("mixed_precision", mixed_precision, known))
+        if self.mixed_precision_policy is not None and not override:
+            return
         if buffer_autocast:
             fields = ("param_dtype", "buffer_dtype")
             self.mixed_precision_policy = dict.fromkeys(fields, DTYPES[name])

@@ -447,7 +447,8 @@ def _variant(name: str) -> type[DataLoader[object]]:
     kind = _KINDS[name]
     bases = {DataLoaderShard: Tracked, DataLoaderDispatcher: TrackedOnMain}
     base: type = bases.get(kind, StatefulDataLoader)
-    return type(name, (kind, base), {"__module__": __name__})
+    members = {"__module__": __name__, "use_stateful_dataloader": True}
+    return type(name, (kind, base), members)
 
 
 def __getattr__(name: str) -> type[DataLoader[object]]:

@@ -62,6 +62,11 @@ class AgreedSampler(SameBatchSize, BatchSampler):  # type: ignore[misc, override
         self._lengths = own, own if self._is_single else comm.broadcast_objects([own])[0]
 
     @property
+    def agreed_on(self) -> Any:
+        """The sampler whose entries these are."""
+        return self.batch_sampler
+
+    @property
     def _is_single(self) -> bool:
         return self.comm is None or self.comm.world_size == 1
 

@@ -30,8 +30,10 @@ class PreparedLoader(OrderedLoader):
         remainder: on the last batch, how many of its samples over all processes are real, 0 if all;
             -1 if that is not known.
         reading: the pass under way, None where there is none.
+        use_stateful_dataloader: whether it is a loader of torchdata that has a state.
     """
 
+    use_stateful_dataloader = False
     _own_arguments: tuple[str, ...] = ()  # the keyword arguments that only this class takes
 
     def __init__(
@@ -133,6 +135,11 @@ class PreparedLoader(OrderedLoader):
     @iteration.setter
     def iteration(self, iteration: int) -> None:
         self.set_epoch(iteration)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the run stands within a window, which all loaders share."""
+        return GradientState()
 
     def get_sampler(self) -> Any:
         """Return the sampler that draws single samples."""

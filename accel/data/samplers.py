@@ -180,12 +180,15 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
             Where it is False, some processes may get a smaller last batch, or one batch less.
 
     Attributes:
+        num_processes: as given. Set to 1, each process reads all batches of its own sampler: for
+            libraries whose batch sampler knows the ranks.
+        source: what is drawn from: `batch_sampler`, or one that gives its batches on every rank.
         remainder: after a complete pass, how many samples of the last round over all processes are
             real; 0 where all are. -1 before the first.
 
     Raises:
-        ConfigError: if the batch size cannot be split, or even batches are wanted of a sampler
-            whose batches vary.
+        ConfigError: if the batch size cannot be split; when it is read, if even batches are wanted
+            of a sampler whose batches vary.
     """
 
     def __init__(
@@ -196,7 +199,7 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
-        self.batch_sampler = batch_sampler
+        self.source: Any = batch_sampler
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
@@ -214,29 +217,44 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
                 "it is a rank below the number of processes",
                 "Leave both out to take them from the process state.",
             )
-        if self.batch_size is None and (self.even_batches or self.split_batches):
-            problems.add(
-                f"batch sampler {class_name(self.batch_sampler)} without `batch_size`",
-                "even or split batches want to know the size of a full batch",
-                "Give the sampler an attribute `batch_size`, or set even_batches=False "
-                "and split_batches=False.",
-            )
         if self.batch_size is not None and self.split_batches:
             problems += split_problems(self.batch_size, self.num_processes)
         problems.raise_if()
 
     @property
+    def batch_sampler(self) -> Any:
+        """The batch sampler as the caller made it."""
+        return getattr(self.source, "agreed_on", self.source)
+
+    @property
+    def _is_own(self) -> bool:
+        is_agreed = self.source is not self.batch_sampler
+        return self.num_processes == 1 and (is_agreed or self.batch_size is None)
+
+    def _check_size(self) -> None:
+        if self.batch_size is None and (self.even_batches or self.split_batches):
+            raise ConfigError.of(
+                f"batch sampler {class_name(self.batch_sampler)} without `batch_size`",
+                "even or split batches want to know the size of a full batch",
+                "Give the sampler an attribute `batch_size`, or set even_batches=False "
+                "and split_batches=False.",
+            )
+
+    @property
     def total_length(self) -> int:
         """How many batches the sampler inside yields."""
-        return len(self.batch_sampler)
+        return len(self.source)
 
     @property
     def round_size(self) -> int:
         """How many samples all processes together read in a full round."""
-        return int(self.batch_size) * (1 if self.split_batches else self.num_processes)
+        return int(self.batch_size or 1) * (1 if self.split_batches else self.num_processes)
 
     def __len__(self) -> int:
-        batches = len(self.batch_sampler)
+        if self._is_own:
+            return len(self.batch_sampler)
+        self._check_size()
+        batches = len(self.source)
         if self.split_batches:
             return batches - int(self._last_piece_is_empty(batches))
         if self.drop_last:
@@ -253,19 +271,26 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         return last <= self.process_index * (self.batch_size // self.num_processes)
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._is_own:
+            return self._iterate_own()
+        self._check_size()
         if self.even_batches:
             return self._iterate_even()
         return self._iterate_split() if self.split_batches else self._iterate_dealt()
 
     def _rounds(self) -> Iterator[list[list[int]]]:
         per_round = 1 if self.split_batches else self.num_processes
-        batches = iter(self.batch_sampler)
+        batches = iter(self.source)
         while group := list(itertools.islice(batches, per_round)):
             yield group
 
     def _piece(self, samples: Sequence[int]) -> list[int]:
         size = self.round_size // self.num_processes
         return list(samples[self.process_index * size : (self.process_index + 1) * size])
+
+    def _iterate_own(self) -> Iterator[list[int]]:
+        yield from self.batch_sampler
+        self.remainder = 0
 
     def _iterate_even(self) -> Iterator[list[int]]:
         size = self.round_size

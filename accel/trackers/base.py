@@ -18,6 +18,7 @@ from accel.state import PartialState
 logger = get_logger(__name__)
 Method = TypeVar("Method", bound=Callable[..., Any])
 V = TypeVar("V")
+CHANNELS = (1, 3, 4)
 REQUIRED = ("name", "requires_logging_directory", "tracker")
 
 
@@ -46,7 +47,8 @@ class GeneralTracker:
     """Base of experiment trackers.
 
     A subclass gives `name`, `requires_logging_directory` and `tracker`, and overrides
-    `store_init_configuration` and `log`.
+    `store_init_configuration` and `log`. It may give an attribute `run_id`: the library's id of
+    the open run, which checkpoints keep as text, and by which `resume_arguments` opens it again.
 
     Args:
         _blank: whether the attributes of the subclass are not checked.
@@ -74,11 +76,6 @@ class GeneralTracker:
     def tracker(self) -> Any:
         """The object of the tracking library, for what this interface does not cover."""
         raise NotImplementedError(f"{type(self).__name__} defines no property `tracker`.")
-
-    @property
-    def run_id(self) -> str | None:
-        """The library's id of the open run, which checkpoints keep; None: it has none."""
-        return None
 
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, Any]:
@@ -114,7 +111,8 @@ class GeneralTracker:
         """Record images of one step.
 
         Args:
-            values: by name: images [N, H, W, C] or [N, C, H, W], as the library takes them.
+            values: by name: images, as `images_of` takes them; TensorBoard takes [N, C, H, W],
+                or another order by ``dataformats``.
             step: optimizer step.
             kwargs: for the library's own call.
         """
@@ -201,10 +199,12 @@ class RecordedSteps:
     Libraries without it would record the steps between the checkpoint and the kill twice.
 
     Args:
+        tracker: its name, for the warning.
         read: returns the recorded steps of a name; called once for each.
     """
 
-    def __init__(self, read: Callable[[str], Iterable[int]]) -> None:
+    def __init__(self, tracker: str, read: Callable[[str], Iterable[int]]) -> None:
+        self._tracker = tracker
         self._read = read
         self._steps: dict[str, frozenset[int]] = {}
 
@@ -213,7 +213,10 @@ class RecordedSteps:
         found = {name: value for name, value in values.items() if step not in self._of(name)}
         if len(found) < len(values):
             logger.warning_once(
-                "The continued run of a tracker has values of steps that are made again: they stay."
+                "The continued run of %s has values of step %s and maybe of later ones, which are "
+                "made again: they stay as they were recorded, also where this run has others.",
+                self._tracker,
+                step,
             )
         return found
 
@@ -318,17 +321,35 @@ def images_of(images: Any) -> list[Any]:
     """Return the images of one name as a list, arrays with channels last.
 
     Args:
-        images: one image or a sequence of them: PIL's, a path, an array [H, W] or [H, W, C], or a
-            tensor [H, W] or [C, H, W] (C = 1, 3 or 4); or a batch of these with N as first dim.
+        images: one image or a sequence of them: PIL's, a path, or an array or tensor [H, W],
+            [H, W, C] or [C, H, W] (C = 1, 3 or 4); or a batch of these with N as first dim.
+
+    Returns:
+        Of floats in [0, 1] and of booleans, bytes in [0, 255]: not every library scales them.
     """
     if isinstance(images, (list, tuple)):
         return [one for image in images for one in images_of(image)]
     if isinstance(images, torch.Tensor):
         images = images.detach().cpu()
-        if images.ndim > 2 and images.shape[-3] in (1, 3, 4):
-            images = images.movedim(-3, -1)
-        images = images.numpy()
+        images = (images.float() if images.dtype == torch.bfloat16 else images).numpy()
+        is_channels_first = images.ndim > 2 and images.shape[-3] in CHANNELS
+    elif isinstance(images, np.ndarray) and images.ndim > 2:
+        is_channels_first = images.shape[-3] in CHANNELS and images.shape[-1] not in CHANNELS
+    else:
+        is_channels_first = False
+    if is_channels_first:
+        images = np.moveaxis(images, -3, -1)
+    if isinstance(images, np.ndarray):
+        images = _as_bytes(images)
     if getattr(images, "ndim", 0) > 2 and images.shape[-1] == 1:
         images = images[..., 0]
         return list(images) if images.ndim > 2 else [images]
     return list(images) if getattr(images, "ndim", 0) > 3 else [images]
+
+
+def _as_bytes(pixels: np.ndarray) -> np.ndarray:
+    is_bool = pixels.dtype == np.bool_
+    if not pixels.size or not (is_bool or np.issubdtype(pixels.dtype, np.floating)):
+        return pixels
+    is_share = is_bool or (pixels.min() >= 0 and pixels.max() <= 1)
+    return (pixels.astype(np.float32) * 255).astype(np.uint8) if is_share else pixels

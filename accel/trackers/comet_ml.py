@@ -7,8 +7,12 @@ Source: https://www.comet.com/docs/v2/api-and-sdk/python-sdk/reference/start/
 
 from __future__ import annotations
 
+import shutil
+import time
+from pathlib import Path
 from typing import Any
 
+from accel.errors import ConfigError
 from accel.trackers.base import (
     LibraryTracker,
     images_of,
@@ -37,16 +41,33 @@ class CometMLTracker(LibraryTracker):
     def _open(self) -> object:
         import comet_ml
 
-        return comet_ml.start(**{"project_name": self.run_name, **self._kwargs})
+        try:
+            return comet_ml.start(**{"project_name": self.run_name, **self._kwargs})
+        except ValueError as error:
+            raise ConfigError.of(
+                "comet_ml",
+                f"Comet does not start an experiment: {error}",
+                'Set COMET_API_KEY, or init_kwargs={"comet_ml": {"online": False}}.',
+            ) from error
 
     def _close(self, run: Any) -> None:
         run.end()
 
     @on_main_process
     def flush(self) -> None:
-        """Write what the library's threads have yet to write."""
-        if self._run is not None:
-            self._run.flush()
+        """Write what the library's threads have yet to write; offline, into the zip file, too."""
+        run = self._run
+        if run is None:
+            return
+        run.flush()
+        # Until the end the library keeps all in a temporary folder, and the zip file is empty.
+        describe = getattr(run, "_write_experiment_meta_file", None)
+        if describe is not None:
+            run.stop_time = int(time.time() * 1000)
+            describe()
+            archive = Path(run.offline_directory, run._get_offline_archive_file_name())
+            partial = shutil.make_archive(f"{archive}.partial", "zip", run.tmpdir)
+            Path(partial).replace(archive)
 
     @property
     def run_id(self) -> str | None:
@@ -56,7 +77,8 @@ class CometMLTracker(LibraryTracker):
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, object]:
         """Return the arguments of `comet_ml.start` that continue an experiment."""
-        return {"experiment_key": run_id, "mode": "get"}
+        # Offline, the part before may be uploaded later, or never have been written.
+        return {"experiment_key": run_id, "mode": "get_or_create"}
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, object]) -> None:

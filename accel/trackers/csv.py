@@ -11,13 +11,15 @@ from pathlib import Path
 from accel.trackers.base import GeneralTracker, on_main_process, plain, scalars_and_texts
 
 STEP = "step"
+VALUE_OF_STEP = "step_value"
 
 
 class CSVTracker(GeneralTracker):
     """Writes ``<logging_dir>/<run_name>/metrics.csv``: a row per call of `log`.
 
-    Its first column is the step. A value that appears later adds a column, empty in earlier rows.
-    Rows are appended where the file exists. Hyper-parameters are in ``config.json`` beside it.
+    Its first column is the step; a value of that name has the column ``step_value``. A value that
+    appears later adds a column, empty in earlier rows. Rows are appended where the file exists.
+    Hyper-parameters are in ``config.json`` beside it.
 
     Args:
         run_name: folder of the run.
@@ -70,7 +72,8 @@ class CSVTracker(GeneralTracker):
         if kwargs:
             raise TypeError(f"csv: log takes no {', '.join(kwargs)}.")
         numbers, texts = scalars_and_texts(values)
-        row: dict[str, object] = {STEP: "" if step is None else step, **numbers, **texts}
+        row: dict[str, object] = {STEP: "" if step is None else int(step)}
+        row |= {VALUE_OF_STEP if k == STEP else k: v for k, v in {**numbers, **texts}.items()}
         if self._columns is None:
             self.start()
         known = self._columns or []

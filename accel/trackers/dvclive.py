@@ -40,7 +40,7 @@ class DVCLiveTracker(LibraryTracker):
         self._live: Any = live
         self._kwargs = kwargs
         self._config: dict[str, object] | None = None  # stored when the folder is opened
-        self._recorded = RecordedSteps(self._steps)
+        self._recorded = RecordedSteps(self.name, self._steps)
 
     def _open(self) -> object:
         live = self._folder() if self._live is None else self._live

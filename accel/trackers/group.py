@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel.errors import ConfigError, Problem, StateError, nearest
@@ -64,7 +65,8 @@ class TrackerGroup:
                 ``{"tensorboard": {"flush_secs": 10}}``.
 
         Raises:
-            ConfigError: if `init_kwargs` names no tracker of this run.
+            ConfigError: if `init_kwargs` names no tracker of this run, or an argument that it
+                does not take.
         """
         arguments = init_kwargs or {}
         unknown = [self._unknown(f"init_kwargs[{name!r}]", name) for name in arguments]
@@ -96,18 +98,34 @@ class TrackerGroup:
         if choice.name in self._resumed:
             given = {**choice.resume_arguments(self._resumed[choice.name]), **given}
         build: Callable[..., GeneralTracker] = choice
-        if choice.requires_logging_directory is True:
-            return build(project_name, self._logging_dir, **given)
-        return build(project_name, **given)
+        places = (self._logging_dir,) if choice.requires_logging_directory is True else ()
+        with self._told_of_arguments(choice.name):
+            return build(project_name, *places, **given)
+
+    @contextlib.contextmanager
+    def _told_of_arguments(self, name: str) -> Iterator[None]:
+        """Context in which an argument of `init_kwargs` that a library does not know is refused."""
+        given = self._opening.arguments.get(name, {})
+        try:
+            yield
+        except TypeError as error:
+            if not any(argument in str(error) for argument in given):
+                raise
+            raise ConfigError.of(
+                f"init_kwargs[{name!r}] with {', '.join(given)}",
+                f"they are arguments of the tracker, which says: {error}",
+                "Correct the name, or omit it.",
+            ) from error
 
     def _start(self, tracker: GeneralTracker) -> None:
-        tracker.start()
+        with self._told_of_arguments(tracker.name):
+            _call(tracker, "start")
         if self._opening.config is not None:
             tracker.store_init_configuration(dict(self._opening.config))
 
     def run_ids(self) -> dict[str, str]:
         """Return the run ids of the open trackers by their names, as checkpoints keep them."""
-        ids = {tracker.name: tracker.run_id for tracker in self.trackers}
+        ids = {tracker.name: _run_id(tracker) for tracker in self.trackers}
         return {**self._resumed, **{name: found for name, found in ids.items() if found}}
 
     def resume(self, run_ids: Mapping[str, str]) -> None:
@@ -122,7 +140,7 @@ class TrackerGroup:
                 if self._is_used or tracker in self.log_with:
                     self._warn_of_another(tracker)
                 else:
-                    tracker.discard()
+                    _call(tracker, "discard")
                     self.trackers[index] = self._build(type(tracker))
                     self._start(self.trackers[index])
                     del self._resumed[tracker.name]
@@ -130,7 +148,7 @@ class TrackerGroup:
     def _is_another(self, tracker: GeneralTracker) -> bool:
         """Return whether a tracker is open with another run than it would continue by itself."""
         run_id = self._resumed.get(tracker.name)
-        if run_id is None or run_id == tracker.run_id:
+        if run_id is None or run_id == _run_id(tracker):
             return False
         by_id = tracker.resume_arguments(run_id)
         chosen = self._opening.arguments.get(tracker.name, {})
@@ -145,7 +163,7 @@ class TrackerGroup:
             "init_trackers(…, init_kwargs={%r: %r}).",
             tracker.name,
             run_id,
-            tracker.run_id,
+            _run_id(tracker),
             tracker.name,
             tracker.resume_arguments(run_id),
         )
@@ -216,7 +234,7 @@ class TrackerGroup:
         """Record images in every tracker that has them.
 
         Args:
-            values: by name: images [N, ...], as the trackers take them.
+            values: by name: images [N, C, H, W], or as the trackers take them.
             step: optimizer step.
             log_kwargs: arguments of each tracker's own call, by its name.
 
@@ -235,7 +253,7 @@ class TrackerGroup:
 
     def flush(self) -> None:
         """Write what the trackers buffer, so that a kill does not lose it."""
-        _each(self.trackers, lambda one: one.flush())
+        _each(self.trackers, lambda one: _call(one, "flush"))
 
     def finish(self, failed: bool = False) -> None:
         """Close every tracker, once.
@@ -249,8 +267,10 @@ class TrackerGroup:
         atexit.unregister(self._finish_at_exit)
         open_trackers, self.trackers = self.trackers, []
         for tracker in open_trackers:
-            tracker.failed = failed
-        _each(open_trackers, lambda one: one.finish())
+            if not callable(getattr(tracker, "failed", None)):
+                tracker.failed = failed
+        # Libraries wrap the standard output in one another's: the last one takes its wrapper off.
+        _each(reversed(open_trackers), lambda one: one.finish())
 
     def _finish_at_exit(self) -> None:
         # Python keeps the exception that ended the script there.
@@ -267,6 +287,18 @@ def _each(trackers: Iterable[GeneralTracker], act: Callable[[GeneralTracker], No
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+def _run_id(tracker: GeneralTracker) -> str | None:
+    found = getattr(tracker, "run_id", None)
+    return None if found is None or callable(found) else str(found)
+
+
+def _call(tracker: GeneralTracker, name: str) -> None:
+    """Call an optional method, where a user's class has not something else under its name."""
+    method = getattr(tracker, name, None)
+    if callable(method):
+        method()
 
 
 def _has_images(tracker: GeneralTracker) -> bool:

@@ -76,7 +76,7 @@ class MLflowTracker(LibraryTracker):
             "run_name": run_name,
             "description": description,
         }
-        self._recorded = RecordedSteps(self._steps)
+        self._recorded = RecordedSteps(self.name, self._steps)
 
     def _open(self) -> object:
         import mlflow

@@ -8,8 +8,11 @@ Source: https://docs.swanlab.cn/en/api/py-init.html
 
 from __future__ import annotations
 
+import inspect
+import time
 from typing import Any
 
+from accel.logging import get_logger
 from accel.trackers.base import (
     LibraryTracker,
     images_of,
@@ -17,6 +20,10 @@ from accel.trackers.base import (
     plain,
     scalars_and_texts,
 )
+
+logger = get_logger(__name__)
+SECONDS_TO_FLUSH = 10.0
+OLDER_ARGUMENTS = ("experiment_name", "notes", "logdir")  # of `swanlab.init`
 
 
 class SwanLabTracker(LibraryTracker):
@@ -38,7 +45,36 @@ class SwanLabTracker(LibraryTracker):
     def _open(self) -> object:
         import swanlab
 
+        # It ignores arguments that it does not know.
+        parameters = inspect.signature(swanlab.init).parameters.values()
+        known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+        unknown = [name for name in self._kwargs if name not in (*known, *OLDER_ARGUMENTS)]
+        if known and unknown:
+            raise TypeError(f"swanlab.init() got an unexpected keyword argument {unknown[0]!r}")
         return swanlab.init(**{"project": self.run_name, **self._kwargs})
+
+    @on_main_process
+    def flush(self) -> None:
+        """Write what is in the library's queue and buffers: a killed run's file would lack it."""
+        if self._run is None:
+            return
+        try:  # it offers no method for it
+            parts, store = self._run._components, self._run._core._store
+            queue, consumer = parts.emitter.queue, parts.consumer
+            if store is None or not hasattr(consumer, "_batch_empty"):  # it writes nothing here
+                return
+            end = time.monotonic() + SECONDS_TO_FLUSH
+            empty = 0  # times in a row: what is taken from the queue is not in the batch at once
+            while empty < 2 and time.monotonic() < end:
+                time.sleep(0.05)
+                empty = empty + 1 if queue.empty() and consumer._batch_empty else 0
+            store.ensure_flushed()
+        except AttributeError as error:
+            logger.warning_once(
+                "This version of swanlab writes its file when the run ends (%s): after a kill, it "
+                "may lack values from before the last checkpoint.",
+                error,
+            )
 
     def _close(self, run: Any) -> None:
         run.finish(state="crashed" if self.failed else "success")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,11 +72,25 @@ class TensorBoardTracker(GeneralTracker):
             if isinstance(value, str):
                 writer.add_text(name, value, global_step=step, **kwargs)
             elif isinstance(value, Mapping):
-                writer.add_scalars(name, numbers(value), global_step=step, **kwargs)
+                found = numbers(value)
+                if "purge_step" in self._kwargs:
+                    self._purge_curves(name, found)
+                writer.add_scalars(name, found, global_step=step, **kwargs)
             else:
-                for found in numbers({name: value}).values():
-                    writer.add_scalar(name, found, global_step=step, **kwargs)
+                for one in numbers({name: value}).values():
+                    writer.add_scalar(name, one, global_step=step, **kwargs)
         writer.flush()
+
+    def _purge_curves(self, chart: str, names: Iterable[str]) -> None:
+        """Drop later steps of the curves of a chart, each of which has a folder and a file."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer: Any = self.tracker
+        for name in names:
+            folder = f"{writer.get_logdir()}/{chart.replace('/', '_')}_{name}"
+            if folder not in writer.all_writers:  # `add_scalars` would make one that drops nothing
+                one: Any = SummaryWriter(folder, **self._kwargs)
+                writer.all_writers[folder] = one.file_writer
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

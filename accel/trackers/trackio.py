@@ -37,7 +37,7 @@ class TrackioTracker(LibraryTracker):
         super().__init__()
         self.run_name = run_name
         self._kwargs = kwargs
-        self._recorded = RecordedSteps(self._steps)
+        self._recorded = RecordedSteps(self.name, self._steps)
 
     def _open(self) -> object:
         import trackio

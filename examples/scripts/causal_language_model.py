@@ -68,7 +68,10 @@ def main() -> None:
     blocks = read_blocks(args.block_size, args.limit)
     blocks = blocks[torch.randperm(len(blocks), generator=order)]
     test_set, train_set = blocks.split([len(blocks) // 10, len(blocks) - len(blocks) // 10])
-    micro_batch = args.batch_size // accelerator.num_processes // args.gradient_accumulation_steps
+    parts = accelerator.num_processes * args.gradient_accumulation_steps
+    if args.batch_size % parts:
+        raise SystemExit(f"--batch_size: give a multiple of {parts}, the micro-batches of a step")
+    micro_batch = args.batch_size // parts
     whole_steps = len(train_set) // args.batch_size * args.batch_size
     train_loader = DataLoader(train_set[:whole_steps], micro_batch, shuffle=True, generator=order)
     test_loader = DataLoader(test_set, 64)

@@ -78,13 +78,17 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
 
 
 def find_batch_size(accelerator: Accelerator, data: TensorDataset, args: argparse.Namespace) -> int:
-    """Return the largest half, quarter, … of `--batch_size` that every process can hold."""
+    """Return the largest half, quarter, … of `--batch_size` that every process can hold.
+
+    It begins with all samples of a process where `--batch_size` is more than these.
+    """
+    largest = min(args.batch_size, len(data) // accelerator.num_processes)
     model = make_model(args.width).to(accelerator.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    halves = iter([args.batch_size >> halvings for halvings in range(1, 20)])
+    halves = iter([largest >> halvings for halvings in range(1, 20)])
 
     @find_executable_batch_size(
-        starting_batch_size=args.batch_size, reduce_batch_size_fn=lambda: next(halves)
+        starting_batch_size=largest, reduce_batch_size_fn=lambda: next(halves)
     )
     def attempt(size: int) -> int:
         optimizer.zero_grad()

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import accel
 from accel import env, launcher_variables
-from accel.errors import ConfigError, Problems
-from accel.launch_config import VARIABLES, strategies
+from accel.enums import PrecisionType
+from accel.errors import ConfigError, Problems, unknown_choice
+from accel.launch_config import EMPTY, VARIABLES, strategies
 from runner.config import processes
 
 PORT = 29500
@@ -98,6 +99,10 @@ def plan(settings: Mapping[str, object], script: Script, torchrun: Sequence[str]
     if machines > 1 and not settings.get("main_process_ip"):
         rule = "the machines meet at the address of the first"
         found.add(f"num_machines={machines}", rule, "Give --main_process_ip.")
+    precision = settings.get("mixed_precision")
+    if precision not in EMPTY and str(precision).lower() not in PrecisionType.list():
+        choices = PrecisionType.list()
+        found.append(unknown_choice("mixed_precision", str(precision), choices))
     switched_on = [f"use_{name}" for name in strategies() if settings.get(f"use_{name}")]
     if len(switched_on) > 1:
         found.add(" with ".join(switched_on), "they cannot be combined", "Give one of them.")

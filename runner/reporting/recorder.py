@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from accel import Accelerator
     from runner.config.schema import Recipe
 
-# Logged under their own names; everything else under ``<split>/<name>``.
-COMMON = ("lr", "samples_per_second", "skipped_steps")
+# Names of what the run itself writes: no value of the user's may have them.
+RESERVED = (
+    *("step", "epoch", "samples", "split", "time"),
+    *("lr", "samples_per_second", "skipped_steps"),
+)
 PURGING = ("tensorboard", "csv")  # trackers that take `purge_step`
 # By tracker, the argument that names a run; the others name it after the project.
 RUN_NAMES = {"mlflow": "run_name", "wandb": "name", "swanlab": "name", "trackio": "name"}
@@ -68,19 +71,29 @@ class Recorder:
             for record in early:
                 self._file.write(record)
 
-    def write(self, split: str, values: Mapping[str, float], seconds: float) -> None:
-        """Write the values of a log point or of an evaluation."""
-        state = self._state
+    def write(
+        self,
+        split: str,
+        values: Mapping[str, float],
+        seconds: float,
+        of_run: Mapping[str, float] | None = None,
+    ) -> None:
+        """Write the values of a log point or of an evaluation.
+
+        Args:
+            split: whose they are.
+            values: as measured; trackers get them under ``<split>/<name>``.
+            seconds: since the run began.
+            of_run: values that belong to no split; trackers get them under their own names.
+        """
+        state, common = self._state, dict(of_run or {})
         where = {"step": state.step, "epoch": state.epoch_number, "samples": state.samples}
-        record = {**where, "split": split, **values, "time": round(seconds, 3)}
+        record = {**where, "split": split, **values, **common, "time": round(seconds, 3)}
         if self._early is not None:
             self._early.append(record)
         elif self._file is not None:
             self._file.write(record)
-        named = {
-            name if name.startswith(COMMON) else f"{split}/{name}": value
-            for name, value in values.items()
-        }
+        named = {f"{split}/{name}": value for name, value in values.items()} | common
         self._accelerator.log(named, step=state.step)
 
     def close(self) -> None:

@@ -54,11 +54,13 @@ class TrainLog:
         seconds = run.watch.lap()
         samples = run.state.samples - self._samples
         self._samples = run.state.samples
+        of_run: dict[str, float] = {}
         if self._skipped_steps:
-            values["skipped_steps"], self._skipped_steps = float(self._skipped_steps), 0
-        values |= self._rates or learning_rates(run.step.optimizers)
+            of_run["skipped_steps"], self._skipped_steps = float(self._skipped_steps), 0
+        of_run |= self._rates or learning_rates(run.step.optimizers)
         self._rates = {}
-        values["samples_per_second"] = samples / seconds if seconds > 0 else 0.0
-        self._recorder.write("train", values, run.seconds)
+        of_run["samples_per_second"] = samples / seconds if seconds > 0 else 0.0
+        self._recorder.write("train", values, run.seconds, of_run)
+        values |= of_run
         run.display.values(values)
         return values

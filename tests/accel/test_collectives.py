@@ -342,6 +342,55 @@ def test_a_whole_pass_that_is_gathered_after_it_is_told_of_once(dispatch: bool) 
     assert told == []
 
 
+def one_row_per_process(length: int, batch_size: int) -> tuple[list[list[float]], list[str]]:
+    accelerator = Accelerator(cpu=True)
+    told = Told()
+    logging.getLogger("accel").addHandler(told)
+    loader = accelerator.prepare(DataLoader(range(length), batch_size=batch_size))
+    found = [accelerator.gather_for_metrics(batch.sum()).tolist() for batch in loader]
+    logging.getLogger("accel").removeHandler(told)
+    accelerator.end_training()
+    return found, told.texts
+
+
+@pytest.mark.parametrize(
+    ("length", "batch_size", "wanted", "warnings"),
+    [
+        (5, 2, [[1, 5], [4 + 0]], 1),  # of the last round, 1 of 4 samples is real
+        (6, 2, [[1, 5], [9, 0 + 1]], 1),
+        (7, 2, [[1, 5], [9, 6 + 0]], 1),
+        (3, 1, [[0, 1], [2]], 0),
+    ],
+)
+def test_of_one_row_per_process_as_many_stay_as_there_are_samples(
+    length: int, batch_size: int, wanted: list[list[float]], warnings: int
+) -> None:
+    ranks = run_distributed(one_row_per_process, 2, length, batch_size)
+    assert [found for found, _ in ranks] == [wanted] * 2
+    told = ranks[0][1]  # the main process warns
+    assert ["in which repeated samples count" in text for text in told] == [True] * warnings
+
+
+def gathered_around_another_pass() -> tuple[list[int], list[str]]:
+    accelerator = Accelerator(cpu=True)
+    told = Told()
+    logging.getLogger("accel").addHandler(told)
+    train = accelerator.prepare(DataLoader(range(13), batch_size=4))
+    validation = accelerator.prepare(DataLoader(range(7), batch_size=2))
+    found: list[int] = []
+    for batch in train:
+        measured = [row for each in validation for row in accelerator.gather_for_metrics(each)]
+        assert len(measured) == 7
+        found += accelerator.gather_for_metrics(batch).tolist()
+    logging.getLogger("accel").removeHandler(told)
+    accelerator.end_training()
+    return found, told.texts
+
+
+def test_a_batch_around_a_whole_pass_is_gathered_without_a_warning() -> None:
+    assert run_distributed(gathered_around_another_pass, 2) == [(list(range(13)), [])] * 2
+
+
 @pytest.mark.parametrize("lengths", [(10, 60), (40, 15)])
 def test_of_zipped_loaders_of_other_batches_one_may_go_on(lengths: Any) -> None:
     found, told = run_distributed(read_together, 2, "zip", lengths, (4, 6))[0]

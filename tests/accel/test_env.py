@@ -179,6 +179,14 @@ def test_the_tests_of_a_class_and_of_derived_ones_are_purged() -> None:
         def test_first(self) -> str:
             return set_variables()
 
+        @staticmethod
+        def test_static() -> str:
+            return set_variables()
+
+        @classmethod
+        def test_of_class(cls) -> str:
+            return set_variables()
+
         def prepare(self) -> str:
             return set_variables()
 
@@ -187,7 +195,11 @@ def test_the_tests_of_a_class_and_of_derived_ones_are_purged() -> None:
             return set_variables()
 
     with env.patched(**{NAME: None, "ACCELERATE_MIXED_PRECISION": None, "ACCELERATE_USE_CPU": "1"}):
-        for test in (Derived().test_first, Derived().test_second):
+        tested = Derived()
+        for test in (
+            *(tested.test_first, tested.test_second),
+            *(tested.test_static, tested.test_of_class),
+        ):
             assert test() == "done"
             assert "ACCELERATE_MIXED_PRECISION" not in os.environ
         Derived().prepare()

@@ -78,6 +78,8 @@ def _disable(row: Row) -> None:
         _blind(row)
         return
     function = function_of(found)
+    if "owner" in vars(function):  # a facade's, which its instance may go round: see `connect`
+        function = inspect.unwrap(function)
     skips = 1 if "." in row.name.partition(":")[2] and not isinstance(found, staticmethod) else 0
     _replace(function, _nothing(row.noop, skips))
 

@@ -20,8 +20,11 @@ def test_classification(tmp_path: Path) -> None:
         arguments = ("--epochs", "5", "--output-dir", str(tmp_path / name))
         return Run("classification", arguments, processes)
 
-    plain, one, two = outputs(run("plain", None), run("one", 1), run("two", 2))
+    uneven = ("--epochs", "2", "--gradient-accumulation-steps", "2")  # 39 batches an epoch
+    accumulated = Run("classification", (*uneven, "--output-dir", str(tmp_path / "own")), None)
+    plain, one, two, own = outputs(run("plain", None), run("one", 1), run("two", 2), accumulated)
     assert plain == one  # torchrun changes nothing
+    assert number_after("test accuracy", own) > 0.8
     for lines in (one, two):
         assert len(lines) == 6
         assert number_after("validation accuracy", lines) > 0.92
@@ -36,7 +39,7 @@ def test_classification(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # the other examples start as many processes
 def test_language_model() -> None:
-    # 66 batches of 16: the last optimizer step of an epoch has 2 of them, not 4.
+    # 66 batches of 16, of which 64 make whole steps of 4.
     small = ("--limit", "1174", "--dim", "32", "--epochs", "2", "--lr", "5e-3", "--context", "64")
     plain, one, two = outputs(*(Run("language_model", small, count) for count in (None, 1, 2)))
     assert plain == one

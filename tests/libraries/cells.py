@@ -105,6 +105,8 @@ _ON_ANY_NUMBER: list[tuple[str, str, dict[str, Any]]] = [
     ("transformers_trainer", "accumulated", {**_ACCUMULATED, "save_steps": 3}),
     ("transformers_trainer", "bf16 resumed", {"bf16": True, "resume": True}),
     ("transformers_trainer", "streamed", _STREAMED),
+    # Its batch sampler deals the batches to the ranks itself.
+    ("transformers_trainer", "batches rebalanced", {"train_sampling_strategy": "batch_rebalance"}),
     ("peft_lora", "plain", {}),
     ("peft_lora", "accumulated bf16", {**_ACCUMULATED, "mixed_precision": "bf16"}),
     ("trl_sft", "plain", {}),

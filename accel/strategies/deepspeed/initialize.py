@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 COMPLETE = "complete"  # marks the folder of an op that was compiled to its end
 # The process group that DeepSpeed's cached groups belong to.
 _GROUPS: list[weakref.ref[dist.ProcessGroup]] = []
+_SET: set[str] = set()  # variables that no launcher had set
 # Functions that return another tensor over the memory of their first argument.
 _ALIASES = (torch.Tensor.data.__get__, torch.Tensor.detach)  # type: ignore[attr-defined]
 
@@ -84,18 +85,21 @@ def restore_linear(package: ModuleType) -> None:
 # -- process group -------------------------------------------------------------------------
 
 
-def join_group(package: ModuleType, local_world_size: int) -> None:
+def join_group(package: ModuleType, plan: Plan) -> None:
     """Let DeepSpeed use the process group of the run.
 
     It keeps groups in globals; those of an earlier run's process group are dropped.
     """
-    # As its own launcher sets it. On CPUs it would count devices, by starting a program, at every
-    # reduction of ZeRO-3.
-    env.set_values({"LOCAL_SIZE": local_world_size})
     world: Any = dist.group.WORLD
     if _GROUPS and _GROUPS[0]() is world and package.comm.comm.cdb is not None:
         return
     leave_group(package)
+    # As its own launcher sets them. On CPUs it would count devices, by starting a program, at every
+    # reduction of ZeRO-3; and ZeRO-3 reads the rank at each step, without asking what it is.
+    variables = {"LOCAL_SIZE": plan.local_world_size, "LOCAL_RANK": plan.local_rank}
+    missing = {name: value for name, value in variables.items() if env.read(name) is None}
+    env.set_values(missing)
+    _SET.update(missing)
     package.comm.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
     _GROUPS[:] = [weakref.ref(world)]
 
@@ -105,6 +109,8 @@ def leave_group(package: ModuleType) -> None:
     package.utils.groups._release_process_group_references(None)
     package.comm.comm.cdb = None
     _GROUPS.clear()
+    env.set_values(dict.fromkeys(_SET))
+    _SET.clear()
     # Some of its methods default to the group at the time of import; None is the current one.
     transport = importlib.import_module(f"{package.__name__}.comm.torch").TorchBackend
     for method in map(inspect.unwrap, vars(transport).values()):
@@ -142,11 +148,10 @@ def initialize_engine(
     dummy = next((s for s in schedulers if isinstance(s, DummyScheduler)), None)
     if dummy is not None and dummy.lr_scheduler_callable is not None:
         arguments["lr_scheduler"] = dummy.lr_scheduler_callable
-    join_group(package, plan.local_world_size)
+    join_group(package, plan)
     if settings.on_disk:
         build_op(package, "AsyncIOBuilder")
-    # LOCAL_RANK: a single process has no launcher.
-    with env.patched(LOCAL_RANK=plan.local_rank), _swap_in_own_dtype(package):
+    with _swap_in_own_dtype(package):
         engine, *_ = package.initialize(**arguments)
     return engine
 
@@ -200,10 +205,9 @@ def partitioned_init(package: ModuleType, settings: Settings, plan: Plan) -> Ite
     Source: https://deepspeed.readthedocs.io/en/latest/zero3.html#constructing-massive-models
     """
     config = settings.finish()
-    join_group(package, plan.local_world_size)
-    with env.patched(LOCAL_RANK=plan.local_rank):  # a single process has no launcher
-        # The dtype follows from the configuration: see `_swap_in_own_dtype`.
-        context = package.zero.Init(config_dict_or_path=config)
+    join_group(package, plan)
+    # The dtype follows from the configuration: see `_swap_in_own_dtype`.
+    context = package.zero.Init(config_dict_or_path=config)
     with context, ForbidWritesToPartitionedParams():
         yield
 

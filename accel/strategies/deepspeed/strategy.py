@@ -96,7 +96,7 @@ class DeepSpeedStrategy(Strategy):
         return not self.comm.closed and plugin.stage == 3 and flag is not False
 
     def _partitioned_init_config(self) -> Config:
-        initialize.join_group(self.package, self.plan.local_world_size)
+        initialize.join_group(self.package, self.plan)
         return self._settings_without_model().config
 
     def _settings_without_model(self) -> Settings:

@@ -86,7 +86,7 @@ def test_a_precision_becomes_a_policy() -> None:
     plugin.set_mixed_precision("bf16", buffer_autocast=True, override=True)
     assert build_formats(plugin.mixed_precision_policy, "no").buffers == torch.bfloat16
     with pytest.raises(ConfigError, match="mixed_precision"):
-        plugin.set_mixed_precision("fp8", override=True)
+        plugin.set_mixed_precision("fp8")
 
 
 def test_the_kind_of_state_dict_is_set() -> None:

@@ -138,8 +138,12 @@ class Bare(Sampler[list[int]]):
 
 
 def test_a_sampler_without_batch_size_is_shared_out_unevenly_or_refused() -> None:
-    with pytest.raises(ConfigError, match=r"without `batch_size`.*even_batches=False"):
-        BatchSamplerShard(Bare([3, 1, 2]), 2, 0)
+    shard = BatchSamplerShard(Bare([3, 1, 2]), 2, 0)
+    for use in (len, list):
+        with pytest.raises(ConfigError, match=r"without `batch_size`.*even_batches=False"):
+            use(shard)
+    shard.num_processes = 1  # as libraries do, whose sampler deals batches itself
+    assert (len(shard), list(shard), shard.remainder) == (3, [[0, 1, 2], [3], [4, 5]], 0)
     found = [list(BatchSamplerShard(Bare([3, 1, 2]), 2, r, even_batches=False)) for r in (0, 1)]
     assert found == [[[0, 1, 2], [4, 5]], [[3]]]
 

@@ -60,6 +60,13 @@ def test_a_broken_off_pass_keeps_the_state_of_its_last_batch() -> None:
     assert next(iter(again)).tolist() == [4, 5]
 
 
+def test_a_loader_says_whether_it_has_a_state() -> None:
+    assert prepared().use_stateful_dataloader
+    plain = Accelerator(cpu=True).prepare(DataLoader(range(4)))
+    assert not plain.use_stateful_dataloader
+    assert plain.gradient_state.sync_gradients
+
+
 def test_skipping_keeps_the_kind() -> None:
     skipping = skip_first_batches(prepared(), 4)
     assert isinstance(skipping, stateful.StatefulDataLoader)

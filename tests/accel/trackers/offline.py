@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -37,12 +38,14 @@ class Case:
         read: "module:function" that reads the library's files in the working directory back.
         arguments: in `init_kwargs`.
         environment: of the processes; ``{here}`` is the folder.
+        is_killed: whether the first process is killed, in place of its exception.
     """
 
     name: str
     read: str
     arguments: Mapping[str, Any]
     environment: Mapping[str, str]
+    is_killed: bool = False
 
 
 def needs(name: str) -> Callable[[Test], Test]:
@@ -62,10 +65,11 @@ def logged(
     read: str,
     arguments: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
+    is_killed: bool = False,
 ) -> dict[str, Any]:
     """Return what the two processes report: ``ids``, their run ids, and ``found``, by `read`."""
-    case = Case(name, read, arguments or {}, environment or {})
-    _process(folder, "first", case, returncode=1)
+    case = Case(name, read, arguments or {}, environment or {}, is_killed)
+    _process(folder, "first", case, returncode=-signal.SIGKILL if is_killed else 1)
     first = json.loads((folder / RESULT).read_text())
     _process(folder, "second", case, returncode=0)
     second = json.loads((folder / RESULT).read_text())
@@ -85,7 +89,7 @@ def _process(folder: Path, function: str, case: Case, returncode: int) -> None:
         timeout=SECONDS,
     )
     assert done.returncode == returncode, done.stdout + done.stderr
-    assert returncode == 0 or "ZeroDivisionError" in done.stderr
+    assert returncode != 1 or "ZeroDivisionError" in done.stderr
 
 
 def main() -> None:
@@ -134,6 +138,8 @@ def first(case: Case) -> None:
         tracker.log_table("table", columns=["x", "y"], data=[[1, 2], [3, 4]], step=2)
     accelerator.save_state("state")
     Path(RESULT).write_text(json.dumps({"id": tracker.run_id}))
+    if case.is_killed:
+        os.kill(os.getpid(), signal.SIGKILL)
     print(1 / 0)
 
 

@@ -33,7 +33,7 @@ def test_a_tracker_class_says_what_it_lacks() -> None:
     with pytest.raises(NotImplementedError, match="Half"):
         Accelerator(cpu=True, log_with=Half)
     blank = Half(_blank=True)
-    assert (blank.run_id, blank.resume_arguments("a"), blank.failed) == (None, {}, False)
+    assert (blank.resume_arguments("a"), blank.failed) == ({}, False)
 
 
 def test_nested_configurations_become_paths() -> None:
@@ -121,7 +121,7 @@ def test_values_that_a_continued_run_has_already_are_kept() -> None:
         asked.append(name)
         return {"loss": [1, 2]}.get(name, [])
 
-    steps = RecordedSteps(read)
+    steps = RecordedSteps("mine", read)
     values = {"loss": 0.5, "validation": 0.25}
     assert steps.missing(values, 2) == {"validation": 0.25}
     assert steps.missing(values, 3) == values
@@ -147,11 +147,24 @@ def test_values_are_plain_numbers_and_texts(caplog: pytest.LogCaptureFixture) ->
     assert kept == {"loss": 3, "parts": {"a": 1.5}, "table": table}
 
 
+def test_images_of_shares_become_bytes() -> None:
+    """Not every library scales floats; all of them know bytes."""
+    shares, wanted = torch.tensor([[0.0, 0.25], [0.5, 1.0]]), [[0, 63], [127, 255]]
+    for pixels in (shares, shares.bfloat16(), shares.half(), shares.numpy()):
+        (image,) = images_of(pixels)
+        assert (image.dtype, image.tolist()) == (np.uint8, wanted)
+    (mask,) = images_of(shares > 0.3)
+    assert (mask.dtype, mask.tolist()) == (np.uint8, [[0, 0], [255, 255]])
+    for others in (2 * shares.numpy(), shares.numpy() - 0.5, np.array([[0, 1], [1, 0]])):
+        np.testing.assert_array_equal(images_of(others)[0], others)
+
+
 def test_images_are_a_list_with_channels_last() -> None:
     assert [one.shape for one in images_of(torch.zeros(2, 3, 8, 4))] == [(8, 4, 3)] * 2
     assert [one.shape for one in images_of(torch.zeros(1, 8, 4))] == [(8, 4)]
     assert [one.shape for one in images_of(np.zeros((2, 8, 4, 1)))] == [(8, 4)] * 2
     assert [one.shape for one in images_of(np.zeros((8, 4, 3)))] == [(8, 4, 3)]
+    assert [one.shape for one in images_of(np.zeros((2, 3, 8, 6)))] == [(8, 6, 3)] * 2
     assert [one.shape for one in images_of([np.zeros((8, 4)), torch.zeros(3, 8, 4)])] == [
         (8, 4),
         (8, 4, 3),

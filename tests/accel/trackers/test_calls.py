@@ -73,7 +73,7 @@ def test_comet(monkeypatch: pytest.MonkeyPatch) -> None:
     run = "comet_ml.start()"
     assert tracker.tracker == Fake(run, [], {})
     assert tracker.run_id == f"{run}.get_key()"
-    assert tracker.resume_arguments("a") == {"experiment_key": "a", "mode": "get"}
+    assert tracker.resume_arguments("a") == {"experiment_key": "a", "mode": "get_or_create"}
     tracker.store_init_configuration(CONFIG)
     assert fake.got(f"{run}.log_parameters") == [call(CONFIG)]
     tracker.log(VALUES, step=3, epoch=1)

@@ -7,6 +7,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.accel.trackers.offline import logged, needs
 
 
@@ -37,8 +39,10 @@ def read(run_id: str) -> dict[str, Any]:
 
 
 @needs("comet_ml")
-def test_an_offline_experiment_holds_what_was_logged(tmp_path: Path) -> None:
-    report = logged(tmp_path, "comet_ml", f"{__name__}:read", {"online": False})
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_an_offline_experiment_holds_what_was_logged(is_killed: bool, tmp_path: Path) -> None:
+    arguments = {"online": False}
+    report = logged(tmp_path, "comet_ml", f"{__name__}:read", arguments, is_killed=is_killed)
     assert report["ids"][0] == report["ids"][1]
     found = report["found"]
     losses = [entry[1:] for entry in found["metrics"] if entry[0] == "train/loss"]
@@ -49,4 +53,4 @@ def test_an_offline_experiment_holds_what_was_logged(tmp_path: Path) -> None:
     assert ["optimizer|lr", 0.2] in found["params"]
     assert found["others"]["note"] == "fine"
     assert found["uploads"].count("visualization") == 2
-    assert found["modes"] == ["get_or_create", "get"]
+    assert found["modes"] == ["get_or_create", "get_or_create"]

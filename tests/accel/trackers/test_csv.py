@@ -59,6 +59,20 @@ def test_a_resumed_run_appends_and_drops_later_rows(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.csv"]
 
 
+def test_a_value_named_step_leaves_the_column_of_steps_alone(tmp_path: Path) -> None:
+    first = CSVTracker("run", tmp_path)
+    for step in range(3):
+        first.log({"step": 100 * step}, step=torch.tensor(step))  # type: ignore[arg-type]
+    again = CSVTracker("run", tmp_path, purge_step=2)
+    again.start()
+    again.log({"step": "last"})
+    assert rows(again.path) == [
+        {"step": "0", "step_value": "0.0"},
+        {"step": "1", "step_value": "100.0"},
+        {"step": "", "step_value": "last"},
+    ]
+
+
 def test_what_no_table_can_hold_is_refused(tmp_path: Path) -> None:
     tracker = CSVTracker("run", tmp_path)
     tracker.log({"weights": torch.zeros(3), "loss": 0.5}, step=0)

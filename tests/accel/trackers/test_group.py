@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,14 @@ def test_a_tracker_is_found_by_its_name_alone() -> None:
         accelerator.init_trackers("run", init_kwargs={"memry": {}})
 
 
+def test_an_argument_that_a_tracker_does_not_take_is_told_with_its_place(tmp_path: Path) -> None:
+    for name, typo in (("csv", "purge"), ("tensorboard", "flush_sec")):
+        accelerator = Accelerator(cpu=True, log_with=name, project_dir=tmp_path)
+        message = rf"init_kwargs\['{name}'\] with {typo}: .*unexpected keyword argument '{typo}'"
+        with pytest.raises(ConfigError, match=message):
+            accelerator.init_trackers("run", init_kwargs={name: {typo: 1}})
+
+
 class Broken(Memory):
     """Cannot be closed."""
 
@@ -113,6 +122,19 @@ def test_all_are_closed_once_though_one_fails() -> None:
     accelerator.end_training()
     assert (first.calls, last.calls) == ([("finished",)], [("finished",)])
     assert (first.failed, last.failed) == (True, True)
+
+
+def test_the_tracker_that_was_opened_last_is_closed_first() -> None:
+    order: list[str] = []
+
+    class Ordered(Memory):
+        def finish(self) -> None:
+            order.append(self.run_name)
+
+    accelerator = Accelerator(cpu=True, log_with=[Ordered("first"), Ordered("last")])
+    accelerator.init_trackers("run")
+    accelerator.end_training()
+    assert order == ["last", "first"]  # each may have wrapped the output of the one before
 
 
 def test_images_go_to_the_trackers_that_have_them(
@@ -213,6 +235,34 @@ def test_a_run_in_use_is_not_exchanged_by_load_state(
     assert after.get_tracker("numbered").number == ("new" if way == "object" else "eight")
     assert way == "object" or "numbered" not in caplog.text
     after.end_training()
+
+
+class WithNamesOfItsOwn(Memory):
+    """Has other things under the names of optional members."""
+
+    name = "own"
+
+    def __init__(self, run_name: str) -> None:
+        super().__init__(run_name)
+        self.run_id = uuid.UUID(int=7)
+        self.start: Any = 0.5
+        self.flush: Any = True
+        self.discard: Any = None
+
+    def failed(self) -> str:  # type: ignore[override]
+        return "a method"
+
+
+def test_a_users_tracker_may_have_attributes_of_any_name(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with=WithNamesOfItsOwn)
+    accelerator.init_trackers("run")
+    accelerator.save_state(str(tmp_path / "state"))
+    tracker = accelerator.get_tracker("own")
+    accelerator.end_training()
+    assert (tracker.start, tracker.failed(), tracker.calls) == (0.5, "a method", [("finished",)])
+    after = Accelerator(cpu=True, log_with=WithNamesOfItsOwn)
+    after.load_state(str(tmp_path / "state"))
+    assert after.tracker_group.run_ids() == {"own": str(uuid.UUID(int=7))}
 
 
 class Buffering(Numbered):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -41,3 +42,16 @@ def test_a_value_that_is_no_number_is_skipped(tmp_path: Path) -> None:
     assert scalars(tmp_path / "run" / "parts_a") == {"parts": [(0, 1.0)]}
     assert not (tmp_path / "run" / "parts_b").exists()
     tracker.finish()
+
+
+def test_a_resumed_run_drops_later_steps_of_charts_with_several_curves(tmp_path: Path) -> None:
+    for begin, purge in ((0, {}), (3, {"purge_step": 3})):
+        time.sleep(1.1)  # files are read in the order of the seconds in their names
+        tracker = TensorBoardTracker("run", tmp_path, **purge)
+        tracker.start()
+        for step in range(begin, 6):
+            tracker.log({"loss": step + begin, "parts/of": {"a": step + begin}}, step=step)
+        tracker.finish()
+    wanted = [(step, step + (3 if step >= 3 else 0)) for step in range(6)]
+    assert scalars(tmp_path / "run") == {"loss": wanted}
+    assert scalars(tmp_path / "run" / "parts_of_a") == {"parts/of": wanted}

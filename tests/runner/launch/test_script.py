@@ -124,6 +124,7 @@ def test_several_processes_take_one_thread_each_unless_told() -> None:
         ({"num_machines": 2, "num_processes": 3, "use_cpu": True}, "Give a multiple"),
         ({"num_machines": 2, "num_processes": 2}, "Give --main_process_ip"),
         ({"machine_rank": 1}, "machine_rank=1: it is from 0 to 0"),
+        ({"mixed_precision": "bf61"}, "mixed_precision='bf61'.*bf16"),
         ({"use_fsdp": True, "use_deepspeed": True}, "use_fsdp with use_deepspeed"),
         ({"use_fsdp": True, "fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT"),
     ],

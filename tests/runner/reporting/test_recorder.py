@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.accel.trackers.offline import needs
 from tests.accel.trackers.test_wandb import records
 from tests.helpers import ROOT, python
 from tests.runner.loops import (
+    Fit,
     build,
     recipe_of,
 )
@@ -36,6 +38,21 @@ def test_trackers_get_the_values_under_their_names(tmp_path: Path) -> None:
     expected = {"train/loss", "validation/loss", "test/loss", "lr", "samples_per_second"}
     assert expected <= set(accumulator.Tags()["scalars"])
     assert [event.step for event in accumulator.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+
+
+def test_only_the_runs_own_values_belong_to_no_split(tmp_path: Path) -> None:
+    class Ranked(Fit):
+        def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
+            return {**super().summarize(values), "lrap": 0.5}
+
+    recipe = recipe_of(trainer__epochs=1, tracker__log_with=["csv"])
+    loop = build(tmp_path, recipe, objective=Ranked())
+    loop.run()
+    loop.accelerator.end_training()
+    with (tmp_path / "tensorboard" / recipe.name / "metrics.csv").open(newline="") as file:
+        names = next(csv.reader(file))
+    assert {"validation/lrap", "test/lrap", "lr"} <= set(names)
+    assert "lrap" not in names
 
 
 def test_a_resumed_run_appends_to_its_trackers_files(tmp_path: Path) -> None:

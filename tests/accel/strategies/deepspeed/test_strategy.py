@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from tests.accel.strategies.deepspeed.helpers import (
     started_with_schedule,
     train,
 )
-from tests.helpers import run_distributed
+from tests.helpers import ROOT, python, run_distributed
 
 
 def trained(
@@ -111,6 +112,23 @@ def test_four_processes_train_as_a_plain_loop() -> None:
 
 
 # -- several models --------------------------------------------------------------------------
+
+
+ALONE = """
+import os
+from accel.config.deepspeed import DeepSpeedPlugin
+from tests.accel.strategies.deepspeed.test_strategy import trained
+
+losses, _, _ = trained(DeepSpeedPlugin(zero_stage=3))
+print(len(losses), {"LOCAL_RANK", "LOCAL_SIZE"} & os.environ.keys())
+"""
+
+
+def test_a_script_that_no_launcher_started_trains_under_stage_3() -> None:
+    done = subprocess.run(
+        python("-c", ALONE), cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.splitlines()[-1] == f"{STEPS} set()"
 
 
 def a_student_and_a_teacher() -> None:
