@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
@@ -22,6 +21,7 @@ import torch
 from accel.config.fp8 import AORecipeKwargs
 from accel.config.handlers import AutocastKwargs
 from accel.errors import ConfigError
+from accel.imports import require
 from accel.logging import get_logger
 from accel.precision.amp import AmpPrecision
 from accel.precision.base import Precision
@@ -51,7 +51,7 @@ def _silenced(names: Collection[str]) -> Iterator[None]:
 def import_torchao(module: str = "torchao.float8") -> Any:
     """Import and return a module of torchao, without its messages."""
     with _silenced(CHATTY):
-        return importlib.import_module(module)
+        return require(module, "fp8 with torchao", extra="fp8")
 
 
 def has_hardware(device: torch.device) -> bool:
@@ -160,7 +160,7 @@ class TorchaoPrecision(Precision):
             raise ConfigError.of(
                 "AORecipeKwargs.enable_fsdp_float8_all_gather=True",
                 "weights that are not sharded are not gathered",
-                "Leave it out, or shard the model: FullyShardedDataParallelPlugin().",
+                "Leave it out, or shard the model.",
             )
         return dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
 
@@ -171,8 +171,12 @@ def convert_layers(model: torch.nn.Module, chosen: dict[str, torch.nn.Linear], c
     import_torchao().convert_to_float8_training(
         model, module_filter_fn=lambda module, name: id(module) in layers, config=config
     )
+    first: dict[int, torch.nn.Module] = {}
     for name, old in chosen.items():
-        new = model.get_submodule(name)
+        if id(old) in first:  # a shared layer in another place
+            model.set_submodule(name, first[id(old)])
+            continue
+        new = first[id(old)] = model.get_submodule(name)
         kept = {k: v for k, v in vars(old).items() if k != "_parameters"}
         new.__dict__.update(kept)
         if cast_input not in new._forward_pre_hooks.values():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
@@ -19,10 +18,10 @@ from typing import Any
 
 import torch
 
-from accel import imports
 from accel.config.fp8 import DELAYED_SCALING, FP8RecipeKwargs, TERecipeKwargs
 from accel.config.handlers import AutocastKwargs
-from accel.errors import ConfigError, MissingPackageError, Problems
+from accel.errors import ConfigError, Problems
+from accel.imports import require
 from accel.logging import get_logger
 from accel.precision.amp import AmpPrecision
 from accel.precision.base import Precision
@@ -43,9 +42,7 @@ def import_engine(module: str = "transformer_engine.pytorch") -> Any:
     Raises:
         MissingPackageError: if it is not installed.
     """
-    if not imports.is_transformer_engine_available():
-        raise MissingPackageError("transformer_engine", "fp8 training with TransformerEngine")
-    return importlib.import_module(module)
+    return require(module, "fp8 with TransformerEngine", "transformer-engine[pytorch]")
 
 
 # -- layers --------------------------------------------------------------------------------
@@ -84,7 +81,9 @@ def _convert(
     engine = import_engine()
     replaced: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+        for name, child in list(parent._modules.items()):  # a shared layer in all of its places
+            if child is None:
+                continue
             if id(child) not in replaced:
                 is_linear = isinstance(child, torch.nn.Linear | engine.Linear)
                 switched_on = (linear if is_linear else norms) and wanted(child)

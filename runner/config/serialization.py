@@ -19,8 +19,11 @@ Node = TypeVar("Node")
 # Keys whose dotted name a handler or plugin imports: checked for trust before that.
 CALLABLES = (
     "profile.on_trace_ready",
+    "precision.fp8_torchao.module_filter_func",
     *(f"{name}.{field}" for name, plugin in PLUGINS.items() for field in plugin.callables),
 )
+# Keys of earlier versions, which could only be null.
+RETIRED = ("precision.fp8",)
 
 
 def from_plain(plain: Mapping[str, object]) -> Recipe:
@@ -70,6 +73,8 @@ def _node(
     inner = keys.nodes(kind)
     for name, value in values.items():
         nested = inner.get(name)
+        if value is None and f"{prefix}{name}" in RETIRED:
+            continue
         if name not in inner:
             key = f"{prefix}{name}"
             valid = [k for k in known if k != key and not k.startswith(f"{key}.")]
