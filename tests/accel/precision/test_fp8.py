@@ -339,13 +339,52 @@ def test_an_older_recipe_of_another_library_is_not_torchaos() -> None:
 # -- on a GPU ----------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
+needs_hardware = pytest.mark.skipif(
     not torch.cuda.is_available() or not has_hardware(torch.device("cuda")),
     reason="no GPU with hardware for fp8",
 )
+
+
+@pytest.mark.gpu
+@needs_hardware
 @pytest.mark.parametrize("config", AO_RECIPES)
 def test_the_hardware_rounds_as_the_emulation_does(config: str) -> None:
     on_gpu, emulated = first_step({"config": config}, "cuda"), first_step({"config": config})
     for name, error in emulated.items():
         assert on_gpu[name] == pytest.approx(error, rel=0.1)
+
+
+def tokens_per_second(precision: str) -> float:
+    """Return the tokens a second of two compiled MLPs with the widths of a model of 7B."""
+    accelerator = Accelerator(
+        mixed_precision=precision,
+        kwargs_handlers=[AORecipeKwargs()] if precision == "fp8" else None,
+        dynamo_plugin=TorchDynamoPlugin(backend="inductor"),
+    )
+    widths = (4096, 11008, 4096, 11008, 4096)
+    with accelerator.device:
+        model = torch.nn.Sequential(*map(torch.nn.Linear, widths[:-1], widths[1:]))
+        batch = torch.randn(8192, widths[0])
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    for number in range(25):
+        if number == 5:  # compiled, and warm
+            marks[0].record()
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    marks[1].record()
+    torch.cuda.synchronize()
+    accelerator.end_training()
+    accelerator.state._reset_state(reset_partial_state=True)
+    torch.compiler.reset()
+    return 20 * len(batch) / (marks[0].elapsed_time(marks[1]) / 1000)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@needs_hardware
+def test_fp8_is_faster_than_bf16_at_the_shapes_of_7b() -> None:
+    speeds = {precision: tokens_per_second(precision) for precision in ("bf16", "fp8")}
+    print({precision: f"{speed:,.0f} tokens/s" for precision, speed in speeds.items()})
+    assert speeds["fp8"] > speeds["bf16"]
