@@ -5,6 +5,7 @@ Source: https://docs.pytorch.org/ao/stable/pretraining.html
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ logger = get_logger(__name__)
 
 MULTIPLE = 16  # of which the matrix products of fp8 want both sizes of a weight
 HEADS = ("lm_head",)
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # in a dotted name
 FilterFunction = Callable[[torch.nn.Module, str], bool]
 
 
@@ -114,6 +116,18 @@ def heads(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield found
 
 
+def _grouped(sizes: dict[str, tuple[int, int]]) -> Iterator[str]:
+    """Yield a text for each layer, or for all of one size whose names differ in numbers only."""
+    groups: dict[tuple[str, tuple[int, int]], list[str]] = {}
+    for name, size in sizes.items():
+        groups.setdefault((NUMBER.sub("*", name), size), []).append(name)
+    for (pattern, (out, into)), names in groups.items():
+        if len(names) == 1:
+            yield f"{names[0]} ({out} × {into})"
+        else:
+            yield f"{pattern} ({out} × {into}, {len(names)} layers)"
+
+
 def _check(
     model: torch.nn.Module,
     choice: Choice,
@@ -128,7 +142,7 @@ def _check(
             "of %d: %s.",
             type(model).__name__,
             MULTIPLE,
-            ", ".join(f"{name} ({out} × {into})" for name, (out, into) in choice.odd_sizes.items()),
+            ", ".join(_grouped(choice.odd_sizes)),
         )
     if choice.converted or any(isinstance(module, done) for module in model.modules()):
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import pickle
 import subprocess
 from typing import Any
 
@@ -107,6 +108,18 @@ def test_a_shared_layer_stays_shared() -> None:
     assert model.inside[0] is model.inside[3] is model.elsewhere[0]
     assert len(model.inside[0]._forward_pre_hooks) == 1
     model(batches(0, 1)[0])
+
+
+def test_a_layer_whose_forward_was_replaced_is_refused() -> None:
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp8",
+        kwargs_handlers=[AORecipeKwargs(module_filter_func=lambda layer, name: name == "last")],
+    )
+    model = network()
+    model.last.forward = lambda x: x
+    with pytest.raises(ConfigError, match="module_filter_func chooses last"):
+        accelerator.prepare(model)
 
 
 def test_a_model_is_converted_once() -> None:
@@ -212,7 +225,7 @@ def first_step(recipe: dict[str, Any], device: str = "cpu") -> dict[str, float]:
     holder = torch.nn.Sequential(copy.deepcopy(layer)).to(device)
     chosen: dict[str, Any] = {"0": holder[0]}
     config = linear_config(AORecipeKwargs(**recipe), torch.device(device))
-    module.convert_layers(holder, chosen, config)
+    module.convert_layers(holder, chosen, config, device)
     found: list[torch.Tensor] = []
     for model, where in ((layer, "cpu"), (holder, device)):
         inputs = x.to(where, copy=True).requires_grad_()
@@ -283,6 +296,20 @@ def test_training_goes_where_fp32_goes() -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.parametrize("config", AO_RECIPES)
+def test_evaluation_computes_the_same_in_each_mode(config: str) -> None:
+    accelerator, model = prepared({"config": config})
+    model.eval()
+    (batch,) = batches(0, 1)
+    expected = model(batch).detach()
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            assert torch.equal(model(batch), expected)
+    whole = pickle.loads(pickle.dumps(accelerator.unwrap_model(model, keep_fp32_wrapper=False)))
+    with accelerator.autocast():
+        assert torch.equal(whole(batch).float(), expected)
+
+
 # -- several processes, compile ----------------------------------------------------------------
 
 
@@ -297,9 +324,9 @@ def test_ddp_is_the_loop_by_hand_over_both_batches() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_computes_the_same(backend: str) -> None:
+def test_a_compiled_model_is_one_graph_and_computes_the_same(backend: str) -> None:
     losses, _ = train({})
-    plugin = TorchDynamoPlugin(backend=backend)
+    plugin = TorchDynamoPlugin(backend=backend, fullgraph=True)
     compiled, _ = train({}, dynamo_plugin=plugin)
     assert compiled == pytest.approx(losses, rel=1e-2)
     torch.compiler.reset()

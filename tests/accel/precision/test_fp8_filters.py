@@ -53,6 +53,12 @@ def test_sizes_that_are_no_multiples_of_16_stay_and_are_named(
     assert "no multiples of 16: 1 (40 × 32), 2 (32 × 40)." in caplog.text
 
 
+def test_blocks_are_named_together(caplog: pytest.LogCaptureFixture) -> None:
+    blocks = [stack(16, 24, 16) for _ in range(3)]
+    choose_layers(torch.nn.Sequential(stack(16, 16, 16), *blocks, stack(16, 16)))
+    assert "16: *.* (24 × 16, 3 layers), *.* (16 × 24, 3 layers)." in caplog.text
+
+
 def test_layers_of_other_kinds_stay() -> None:
     class Own(torch.nn.Linear):
         """A layer that may compute something else."""
