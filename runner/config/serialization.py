@@ -22,8 +22,8 @@ CALLABLES = (
     "precision.fp8_torchao.module_filter_func",
     *(f"{name}.{field}" for name, plugin in PLUGINS.items() for field in plugin.callables),
 )
-# Keys of earlier versions, which could only be null.
-RETIRED = ("precision.fp8",)
+# Keys of earlier versions, which could only be null, as (node, key).
+RETIRED = (("precision", "fp8"),)
 
 
 def from_plain(plain: Mapping[str, object]) -> Recipe:
@@ -73,8 +73,6 @@ def _node(
     inner = keys.nodes(kind)
     for name, value in values.items():
         nested = inner.get(name)
-        if value is None and f"{prefix}{name}" in RETIRED:
-            continue
         if name not in inner:
             key = f"{prefix}{name}"
             valid = [k for k in known if k != key and not k.startswith(f"{key}.")]
@@ -168,7 +166,7 @@ def parse_list(text: str, path: Path) -> list[str]:
 
 
 def _parsed(text: str, path: Path, as_recipe: bool = False) -> Any:
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]
 
@@ -176,6 +174,10 @@ def _parsed(text: str, path: Path, as_recipe: bool = False) -> Any:
         found = OmegaConf.create(text)
         if as_recipe:
             _require_strategies(OmegaConf.to_container(found), path)
+            for node, key in RETIRED:
+                own = OmegaConf.select(found, node)
+                if isinstance(own, DictConfig) and key in own and own[key] is None:
+                    del own[key]
             found = OmegaConf.merge(OmegaConf.structured(Recipe), found)
         return to_plain(OmegaConf.to_container(found, resolve=as_recipe))
     except UnknownStrategyError:
