@@ -28,7 +28,7 @@ from accel.logging import get_logger
 from accel.optimizer import AcceleratedOptimizer
 from accel.planning.arguments import Arguments
 from accel.planning.plan import Plan, resolve
-from accel.precision.amp import build_precision
+from accel.precision.build import build_precision
 from accel.preparation import Preparation
 from accel.prepared import Objects
 from accel.processes import ProcessControl

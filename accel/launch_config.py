@@ -16,6 +16,7 @@ from typing import Literal
 from accel import device, env
 from accel.enums import ComputeEnvironment, DistributedType, PrecisionType
 from accel.errors import ConfigError, Problems, nearest, unknown_choice
+from accel.planning.fp8 import LAUNCHED
 from accel.planning.spec import PluginSpec
 from accel.strategies.table import plugins
 
@@ -33,18 +34,24 @@ VARIABLES = {
     "dynamo_use_fullgraph": "ACCELERATE_DYNAMO_USE_FULLGRAPH",
     "dynamo_use_dynamic": "ACCELERATE_DYNAMO_USE_DYNAMIC",
     "dynamo_use_regional_compilation": "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+    **LAUNCHED,
 }
 # Settings of the launcher itself.
 WHERE = (
     *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
     *("gpu_ids", "same_network", "rdzv_backend", "rdzv_conf", "max_restarts", "monitor_interval"),
 )
-DYNAMO = "dynamo_config"
+DYNAMO, FP8 = "dynamo_config", "fp8_config"
+# Keys of the section of fp8, which its name is the prefix of; two spellings of one are documented.
+FP8_KEYS = {
+    **{name.removeprefix("fp8_"): name for name in LAUNCHED},
+    "fp8_format": "fp8_format",
+    "amax_history_length": "fp8_amax_history_len",
+}
 # Settings that say nothing where they have these values, and are not offered with others.
 EMPTY = (None, "", False, "no", "false", "none", 0)
 _TPU = "TPUs are not built yet: leave it out."
 NOT_OFFERED = {
-    "fp8_config": "fp8 is not built yet: use mixed_precision: bf16.",
     "parallelism_config": "Give the plugins to the Accelerator of the script.",
     "ipex_config": "Recent torch has Intel's optimizations built in: leave it out.",
     "ipex": "Recent torch has Intel's optimizations built in: leave it out.",
@@ -146,6 +153,7 @@ def read(path: Path) -> dict[str, object]:
     found.raise_if()
     flat = {name: value for name, value in settings.items() if name not in _sections()}
     flat |= _section(settings, DYNAMO)
+    flat |= {FP8_KEYS.get(name, name): v for name, v in _section(settings, FP8).items()}
     chosen = strategies().get(kind.lower())
     if chosen is not None:
         flat |= _section(settings, f"{chosen.name}_config") | {f"use_{chosen.name}": True}
@@ -196,7 +204,8 @@ def _sections() -> dict[str, tuple[str, ...]]:
         f"{name}_config": (*plugin.launch_variables, *plugin.not_launched, common)
         for name, plugin in strategies().items()
     }
-    return {**found, DYNAMO: tuple(name for name in VARIABLES if name.startswith("dynamo_"))}
+    dynamo = tuple(name for name in VARIABLES if name.startswith("dynamo_"))
+    return {**found, DYNAMO: dynamo, FP8: tuple(FP8_KEYS)}
 
 
 def _section(settings: Mapping[str, object], name: str) -> dict[str, object]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.handlers import KwargsHandler
 from accel.config.parallelism import ParallelismConfig
 from accel.config.training import DataLoaderConfiguration, ProjectConfiguration
 from accel.enums import FP8BackendType
@@ -41,7 +42,7 @@ class RunSettings:
 
     @property
     def mixed_precision(self) -> str:
-        """The number format of a step: no, fp16 or bf16."""
+        """The number format of a step: no, fp16, bf16 or fp8."""
         return self.plan.mixed_precision
 
     @property
@@ -55,8 +56,13 @@ class RunSettings:
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """The library that computes in fp8: NO, as no run computes in fp8 yet."""
-        return FP8BackendType.NO
+        """The library that computes in fp8; NO where the run computes in another format."""
+        return self.plan.fp8.backend
+
+    @property
+    def fp8_recipe_handler(self) -> KwargsHandler | None:
+        """The recipe of fp8 training; None where the run computes in another format."""
+        return self.plan.fp8.recipe
 
     # -- parallelism ---------------------------------------------------------------------------
 

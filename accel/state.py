@@ -128,7 +128,7 @@ class AcceleratorState(SharedState):
     """What a run was set up with; filled by the first instance.
 
     Args:
-        mixed_precision: no, fp16 or bf16; None: ACCELERATE_MIXED_PRECISION, else no.
+        mixed_precision: no, fp16, bf16 or fp8; None: ACCELERATE_MIXED_PRECISION, else no.
         cpu: whether accelerators are ignored.
         dynamo_plugin: compilation.
         deepspeed_plugin: DeepSpeed, in one plugin or several by name.

@@ -1,6 +1,8 @@
 """Recipes of fp8 training, one class an engine; `FP8RecipeKwargs` is the older one for two engines.
 
 In the constructors None stands for the documented default, which the object then holds.
+
+Source: https://huggingface.co/docs/accelerate/usage_guides/low_precision_training
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 
 from accel.config.checks import check_choice, check_minimum, import_callable
 from accel.config.handlers import KwargsHandler
-from accel.errors import ConfigError, Problem, Problems
+from accel.errors import Problems
 
 DELAYED_SCALING: dict[str, object] = {
     "use_autocast_during_eval": False,
@@ -22,8 +24,11 @@ DELAYED_SCALING: dict[str, object] = {
     "amax_compute_algo": "most_recent",
     "override_linear_precision": (False, False, False),
 }
+MXFP8_OFF: dict[str, object] = {"use_mxfp8_block_scaling": False}
 OPT_LEVELS = ("O1", "O2")
 OPT_LEVEL = "O2"
+# torchao's `Float8LinearRecipeName`.
+AO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 def _fill(owner: object, defaults: Mapping[str, object]) -> None:
@@ -75,7 +80,7 @@ class TERecipeKwargs(KwargsHandler):
     use_mxfp8_block_scaling: bool | None = None
 
     def __post_init__(self) -> None:
-        _fill(self, {**DELAYED_SCALING, "use_mxfp8_block_scaling": False})
+        _fill(self, {**DELAYED_SCALING, **MXFP8_OFF})
         problems = Problems()
         _check_delayed_scaling(self, problems)
         problems.raise_if()
@@ -106,13 +111,15 @@ class AORecipeKwargs(KwargsHandler):
     """The recipe of fp8 training with torchao.
 
     Args:
-        config: a `torchao.float8.Float8LinearConfig`; None: torchao's default, with the two
-            switches below.
+        config: a `torchao.float8.Float8LinearConfig`, or the name of one of torchao's recipes:
+            tensorwise, rowwise or rowwise_with_gw_hp. None: tensorwise.
         module_filter_func: called with a module and its name; whether that is converted. A callable
-            or the dotted name of one. None: the engine decides.
-        pad_inner_dim: whether inner dims are padded to what the kernels want. None: torchao's
-            default.
-        enable_fsdp_float8_all_gather: whether FSDP gathers weights in fp8. None: torchao's default.
+            or the dotted name of one. None: all linear layers but the first, the last and the head,
+            whose sizes are multiples of 16.
+        pad_inner_dim: whether inner dims are padded to the multiples of 16 that the kernels need,
+            so that a batch may have any number of tokens. None: they are.
+        enable_fsdp_float8_all_gather: whether FSDP all-gathers weights in fp8, with one scale a
+            weight. None: it gathers them in bf16.
 
     Source: https://docs.pytorch.org/ao/stable/generated/torchao.float8.Float8LinearConfig.html
     """
@@ -124,19 +131,24 @@ class AORecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         import_callable(self, "module_filter_func")
-        switches = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
-        given = [name for name in switches if getattr(self, name) is not None]
-        ConfigError.raise_if(
-            [
-                Problem(
-                    f"AORecipeKwargs.{name}={getattr(self, name)!r} with config",
-                    "given in two places with different values",
-                    f"Give {name} only in the Float8LinearConfig.",
+        problems = Problems()
+        if isinstance(self.config, str):
+            check_choice(self, "config", AO_RECIPES, problems)
+            if self.config in AO_RECIPES[1:] and self.enable_fsdp_float8_all_gather:
+                problems.add(
+                    f"AORecipeKwargs.enable_fsdp_float8_all_gather=True with {self.config!r}",
+                    "a weight that is gathered in fp8 has one scale",
+                    "Use config='tensorwise', or leave enable_fsdp_float8_all_gather out.",
                 )
-                for name in given
-                if self.config is not None
-            ]
-        )
+        elif self.config is not None:
+            for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
+                if getattr(self, name) is not None:
+                    problems.add(
+                        f"AORecipeKwargs.{name}={getattr(self, name)!r} with config",
+                        "given in two places with different values",
+                        f"Give {name} only in the Float8LinearConfig.",
+                    )
+        problems.raise_if()
 
 
 @dataclass
@@ -144,10 +156,8 @@ class FP8RecipeKwargs(KwargsHandler):
     """The recipe of fp8 training with TransformerEngine or MS-AMP; older than a class for each.
 
     Args:
-        backend: the engine, TE or MSAMP (also in small letters); None takes the one that is
-            installed, MS-AMP first.
-        use_autocast_during_eval: whether evaluation computes in fp8, too. None: False.
         opt_level: MS-AMP's optimization level, O1 or O2. None: O2.
+        use_autocast_during_eval: whether evaluation computes in fp8, too. None: False.
         margin: margin of the scaling factor, powers of two. None: 0.
         interval: how often the scaling factor is recomputed, steps. None: 1.
         fp8_format: HYBRID (E4M3 forward, E5M2 backward), E4M3 or E5M2. None: HYBRID.
@@ -156,22 +166,25 @@ class FP8RecipeKwargs(KwargsHandler):
             most_recent.
         override_linear_precision: whether fprop, dgrad and wgrad run in higher precision. None:
             none of them.
+        use_mxfp8_block_scaling: whether blocks of 32 values have a scale of their own. None: False.
+        backend: the engine, TE or MSAMP (also in small letters). None: TE.
     """
 
-    backend: Any = None
-    use_autocast_during_eval: bool | None = None
     opt_level: Any = None
+    use_autocast_during_eval: bool | None = None
     margin: int | None = None
     interval: int | None = None
     fp8_format: Any = None
     amax_history_len: int | None = None
     amax_compute_algo: Any = None
     override_linear_precision: Any = None
+    use_mxfp8_block_scaling: bool | None = None
+    backend: Any = None
 
     def __post_init__(self) -> None:
         if self.backend is not None:
             self.backend = str(self.backend).upper()
-        _fill(self, {**DELAYED_SCALING, "opt_level": OPT_LEVEL})
+        _fill(self, {**DELAYED_SCALING, **MXFP8_OFF, "opt_level": OPT_LEVEL})
         problems = Problems()
         check_choice(self, "backend", ("TE", "MSAMP"), problems)
         check_choice(self, "opt_level", OPT_LEVELS, problems)

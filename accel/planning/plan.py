@@ -33,6 +33,7 @@ from accel.errors import ConfigError, Problems, nearest, unknown_choice
 from accel.parallel import ParallelDims
 from accel.planning.arguments import Arguments
 from accel.planning.choose_strategy import Choice, check_sizes, choose, parallelism
+from accel.planning.fp8 import Float8, resolve_fp8
 from accel.planning.spec import Plugins, Request, StrategySpec
 from accel.strategies.table import specs
 
@@ -65,6 +66,7 @@ class Plan:
         parallelism: the sizes of axes that were requested; None: none were.
         distributed_type: what is reported to the user.
         mixed_precision: a value of `PrecisionType`.
+        fp8: the library that computes in fp8, and its recipe.
         scaler: behaviour of fp16's gradient scaler.
         accumulation: `num_steps` is a number.
         project: where states and logs go.
@@ -91,6 +93,7 @@ class Plan:
     parallelism: ParallelismConfig | None
     distributed_type: DistributedType
     mixed_precision: str
+    fp8: Float8
     autocast: AutocastKwargs
     scaler: GradScalerKwargs
     ddp: DistributedDataParallelKwargs
@@ -124,7 +127,7 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
     _check_world(environment, found)
     handlers = _handlers(arguments.kwargs_handlers or (), found)
     device = _device(arguments, environment, found)
-    mixed_precision = _mixed_precision(arguments, environment, handlers, choice, found)
+    mixed_precision, fp8 = _mixed_precision(arguments, environment, handlers, choice, device, found)
     dims = choice.dims(environment, found)
     sizes = parallelism(arguments, environment, Problems())
     if sizes is not None and not found:
@@ -156,6 +159,7 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
         parallelism=sizes,
         distributed_type=_distributed_type(choice, environment.world_size, device.type),
         mixed_precision=mixed_precision,
+        fp8=fp8,
         autocast=_handler(handlers, AutocastKwargs),
         scaler=_handler(handlers, GradScalerKwargs),
         ddp=_handler(handlers, DistributedDataParallelKwargs),
@@ -279,8 +283,9 @@ def _mixed_precision(
     environment: Environment,
     handlers: dict[type[KwargsHandler], KwargsHandler],
     choice: Choice,
+    device: torch.device,
     found: Problems,
-) -> str:
+) -> tuple[str, Float8]:
     given, source = arguments.mixed_precision, "mixed_precision"
     if given is None and environment.mixed_precision is not None:
         given, source = environment.mixed_precision, "ACCELERATE_MIXED_PRECISION"
@@ -288,25 +293,9 @@ def _mixed_precision(
     name = choice.spec.precision(choice.plugins, requested) or "no"
     if name not in PrecisionType.list():
         found.append(unknown_choice(source, name, PrecisionType.list()))
-    elif name == "fp8":
-        found.add_not_built(f"{source}='fp8'", "Use bf16.")
-    _check_recipes([kind.__name__ for kind in RECIPES if kind in handlers], name, found)
-    return name
-
-
-def _check_recipes(given: Sequence[str], mixed_precision: str, found: Problems) -> None:
-    if len(given) > 1:
-        found.add(
-            f"kwargs_handlers: {' and '.join(given)}",
-            "there is one recipe of fp8 training",
-            "Give the one of the engine that is to be used.",
-        )
-    if given and mixed_precision != "fp8":
-        found.add(
-            f"kwargs_handlers: {given[0]} with mixed_precision={mixed_precision!r}",
-            "a recipe of fp8 training needs fp8",
-            "Give mixed_precision='fp8', or leave the recipe out.",
-        )
+    recipes = [recipe for kind, recipe in handlers.items() if kind in RECIPES]
+    fp8 = resolve_fp8(recipes, name, source, device.type, environment.variables, found)
+    return name, fp8
 
 
 def _dataloader(arguments: Arguments, found: Problems) -> DataLoaderConfiguration:

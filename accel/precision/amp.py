@@ -6,20 +6,17 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.config.handlers import AutocastKwargs
-from accel.errors import ConfigError, StateError, unknown_choice
+from accel.errors import StateError
 from accel.precision.base import COMPUTE_DTYPES, Precision
 from accel.state import AcceleratorState
 from accel.wrapping import wrap_forward
-
-if TYPE_CHECKING:
-    from accel.planning.plan import Plan
 
 
 class StepScaler(torch.amp.GradScaler):
@@ -318,13 +315,3 @@ def get_mixed_precision_context_manager(
         enabled=chosen.enabled,
         cache_enabled=chosen.cache_enabled,
     )
-
-
-def build_precision(plan: Plan) -> Precision:
-    """Return the number format that `plan` names."""
-    name = plan.mixed_precision
-    if name == "no":
-        return Precision()
-    if name in COMPUTE_DTYPES:
-        return AmpPrecision(name, plan.device_type, plan.autocast)
-    raise ConfigError(unknown_choice("mixed_precision", name, ("no", *COMPUTE_DTYPES)))

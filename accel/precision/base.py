@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 
 
 # What matrix products compute in, by the value of `mixed_precision`.
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# fp8 is that of converted layers alone; all else computes in bf16.
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 class Precision:
@@ -25,6 +27,25 @@ class Precision:
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
         """Return the context of a forward pass; `handler` takes the place of the run's own."""
         return contextlib.nullcontext()
+
+    def convert(
+        self,
+        model: torch.nn.Module,
+        evaluation: bool = False,
+        gathers: bool = False,
+        keep: Collection[torch.nn.Module] = (),
+    ) -> None:
+        """Replace layers of `model` by those of the format, in place; parameters keep their names.
+
+        Args:
+            model: before it is distributed and compiled; it may be on the meta device.
+            evaluation: whether it is only evaluated.
+            gathers: whether the strategy all-gathers weights, which it may do in the format.
+            keep: modules inside whose layers stay.
+
+        Raises:
+            ConfigError: if no layer can be converted.
+        """
 
     def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
         """Make `model.forward` compute under autocast and return fp32, if the format wants it."""

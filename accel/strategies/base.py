@@ -286,6 +286,7 @@ class Strategy(ABC):
         self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
     ) -> torch.nn.Module:
         """Return `model` on the device, in the run's precision and the strategy's wrapper."""
+        self.precision.convert(model, evaluation)
         if place and not is_dispatched(model):
             model = model.to(self.device)
         self.precision.wrap_forward(model)

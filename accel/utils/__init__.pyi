@@ -159,6 +159,12 @@ from accel.ops import wait_for_everyone as wait_for_everyone
 from accel.precision.amp import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
+from accel.precision.transformer_engine import apply_fp8_autowrap as apply_fp8_autowrap
+from accel.precision.transformer_engine import contextual_fp8_autocast as contextual_fp8_autocast
+from accel.precision.transformer_engine import convert_model as convert_model
+from accel.precision.transformer_engine import (
+    has_transformer_engine_layers as has_transformer_engine_layers,
+)
 from accel.progress import tqdm as tqdm
 from accel.rng import set_seed as set_seed
 from accel.rng import synchronize_rng_state as synchronize_rng_state

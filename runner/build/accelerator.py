@@ -81,7 +81,8 @@ def _handlers(recipe: Recipe) -> list[KwargsHandler]:
         recipe.distributed.init,
         recipe.precision.autocast,
         recipe.precision.scaler,
-        recipe.precision.fp8,
+        recipe.precision.fp8_torchao,
+        recipe.precision.fp8_te,
         recipe.profile,
     )
     return [node for node in nodes if node is not None]

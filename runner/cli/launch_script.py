@@ -9,6 +9,7 @@ from pathlib import Path
 from accel import launch_config
 from accel.errors import ConfigError
 from accel.launch_config import strategies
+from accel.planning.fp8 import LAUNCHED
 from runner.cli.arguments import CommandParser
 from runner.launch import script
 
@@ -17,13 +18,14 @@ SWITCHES = {
     "cpu": "use_cpu",
     **dict.fromkeys(("multi_gpu", "debug", "enable_cpu_affinity", "same_network")),
     **dict.fromkeys(("dynamo_use_fullgraph", "dynamo_use_dynamic")),
-    "dynamo_use_regional_compilation": None,
+    **dict.fromkeys(("dynamo_use_regional_compilation", "fp8_use_autocast_during_eval")),
 }
 VALUES = (
     *("mixed_precision", "num_processes", "num_machines", "num_cpu_threads_per_process"),
     *("dynamo_backend", "dynamo_mode", "gpu_ids", "machine_rank", "main_process_ip"),
     *("main_process_port", "rdzv_backend", "rdzv_conf", "max_restarts", "monitor_interval"),
     "gradient_accumulation_steps",
+    *(name for name in LAUNCHED if name != "fp8_use_autocast_during_eval"),
 )
 _TPU = "TPUs are not built yet"
 _PLUGINS = "give the plugins to the Accelerator of the script"
@@ -34,7 +36,6 @@ REFUSED = {
     "ipex": "recent torch has Intel's optimizations built in",
     "use_parallelism_config": _PLUGINS,
     "parallelism_config_": _PLUGINS,
-    "fp8_": "fp8 is not built yet, use --mixed_precision=bf16",
     "aws_": "jobs start on this machine, not on SageMaker",
     "mpirun_hostfile": "start with mpirun -hostfile FILE python script.py",
 }

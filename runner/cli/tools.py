@@ -145,7 +145,7 @@ def _answers(default: dict[str, object]) -> dict[str, object]:
     else:
         kind = "NO" if number == 1 else "MULTI_CPU" if on_cpu else "MULTI_GPU"
     precision = _one_of(PrecisionType.list())
-    answers["mixed_precision"] = _ask("Precision (no, fp16, bf16)", "no", precision)
+    answers["mixed_precision"] = _ask("Precision (no, fp16, bf16, fp8)", "no", precision)
     return {**answers, "distributed_type": kind}
 
 

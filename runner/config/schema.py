@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from accel.config.checks import check_choice, check_minimum
-from accel.config.fp8 import FP8RecipeKwargs
+from accel.config.fp8 import AORecipeKwargs, TERecipeKwargs
 from accel.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -84,6 +84,9 @@ class Distributed:
         problems.raise_if()
 
 
+FP8_RECIPES = ("fp8_torchao", "fp8_te")
+
+
 @dataclass
 class Precision:
     """The number format of forward and backward passes.
@@ -92,13 +95,15 @@ class Precision:
         mode: no (fp32), bf16, fp16 or fp8.
         autocast: arguments of `torch.autocast`.
         scaler: arguments of the gradient scaler (fp16).
-        fp8: the fp8 recipe.
+        fp8_torchao: the recipe of fp8 by torchao.
+        fp8_te: the recipe of fp8 by TransformerEngine.
     """
 
     mode: Any = "no"
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
     scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
-    fp8: FP8RecipeKwargs | None = None
+    fp8_torchao: AORecipeKwargs | None = None
+    fp8_te: TERecipeKwargs | None = None
 
     def __post_init__(self) -> None:
         if self.mode is False:  # YAML reads a bare `no` so
@@ -111,6 +116,13 @@ class Precision:
             problems.add(f"Precision.mode={self.mode!r}", rule, did_you_mean(meant))
         else:
             check_choice(self, "mode", PrecisionType.list(), problems)
+        given = [name for name in FP8_RECIPES if getattr(self, name) is not None]
+        if len(given) > 1 or (given and self.mode != "fp8"):
+            problems.add(
+                f"precision.mode={self.mode} with {' and '.join(given)}",
+                "fp8 has the recipe of one library, and other formats have none",
+                f"Choose precision={given[0]}, or leave {given[-1]} out.",
+            )
         problems.raise_if()
 
 
@@ -409,9 +421,6 @@ class Recipe:
             )
             for first, second in conflicts(self.plugins)
         ]
-        if self.precision.mode == "fp8" or self.precision.fp8 is not None:
-            rule = "this version does not offer it yet"
-            problems.add("precision=fp8", rule, "Use precision=bf16.")
         problems.raise_if()
 
     @property

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
-from accel.config.fp8 import MSAMPRecipeKwargs
+from accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin, imports
+from accel.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs
 from accel.config.handlers import DistributedDataParallelKwargs
 from accel.config.training import ProjectConfiguration, TorchDynamoPlugin
 from accel.enums import PrecisionType
-from accel.errors import ConfigError, NotBuiltError
+from accel.errors import ConfigError
 from accel.planning.plan import Plan
 from accel.state import AcceleratorState, GradientState, PartialState
 
@@ -264,9 +264,13 @@ def test_each_precision_by_its_name(name: str) -> None:
         assert accelerator.state.mixed_precision == name
 
 
-def test_fp8_has_no_engine_yet() -> None:
-    with pytest.raises(NotBuiltError, match=r"mixed_precision='fp8'.*Use bf16"):
-        Accelerator(cpu=True, mixed_precision="fp8")
+def test_fp8_takes_the_library_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports, "is_available", lambda name: name == "torchao")
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8")
+    assert accelerator.mixed_precision == accelerator.state.mixed_precision == "fp8"
+    assert accelerator.fp8_backend == "AO"
+    assert accelerator.fp8_recipe_handler == AORecipeKwargs()
+    AcceleratorState._reset_state()
     with pytest.raises(ConfigError, match="MSAMPRecipeKwargs with mixed_precision='no'"):
         Accelerator(cpu=True, kwargs_handlers=[MSAMPRecipeKwargs()])
 

@@ -149,6 +149,31 @@ def test_a_section_of_another_strategy_is_left_out(tmp_path: Path) -> None:
     assert found == {"use_cpu": True, "num_processes": 2}
 
 
+def test_the_section_of_fp8(tmp_path: Path) -> None:
+    text = """
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+  amax_compute_algo: max
+  amax_history_length: 16
+  fp8_format: E4M3
+  override_linear_precision: (false, false, true)
+  use_autocast_during_eval: true
+"""
+    assert launch_config.read(written(tmp_path, text)) == {
+        "mixed_precision": "fp8",
+        "fp8_backend": "TE",
+        "fp8_amax_compute_algo": "max",
+        "fp8_amax_history_len": 16,
+        "fp8_format": "E4M3",
+        "fp8_override_linear_precision": "(false, false, true)",
+        "fp8_use_autocast_during_eval": True,
+    }
+    text = "fp8_config: {backend: AO, pad_inner_dim: true}"
+    found = launch_config.read(written(tmp_path, text))
+    assert found == {"fp8_backend": "AO", "fp8_pad_inner_dim": True}
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -159,7 +184,7 @@ def test_a_section_of_another_strategy_is_left_out(tmp_path: Path) -> None:
         ("tpu_name: mine", "tpu_name='mine'.*TPUs"),
         ("downcast_bf16: 'yes'", "downcast_bf16='yes'"),
         ("mpirun_config: {mpirun_hostfile: hosts}", "mpirun_config=.*mpirun -hostfile"),
-        ("fp8_config: {backend: TE}", "fp8_config=.*bf16"),
+        ("fp8_config: {backnd: TE}", "fp8_config.backnd: unknown key. Did you mean 'backend'"),
         ("[1, 2]", "it holds key: value lines"),
         ("a: [", "it cannot be read"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 LARGE = "large models: the next issue"
-FP8 = "fp8: the next issue"
 MEGATRON = "Megatron-LM: the next issue"
 QUANTIZED = "quantized models: the next issue"
 BY_PREPARE = "`prepare` builds the object with its engine; it is documented as internal"
@@ -18,11 +17,6 @@ REASONS: dict[str, str] = {
     "utils.avg_losses_across_data_parallel_group": MEGATRON,
     "utils.BnbQuantizationConfig": QUANTIZED,
     "utils.load_and_quantize_model": QUANTIZED,
-    "utils.FP8RecipeKwargs": FP8,
-    "utils.apply_fp8_autowrap": FP8,
-    "utils.contextual_fp8_autocast": FP8,
-    "utils.convert_model": FP8,
-    "utils.has_transformer_engine_layers": FP8,
     "utils.DeepSpeedPlugin.select(_from_accelerator_state)": "a private flag of the other package",
     "utils.deepspeed.DeepSpeedOptimizerWrapper(optimizer)": BY_PREPARE,
     "data_loader.DataLoaderDispatcher.adjust_state_dict_for_prefetch": (

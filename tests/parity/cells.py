@@ -15,9 +15,11 @@ from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import TorchDynamoPlugin
+from accel.imports import is_torchao_available
 from tests.parity.task import Task
 
 PRECISIONS = ("no", "bf16", "fp16")
+FLOAT8 = ("single", "ddp", "fsdp_full_shard")  # in fp8, too
 WORLD_SIZES = (1, 2, 4)
 ACCUMULATIONS = (1, 2)
 # Of what a replica holds, on 4 processes, where parameters, gradients and optimizer state are all
@@ -36,7 +38,7 @@ class Cell:
 
     Args:
         backend: key in `BACKENDS`.
-        precision: no, bf16 or fp16.
+        precision: no, bf16, fp16 or fp8.
         world_size: processes.
         accumulation: micro-batches of an optimizer step.
         task: what is trained.
@@ -199,6 +201,8 @@ def reason_not_to_run(cell: Cell, num_gpus: int) -> str | None:
     """Return why this machine does not run `cell`; None if it does."""
     if cell.device == "cuda" and cell.world_size > num_gpus:
         return f"{cell.world_size} processes want as many GPUs; there are {num_gpus}"
+    if cell.precision == "fp8" and not is_torchao_available():
+        return "torchao is not installed (extra `fp8`)"
     return BACKENDS[cell.backend].reason(cell)
 
 
@@ -219,3 +223,5 @@ def matrix(task: Task, device: str) -> Iterator[Cell]:
                 yield Cell(
                     backend, precision, world_size, accumulation, special, variant, device=device
                 )
+    for backend, world_size in itertools.product(FLOAT8, WORLD_SIZES):
+        yield Cell(backend, "fp8", world_size, task=task, device=device)

@@ -14,6 +14,8 @@ SABOTAGES = (
     "weight decay off",
     "tied weight untied",
 )
+# Of a cell in fp8, on one process, which is equal to the plain loop in fp8.
+FLOAT8_SABOTAGES = ("scale left out", "head converted")
 # One of each engine; the others of its family share the code that the mistakes are in.
 BACKENDS = ("ddp", "fsdp_full_shard", "tp", "zero2", "zero3")
 
@@ -21,6 +23,8 @@ BACKENDS = ("ddp", "fsdp_full_shard", "tp", "zero2", "zero3")
 def controls(cells: Iterable[Cell]) -> Iterator[Cell]:
     """Yield the controls of `BACKENDS` among `cells`: two processes, two micro-batches, fp32."""
     for cell in cells:
+        if (cell.backend, cell.precision) == ("single", "fp8"):
+            yield from (replace(cell, sabotage=sabotage) for sabotage in FLOAT8_SABOTAGES)
         kind = cell.precision, cell.world_size, cell.accumulation
         if cell.backend not in BACKENDS or kind != ("no", 2, 2):
             continue

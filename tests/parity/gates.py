@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.parity import reference
+from tests.parity import float8, reference
 from tests.parity.cells import BACKENDS, Cell
 from tests.parity.memory import Walk
 from tests.parity.reference import Run
@@ -19,6 +20,9 @@ FLOORS = 5  # fp32: so many noise floors
 MOST = 1e-5  # fp32: and no more than this
 AUTOCAST = 1e-3
 ENGINE_OWNED = 1e-2
+# The unit roundoff of e4m3, 2**-4, is 16 times that of bf16, 2**-8, whose gate is AUTOCAST: so far
+# are runs in fp8 from fp32, and from each other where gradients are summed in another order.
+FLOAT8 = 16 * AUTOCAST
 # A weight of 1 cannot be closer to itself than one unit in its last place, nor a loss: a cut of the
 # batch that happens to round the same way is no measure of noise.
 UNIT = 2**-23
@@ -93,6 +97,16 @@ def plain(task: Task, num_chunks: int, device: str) -> Run:
     )
 
 
+@cache
+def plain_float8(task: Task, device: str) -> Run:
+    """Return what the plain loop leaves whose layers torchao converted, under bf16 autocast."""
+    text(task.context)
+    walk = Walk()
+    model = float8.convert(task.model().to(device))
+    steps = task.steps(device)
+    return reference.train(model, steps, task.recipe, autocast=torch.bfloat16, count=walk.count)
+
+
 def _uncounted(step: int, moment: str) -> None:
     return None
 
@@ -130,6 +144,10 @@ def gate_of(cell: Cell) -> Difference:
     if cell.precision == "no":
         floor = noise_floor(cell)
         return Difference(min(FLOORS * floor.loss, MOST), min(FLOORS * floor.weight, MOST))
+    if cell.precision == "fp8":  # one process does the plain loop's operations in their order
+        same = (cell.backend, cell.device) == ("single", "cpu")
+        bound = 0.0 if same else FLOAT8
+        return Difference(bound, bound)
     owned = cell.precision == "bf16" and BACKENDS[cell.backend].owns_bf16
     bound = ENGINE_OWNED if owned else AUTOCAST
     return Difference(bound, bound)
@@ -137,7 +155,9 @@ def gate_of(cell: Cell) -> Difference:
 
 def judge(cell: Cell, answers: Sequence[dict[str, Any]], seconds: float) -> Verdict:
     """Return the verdict on what the processes of `cell` answered, by rank."""
-    wanted = plain(cell.task, 1, cell.device)
+    is_float8 = cell.precision == "fp8"
+    exact = plain(cell.task, 1, cell.device)
+    wanted = plain_float8(cell.task, cell.device) if is_float8 else exact
     runs: list[Run] = [answer["run"] for answer in answers]
     verdict = Verdict(cell, gate=gate_of(cell), seconds=seconds, types=answers[0]["types"])
     states = [
@@ -159,6 +179,10 @@ def judge(cell: Cell, answers: Sequence[dict[str, Any]], seconds: float) -> Verd
         value, most = getattr(verdict.difference, name), getattr(verdict.gate, name)
         if not value <= most:  # NaN is no parity either
             verdict.failures.append(f"{name} {value:.1e} > {most:.1e}")
+    if is_float8:
+        for value in dataclasses.astuple(compare(Run(losses, states[0]), exact)):
+            if not value <= FLOAT8:
+                verdict.failures.append(f"{value:.1e} from fp32 > {FLOAT8:.1e}")
     if any(run.rounded and all(run.rounded) for run in runs):
         verdict.failures.append("the model's own losses are rounded to bf16")
     _weigh(verdict, runs, wanted)

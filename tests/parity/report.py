@@ -16,8 +16,9 @@ MATRIX_CAPTION = (
     "adds to and the optimizer's copy of them; 5/4 of the others' share are allowed."
 )
 CONTROLS_CAPTION = (
-    "Controls run in fp32. The prescribed gate of bf16 weights that the engine owns, 1e-2, notices "
-    "less: 'weight decay off' stays green there (FSDP2 full_shard: loss 1.4e-3, weights 1.7e-3)."
+    "Controls run in fp32, those of fp8 against the plain loop in fp8. The prescribed gate of bf16 "
+    "weights that the engine owns, 1e-2, notices less: 'weight decay off' stays green there (FSDP2 "
+    "full_shard: loss 1.4e-3, weights 1.7e-3)."
 )
 
 
@@ -101,7 +102,9 @@ def _missing_row(verdicts: Sequence[Verdict]) -> list[str | Text]:
 def _names(cell: Cell) -> list[str | Text]:
     backend = BACKENDS[cell.backend]
     owner = "engine" if backend.owns_bf16 else "autocast"
-    precision = {"no": "fp32", "bf16": f"bf16 {owner}", "fp16": "fp16"}[cell.precision]
+    precision = {"no": "fp32", "bf16": f"bf16 {owner}", "fp16": "fp16", "fp8": "fp8"}[
+        cell.precision
+    ]
     return [backend.label, precision]
 
 

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel.errors import ConfigError
 from tests.parity import reference
-from tests.parity.cells import BACKENDS, Cell, matrix, reason_not_to_run
-from tests.parity.controls import SABOTAGES, controls
+from tests.parity.cells import BACKENDS, FLOAT8, Cell, matrix, reason_not_to_run
+from tests.parity.controls import FLOAT8_SABOTAGES, SABOTAGES, controls
 from tests.parity.gates import Difference, Verdict, allowed_share, compare, judge, plain
 from tests.parity.memory import Walk
 from tests.parity.reference import Run
@@ -77,7 +77,8 @@ def test_the_reference_imports_nothing_of_the_project() -> None:
 
 def test_every_cell_runs_or_has_a_reason() -> None:
     cells = list(matrix(TASK, "cpu"))
-    assert len(cells) == len(set(cells)) == len(BACKENDS) * (3 * 3 * 2 + 3 * 2 + 3)
+    number = len(BACKENDS) * (3 * 3 * 2 + 3 * 2 + 3) + 3 * len(FLOAT8)
+    assert len(cells) == len(set(cells)) == number
     reasons = {cell: reason_not_to_run(cell, 0) for cell in cells}
     run_by = {cell.backend for cell, reason in reasons.items() if reason is None}
     assert run_by == set(BACKENDS)
@@ -189,6 +190,28 @@ def test_fp16_and_one_process_alone() -> None:
     for cell in cells:
         verdict = run(cell)
         assert verdict.green, verdict.failures
+
+
+@pytest.mark.parametrize(
+    ("backend", "world_size"),
+    [("single", 1), pytest.param("ddp", 2, marks=SLOW), pytest.param(FLOAT8[-1], 2, marks=SLOW)],
+)
+def test_fp8_is_the_plain_loop_in_fp8_and_near_to_fp32(backend: str, world_size: int) -> None:
+    cell = Cell(backend, "fp8", world_size, task=TASK)
+    if (reason := reason_not_to_run(cell, 0)) is not None:
+        pytest.skip(reason)
+    verdict = run(cell)
+    assert verdict.green, verdict.failures
+    assert backend != "single" or verdict.difference == Difference(0.0, 0.0)
+
+
+@pytest.mark.parametrize("sabotage", FLOAT8_SABOTAGES)
+def test_a_mistake_in_fp8_turns_the_matrix_red(sabotage: str) -> None:
+    cell = Cell("single", "fp8", task=TASK)
+    if (reason := reason_not_to_run(cell, 0)) is not None:
+        pytest.skip(reason)
+    (spoiled,) = (found for found in controls([cell]) if found.sabotage == sabotage)
+    assert run(spoiled).caught
 
 
 FAST_CONTROLS = [("ddp", "gradients divided by W twice"), ("ddp", "tied weight untied")]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
-from accel.config.handlers import GradScalerKwargs
+from accel.config.fp8 import AORecipeKwargs
+from accel.config.handlers import GradScalerKwargs, KwargsHandler
 from accel.config.training import DataLoaderConfiguration
 from accel.loss_normalization import global_weight, normalize_loss
+from accel.precision.fp8 import import_torchao
 from tests.parity.cells import BACKENDS, Cell
 from tests.parity.memory import Walk
 from tests.parity.reference import IGNORED, Run, summed_loss
@@ -35,6 +39,11 @@ def train(cell: Cell) -> dict[str, Any]:
     walk = Walk()
     if cell.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    with _unscaled() if cell.sabotage == "scale left out" else contextlib.nullcontext():
+        return _train(cell, task, walk)
+
+
+def _train(cell: Cell, task: Task, walk: Walk) -> dict[str, Any]:
     accelerator = make_accelerator(cell)
     model, loader = task.model(), make_loader(task, cell)
     optimizer = task.recipe.optimizer(model.parameters())
@@ -58,6 +67,16 @@ def train(cell: Cell) -> dict[str, Any]:
     return {"run": run, "replica": (index, count), "types": types}
 
 
+def _unscaled() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which matrices are rounded to fp8 without being scaled."""
+    scaling = import_torchao("torchao.float8.float8_scaling_utils")
+    return patch.object(scaling, "tensor_to_scale", lambda tensor, *_: tensor.new_ones(()).float())
+
+
+def _every_linear(layer: torch.nn.Module, name: str) -> bool:
+    return isinstance(layer, torch.nn.Linear)
+
+
 def sabotaged(cell: Cell) -> Task:
     """Return the task of `cell` as a control spoils it."""
     task = cell.task
@@ -71,13 +90,18 @@ def sabotaged(cell: Cell) -> Task:
 def make_accelerator(cell: Cell) -> Accelerator:
     """Return the engine of `cell`; batches are those of the whole step, split over processes."""
     arguments = BACKENDS[cell.backend].arguments(cell)
-    scales = "deepspeed_plugin" not in arguments  # its engine has a scaler of its own
+    handlers: list[KwargsHandler] = []
+    if "deepspeed_plugin" not in arguments:  # its engine has a scaler of its own
+        handlers.append(GradScalerKwargs(init_scale=1024.0))
+    if cell.precision == "fp8":
+        every = _every_linear if cell.sabotage == "head converted" else None
+        handlers.append(AORecipeKwargs(module_filter_func=every))
     return Accelerator(
         device=cell.device,
         mixed_precision=cell.precision,
         gradient_accumulation_steps=cell.accumulation,
         dataloader_config=DataLoaderConfiguration(split_batches=True),
-        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)] if scales else None,
+        kwargs_handlers=handlers or None,
         **arguments,
     )
 

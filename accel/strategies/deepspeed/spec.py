@@ -114,6 +114,12 @@ def _problems(request: Request) -> list[Problem]:
             "DeepSpeed computes in fp16 on accelerators only",
             "Use mixed_precision='bf16' or mixed_precision='no'.",
         )
+    if request.mixed_precision == "fp8":
+        problems.add(
+            "mixed_precision='fp8' under DeepSpeed",
+            "its engine keeps weights in bf16 or fp16, which layers of fp8 would round twice",
+            "Use mixed_precision='bf16', or fp8 with FSDP: FullyShardedDataParallelPlugin().",
+        )
     plugin = active(request.plugins.get(NAME))
     if plugin is None or not plugin.decided:
         return problems

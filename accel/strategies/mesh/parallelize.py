@@ -94,6 +94,11 @@ class MeshSettings:
         # Pinned memory is of no use where the host computes.
         return CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
 
+    @property
+    def offloads(self) -> bool:
+        """Whether parameters are kept in the host's memory."""
+        return isinstance(self.offload, CPUOffloadPolicy)
+
     def initial_weights(self, device: torch.device) -> InitialWeights:
         """Return an object that materializes modules on `device`, as the plugin says."""
         import_callable(self.fsdp, "param_init_fn")
@@ -140,10 +145,12 @@ def parallelize(
     modules, whose gradients FSDP2 does not average. Raise `ConfigError` if the model does not fit
     the settings.
     """
-    offloads = isinstance(settings.offload, CPUOffloadPolicy)
-    weights = settings.initial_weights(torch.device("cpu") if offloads else settings.device)
+    weights = settings.initial_weights(
+        torch.device("cpu") if settings.offloads else settings.device
+    )
     weights.check(model)
     ignored = ignored_modules(model, settings.fsdp.ignored_modules)
+    settings.precision.convert(model, gathers=settings.is_sharded, keep=ignored)
     units = find_units(model, settings.fsdp, set(parameters_of(ignored)))
     # First of all: its hooks recompute a unit from the inputs that the hooks of other steps change.
     checkpoint_units(units, settings)

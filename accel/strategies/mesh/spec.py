@@ -146,7 +146,12 @@ def _rank0_init(plugins: Plugins) -> str:
 
 def _problems(request: Request) -> list[Problem]:
     policy, precision = _policy(request.plugins), request.mixed_precision
-    if policy is None or precision not in ("bf16", "fp16") or policy == precision:
+    if precision == "fp8" and TENSOR_PARALLEL in request.plugins:
+        value = "mixed_precision='fp8' with tensor parallelism"
+        rule = "matrix products in fp8 are not built for weights that are sharded by tp_plan"
+        return [Problem(value, rule, "Use bf16, or FSDP alone.")]
+    computes = "bf16" if precision == "fp8" else precision  # where layers are not converted
+    if policy is None or computes not in ("bf16", "fp16") or policy == computes:
         return []
     given = request.plugins[FSDP].mixed_precision_policy
     return [

@@ -15,6 +15,7 @@ from accel.memory_estimate import local
 from accel.optimizer import unwrap_optimizer
 from accel.parallel import ParallelDims
 from accel.strategies.base import StateIO
+from accel.strategies.mesh.float8 import scale_weights
 from accel.strategies.mesh.reshard_schedule import reshard
 from accel.strategies.mesh.torch_internals import local_sizes_and_offsets
 
@@ -29,11 +30,18 @@ class MeshState(StateIO):
     Args:
         dims: sizes of the mesh.
         fsdp: the plugin, whose `state_dict_type` may change; None where FSDP is off.
+        gathers_fp8: whether weights are gathered in fp8, by scales that follow the weights.
     """
 
-    def __init__(self, dims: ParallelDims, fsdp: FullyShardedDataParallelPlugin | None) -> None:
+    def __init__(
+        self,
+        dims: ParallelDims,
+        fsdp: FullyShardedDataParallelPlugin | None,
+        gathers_fp8: bool = False,
+    ) -> None:
         self._dims = dims
         self._fsdp = fsdp
+        self._gathers_fp8 = gathers_fp8
 
     @property
     def sharded(self) -> tuple[str, ...]:
@@ -101,6 +109,8 @@ class MeshState(StateIO):
         targets = own.state_dict()
         shards = {name: shard_weight(value, targets.get(name)) for name, value in state.items()}
         own.load_state_dict(shards, strict=strict)
+        if self._gathers_fp8:
+            scale_weights(own)
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, names: ParameterNames

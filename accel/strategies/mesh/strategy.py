@@ -25,6 +25,7 @@ from accel.prepared import Objects
 from accel.rng import synchronize_rng_states
 from accel.strategies.base import Strategy
 from accel.strategies.mesh.device_mesh import build_mesh, check_given, destroy_mesh
+from accel.strategies.mesh.float8 import gathers_in_fp8, scale_after_steps
 from accel.strategies.mesh.foreach_by_mesh import step_by_mesh
 from accel.strategies.mesh.gradients import MeshGradients, average_gradients, refuse_unaveraged
 from accel.strategies.mesh.parallelize import parallelize, read_settings
@@ -114,7 +115,8 @@ class MeshStrategy(Strategy):
         self.gradients: MeshGradients = MeshGradients(
             name, plan, comm, device, self._models, self._remap
         )
-        self.state = MeshState(dims, plan.plugin(FSDP))
+        self._gathers_fp8 = gathers_in_fp8(plan, self._settings.offloads)
+        self.state = MeshState(dims, plan.plugin(FSDP), self._gathers_fp8)
         given = self._settings.tensor_parallel.torch_device_mesh
         if given is not None:
             check_given(given, self._mesh)
@@ -205,6 +207,8 @@ class MeshStrategy(Strategy):
             refuse_unaveraged(own, self._evaluated)
         check_first_step(own, self._mesh, self.comm, self._models)
         step_by_mesh(own)
+        if self._gathers_fp8:
+            scale_after_steps(own, self._models)
         return super().wrap_optimizer(optimizer, place)
 
     def _check_kind(self, optimizer: torch.optim.Optimizer) -> None:

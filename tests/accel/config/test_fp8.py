@@ -27,12 +27,13 @@ DELAYED = {
 }
 
 
+BLOCKS = {"use_mxfp8_block_scaling": (False, True)}
 OPT_LEVEL = {"opt_level": ("O2", "O1")}
 
 
 FIELDS: dict[type[KwargsHandler], dict[str, tuple[Any, Any]]] = {
-    FP8RecipeKwargs: {"backend": (None, "TE"), **DELAYED, **OPT_LEVEL},
-    TERecipeKwargs: {**DELAYED, "use_mxfp8_block_scaling": (False, True)},
+    FP8RecipeKwargs: {"backend": (None, "TE"), **DELAYED, **BLOCKS, **OPT_LEVEL},
+    TERecipeKwargs: {**DELAYED, **BLOCKS},
     MSAMPRecipeKwargs: OPT_LEVEL,
     AORecipeKwargs: {
         "config": (None, object()),
@@ -54,13 +55,14 @@ def test_each_field_of_a_recipe(kind: Any) -> None:
 
 def test_the_older_recipe_by_position() -> None:
     recipe = FP8RecipeKwargs(
-        "msamp", True, "O1", 1, 2, "E4M3", 3, "max", [True, False, True]
+        "O1", True, 1, 2, "E4M3", 3, "max", [True, False, True], True, "msamp"
     )  # YAML gives lists
     assert recipe.backend == "MSAMP"
     assert (recipe.use_autocast_during_eval, recipe.opt_level) == (True, "O1")
     assert (recipe.margin, recipe.interval, recipe.fp8_format) == (1, 2, "E4M3")
     assert (recipe.amax_history_len, recipe.amax_compute_algo) == (3, "max")
     assert recipe.override_linear_precision == (True, False, True)
+    assert recipe.use_mxfp8_block_scaling is True
 
 
 @pytest.mark.parametrize("backend", ["TE", "MSAMP", "te", "msamp"])
@@ -95,6 +97,12 @@ def test_the_levels_of_a_recipe(kind: Any) -> None:
         (TERecipeKwargs, {"override_linear_precision": (True, False)}, "three booleans"),
         (TERecipeKwargs, {"override_linear_precision": (1, 2, 3)}, "three booleans"),
         (AORecipeKwargs, {"module_filter_func": "torch.no_such"}, "dotted name"),
+        (AORecipeKwargs, {"config": "rowise"}, "Did you mean 'rowwise'?"),
+        (
+            AORecipeKwargs,
+            {"config": "rowwise", "enable_fsdp_float8_all_gather": True},
+            "a weight that is gathered in fp8 has one scale",
+        ),
         (
             AORecipeKwargs,
             {"config": object(), "pad_inner_dim": True},

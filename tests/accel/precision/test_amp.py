@@ -20,10 +20,10 @@ from accel.planning.plan import resolve
 from accel.precision.amp import (
     AmpPrecision,
     StepScaler,
-    build_precision,
     get_mixed_precision_context_manager,
 )
 from accel.precision.base import Precision
+from accel.precision.build import build_precision
 from accel.state import AcceleratorState
 from accel.wrapping import unwrap_forward
 from tests.helpers import run_distributed
@@ -361,8 +361,8 @@ def test_a_plan_names_its_format() -> None:
 
 
 def test_a_format_without_computation_is_refused() -> None:
-    plan = dataclasses.replace(resolve(Arguments(cpu=True), Environment()), mixed_precision="fp8")
-    with pytest.raises(ConfigError, match="mixed_precision='fp8'"):
+    plan = dataclasses.replace(resolve(Arguments(cpu=True), Environment()), mixed_precision="int8")
+    with pytest.raises(ConfigError, match="mixed_precision='int8'"):
         build_precision(plan)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.conformance.rows import Entry, P
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
 HANDLERS = "tests/accel/config/test_handlers.py::"
 FP8 = "tests/accel/config/test_fp8.py::"
@@ -21,6 +21,11 @@ GROUP = HANDLERS + "test_the_live_group_is_as_the_handler_says"
 RECIPE = FP8 + "test_each_field_of_a_recipe"
 ENGINES = FP8 + "test_both_engines_have_the_older_recipe"
 FORMATS = FP8 + "test_the_formats_and_histories_of_a_recipe"
+ENGINE = "tests/accel/precision/test_transformer_engine.py::"
+SWAPPED = ENGINE + "test_layers_are_swapped_in_and_out_with_their_parameters[recent]"
+KINDS = ENGINE + "test_kinds_of_layers_are_left_on_request[recent]"
+IN_FP8 = ENGINE + "test_a_forward_computes_in_fp8_while_it_trains[recent]"
+WRAPPED = ENGINE + "test_a_model_is_wrapped"
 LEVELS = FP8 + "test_the_levels_of_a_recipe"
 FIRST = PROFILING + "test_an_activity_that_is_there_is_recorded"
 SCHEDULE = PROFILING + "test_a_schedule_says_which_steps_are_recorded"
@@ -76,7 +81,10 @@ ENTRIES = [
     Entry(
         "accel.utils:FP8RecipeKwargs",
         RECIPE,
-        parameters=recipe(*("backend", "use_autocast_during_eval", "opt_level", *DELAYED), LAST),
+        parameters=recipe(
+            *("opt_level", "use_autocast_during_eval", *DELAYED, LAST),
+            *("use_mxfp8_block_scaling", "backend"),
+        ),
         choices={
             "backend": dict.fromkeys(("TE", "MSAMP", "te", "msamp"), ENGINES),
             "opt_level": dict.fromkeys(("O1", "O2"), LEVELS),
@@ -88,6 +96,41 @@ ENTRIES = [
         RECIPE,
         parameters=recipe("use_autocast_during_eval", *DELAYED, LAST, "use_mxfp8_block_scaling"),
         choices=HISTORIES,
+    ),
+    Entry(
+        "accel.utils:convert_model",
+        SWAPPED,
+        parameters={
+            "model": P(REQUIRED, SWAPPED),
+            "to_transformer_engine": P(True, SWAPPED),
+            "_convert_linear": P(True, KINDS),
+            "_convert_ln": P(True, KINDS),
+        },
+        noop=NoOp.NONE,
+    ),
+    Entry(
+        "accel.utils:has_transformer_engine_layers",
+        SWAPPED,
+        parameters={"model": P(REQUIRED, SWAPPED)},
+    ),
+    Entry(
+        "accel.utils:contextual_fp8_autocast",
+        IN_FP8,
+        parameters={
+            "model_forward": P(REQUIRED, IN_FP8),
+            "fp8_recipe": P(REQUIRED, IN_FP8),
+            "use_during_eval": P(False, IN_FP8),
+        },
+        noop=NoOp.FIRST,
+    ),
+    Entry(
+        "accel.utils:apply_fp8_autowrap",
+        WRAPPED + "[recent-handler1-True]",
+        parameters={
+            "model": P(REQUIRED, WRAPPED + "[recent-None-False]"),
+            "fp8_recipe_handler": P(None, WRAPPED + "[recent-handler1-True]"),
+        },
+        noop=NoOp.FIRST,
     ),
     Entry(
         "accel.utils:MSAMPRecipeKwargs",

@@ -16,6 +16,7 @@ PROPERTIES = SIZES + "test_sizes_and_what_follows_from_them"
 SHARDS = SIZES + "test_shards_switch_fsdp_on"
 SPLIT_WEIGHTS = SIZES + "test_a_tensor_parallel_size_switches_that_on"
 WRONG = SIZES + "test_values_that_are_none"
+FP8 = "tests/accel/test_accelerator.py::test_fp8_takes_the_library_that_is_installed"
 REFUSED = SIZES + "test_what_is_not_built_yet_is_refused"
 PLUGIN = STATE + "test_a_state_takes_the_plugin_of_tensor_parallelism"
 PLUGINS = STATE + "test_plugins_and_sizes_of_a_state"
@@ -35,7 +36,8 @@ ENTRIES = [
             "project_configuration": ONE,
             "step_scheduler_with_optimizer": ONE,
             "rng_types": ONE,
-            "fp8_backend": ONE,
+            "fp8_backend": FP8,
+            "fp8_recipe_handler": FP8,
             "native_amp": SETTINGS + "test_autocast_is_switched_off",
             "deepspeed_plugin": SETTINGS + "test_the_active_plugin_of_deepspeed",
             "is_fsdp2": TWO,

@@ -69,6 +69,15 @@ def test_flags_are_written_with_dashes_or_underscores() -> None:
     assert "--tee=3" in found.command
 
 
+def test_a_recipe_of_fp8_is_handed_to_the_script() -> None:
+    flags = ["--mixed_precision=fp8", "--fp8-backend=te", "--fp8_format", "E4M3"]
+    found = launch_script.parse([*flags, "--fp8_use_autocast_during_eval", "x.py"]).variables
+    assert found["ACCELERATE_MIXED_PRECISION"] == "fp8"
+    assert found["ACCELERATE_FP8_BACKEND"] == "te"
+    assert found["ACCELERATE_FP8_FORMAT"] == "E4M3"
+    assert found["ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL"] == "true"
+
+
 def test_gpus_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     launch_config.write({"use_cpu": True}, launch_config.default_config_file())
     monkeypatch.setattr(processes, "num_accelerators", lambda: 2)
@@ -81,7 +90,6 @@ def test_gpus_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--tpu"], "--tpu: TPUs are not built yet"),
         (["--tpu-use-sudo"], "--tpu-use-sudo: TPUs"),
         (["--num_processes", "2", "--megatron_lm_tp_degree", "2"], "--megatron_lm_tp_degree"),
-        (["--fp8-backend=te"], "--fp8-backend=te: fp8"),
         (["--mpirun_hostfile", "f"], "mpirun -hostfile"),
         (["--parallelism_config_tp_size=2"], "plugins to the Accelerator"),
         (["--deepspeed_hostfile=f"], "on each machine"),

@@ -16,8 +16,6 @@ from runner.config import keys, paths, serialization
 from runner.config.schema import DataLoader, Recipe
 
 CONF = paths.conf_folder()
-NOT_YET = "this version does not offer it yet"
-NOT_BUILT = {"precision=fp8"}
 # A step that builds its own models leaves these null.
 ALONE = {
     "step=gan": ["model=null", "objective=null", "optimizer=null", "scheduler=null"],
@@ -33,16 +31,11 @@ def choices() -> list[str]:
     return [f"{path.parent.name}={path.stem}" for path in files]
 
 
-def switch_off(choice: str) -> bool:
-    return choice in NOT_BUILT or choice.partition("=")[0] in NOT_BUILT
-
-
 @pytest.mark.parametrize("choice", ["config", *choices()])
 def test_every_file_composes_into_a_recipe(choice: str) -> None:
     overrides = [] if choice == "config" else [choice, *ALONE.get(choice, [])]
     examined = composition.new_run(overrides, "config")
-    assert all(problem.rule == NOT_YET for problem in examined.problems), examined.problems
-    assert bool(examined.problems) == switch_off(choice)
+    assert examined.problems == []
     assert parts.check_factories(examined.recipe) == []
 
 
@@ -114,18 +107,26 @@ HANDLERS: dict[str, tuple[type, dict[str, tuple[str, Any]]]] = {
             "enabled": ("false", False),
         },
     ),
-    "precision.fp8": (
-        fp8.FP8RecipeKwargs,
+    "precision.fp8_torchao": (
+        fp8.AORecipeKwargs,
         {
-            "backend": ("TE", "TE"),
+            "config": ("rowwise", "rowwise"),
+            "module_filter_func": (f"{__name__}.traced", traced),
+            "pad_inner_dim": ("false", False),
+            "enable_fsdp_float8_all_gather": ("false", False),
+        },
+    ),
+    "precision.fp8_te": (
+        fp8.TERecipeKwargs,
+        {
             "use_autocast_during_eval": ("true", True),
-            "opt_level": ("O1", "O1"),
             "margin": ("1", 1),
             "interval": ("2", 2),
             "fp8_format": ("E4M3", "E4M3"),
             "amax_history_len": ("16", 16),
             "amax_compute_algo": ("max", "max"),
             "override_linear_precision": ("[true,false,true]", (True, False, True)),
+            "use_mxfp8_block_scaling": ("true", True),
         },
     ),
     "profile": (
@@ -216,14 +217,20 @@ def node_at(recipe: Recipe, key: str) -> Any:
     return node
 
 
-def test_every_field_of_every_handler_is_set_by_override(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "other"), [("fp8_te", "fp8_torchao"), ("fp8_torchao", "fp8_te")]
+)
+def test_every_field_of_every_handler_is_set_by_override(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, other: str
+) -> None:
     monkeypatch.setenv("RUNNER_IMPORTS", __name__.partition(".")[0])
-    overrides = ["precision=fp8", "profile=trace", "compile=default"]
-    for node, (_, fields) in HANDLERS.items():
+    handlers = {node: found for node, found in HANDLERS.items() if node != f"precision.{other}"}
+    overrides = [f"precision={recipe}", "profile=trace", "compile=default"]
+    for node, (_, fields) in handlers.items():
         overrides += [f"{node}.{name}={text}" for name, (text, _) in fields.items()]
     examined = composition.new_run(overrides, "config")
-    assert {problem.rule for problem in examined.problems} == {NOT_YET}
-    for node, (kind, fields) in HANDLERS.items():
+    assert examined.problems == []
+    for node, (kind, fields) in handlers.items():
         built, default = node_at(examined.recipe, node), node_at(Recipe(), node) or kind()
         assert type(built) is kind, node
         for name, (_, expected) in fields.items():

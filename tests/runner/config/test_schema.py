@@ -25,7 +25,11 @@ def problems(plain: dict[str, Any]) -> list[str]:
         ({"trainer": {"accumulation": {"num_steps": 0}}}, "trainer.accumulation.num_steps=0"),
         ({"precision": {"mode": "bf61"}}, "precision.mode='bf61'"),
         ({"precision": {"mode": None}}, "precision.mode=null"),
-        ({"precision": {"mode": "fp8"}}, "precision=fp8: this version does not offer it yet"),
+        ({"precision": {"mode": "bf16", "fp8_te": {}}}, "Choose precision=fp8_te"),
+        (
+            {"precision": {"mode": "fp8", "fp8_te": {}, "fp8_torchao": {}}},
+            "precision.mode=fp8 with fp8_torchao and fp8_te",
+        ),
         ({"distributed": {"kind": "multi_cup"}}, "Did you mean 'multi_cpu'?"),
         ({"distributed": {"ddp": {"comm_hook": "fp61"}}}, "distributed.ddp.comm_hook='fp61'"),
         ({"distributed": {"init": {"timeout": "x"}}}, "distributed.init.timeout='x'"),

@@ -36,6 +36,27 @@ def test_what_deepspeeds_file_says_is_frozen(tmp_path: Path) -> None:
 def test_a_distrusted_callable_is_not_imported() -> None:
     (only,) = problems({"profile": {"on_trace_ready": "antigravity.geohash"}})
     assert "profile.on_trace_ready=antigravity.geohash" in only
+    recipe = {"module_filter_func": "antigravity.geohash"}
+    (only,) = problems({"precision": {"mode": "fp8", "fp8_torchao": recipe}})
+    assert "precision.fp8_torchao.module_filter_func=antigravity.geohash" in only
+
+
+def test_a_filter_of_fp8_is_frozen_by_its_name() -> None:
+    recipe = {"module_filter_func": "torch.nn.init.calculate_gain"}
+    found = serialization.from_plain({"precision": {"mode": "fp8", "fp8_torchao": recipe}})
+    plain: Any = serialization.to_plain(found)
+    assert plain["precision"]["fp8_torchao"]["module_filter_func"] == recipe["module_filter_func"]
+    assert serialization.from_plain(plain) == found
+
+
+def test_a_key_of_an_earlier_version_is_left_out_where_it_is_null() -> None:
+    path = Path("config.yaml")
+    found = serialization.parse_yaml("precision: {mode: bf16, fp8: null}", path)["precision"]
+    assert isinstance(found, dict)
+    assert found["mode"] == "bf16"
+    assert "fp8" not in found
+    with pytest.raises(ConfigError, match="'fp8' not in 'Precision'"):
+        serialization.parse_yaml("precision: {fp8: {margin: 1}}", path)
 
 
 def test_plain_and_back_is_the_same_recipe() -> None:

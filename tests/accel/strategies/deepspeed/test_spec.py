@@ -41,6 +41,12 @@ def test_it_does_not_compute_in_fp16_on_a_cpu() -> None:
     assert SPEC.problems(request(plugins(), "bf16")) == []
 
 
+def test_it_does_not_compute_in_fp8() -> None:
+    (problem,) = SPEC.problems(request(plugins(), "fp8"))
+    assert "fp8' under DeepSpeed" in problem.value
+    assert "FullyShardedDataParallelPlugin()" in problem.remedy
+
+
 def test_a_run_and_its_configuration_may_not_disagree() -> None:
     assert PLUGIN.adopt is not None
     config = {"train_batch_size": 3, "optimizer": {"type": "Adam"}}

@@ -9,10 +9,12 @@ import pytest
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
+from accel.config.training import TorchDynamoPlugin
 from accel.env import Environment
 from accel.errors import ConfigError, Problems
 from accel.planning.arguments import Arguments
 from accel.planning.choose_strategy import choose
+from accel.planning.spec import Request
 from accel.strategies.mesh.spec import SPEC
 
 FOUR = Environment(world_size=4, local_world_size=4)
@@ -74,3 +76,21 @@ def test_only_a_plugin_that_requests_it_initializes_on_rank_0() -> None:
     assert SPEC.rank0_init({"fsdp": lean}).endswith("cpu_ram_efficient_loading=True")
     assert SPEC.rank0_init({"fsdp": FullyShardedDataParallelPlugin()}) == ""
     assert SPEC.rank0_init({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("policy", "precision", "wrong"),
+    [
+        ("bf16", "bf16", False),
+        ("fp16", "bf16", True),
+        ("bf16", "fp8", False),  # layers that are not converted compute in bf16
+        ("fp16", "fp8", True),
+        (None, "fp8", False),
+    ],
+)
+def test_the_policy_and_the_precision_agree(
+    policy: str | None, precision: str, wrong: bool
+) -> None:
+    plugins = {"fsdp": FullyShardedDataParallelPlugin(mixed_precision_policy=policy)}
+    request = Request(plugins, FOUR, "cpu", precision, TorchDynamoPlugin())
+    assert bool(SPEC.problems(request)) is wrong

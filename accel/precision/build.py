@@ -1,0 +1,32 @@
+"""The number format of a run, from its plan; a library of fp8 is imported only where it is used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel.enums import FP8BackendType
+from accel.errors import ConfigError, unknown_choice
+from accel.precision.amp import AmpPrecision
+from accel.precision.base import COMPUTE_DTYPES, Precision
+
+if TYPE_CHECKING:
+    from accel.planning.plan import Plan
+
+
+def build_precision(plan: Plan) -> Precision:
+    """Return the number format that `plan` names."""
+    name = plan.mixed_precision
+    if name == "no":
+        return Precision()
+    if name not in COMPUTE_DTYPES:
+        raise ConfigError(unknown_choice("mixed_precision", name, ("no", *COMPUTE_DTYPES)))
+    amp = AmpPrecision(name, plan.device_type, plan.autocast)
+    if plan.fp8.backend == FP8BackendType.AO:
+        from accel.precision.fp8 import TorchaoPrecision
+
+        return TorchaoPrecision(amp, plan.fp8.recipe, plan.device)
+    if plan.fp8.backend == FP8BackendType.TE:
+        from accel.precision.transformer_engine import TransformerEnginePrecision
+
+        return TransformerEnginePrecision(amp, plan.fp8.recipe)
+    return amp

@@ -1,0 +1,236 @@
+"""fp8 by torchao: linear layers multiply scaled 8-bit matrices; all else computes under bf16.
+
+Weights, gradients and the state of optimizers stay as they are, so that checkpoints are those of a
+run without fp8. Where there is no hardware for fp8, torchao emulates it: the matrices are rounded
+to fp8, and multiplied in fp32.
+
+Source: https://docs.pytorch.org/ao/stable/api_reference/api_ref_float8.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from accel.config.fp8 import AORecipeKwargs
+from accel.config.handlers import AutocastKwargs
+from accel.errors import ConfigError
+from accel.imports import require
+from accel.logging import get_logger
+from accel.precision.amp import AmpPrecision
+from accel.precision.base import Precision
+from accel.precision.fp8_filters import choose_layers
+from accel.wrapping import wrap_forward
+
+logger = get_logger(__name__)
+
+# What torchao logs at import says nothing to a person who trains: kernels that this machine cannot
+# load, a deprecation inside of it.
+CHATTY = ("torchao", "torch.utils._pytree")
+HARDWARE = (8, 9)  # compute capability from which GPUs multiply fp8
+
+
+@contextlib.contextmanager
+def _silenced(names: Collection[str]) -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for found in loggers:
+        found.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for found, level in zip(loggers, before, strict=True):
+            found.setLevel(level)
+
+
+def import_torchao(module: str = "torchao.float8") -> Any:
+    """Import and return a module of torchao, without its messages."""
+    with _silenced(CHATTY):
+        return require(module, "fp8 with torchao", extra="fp8")
+
+
+def has_hardware(device: torch.device) -> bool:
+    """Return whether a device multiplies matrices in fp8."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= HARDWARE
+
+
+def linear_config(recipe: AORecipeKwargs, device: torch.device) -> Any:
+    """Return the `Float8LinearConfig` of a recipe on a device.
+
+    Args:
+        recipe: as given.
+        device: fp8 is emulated if it has no hardware for it.
+
+    Raises:
+        ConfigError: if `recipe.config` is of another class.
+    """
+    kind = import_torchao().Float8LinearConfig
+    found = recipe.config
+    if found is None or isinstance(found, str):
+        found = dataclasses.replace(
+            kind.from_recipe_name(found or "tensorwise"),
+            pad_inner_dim=recipe.pad_inner_dim is not False,
+            enable_fsdp_float8_all_gather=bool(recipe.enable_fsdp_float8_all_gather),
+        )
+    elif not isinstance(found, kind):
+        raise ConfigError.of(
+            f"AORecipeKwargs.config={found!r}",
+            "it is a torchao.float8.Float8LinearConfig, or the name of a recipe",
+            "Give Float8LinearConfig.from_recipe_name('rowwise'), say, or 'rowwise'.",
+        )
+    return dataclasses.replace(found, emulate=found.emulate or not has_hardware(device))
+
+
+def cast_input(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Cast the input [..., in] of a converted layer as autocast does; a forward pre-hook.
+
+    torchao's layer does it for the autocast of CUDA alone.
+    """
+    inputs = args[0]
+    if not torch.is_autocast_enabled(inputs.device.type):
+        return args
+    return (inputs.to(torch.get_autocast_dtype(inputs.device.type)), *args[1:])
+
+
+def layer_context(device_type: str) -> AbstractContextManager[object]:
+    """Return the context that a converted layer computes in: without autocast and inference mode.
+
+    Autocast would cast matrices that are in fp8 already. In inference mode, torch hands torchao's
+    tensors operations that they do not know (a reshape, a cast).
+    """
+    no_autocast = torch.autocast(device_type, enabled=False)
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return no_autocast
+    return _without_inference_mode(no_autocast)
+
+
+@contextlib.contextmanager
+def _without_inference_mode(inner: AbstractContextManager[object]) -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad(), inner:
+        yield
+
+
+class TorchaoPrecision(Precision):
+    """bf16 autocast around layers that torchao converts.
+
+    Args:
+        amp: autocast.
+        recipe: which layers, and how they are scaled.
+        device: where the run computes.
+    """
+
+    name = "fp8"
+
+    def __init__(self, amp: AmpPrecision, recipe: Any, device: torch.device) -> None:
+        self.dtype = amp.dtype
+        self.amp = amp
+        self.recipe: AORecipeKwargs = recipe
+        self.device = device
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
+        return self.amp.autocast(handler)
+
+    def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
+        self.amp.wrap_forward(model, outputs_in_fp32)
+
+    def convert(
+        self,
+        model: torch.nn.Module,
+        evaluation: bool = False,
+        gathers: bool = False,
+        keep: Collection[torch.nn.Module] = (),
+    ) -> None:
+        config = linear_config(self.recipe, self.device)
+        if config.enable_fsdp_float8_all_gather and not gathers:
+            config = self._without_gathering(config, evaluation)
+        done = import_torchao("torchao.float8.float8_linear").Float8Linear
+        chosen = choose_layers(
+            model, self.recipe.module_filter_func, keep, evaluation, done
+        ).converted
+        if "" in chosen:
+            raise ConfigError.of(
+                f"prepare: {type(model).__name__} with mixed_precision='fp8'",
+                "layers are converted in their place, and this one is the model itself",
+                "Put it into a module: torch.nn.Sequential(model).",
+            )
+        if not chosen:
+            return
+        if config.enable_fsdp_float8_all_gather:
+            _refuse_tied(model, chosen)
+        if config.emulate:
+            logger.warning_once(
+                "fp8 is emulated: %s has no hardware for it. Values are rounded as there; the run "
+                "is slower than in bf16.",
+                self.device.type,
+            )
+        convert_layers(model, chosen, config, self.device.type)
+        logger.info("fp8: %d linear layers of %s converted.", len(chosen), type(model).__name__)
+
+    @staticmethod
+    def _without_gathering(config: Any, evaluation: bool) -> Any:
+        """Return `config` for a model whose weights nobody gathers; refuse to train it so."""
+        if not evaluation:
+            raise ConfigError.of(
+                "AORecipeKwargs.enable_fsdp_float8_all_gather=True",
+                "weights that are not sharded are not gathered",
+                "Leave it out, or shard the model.",
+            )
+        return dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
+
+
+def convert_layers(
+    model: torch.nn.Module, chosen: dict[str, torch.nn.Linear], config: Any, device_type: str
+) -> None:
+    """Replace layers of `model` by torchao's, which keep weights, hooks and attributes.
+
+    Args:
+        model: is changed in place.
+        chosen: layers inside, by name.
+        config: a `Float8LinearConfig`.
+        device_type: where the run computes, whose autocast casts inputs.
+
+    Raises:
+        ConfigError: if the forward pass of a layer is not that of its class.
+    """
+    patched = [name for name, layer in chosen.items() if "forward" in vars(layer)]
+    if patched:
+        raise ConfigError.of(
+            f"AORecipeKwargs.module_filter_func chooses {', '.join(patched)}",
+            "the forward pass of a layer was replaced, which the layer in fp8 would ignore",
+            "Leave it out in module_filter_func.",
+        )
+    layers = {id(layer): layer for layer in chosen.values()}
+    import_torchao().convert_to_float8_training(
+        model, module_filter_fn=lambda module, name: id(module) in layers, config=config
+    )
+    first: dict[int, torch.nn.Module] = {}
+    for name, old in chosen.items():
+        if id(old) in first:  # a shared layer in another place
+            model.set_submodule(name, first[id(old)])
+            continue
+        new = first[id(old)] = model.get_submodule(name)
+        kept = {k: v for k, v in vars(old).items() if k != "_parameters"}
+        new.__dict__.update(kept)
+        new.register_forward_pre_hook(cast_input)
+        wrap_forward(new, functools.partial(layer_context, device_type), outputs_in_fp32=False)
+
+
+def _refuse_tied(model: torch.nn.Module, chosen: dict[str, torch.nn.Linear]) -> None:
+    """Raise if the weight of a layer has another use: a weight that is gathered in fp8 has one."""
+    uses: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        uses.setdefault(id(parameter), []).append(name)
+    tied = [uses[id(m.weight)] for m in chosen.values() if len(uses[id(m.weight)]) > 1]
+    if tied:
+        raise ConfigError.of(
+            f"AORecipeKwargs.enable_fsdp_float8_all_gather with tied weights: {', '.join(tied[0])}",
+            "a weight that is gathered in fp8 belongs to one layer",
+            "Leave the layer out in module_filter_func, or set the option to False.",
+        )

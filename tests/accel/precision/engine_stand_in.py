@@ -1,0 +1,166 @@
+"""A small stand-in for TransformerEngine, which needs a GPU even to be imported.
+
+It has the documented classes and contexts, computes as torch does, and notes in what it computed.
+
+Source: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from accel import imports
+
+# (enabled, recipe) of the contexts that are open, and of each forward pass of a layer.
+OPEN: list[tuple[bool, Any]] = []
+SEEN: list[tuple[bool, Any]] = []
+
+
+class _Base(torch.nn.Module):
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.zeros(3, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.loaded = state
+
+    def note(self) -> None:
+        SEEN.append(OPEN[-1] if OPEN else (False, None))
+
+
+class Linear(_Base):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        params_dtype: torch.dtype | None = None,
+        device: Any = "cuda",
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        like: dict[str, Any] = {"dtype": params_dtype, "device": device}
+        self.weight = torch.nn.Parameter(torch.zeros(out_features, in_features, **like))
+        if bias:
+            self.bias = torch.nn.Parameter(torch.zeros(out_features, **like))
+        else:
+            self.bias = torch.Tensor()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.note()
+        bias = self.bias if self.bias.numel() else None
+        return torch.nn.functional.linear(x, self.weight, bias)
+
+
+class LayerNorm(_Base):
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-5,
+        params_dtype: torch.dtype | None = None,
+        device: Any = "cuda",
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        like: dict[str, Any] = {"dtype": params_dtype, "device": device}
+        self.weight = torch.nn.Parameter(torch.ones(normalized_shape, **like))
+        self.bias = torch.nn.Parameter(torch.zeros(normalized_shape, **like))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.note()
+        return torch.nn.functional.layer_norm(
+            x, self.weight.shape, self.weight, self.bias, self.eps
+        )
+
+
+class Format(enum.Enum):
+    E4M3, E5M2, HYBRID = range(3)
+
+
+class Recipe:
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+
+class DelayedScaling(Recipe):
+    """As of release 1.x."""
+
+    def __init__(
+        self,
+        margin: int = 0,
+        interval: int = 1,
+        fp8_format: Format = Format.HYBRID,
+        amax_history_len: int = 1024,
+        amax_compute_algo: str = "max",
+        override_linear_precision: tuple[bool, bool, bool] = (False, False, False),
+    ) -> None:
+        super().__init__(**{k: v for k, v in locals().items() if k not in ("self", "__class__")})
+
+
+class RecentDelayedScaling(Recipe):
+    """As of release 2.x."""
+
+    def __init__(
+        self,
+        margin: int = 0,
+        fp8_format: Format = Format.HYBRID,
+        amax_history_len: int = 1024,
+        amax_compute_algo: str = "max",
+    ) -> None:
+        super().__init__(**{k: v for k, v in locals().items() if k not in ("self", "__class__")})
+
+
+class MXFP8BlockScaling(Recipe):
+    """As of release 2.x."""
+
+    def __init__(self, margin: int = 0, fp8_format: Format = Format.E4M3) -> None:
+        super().__init__(margin=margin, fp8_format=fp8_format)
+
+
+@contextlib.contextmanager
+def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None) -> Iterator[None]:
+    """As of releases before 2.9."""
+    OPEN.append((enabled, fp8_recipe))
+    try:
+        yield
+    finally:
+        OPEN.pop()
+
+
+@contextlib.contextmanager
+def autocast(enabled: bool = True, recipe: Any = None) -> Iterator[None]:
+    """As of release 2.9."""
+    with fp8_autocast(enabled, recipe):
+        yield
+
+
+def install(monkeypatch: pytest.MonkeyPatch, recent: bool = True) -> None:
+    """Put the stand-in, as of release 2.9 or 1.x, where the package would be, in this test."""
+    delayed = RecentDelayedScaling if recent else DelayedScaling
+    inside: dict[str, dict[str, Any]] = {
+        "transformer_engine": {},
+        "transformer_engine.common": {},
+        "transformer_engine.common.recipe": {"Format": Format, "DelayedScaling": delayed},
+        "transformer_engine.pytorch": {"Linear": Linear, "LayerNorm": LayerNorm},
+    }
+    if recent:
+        inside["transformer_engine.common.recipe"]["MXFP8BlockScaling"] = MXFP8BlockScaling
+        inside["transformer_engine.pytorch"]["autocast"] = autocast
+    else:
+        inside["transformer_engine.pytorch"]["fp8_autocast"] = fp8_autocast
+    for name, content in inside.items():
+        package = types.ModuleType(name)
+        vars(package).update(content)
+        monkeypatch.setitem(sys.modules, name, package)
+    known = imports.is_available
+    monkeypatch.setattr(
+        imports, "is_available", lambda name: name == "transformer_engine" or known(name)
+    )
+    SEEN.clear()

@@ -1,0 +1,115 @@
+"""Which layers compute in fp8 by default, and what is said of the others."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from accel.errors import ConfigError
+from accel.precision.fp8_filters import choose_layers, heads, is_plain
+
+
+class Tied(torch.nn.Module):
+    """[B, T] tokens to [B, T, 64] logits; the head is neither the last layer nor called so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(64, 32)
+        self.to_logits = torch.nn.Linear(32, 64, bias=False)
+        self.to_logits.weight = self.embedding.weight
+        self.blocks = stack(32, 32, 32, 32, 32)
+
+
+def stack(*sizes: int) -> torch.nn.Sequential:
+    """Return linear layers from each size to the next."""
+    pairs = itertools.pairwise(sizes)
+    return torch.nn.Sequential(*(torch.nn.Linear(*pair) for pair in pairs))
+
+
+def test_first_last_and_tied_head_stay() -> None:
+    model = Tied()
+    assert list(heads(model)) == [model.to_logits]
+    # The head is the first of all: no other layer is left out for being that.
+    assert list(choose_layers(model).converted) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_heads_by_name_and_by_the_models_word() -> None:
+    model = stack(16, 16, 16, 16, 16)
+    model.lm_head = torch.nn.Linear(16, 16)
+    model.tail = torch.nn.Linear(16, 16)
+    assert list(choose_layers(model).converted) == ["1", "2", "3"]
+    model.get_output_embeddings = lambda: model[2]  # type: ignore[assignment]
+    assert list(choose_layers(model).converted) == ["1", "3"]
+
+
+def test_sizes_that_are_no_multiples_of_16_stay_and_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = choose_layers(stack(16, 32, 40, 32, 48, 16))
+    assert list(found.converted) == ["3"]
+    assert found.odd_sizes == {"1": (40, 32), "2": (32, 40)}
+    assert "no multiples of 16: 1 (40 × 32), 2 (32 × 40)." in caplog.text
+
+
+def test_blocks_are_named_together(caplog: pytest.LogCaptureFixture) -> None:
+    blocks = [stack(16, 24, 16) for _ in range(3)]
+    choose_layers(torch.nn.Sequential(stack(16, 16, 16), *blocks, stack(16, 16)))
+    assert "16: *.* (24 × 16, 3 layers), *.* (16 × 24, 3 layers)." in caplog.text
+
+
+def test_layers_of_other_kinds_stay() -> None:
+    class Own(torch.nn.Linear):
+        """A layer that may compute something else."""
+
+    patched = torch.nn.Linear(16, 16)
+    patched.forward = patched.forward  # type: ignore[method-assign]
+    normed = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(16, 16))
+    integers = torch.nn.Linear(16, 16)
+    integers.weight = torch.nn.Parameter(torch.ones(16, 16, dtype=torch.int8), requires_grad=False)
+    others = (Own(16, 16), patched, normed, integers)
+    assert [is_plain(layer) for layer in others] == [False] * 4
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 16), *others, *stack(16, 16, 16), torch.nn.Linear(16, 16)
+    )
+    assert list(choose_layers(model).converted) == ["5", "6"]
+
+
+def test_modules_that_are_kept_have_no_say() -> None:
+    model = torch.nn.Sequential(stack(16, 16, 16, 16), stack(16, 16, 16, 16))
+    assert list(choose_layers(model, keep=[model[0]]).converted) == ["1.1"]
+
+
+def test_a_layer_in_two_places_is_converted_in_both() -> None:
+    model = stack(16, 16, 16, 16, 16)
+    model.append(model[1])
+    model.append(torch.nn.Linear(16, 16))
+    assert list(choose_layers(model).converted) == ["1", "2", "3", "4"]
+
+
+def test_a_filter_takes_the_place_of_the_default() -> None:
+    model = stack(16, 20, 16)
+    found = choose_layers(model, lambda layer, name: name == "1")
+    assert list(found.converted) == ["1"]
+    assert not found.odd_sizes
+
+
+def test_a_model_without_a_layer_for_fp8_is_refused_unless_it_is_only_evaluated(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(ConfigError, match=r"no layer would compute in fp8.*module_filter_func"):
+        choose_layers(stack(16, 16, 16))
+    choose_layers(stack(16, 16, 16), evaluation=True)
+    assert "no layer of Sequential is converted" in caplog.text
+    caplog.clear()
+    assert not choose_layers(stack(16, 16, 16), done=torch.nn.Linear).converted  # it is already
+    assert not caplog.text
+
+
+def test_a_dispatched_model_is_refused() -> None:
+    from accel.big_modeling import cpu_offload
+
+    model = cpu_offload(stack(16, 16, 16, 16), execution_device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match="hooks at its layers"):
+        choose_layers(model)

@@ -1,0 +1,272 @@
+"""fp8 by TransformerEngine: its layers in and out, its recipes, and its context around forwards.
+
+On this machine a stand-in takes its place; the last test needs a GPU and the package.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from accel import Accelerator
+from accel.enums import FP8BackendType
+from accel.env import Environment
+from accel.errors import ConfigError, MissingPackageError
+from accel.imports import is_transformer_engine_available
+from accel.planning.arguments import Arguments
+from accel.planning.fp8 import Float8
+from accel.planning.plan import Plan, resolve
+from accel.precision.build import build_precision
+from accel.precision.transformer_engine import TransformerEnginePrecision, engine_recipe
+from accel.utils import (
+    FP8RecipeKwargs,
+    TERecipeKwargs,
+    apply_fp8_autowrap,
+    contextual_fp8_autocast,
+    convert_model,
+    has_transformer_engine_layers,
+)
+from tests.accel.precision import engine_stand_in as engine
+from tests.accel.precision.float8 import batches, network
+
+
+@pytest.fixture(params=[True, False], ids=["recent", "older"])
+def recent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the stand-in is that of a recent release."""
+    engine.install(monkeypatch, request.param)
+    return bool(request.param)
+
+
+def kinds(model: torch.nn.Module) -> list[type]:
+    return [type(m) for m in model.modules() if type(m).__name__ in ("Linear", "LayerNorm")]
+
+
+def te_plan(handler: Any = None) -> Plan:
+    """Return the plan of a run with TransformerEngine, which resolves on a GPU alone."""
+    plan = resolve(Arguments(cpu=True, mixed_precision="bf16"), Environment())
+    fp8 = Float8(FP8BackendType.TE, handler or TERecipeKwargs())
+    return dataclasses.replace(plan, mixed_precision="fp8", fp8=fp8)
+
+
+# -- layers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("recent")
+def test_layers_are_swapped_in_and_out_with_their_parameters() -> None:
+    model = network().eval()
+    parameters, expected = dict(model.named_parameters()), model(batches(0, 1)[0])
+    assert not has_transformer_engine_layers(model)
+    convert_model(model)
+    assert kinds(model) == [
+        engine.Linear, engine.LayerNorm, engine.Linear, engine.Linear, engine.Linear
+    ]  # fmt: skip
+    assert has_transformer_engine_layers(model)
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert not any(module.training for module in model.modules())
+    assert torch.equal(model(batches(0, 1)[0]), expected)
+    convert_model(model, to_transformer_engine=False)
+    assert kinds(model) == [
+        torch.nn.Linear, torch.nn.LayerNorm, torch.nn.Linear, torch.nn.Linear, torch.nn.Linear
+    ]  # fmt: skip
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert not has_transformer_engine_layers(model)
+    assert torch.equal(model(batches(0, 1)[0]), expected)
+
+
+@pytest.mark.usefixtures("recent")
+def test_kinds_of_layers_are_left_on_request() -> None:
+    model = network()
+    convert_model(model, _convert_linear=False)
+    assert kinds(model).count(engine.LayerNorm) == 1
+    assert engine.Linear not in kinds(model)
+    model = network()
+    convert_model(model, _convert_ln=False)
+    assert kinds(model).count(engine.Linear) == 4
+    assert engine.LayerNorm not in kinds(model)
+
+
+@pytest.mark.usefixtures("recent")
+def test_what_has_no_counterpart_stays() -> None:
+    shared = torch.nn.Linear(16, 16, bias=False)
+    model = torch.nn.Sequential(
+        shared,
+        torch.nn.Linear(16, 20),
+        torch.nn.LayerNorm(20),
+        torch.nn.LayerNorm((2, 16)),
+        torch.nn.LayerNorm(16, elementwise_affine=False),
+        shared,
+    )
+    convert_model(model)
+    assert isinstance(model[0], engine.Linear)
+    assert model[0] is model[5]
+    assert [type(layer) for layer in model[1:5]] == [torch.nn.Linear, *3 * [torch.nn.LayerNorm]]
+    convert_model(model, to_transformer_engine=False)
+    assert model[0].bias is None
+
+
+@pytest.mark.usefixtures("recent")
+def test_a_state_dict_is_that_of_torchs_layers() -> None:
+    model, plain = network(), network()
+    convert_model(model)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.load_state_dict(plain.state_dict())
+    plain.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({})
+
+
+@pytest.mark.skipif(is_transformer_engine_available(), reason="TransformerEngine is installed")
+def test_without_the_package_they_say_what_to_install() -> None:
+    for function in (convert_model, has_transformer_engine_layers):
+        with pytest.raises(MissingPackageError, match=r"transformer-engine\[pytorch\]"):
+            function(network())
+
+
+# -- recipes -----------------------------------------------------------------------------------
+
+
+def test_delayed_scaling_is_mapped(recent: bool) -> None:
+    handler = TERecipeKwargs(
+        margin=1, fp8_format="E4M3", amax_history_len=16, amax_compute_algo="max"
+    )
+    expected = {
+        "margin": 1,
+        "fp8_format": engine.Format.E4M3,
+        "amax_history_len": 16,
+        "amax_compute_algo": "max",
+    }
+    older = {"interval": 1, "override_linear_precision": (False, False, False)}
+    assert engine_recipe(handler).fields == (expected if recent else expected | older)
+    assert engine_recipe().fields["amax_compute_algo"] == "most_recent"
+    fields = engine_recipe(FP8RecipeKwargs(backend="te", margin=2)).fields
+    assert (fields["margin"], fields["fp8_format"]) == (2, engine.Format.HYBRID)
+
+
+def test_fields_that_a_release_has_no_more_are_refused(recent: bool) -> None:
+    handler = TERecipeKwargs(interval=2, override_linear_precision=(False, False, True))
+    if recent:
+        with pytest.raises(ConfigError, match=r"(?s)interval=2.*override_linear_precision="):
+            engine_recipe(handler)
+    else:
+        fields = engine_recipe(handler).fields
+        assert fields["interval"] == 2
+        assert fields["override_linear_precision"] == (False, False, True)
+
+
+def test_block_scaling(recent: bool) -> None:
+    handler = TERecipeKwargs(use_mxfp8_block_scaling=True)
+    if not recent:
+        with pytest.raises(ConfigError, match="no such recipe"):
+            engine_recipe(handler)
+        return
+    assert isinstance(engine_recipe(handler), engine.MXFP8BlockScaling)
+    assert engine_recipe(handler).fields["fp8_format"] is engine.Format.E4M3
+    other = FP8RecipeKwargs(use_mxfp8_block_scaling=True, margin=1, fp8_format="E5M2")
+    assert engine_recipe(other).fields == {"margin": 1, "fp8_format": engine.Format.E5M2}
+    with pytest.raises(ConfigError, match="amax_history_len=16"):
+        engine_recipe(TERecipeKwargs(use_mxfp8_block_scaling=True, amax_history_len=16))
+
+
+# -- autocast ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("recent")
+def test_a_forward_computes_in_fp8_while_it_trains() -> None:
+    model, recipe = network(), engine_recipe()
+    convert_model(model)
+    for use_during_eval in (False, True):
+        forward = contextual_fp8_autocast(model.forward, recipe, use_during_eval)
+        assert forward.__wrapped__ == model.forward
+        wrapped = types.MethodType(forward, model)
+        for training in (True, False):
+            engine.SEEN.clear()
+            wrapped(batches(0, 1)[0]) if model.train(training) else None
+            assert 5 * [(training or use_during_eval, recipe)] == engine.SEEN
+
+
+@pytest.mark.usefixtures("recent")
+@pytest.mark.parametrize(
+    ("handler", "evaluates"),
+    [(None, False), (TERecipeKwargs(use_autocast_during_eval=True, margin=3), True)],
+)
+def test_a_model_is_wrapped(handler: TERecipeKwargs | None, evaluates: bool) -> None:
+    model = network()
+    convert_model(model)
+    assert apply_fp8_autowrap(model, fp8_recipe_handler=handler) is model
+    twin = copy.deepcopy(model).eval()
+    assert model(batches(0, 1)[0]).dtype == torch.float32
+    (found,) = {(enabled, recipe.fields["margin"]) for enabled, recipe in engine.SEEN}
+    assert found == (True, 3 if evaluates else 0)
+    engine.SEEN.clear()
+    twin(batches(0, 1)[0])  # a copy is in a mode of its own
+    assert {enabled for enabled, _ in engine.SEEN} == {evaluates}
+
+
+@pytest.mark.usefixtures("recent")
+def test_a_prepared_model_computes_under_both_contexts() -> None:
+    precision = build_precision(te_plan(TERecipeKwargs(margin=2)))
+    assert isinstance(precision, TransformerEnginePrecision)
+    model = network()
+    precision.convert(model)
+    precision.wrap_forward(model)
+    assert kinds(model) == [
+        torch.nn.Linear, torch.nn.LayerNorm, engine.Linear, engine.Linear, torch.nn.Linear
+    ]  # fmt: skip
+    with precision.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    hidden: list[torch.dtype] = []
+    model.inside.register_forward_hook(lambda *found: hidden.append(found[2].dtype))
+    outputs = model(batches(0, 1)[0])
+    assert (outputs.dtype, hidden) == (torch.float32, [torch.bfloat16])
+    assert [(enabled, recipe.fields["margin"]) for enabled, recipe in engine.SEEN] == [
+        (True, 2),
+        (True, 2),
+    ]
+    model.eval()(batches(0, 1)[0])
+    assert [enabled for enabled, _ in engine.SEEN[2:]] == [False, False]
+
+
+@pytest.mark.usefixtures("recent")
+def test_a_model_that_has_such_layers_stays_as_it_is() -> None:
+    model = network()
+    convert_model(model)
+    before = list(model.modules())
+    build_precision(te_plan()).convert(model)
+    assert list(model.modules()) == before
+
+
+@pytest.mark.usefixtures("recent")
+def test_it_computes_on_gpus_alone() -> None:
+    with pytest.raises(ConfigError, match=r"on cpu.*CUDA devices alone.*AORecipeKwargs"):
+        Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs()])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and is_transformer_engine_available()),
+    reason="needs a GPU and TransformerEngine",
+)
+def test_a_run_on_a_gpu_is_near_to_bf16() -> None:
+    losses = {}
+    for precision in ("bf16", "fp8"):
+        handlers = [TERecipeKwargs()] if precision == "fp8" else None
+        accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers)
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        assert precision == "bf16" or has_transformer_engine_layers(model)
+        losses[precision] = []
+        for batch in batches(0):
+            loss = model(batch.to(accelerator.device)).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[precision].append(loss.item())
+        accelerator.end_training()
+        accelerator.state._reset_state(reset_partial_state=True)
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.05)

@@ -1,0 +1,213 @@
+"""fp8 under FSDP2: gathered in bf16 or in fp8, scales that follow the weights, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from accel import Accelerator
+from accel.errors import ConfigError
+from accel.utils import (
+    AORecipeKwargs,
+    FullyShardedDataParallelPlugin,
+    TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
+)
+from tests.accel.precision.float8 import (
+    Net,
+    batches,
+    by_hand,
+    needs_torchao,
+    network,
+    optimizer_of,
+    resume,
+    train,
+)
+from tests.helpers import run_distributed
+
+pytestmark = needs_torchao
+GATHERED = {"enable_fsdp_float8_all_gather": True}
+BLOCKS = {"transformer_cls_names_to_wrap": ["Sequential"]}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "plugin"),
+    [
+        ({}, {}),
+        ({"config": "rowwise"}, BLOCKS),
+        ({"config": "rowwise_with_gw_hp"}, {"reshard_after_forward": False}),
+        (GATHERED, BLOCKS),
+        (GATHERED, {"cpu_offload": True}),
+    ],
+)
+def test_two_ranks_are_the_loop_by_hand_over_both_batches(
+    recipe: dict[str, Any], plugin: dict[str, Any]
+) -> None:
+    (losses, weights), (_, other) = run_distributed(train, 2, recipe, plugin)
+    expected_losses, expected = by_hand(recipe.get("config", "tensorwise"), world_size=2)
+    # Here weights are rounded to bf16 before they are scaled, unless they are gathered in fp8.
+    assert losses == pytest.approx(expected_losses, rel=2e-2)
+    assert set(weights) == set(expected)
+    for name, weight in expected.items():
+        assert type(weights[name]) is torch.Tensor
+        assert torch.equal(weights[name], other[name])
+        # Adam's steps are of size lr, whatever the size of a gradient: 4 of 1e-2, of which noise
+        # turns some around.
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=4e-2)
+        assert (weights[name] - weight).abs().mean() < 4e-3
+
+
+def compiled(recipe: dict[str, Any]) -> list[float]:
+    """Return the losses of a run whose blocks are compiled."""
+    losses, _ = train(recipe, BLOCKS, dynamo_plugin=TorchDynamoPlugin(backend="aot_eager"))
+    torch.compiler.reset()
+    return losses
+
+
+@pytest.mark.parametrize("recipe", [{}, GATHERED])
+def test_compiled_units_compute_the_same(recipe: dict[str, Any]) -> None:
+    expected = run_distributed(train, 2, recipe, BLOCKS)
+    for losses, (others, _) in zip(run_distributed(compiled, 2, recipe), expected, strict=True):
+        assert losses == pytest.approx(others, rel=1e-2)
+
+
+def gathered(num_steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the scales that the weights are gathered with, and those of the weights."""
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp8",
+        kwargs_handlers=[AORecipeKwargs(**GATHERED)],
+        fsdp_plugin=FullyShardedDataParallelPlugin(),
+    )
+    model = network()
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    for batch in batches(accelerator.process_index, num_steps):
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    if num_steps == 0:  # weights that are loaded get their scales, too
+        state = {name: 2 * tensor for name, tensor in network().state_dict().items()}
+        accelerator.strategy.state.load_model_state(model, state)
+    layers = [model.inside[0], model.inside[2]]
+    scales = [layer.weight._local_tensor._precomputed_scale.clone() for layer in layers]
+    full = accelerator.get_state_dict(model)
+    wanted = [
+        torch.finfo(torch.float8_e4m3fn).max / full[f"inside.{index}.weight"].abs().max()
+        for index in (0, 2)
+    ]
+    accelerator.end_training()
+    return scales, wanted
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_scales_are_those_of_the_weights_after_a_step_and_a_load(num_steps: int) -> None:
+    for scales, wanted in run_distributed(gathered, 2, num_steps):
+        torch.testing.assert_close(scales, wanted, rtol=1e-6, atol=0)
+
+
+def from_rank0() -> dict[str, torch.Tensor]:
+    """Return the weights of a model that rank 0 alone had weights of."""
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp8",
+        kwargs_handlers=[AORecipeKwargs(**GATHERED)],
+        fsdp_plugin=FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True),
+    )
+    with accelerator.strategy.init_context():
+        model = Net() if accelerator.process_index else network()
+    model = accelerator.prepare(model)
+    model(batches(0, 1)[0])
+    weights = accelerator.get_state_dict(model)
+    accelerator.end_training()
+    return weights
+
+
+def test_weights_of_rank_0_on_the_meta_device() -> None:
+    for weights in run_distributed(from_rank0, 2):
+        for name, tensor in network().state_dict().items():
+            assert torch.equal(weights[name], tensor)
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_a_state_goes_from_fp8_to_fp32_and_back(tmp_path: Any, kind: str) -> None:
+    plugin = {"state_dict_type": kind}
+    (_, weights), _ = run_distributed(train, 2, GATHERED, plugin, str(tmp_path))
+    exact, again = resume(str(tmp_path), None), resume(str(tmp_path), {})
+    (sharded, _) = run_distributed(resume, 2, str(tmp_path), GATHERED, plugin)
+    for name, tensor in weights.items():
+        assert all(torch.equal(found[name], tensor) for found in (exact, again, sharded))
+    # The scales of the gathered weights are those of the loaded ones: else the answer would be off.
+    torch.testing.assert_close(sharded["answer"], again["answer"], rtol=0.1, atol=0.05)
+    torch.testing.assert_close(exact["answer"], again["answer"], rtol=0.1, atol=0.1)
+
+
+def evaluated() -> str:
+    """Return the kind of a layer of a model that is only evaluated."""
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp8",
+        kwargs_handlers=[AORecipeKwargs(**GATHERED)],
+        fsdp_plugin=FullyShardedDataParallelPlugin(),
+    )
+    model = accelerator.prepare_model(network(), evaluation_mode=True)
+    model(batches(0, 1)[0])
+    kind = type(model.inside[0].weight).__name__ + " of " + type(model.inside[0]).__name__
+    accelerator.end_training()
+    return kind
+
+
+def test_a_model_that_is_only_evaluated_is_not_gathered() -> None:
+    assert run_distributed(evaluated, 2) == 2 * ["Parameter of Float8Linear"]
+
+
+def ignored() -> list[str]:
+    """Return the kinds of layers inside an ignored module and beside it."""
+    model = network()
+    plugin = FullyShardedDataParallelPlugin(ignored_modules=[model.inside[0]])
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp8",
+        kwargs_handlers=[AORecipeKwargs(**GATHERED)],
+        fsdp_plugin=plugin,
+    )
+    model = accelerator.prepare(model)
+    model(batches(0, 1)[0])
+    found = [type(model.inside[index]).__name__ for index in (0, 2)]
+    accelerator.end_training()
+    return found
+
+
+def test_modules_that_are_not_sharded_stay() -> None:
+    assert run_distributed(ignored, 2) == 2 * [["Linear", "Float8Linear"]]
+
+
+def tied() -> str:
+    """Return why a layer whose weight has another use cannot be gathered in fp8."""
+    model = network()
+    model.twin = torch.nn.Bilinear(1, 1, 1)
+    model.twin.weight = model.inside[0].weight
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp8",
+        kwargs_handlers=[AORecipeKwargs(**GATHERED)],
+        fsdp_plugin=FullyShardedDataParallelPlugin(),
+    )
+    try:
+        accelerator.prepare(model)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        accelerator.end_training()
+    return ""
+
+
+def test_a_tied_weight_is_not_gathered_in_fp8() -> None:
+    for text in run_distributed(tied, 2):
+        assert "inside.0.weight, twin.weight: a weight that is gathered in fp8" in text
+
+
+def test_tensor_parallelism_is_refused() -> None:
+    with pytest.raises(ConfigError, match="mixed_precision='fp8' with tensor parallelism"):
+        Accelerator(cpu=True, mixed_precision="fp8", torch_tp_plugin=TorchTensorParallelPlugin())
