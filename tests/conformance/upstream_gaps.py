@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-LARGE = "large models: the next issue"
 FP8 = "fp8: the next issue"
 MEGATRON = "Megatron-LM: the next issue"
 QUANTIZED = "quantized models: the next issue"
 BY_PREPARE = "`prepare` builds the object with its engine; it is documented as internal"
 # Beginning of a documented name, member (``Name.member``) or parameter (``Name(parameter)``) → why.
 REASONS: dict[str, str] = {
-    "inference.prepare_pippy": "pipeline parallelism for inference: " + LARGE,
     "utils.AbstractTrainStep": MEGATRON,
     "utils.BertTrainStep": MEGATRON,
     "utils.GPTTrainStep": MEGATRON,

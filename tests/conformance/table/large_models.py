@@ -17,6 +17,7 @@ EMPTY = LARGE + "test_empty_weights.py::test_"
 STATE = LARGE + "test_offloaded_state.py::test_"
 DISPATCH = LARGE + "test_dispatch.py::test_"
 LOAD = LARGE + "test_load.py::test_"
+STAGES = "tests/accel/test_inference.py::test_"
 FOLDER = "tests/accel/checkpoint/test_offload_folder.py::test_"
 EXECUTION = DISPATCH + "modules_compute_on_the_execution_device"
 BUFFERS = DISPATCH + "buffers_are_offloaded_on_request"
@@ -272,6 +273,27 @@ HOOK_FUNCTIONS = [
         parameters={"module": P(REQUIRED, REMOVED)},
     ),
 ]
+INFERENCE = [
+    Entry(
+        "accel.inference:prepare_pippy",
+        STAGES + "outputs_are_those_of_the_model[2]",
+        NoOp.FIRST,
+        {
+            "model": P(REQUIRED, STAGES + "one_process_has_one_stage"),
+            **{
+                name: P(default, STAGES + "options")
+                for name, default in {
+                    "split_points": "auto",
+                    "no_split_module_classes": None,
+                    "example_args": (),
+                    "example_kwargs": None,
+                    "num_chunks": None,
+                    "gather_output": False,
+                }.items()
+            },
+        },
+    ),
+]
 UTILITIES = [
     Entry(
         "accel.utils:align_module_device",
@@ -368,4 +390,4 @@ UTILITIES = [
         },
     ),
 ]
-ENTRIES = [*MODELING, *HOOK_CLASSES, *HOOK_FUNCTIONS, *UTILITIES]
+ENTRIES = [*MODELING, *HOOK_CLASSES, *HOOK_FUNCTIONS, *INFERENCE, *UTILITIES]
