@@ -4,7 +4,6 @@ from __future__ import annotations
 
 FP8 = "fp8: the next issue"
 MEGATRON = "Megatron-LM: the next issue"
-QUANTIZED = "quantized models: the next issue"
 BY_PREPARE = "`prepare` builds the object with its engine; it is documented as internal"
 # Beginning of a documented name, member (``Name.member``) or parameter (``Name(parameter)``) → why.
 REASONS: dict[str, str] = {
@@ -14,8 +13,6 @@ REASONS: dict[str, str] = {
     "utils.MegatronLM": MEGATRON,
     "utils.T5TrainStep": MEGATRON,
     "utils.avg_losses_across_data_parallel_group": MEGATRON,
-    "utils.BnbQuantizationConfig": QUANTIZED,
-    "utils.load_and_quantize_model": QUANTIZED,
     "utils.FP8RecipeKwargs": FP8,
     "utils.apply_fp8_autowrap": FP8,
     "utils.contextual_fp8_autocast": FP8,
