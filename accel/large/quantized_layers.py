@@ -21,7 +21,6 @@ _SCALES = "SCB"  # of 8-bit weights, one a row
 _FORMAT = "weight_format"  # of 8-bit weights: row-major, the only one that is written now
 _STATE = "weight.quant_state."  # of 4-bit weights: how they are packed
 _MIN_VERSION = "0.46"
-_BLOCK, _ROWS = 64, 32  # input features a scale, and output features a tile of CPU kernels
 Parts = Mapping[str, torch.Tensor]
 
 
@@ -95,9 +94,9 @@ def empty_layer(linear: nn.Linear, config: BnbQuantizationConfig) -> nn.Linear:
             quant_type=config.bnb_4bit_quant_type,
             device="meta",
         )
-        if layer.in_features % _BLOCK or layer.out_features % _ROWS:
-            # bitsandbytes repacks weights for CPUs with AVX512-BF16, and fails on such shapes.
-            layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment] # no tensor
+        # On CPUs with AVX512-BF16 bitsandbytes would repack weights at the first evaluation: some
+        # shapes fail, results depend on the CPU, and no gradient passes (of an adapter) afterwards.
+        layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment] # no tensor
     if layer.bias is not None:
         layer.bias.requires_grad_(linear.bias.requires_grad)
     return layer.train(linear.training)

@@ -168,6 +168,20 @@ def _check_defaults(plain: nn.Module) -> None:
     assert plain.up.compute_dtype == torch.float16
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_gradients_pass_through_quantized_layers(bits: int) -> None:
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)).eval()
+    x = torch.randn(4, 64, requires_grad=True)
+    expected = torch.autograd.grad(wide(x).sum(), x)[0]
+    found = load_and_quantize_model(wide, config(bits))
+    with torch.no_grad():
+        found(x)  # once without gradients, as an evaluation does
+    gradient = torch.autograd.grad(found(x).sum(), x)[0]
+    assert torch.cosine_similarity(gradient, expected).min() > 0.97
+    assert not found[0].weight.requires_grad
+
+
 class Shared(nn.Module):
     """A model whose head has the weight of its embedding."""
 
