@@ -188,7 +188,8 @@ class _Pipeline:
         for start in range(0, total, self.num_chunks):
             count = min(self.num_chunks, total - start)
             with torch.no_grad():
-                found = self._schedule(count).step(*[x[start : start + count] for x in inputs])
+                chunks = [tensor[start : start + count].contiguous() for tensor in inputs]
+                found = self._schedule(count).step(*chunks)
             self.stage.clear_runtime_states()
             rounds.append(found)
         merged = self._merged(rounds, num_rows) if self.state.is_last_process else None
