@@ -24,6 +24,7 @@ from accel.data.prepare import skip_first_batches as skip_first_batches
 from accel.enums import DDPCommunicationHookType as DDPCommunicationHookType
 from accel.enums import DistributedType as DistributedType
 from accel.imports import is_rich_available as is_rich_available
+from accel.inference import prepare_pippy as prepare_pippy
 from accel.large.device_map import infer_auto_device_map as infer_auto_device_map
 from accel.large.dispatch import cpu_offload as cpu_offload
 from accel.large.dispatch import cpu_offload_with_hook as cpu_offload_with_hook

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from accel.large.attach import Keys
 from accel.large.device_map import DeviceMap, infer_auto_device_map
 from accel.large.device_memory import MaxMemory, get_balanced_memory
 from accel.large.dispatch import PathLike, dispatch_model
+from accel.large.sizes import Dtype
 from accel.large.tensors import as_device, device_of
 
 _CHOICES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -102,8 +103,13 @@ def load_checkpoint_and_dispatch(
         >>> model = load_checkpoint_and_dispatch(model, "weights", device_map="auto")
     """
     if isinstance(device_map, str):
-        device_map = _inferred(
-            device_map, model, max_memory, no_split_module_classes, dtype, offload_buffers
+        device_map = inferred_device_map(
+            device_map,
+            model,
+            max_memory,
+            no_split_module_classes,
+            dtype,
+            offload_buffers=offload_buffers,
         )
     if offload_state_dict is None:
         offload_state_dict = device_map is not None and "disk" in device_map.values()
@@ -132,19 +138,23 @@ def load_checkpoint_and_dispatch(
     )
 
 
-def _inferred(
+def inferred_device_map(
     word: str,
     model: nn.Module,
     max_memory: MaxMemory | None,
     no_split: Collection[str] | None,
-    dtype: str | torch.dtype | None,
-    offload_buffers: bool,
+    dtype: Dtype | None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    offload_buffers: bool = False,
 ) -> DeviceMap:
+    """Return the device map that a word stands for: "auto", "balanced", …; else `ConfigError`."""
     if word not in _CHOICES:
         raise ConfigError(unknown_choice("device_map", word, _CHOICES))
     if word != "sequential":
         low_zero = word == "balanced_low_0"
-        max_memory = get_balanced_memory(model, max_memory, no_split, dtype, low_zero=low_zero)
+        max_memory = get_balanced_memory(
+            model, max_memory, no_split, dtype, special_dtypes, low_zero=low_zero
+        )
     return infer_auto_device_map(
-        model, max_memory, no_split, dtype, offload_buffers=offload_buffers
+        model, max_memory, no_split, dtype, special_dtypes, offload_buffers=offload_buffers
     )

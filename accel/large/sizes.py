@@ -15,7 +15,7 @@ from accel.enums import CustomDtype
 from accel.errors import ConfigError
 from accel.large.tensors import named_module_tensors
 
-Dtype = str | torch.dtype
+Dtype = str | torch.dtype | CustomDtype
 # A submodule, or a parameter or buffer of the model's own.
 Part = nn.Module | torch.Tensor
 _CUSTOM = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
@@ -62,8 +62,10 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> int | float:
     return 0.125 if dtype == torch.bool else dtype.itemsize
 
 
-def _bytes_of(dtype: Dtype | CustomDtype) -> int | float:
-    return dtype_byte_size(as_dtype(dtype) if isinstance(dtype, str) else dtype)
+def _bytes_of(dtype: Dtype) -> int | float:
+    if isinstance(dtype, CustomDtype):
+        return dtype_byte_size(dtype)
+    return dtype_byte_size(as_dtype(dtype))
 
 
 def tensor_bytes(

@@ -131,6 +131,24 @@ def sharded(plugins: Plugins, environment: Environment) -> ParallelDims:
 
 
 @dataclass(frozen=True)
+class MemoryLayout:
+    """What one process holds of a model that trains, under one way to distribute it.
+
+    Args:
+        name: of the way, as a table of estimates shows it.
+        sharded: which are sharded over the processes: "parameters", "gradients", "optimizer".
+        casts_weights: whether weights and gradients of mixed precision are in 16 bits, beside fp32
+            master weights in the optimizer.
+        copies_fp32: whether there are master weights of fp32 weights, too.
+    """
+
+    name: str
+    sharded: frozenset[str] = frozenset()
+    casts_weights: bool = False
+    copies_fp32: bool = False
+
+
+@dataclass(frozen=True)
 class StrategySpec:
     """A way to distribute a model, as far as it is known without torch.
 
@@ -156,6 +174,7 @@ class StrategySpec:
         accumulation_steps: micro-batches per optimizer step that a plugin implies; None: none.
         rank0_init: the setting of a plugin by which models get weights on rank 0 only and no
             memory on the others, as messages call it; "": there is none.
+        memory: what a process holds, for estimates; one entry for each way to shard.
         problems: what the strategy cannot do of a request.
         notes: what a person should know of a request that is possible.
     """
@@ -175,6 +194,7 @@ class StrategySpec:
     precision: Callable[[Plugins, str | None], str | None] = lambda plugins, given: given
     accumulation_steps: Callable[[Plugins], int | None] = lambda plugins: None
     rank0_init: Callable[[Plugins], str] = lambda plugins: ""
+    memory: tuple[MemoryLayout, ...] = ()
     problems: Callable[[Request], list[Problem]] = lambda request: []
     notes: Callable[[Request], list[str]] = lambda request: []
 

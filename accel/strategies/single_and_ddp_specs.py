@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel.config.handlers import DistributedDataParallelKwargs
-from accel.planning.spec import StrategySpec
+from accel.planning.spec import MemoryLayout, StrategySpec
 
 SINGLE = StrategySpec(
     name="single",
@@ -16,4 +16,5 @@ DDP = StrategySpec(
     place="accel.strategies.ddp:DDPStrategy",
     is_default=lambda world_size: world_size > 1,
     handlers=(DistributedDataParallelKwargs,),
+    memory=(MemoryLayout("ddp"),),
 )

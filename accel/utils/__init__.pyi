@@ -27,6 +27,7 @@ from accel.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwar
 from accel.config.handlers import KwargsHandler as KwargsHandler
 from accel.config.handlers import ProfileKwargs as ProfileKwargs
 from accel.config.parallelism import ParallelismConfig as ParallelismConfig
+from accel.config.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel.config.training import DataLoaderConfiguration as DataLoaderConfiguration
 from accel.config.training import GradientAccumulationPlugin as GradientAccumulationPlugin
@@ -121,6 +122,7 @@ from accel.large.load import load_state_dict as load_state_dict
 from accel.large.offloaded_state import align_module_device as align_module_device
 from accel.large.offloaded_state import has_offloaded_params as has_offloaded_params
 from accel.large.offloaded_state import load_offloaded_weights as load_offloaded_weights
+from accel.large.quantize import load_and_quantize_model as load_and_quantize_model
 from accel.large.sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from accel.large.sizes import compute_module_sizes as compute_module_sizes
 from accel.large.sizes import convert_file_size_to_int as convert_file_size_to_int

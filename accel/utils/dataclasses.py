@@ -20,6 +20,7 @@ from accel.config.handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
+from accel.config.quantization import BnbQuantizationConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import (
     DataLoaderConfiguration,
@@ -42,6 +43,7 @@ __all__ = [
     "AORecipeKwargs",
     "AutocastKwargs",
     "BaseEnum",
+    "BnbQuantizationConfig",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",

@@ -28,6 +28,9 @@ OF_COMMANDS = {
     "env": ("--config_file", "--help"),
     "config": ("--config_file", "--mixed_precision", "--help"),
     "merge-weights": ("--unsafe_serialization", "--remove_checkpoint_dir", "--help"),
+    "estimate-memory": (
+        *("--num_processes", "--format", "--strategy", "--optimizer", "--json", "--help"),
+    ),
 }
 VALUES = {
     "--cfg": ("job", "hydra", "all"),
@@ -90,7 +93,7 @@ def _candidates(words: Sequence[str], word: str) -> Iterator[str]:
         yield from OF_COMMANDS[command] if command else long_flags()
         return
     if command and len([w for w in words[1:] if "=" not in w and not w.startswith("-")]) == 0:
-        yield from _runs(word)
+        yield from register.model.names() if command == "estimate-memory" else _runs(word)
         return
     if not words:
         yield from COMMANDS

@@ -76,6 +76,10 @@ def _trusting(imports: Sequence[str]) -> Iterator[None]:
 
 def _dispatch(arguments: Sequence[str]) -> int:
     command = command_line.command(arguments)
+    if command == "estimate-memory":
+        from runner.cli import estimate_memory
+
+        return estimate_memory.main(arguments[1:])
     if command is not None:
         from runner.cli import evaluate_predict
 

@@ -43,6 +43,7 @@ runner trains a PyTorch model that a recipe describes.
   runner launch [flags] SCRIPT ...                    start a script of accel's on all devices
   runner config | runner env                          settings of `runner launch`; this machine
   runner merge-weights DIR FOLDER                     sharded weights into one file
+  runner estimate-memory MODEL [key=value ...]        bytes of weights, gradients and optimizer
   python -m runner ...                                the same
 """
 FLAGS = """\

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-LARGE = "large models: the next issue"
 MEGATRON = "Megatron-LM: the next issue"
-QUANTIZED = "quantized models: the next issue"
 BY_PREPARE = "`prepare` builds the object with its engine; it is documented as internal"
 # Beginning of a documented name, member (``Name.member``) or parameter (``Name(parameter)``) → why.
 REASONS: dict[str, str] = {
-    "inference.prepare_pippy": "pipeline parallelism for inference: " + LARGE,
     "utils.AbstractTrainStep": MEGATRON,
     "utils.BertTrainStep": MEGATRON,
     "utils.GPTTrainStep": MEGATRON,
     "utils.MegatronLM": MEGATRON,
     "utils.T5TrainStep": MEGATRON,
     "utils.avg_losses_across_data_parallel_group": MEGATRON,
-    "utils.BnbQuantizationConfig": QUANTIZED,
-    "utils.load_and_quantize_model": QUANTIZED,
     "utils.DeepSpeedPlugin.select(_from_accelerator_state)": "a private flag of the other package",
     "utils.deepspeed.DeepSpeedOptimizerWrapper(optimizer)": BY_PREPARE,
     "data_loader.DataLoaderDispatcher.adjust_state_dict_for_prefetch": (

@@ -14,6 +14,7 @@ from accel.enums import DistributedType
 from accel.errors import ConfigError, Problem, Problems
 from accel.planning.spec import (
     Decided,
+    MemoryLayout,
     Plugins,
     PluginSpec,
     Request,
@@ -141,6 +142,14 @@ def _notes(request: Request) -> list[str]:
     return ["torch.compile under ZeRO-3 on a CPU is some times slower than without: compile=null"]
 
 
+# Stage 3 trains the shards of fp32 weights themselves; the others train copies of them.
+MEMORY = (
+    MemoryLayout("zero1", frozenset({"optimizer"}), casts_weights=True, copies_fp32=True),
+    MemoryLayout(
+        "zero2", frozenset({"gradients", "optimizer"}), casts_weights=True, copies_fp32=True
+    ),
+    MemoryLayout("zero3", frozenset({"parameters", "gradients", "optimizer"}), casts_weights=True),
+)
 SPEC = StrategySpec(
     name=NAME,
     place="accel.strategies.deepspeed.strategy:DeepSpeedStrategy",
@@ -170,6 +179,7 @@ SPEC = StrategySpec(
     dims=sharded,
     precision=_precision,
     accumulation_steps=_accumulation_steps,
+    memory=MEMORY,
     problems=_problems,
     notes=_notes,
 )

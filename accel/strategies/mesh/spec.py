@@ -12,7 +12,14 @@ from accel.enums import DistributedType
 from accel.env import Environment
 from accel.errors import ConfigError, Problem
 from accel.parallel import ParallelDims
-from accel.planning.spec import Plugins, PluginSpec, Request, StrategySpec, require_kind
+from accel.planning.spec import (
+    MemoryLayout,
+    Plugins,
+    PluginSpec,
+    Request,
+    StrategySpec,
+    require_kind,
+)
 
 # Fields of the FSDP plugin that say one thing together.
 TOGETHER = (
@@ -198,5 +205,6 @@ SPEC = StrategySpec(
     dims=dims,
     precision=_precision,
     rank0_init=_rank0_init,
+    memory=(MemoryLayout(FSDP, frozenset({"parameters", "gradients", "optimizer"})),),
     problems=_problems,
 )

@@ -49,6 +49,12 @@ def test_some_tensors_have_a_dtype_of_their_own() -> None:
     assert compute_module_total_buffer_size(Block(), special_dtypes=special) == 40 + 32
 
 
+def test_packed_dtypes_have_fractions_of_bytes() -> None:
+    assert compute_module_sizes(Block(), CustomDtype.INT4)["linear.weight"] == 8
+    sizes = compute_module_sizes(Block(), special_dtypes={"linear.weight": CustomDtype.INT2})
+    assert sizes["linear"] == 4 + 16
+
+
 def test_buffers_alone() -> None:
     sizes = compute_module_sizes(Block(), buffers_only=True)
     assert sizes == {"": 16 + 40, "shift": 16, "norm": 40} | {

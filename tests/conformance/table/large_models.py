@@ -17,6 +17,8 @@ EMPTY = LARGE + "test_empty_weights.py::test_"
 STATE = LARGE + "test_offloaded_state.py::test_"
 DISPATCH = LARGE + "test_dispatch.py::test_"
 LOAD = LARGE + "test_load.py::test_"
+STAGES = "tests/accel/test_inference.py::test_"
+QUANTIZED = LARGE + "test_quantize.py::test_"
 FOLDER = "tests/accel/checkpoint/test_offload_folder.py::test_"
 EXECUTION = DISPATCH + "modules_compute_on_the_execution_device"
 BUFFERS = DISPATCH + "buffers_are_offloaded_on_request"
@@ -272,6 +274,68 @@ HOOK_FUNCTIONS = [
         parameters={"module": P(REQUIRED, REMOVED)},
     ),
 ]
+INFERENCE = [
+    Entry(
+        "accel.inference:prepare_pippy",
+        STAGES + "outputs_are_those_of_the_model[2]",
+        NoOp.FIRST,
+        {
+            "model": P(REQUIRED, STAGES + "one_process_has_one_stage"),
+            **{
+                name: P(default, STAGES + "options")
+                for name, default in {
+                    "split_points": "auto",
+                    "no_split_module_classes": None,
+                    "example_args": (),
+                    "example_kwargs": None,
+                    "num_chunks": None,
+                    "gather_output": False,
+                }.items()
+            },
+        },
+    ),
+]
+QUANTIZATION = [
+    Entry(
+        "accel.utils:load_and_quantize_model",
+        QUANTIZED + "a_word_places_a_model",
+        NoOp.FIRST,
+        {
+            **required(QUANTIZED + "a_word_places_a_model", "model", "bnb_quantization_config"),
+            "weights_location": P(None, QUANTIZED + "tied_weights_stay_tied"),
+            "device_map": P(None, QUANTIZED + "a_map_is_made_of_quantized_sizes"),
+            "no_split_module_classes": P(None, QUANTIZED + "a_map_is_made_of_quantized_sizes"),
+            "max_memory": P(None, QUANTIZED + "a_map_is_made_of_quantized_sizes"),
+            "offload_folder": P(None, QUANTIZED + "offloaded_layers_of_4_bits_are_kept"),
+            "offload_state_dict": P(False, QUANTIZED + "legacy_files_may_be_mapped"),
+        },
+    ),
+    Entry(
+        "accel.utils:BnbQuantizationConfig",
+        QUANTIZED + "a_word_places_a_model",
+        parameters={
+            "load_in_8bit": P(False, QUANTIZED + "settings_reach_the_layers"),
+            "llm_int8_threshold": P(6.0, QUANTIZED + "settings_reach_the_layers"),
+            "load_in_4bit": P(False, QUANTIZED + "settings_reach_the_layers"),
+            "bnb_4bit_quant_type": P("fp4", QUANTIZED + "settings_reach_the_layers"),
+            "bnb_4bit_use_double_quant": P(False, QUANTIZED + "settings_reach_the_layers"),
+            "bnb_4bit_compute_dtype": P("fp16", QUANTIZED + "settings_reach_the_layers"),
+            "torch_dtype": P(None, QUANTIZED + "other_weights_have_the_dtype"),
+            "skip_modules": P(None, QUANTIZED + "settings_reach_the_layers"),
+            "keep_in_fp32_modules": P(None, QUANTIZED + "other_weights_have_the_dtype"),
+        },
+        choices={
+            "bnb_4bit_quant_type": dict.fromkeys(
+                ("fp4", "nf4"), QUANTIZED + "settings_reach_the_layers"
+            ),
+            "bnb_4bit_compute_dtype": {
+                "fp32": "tests/accel/config/test_quantization.py::test_dtypes_have_several_names",
+                "fp16": QUANTIZED + "settings_reach_the_layers",
+                "bf16": QUANTIZED + "settings_reach_the_layers",
+            },
+        },
+    ),
+]
 UTILITIES = [
     Entry(
         "accel.utils:align_module_device",
@@ -368,4 +432,4 @@ UTILITIES = [
         },
     ),
 ]
-ENTRIES = [*MODELING, *HOOK_CLASSES, *HOOK_FUNCTIONS, *UTILITIES]
+ENTRIES = [*MODELING, *HOOK_CLASSES, *HOOK_FUNCTIONS, *INFERENCE, *QUANTIZATION, *UTILITIES]

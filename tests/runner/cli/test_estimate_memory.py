@@ -1,0 +1,97 @@
+"""``runner estimate-memory``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from runner.cli.dispatch import run
+from runner.exit_codes import REFUSED
+
+SIZES = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 16, "vocab_size": 50}
+SPECIAL = {"bos_token_id": 0, "eos_token_id": 0}
+
+
+def estimated(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    assert run(["estimate-memory", *arguments, "--json"]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(["estimate-memory", *arguments]) == REFUSED
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = GPT2Config(**SIZES, **SPECIAL)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_folder_of_transformers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = GPT2LMHeadModel(GPT2Config(**SIZES, **SPECIAL))
+    tensors = [*own.parameters(), *own.buffers()]  # the head has the embedding's weight
+    held = sum(tensor.nbytes for tensor in tensors)
+    options = ("--format", "fp32", "--strategy", "ddp")
+    for place in (folder, folder / "config.json"):
+        (found,) = estimated(capsys, str(place), *options)
+        assert found["parameters"] == held
+        assert found["gradients"] == sum(parameter.nbytes for parameter in own.parameters())
+        assert found["total"] == held + found["gradients"] + found["optimizer_state"]
+
+
+def test_a_headless_model_is_the_plain_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    (with_head,) = estimated(capsys, str(folder), "--format", "fp32", "--strategy", "ddp")
+    path.write_text(json.dumps({**config, "architectures": None}))
+    (without,) = estimated(capsys, str(folder), "--format", "fp32", "--strategy", "ddp")
+    assert without["parameters"] == with_head["parameters"]  # tied
+
+
+def test_a_registered_factory(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--format", "fp32", "--format", "bf16", "--num-processes", "2")
+    found = estimated(capsys, "byte_gpt", "num_layers=1", *options, "--optimizer", "SGD")
+    assert {one["format"] for one in found} == {"fp32", "bf16"}
+    assert {one["num_processes"] for one in found} == {2}
+    replicated = next(one for one in found if one["strategy"] == "ddp")
+    assert replicated["optimizer_state"] == 0
+    deeper = estimated(capsys, "byte_gpt", "num_layers=2", *options)
+    assert deeper[0]["parameters"] > found[0]["parameters"]
+
+
+def test_a_dotted_name(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("torch.nn.Linear", "in_features=4", "out_features=8", "--format", "fp32")
+    found = estimated(capsys, *arguments)
+    assert found[0]["parameters"] == 4 * torch.nn.Linear(4, 8).weight.numel() + 32
+
+
+def test_a_table_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["estimate-memory", "cnn", "--num_processes", "2", "--optimizer", "LBFGS"]) == 0
+    shown = capsys.readouterr().out
+    assert "cnn · 38,314 parameters · LBFGS, a process of 2 processes" in shown
+    assert "153.3 kB" in shown
+    assert "?" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_what_makes_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "it holds no config.json" in refused(capsys, str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    assert "transformers makes no model" in refused(capsys, str(tmp_path))
+    assert "has all that is to know" in refused(capsys, str(tmp_path), "n_layer=2")
+    assert "['byte_gpt', 'cnn']" in refused(capsys, "cnnn")
+    assert "it is KEY=VALUE" in refused(capsys, "cnn", "wide")
+    assert "model.widht" in refused(capsys, "cnn", "widht=2")
+    assert "is not trusted" in refused(capsys, "os.path.join")
+    assert "format='fp31'" in refused(capsys, "cnn", "--format", "fp31")
