@@ -115,6 +115,9 @@ class Collectives:
                 "gather_for_metrics: the length of the data set is not known, so samples that "
                 "complete the last batch cannot be told apart and stay."
             )
+        for one in read:
+            if one.end_of_dataloader and one.reading is not None:
+                one.reading.is_gathered = True
         found = [_LastBatch(*one.in_hand) for one in read]
         return found if any(last.real < last.size for last in found) else []
 
@@ -192,12 +195,8 @@ class Collectives:
             logger.warning(message, *values)
 
     def _tell_late(self, num_rows: int) -> None:
-        state = self._gradient_state
-        size, repeated = state.passed
-        # In a loop around that pass, they may be those of its batch.
-        active: Any = state.active_dataloader
-        is_of_batch = active is not None and num_rows == active.total_batch_size
-        if repeated and num_rows % size == 0 and not is_of_batch:
+        size, repeated = self._gradient_state.passed
+        if repeated and num_rows % size == 0:
             self._warn_once(
                 "gather_for_metrics: %d rows after a pass that gave %d samples, %d of them "
                 "repeated to complete the last batch: they can be dropped while that batch is in "

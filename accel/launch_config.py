@@ -151,6 +151,8 @@ def read(path: Path) -> dict[str, object]:
         flat |= _section(settings, f"{chosen.name}_config") | {f"use_{chosen.name}": True}
     if kind == "MULTI_CPU":
         flat["use_cpu"] = True
+    if flat.get("mixed_precision") is False:  # what YAML makes of no
+        flat["mixed_precision"] = str(PrecisionType.NO)
     known = {*VARIABLES, *WHERE, *(f"use_{name}" for name in strategies())}
     known.update(*(plugin.launch_variables for plugin in strategies().values()))
     return {name: value for name, value in flat.items() if name in known and value is not None}

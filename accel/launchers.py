@@ -17,6 +17,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,10 +112,17 @@ def notebook_launcher(
     found = Problems()
     if mixed_precision not in PrecisionType.list():
         found.append(unknown_choice("mixed_precision", mixed_precision, PrecisionType.list()))
-    for name, value in (("num_processes", number), ("num_nodes", num_nodes)):
-        if not isinstance(value, int) or value < 1:
-            found.add(f"{name}={value!r}", "it is a number, at least 1", "Give 1 or more.")
-            found.raise_if()
+    counts = {
+        "num_processes": (number, 1),
+        "num_nodes": (num_nodes, 1),
+        "node_rank": (node_rank, 0),
+    }
+    for name, (value, least) in counts.items():
+        if not isinstance(value, Integral) or value < least:
+            rule = f"it is a whole number, at least {least}"
+            found.add(f"{name}={value!r}", rule, f"Give {least} or more.")
+    found.raise_if()
+    number, num_nodes, node_rank = int(number), int(num_nodes), int(node_rank)
     if not 0 <= node_rank < max(1, num_nodes):
         found.add(f"node_rank={node_rank}", f"it is from 0 to {num_nodes - 1}", "Correct it.")
     if not str(use_port).isdecimal():

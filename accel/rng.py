@@ -21,6 +21,23 @@ from accel.state import AcceleratorState, PartialState
 
 # NumPy takes seeds of 32 bits.
 SEED_LIMIT = 2**32
+_MASK = (1 << 64) - 1
+
+
+def mix_seeds(*values: int) -> int:
+    """Return a well-mixed seed in [0, 2**63) that is a function of `values` and their order.
+
+    Unlike a sum, neighbouring seeds and epochs share no seed.
+
+    Source: the finaliser of SplitMix64, https://prng.di.unimi.it/splitmix64.c
+    """
+    state = 0
+    for value in values:
+        state = (state + (value & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:

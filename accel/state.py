@@ -291,7 +291,8 @@ class GradientState:
         abandoned_remainder: (`remainder`, samples with repetitions) of the last batch, if a pass
             was abandoned on it, as in ``batch = next(iter(loader))``; (0, 0) from the next pass on.
         passed: (samples that the latest pass gave over all processes, how many of them were
-            repetitions), after a complete pass that had some; (0, 0) from the next pass on.
+            repetitions), after a complete pass that had some, and whose last batch was not
+            gathered; (0, 0) from the next pass on.
     """
 
     _shared_state: ClassVar[dict[str, object]] = {}

@@ -28,9 +28,11 @@ class Reading:
         waiting: the batches that wait for their micro-batch.
         beside: loaders that were being read when this one gave a batch: none of them is read
             within a loop over this one.
+        is_gathered: whether metrics were gathered while its last batch was in hand.
     """
 
     def __init__(self) -> None:
+        self.is_gathered = False
         self.started = self.fetched = self.waiting = 0
         self.beside: weakref.WeakSet[object] = weakref.WeakSet()
         self._burst = self._taken = 0  # batches, then micro-batches, in a row

@@ -188,6 +188,8 @@ def main() -> None:
     train_set = [text for index, text in enumerate(texts) if index % held_out]
     # Whole steps, so that any number of processes has the same ones.
     steps_per_epoch = len(train_set) // (args.batch_size * args.batches_per_step)
+    if steps_per_epoch == 0:
+        raise SystemExit(f"--limit {args.limit}: {len(train_set)} samples are less than one step.")
     train_set = train_set[: steps_per_epoch * args.batches_per_step * args.batch_size]
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, collate_fn=collate)
     validation_loader = DataLoader(texts[::held_out], 2 * args.batch_size, collate_fn=collate)

@@ -14,6 +14,7 @@ import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -157,7 +158,7 @@ def _serve(pipe: Connection, rank: int) -> None:
 
 def _first_of(failures: list[tuple[bool, str, float]]) -> str:
     """Return who died, which the others may have noticed before it is seen here, and the first."""
-    died = [text for _, text, _ in failures if " died (exit code " in text]
+    died = [text for _, text, _ in failures if re.match(r"rank \d+ died", text)]
     told = [failure for failure in failures if failure[1] not in died]
     return "\n".join([*died, *(text for _, text, _ in sorted(told, key=lambda each: each[2])[:1])])
 
@@ -278,7 +279,7 @@ def run_distributed(
         What the function returned, by rank.
 
     Raises:
-        WorkerError: with the earliest traceback, or the ranks that gave no answer.
+        WorkerError: with who died and the earliest traceback, or the ranks that gave no answer.
     """
     if world_size not in _POOLS:
         _POOLS[world_size] = _Pool(world_size)

@@ -62,7 +62,7 @@ class AgreedSampler(SameBatchSize, BatchSampler):  # type: ignore[misc, override
         self._lengths = own, own if self._is_single else comm.broadcast_objects([own])[0]
 
     @property
-    def agreed_on(self) -> Any:
+    def made_from(self) -> Any:
         """The sampler whose entries these are."""
         return self.batch_sampler
 
@@ -100,6 +100,17 @@ class AgreedSampler(SameBatchSize, BatchSampler):  # type: ignore[misc, override
             yield from agreed
             if is_last:
                 return
+
+    def own_entries(self) -> Iterator[Any]:
+        """Yield the entries that this rank's sampler draws, which deals them to the ranks itself.
+
+        They are drawn at the start of a pass, so that a resumed one draws them again.
+        """
+        length = length_of(self.batch_sampler)
+        self._choose_start()
+        entries = iter(self.batch_sampler)
+        limit = _CHUNK if length is None else length + 1
+        return self.order.followed(self.batch_sampler, entries, limit)
 
     def _choose_start(self) -> None:
         again = self.order.again
@@ -309,8 +320,10 @@ class Ordering:
         if outer is drawing:
             outer = replaced
         elif replaced is not drawing:
-            outer = copy.copy(outer)
+            given, outer = outer, copy.copy(outer)
             outer.sampler = replaced
+            if isinstance(drawing, DistributedSampler):
+                outer.made_from = given
         random = draws_randomly(replaced) and replaced.generator is None
         order = Order(stream, replaced if random else None)
         if is_known(outer):

@@ -30,7 +30,6 @@ from accel.data.samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
     drawing_sampler,
-    mix_seeds,
     samplers,
     total_batch_size,
 )
@@ -389,4 +388,4 @@ def order_seed(generator: object, data_seed: int | None, loader_index: int) -> i
         base, first = generator.initial_seed(), _first_holder(generator, loader_index)
     else:
         base, first = torch.initial_seed(), 0
-    return base if loader_index == first else mix_seeds(base, loader_index)
+    return base if loader_index == first else rng.mix_seeds(base, loader_index)

@@ -248,9 +248,12 @@ class PreparedLoader(OrderedLoader):
         self._finish(current)
 
     def _note_repetitions(self, num_batches: int) -> None:
-        """Keep, for metrics gathered after a complete pass, how many samples it repeated."""
+        """Keep, for metrics gathered after a complete pass, how many samples it repeated.
+
+        Not where the last batch was gathered while it was in hand.
+        """
         real, size = self.in_hand
-        if real < size:
+        if real < size and not (self.reading is not None and self.reading.is_gathered):
             total = (num_batches - 1) * self.total_batch_size + size
             GradientState().passed = total, size - real
 

@@ -101,9 +101,10 @@ def prepare_data_loader(
         A `DataLoaderShard` or `DataLoaderDispatcher`; both are torch loaders.
 
     Raises:
-        ConfigError: if batches cannot be split, cannot be made even, or would be read repeatedly by
-            several workers; if the sampler shards already, or differs between ranks; if a data set
-            of Hugging Face is split by node.
+        ConfigError: if batches cannot be split, or would be read repeatedly by several workers; if
+            the sampler shards already, or differs between ranks; if a data set of Hugging Face is
+            split by node. From the loader, when it is read or its length is wanted: if batches
+            cannot be made even, as their sampler has no `batch_size`.
         MissingPackageError: if a stateful loader is requested and torchdata is not installed.
     """
     if isinstance(dataloader, PreparedLoader):

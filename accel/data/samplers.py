@@ -10,25 +10,9 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
 from accel.errors import ConfigError, Problem, Problems
+from accel.rng import mix_seeds
 
 T = TypeVar("T")
-_MASK = (1 << 64) - 1
-
-
-def mix_seeds(*values: int) -> int:
-    """Return a well-mixed seed in [0, 2**63) that is a function of `values` and their order.
-
-    Unlike a sum, neighbouring seeds and epochs share no seed.
-
-    Source: the finaliser of SplitMix64, https://prng.di.unimi.it/splitmix64.c
-    """
-    state = 0
-    for value in values:
-        state = (state + (value & _MASK) + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state >> 1
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -180,8 +164,9 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
             Where it is False, some processes may get a smaller last batch, or one batch less.
 
     Attributes:
-        num_processes: as given. Set to 1, each process reads all batches of its own sampler: for
-            libraries whose batch sampler knows the ranks.
+        num_processes: as given. Set to 1 afterwards, each process reads all batches of its own
+            `batch_sampler`: for libraries whose batch sampler knows the ranks.
+        batch_sampler: as the caller made it, but for a random sampler that the ranks share.
         source: what is drawn from: `batch_sampler`, or one that gives its batches on every rank.
         remainder: after a complete pass, how many samples of the last round over all processes are
             real; 0 where all are. -1 before the first.
@@ -200,7 +185,7 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         even_batches: bool = True,
     ) -> None:
         self.source: Any = batch_sampler
-        self.num_processes = num_processes
+        self.num_processes = self._made_for = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
@@ -224,12 +209,16 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
     @property
     def batch_sampler(self) -> Any:
         """The batch sampler as the caller made it."""
-        return getattr(self.source, "agreed_on", self.source)
+        return getattr(self.source, "made_from", self.source)
+
+    @batch_sampler.setter
+    def batch_sampler(self, batch_sampler: Any) -> None:
+        self.source = batch_sampler
 
     @property
     def _is_own(self) -> bool:
-        is_agreed = self.source is not self.batch_sampler
-        return self.num_processes == 1 and (is_agreed or self.batch_size is None)
+        """Whether the sampler deals its batches to the ranks itself."""
+        return self.num_processes == 1 and (self._made_for > 1 or self.batch_size is None)
 
     def _check_size(self) -> None:
         if self.batch_size is None and (self.even_batches or self.split_batches):
@@ -289,7 +278,8 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         return list(samples[self.process_index * size : (self.process_index + 1) * size])
 
     def _iterate_own(self) -> Iterator[list[int]]:
-        yield from self.batch_sampler
+        own = getattr(self.source, "own_entries", None)
+        yield from self.batch_sampler if own is None else own()
         self.remainder = 0
 
     def _iterate_even(self) -> Iterator[list[int]]:
@@ -450,7 +440,8 @@ def samplers(sampler: object) -> Iterator[Any]:
     """Yield `sampler` and those inside it, outermost first."""
     while sampler is not None:
         yield sampler
-        inner = getattr(sampler, "batch_sampler", None)
+        name = "source" if isinstance(sampler, BatchSamplerShard) else "batch_sampler"
+        inner = getattr(sampler, name, None)
         sampler = getattr(sampler, "sampler", None) if inner is None else inner
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from os import PathLike, fspath
-from typing import Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
@@ -47,8 +47,8 @@ class GeneralTracker:
     """Base of experiment trackers.
 
     A subclass gives `name`, `requires_logging_directory` and `tracker`, and overrides
-    `store_init_configuration` and `log`. It may give an attribute `run_id`: the library's id of
-    the open run, which checkpoints keep as text, and by which `resume_arguments` opens it again.
+    `store_init_configuration` and `log`. It may give an attribute `run_id`, which
+    `resume_arguments` then takes.
 
     Args:
         _blank: whether the attributes of the subclass are not checked.
@@ -57,7 +57,8 @@ class GeneralTracker:
         name: the name by which the tracker is chosen.
         requires_logging_directory: whether it writes into a folder that must be given.
         main_process_only: whether only the main process logs.
-        failed: whether the run ends with an exception; set before `finish`.
+        run_id: the library's id of the open run, which checkpoints keep as text; None: it has none.
+        failed: whether the run ends with an exception; set before `finish`, where it is a boolean.
 
     Raises:
         NotImplementedError: naming the attributes that a subclass lacks.
@@ -67,6 +68,14 @@ class GeneralTracker:
     requires_logging_directory: bool
     main_process_only: ClassVar[bool] = True
     failed: bool = False
+    if TYPE_CHECKING:
+
+        @property
+        def run_id(self) -> Any:
+            """The library's id of the open run."""
+
+    else:
+        run_id = None  # no property: subclasses may assign it
 
     def __init__(self, _blank: bool = False) -> None:
         if not _blank:
@@ -327,11 +336,17 @@ def images_of(images: Any) -> list[Any]:
     Returns:
         Of floats in [0, 1] and of booleans, bytes in [0, 255]: not every library scales them.
     """
+    if not isinstance(images, (list, tuple)):
+        return _as_bytes(_images_of(images))
+    return _as_bytes([one for image in images for one in _images_of(image)])
+
+
+def _images_of(images: Any) -> list[Any]:
     if isinstance(images, (list, tuple)):
-        return [one for image in images for one in images_of(image)]
+        return [one for image in images for one in _images_of(image)]
     if isinstance(images, torch.Tensor):
         images = images.detach().cpu()
-        images = (images.float() if images.dtype == torch.bfloat16 else images).numpy()
+        images = (images.float() if images.is_floating_point() else images).numpy()
         is_channels_first = images.ndim > 2 and images.shape[-3] in CHANNELS
     elif isinstance(images, np.ndarray) and images.ndim > 2:
         is_channels_first = images.shape[-3] in CHANNELS and images.shape[-1] not in CHANNELS
@@ -339,17 +354,21 @@ def images_of(images: Any) -> list[Any]:
         is_channels_first = False
     if is_channels_first:
         images = np.moveaxis(images, -3, -1)
-    if isinstance(images, np.ndarray):
-        images = _as_bytes(images)
+    if getattr(images, "ndim", 0) == 3 and images.shape[-1] not in CHANNELS:
+        return list(images)
     if getattr(images, "ndim", 0) > 2 and images.shape[-1] == 1:
         images = images[..., 0]
         return list(images) if images.ndim > 2 else [images]
     return list(images) if getattr(images, "ndim", 0) > 3 else [images]
 
 
-def _as_bytes(pixels: np.ndarray) -> np.ndarray:
-    is_bool = pixels.dtype == np.bool_
-    if not pixels.size or not (is_bool or np.issubdtype(pixels.dtype, np.floating)):
-        return pixels
-    is_share = is_bool or (pixels.min() >= 0 and pixels.max() <= 1)
-    return (pixels.astype(np.float32) * 255).astype(np.uint8) if is_share else pixels
+def _as_bytes(images: list[Any]) -> list[Any]:
+    """Return images whose pixels are shares, in all arrays, as bytes."""
+    arrays = [image for image in images if isinstance(image, np.ndarray) and image.size]
+    shares = [
+        one for one in arrays if one.dtype == np.bool_ or np.issubdtype(one.dtype, np.floating)
+    ]
+    if not shares or any(one.min() < 0 or one.max() > 1 for one in shares):
+        return images
+    known = {id(one) for one in shares}
+    return [(i.astype(np.float32) * 255).astype(np.uint8) if id(i) in known else i for i in images]

@@ -11,13 +11,13 @@ from pathlib import Path
 from accel.trackers.base import GeneralTracker, on_main_process, plain, scalars_and_texts
 
 STEP = "step"
-VALUE_OF_STEP = "step_value"
 
 
 class CSVTracker(GeneralTracker):
     """Writes ``<logging_dir>/<run_name>/metrics.csv``: a row per call of `log`.
 
-    Its first column is the step; a value of that name has the column ``step_value``. A value that
+    Its first column is the step; a value of that name has the column ``step_value``, or, where a
+    value has that name, one with another ``_value``. A value that
     appears later adds a column, empty in earlier rows. Rows are appended where the file exists.
     Hyper-parameters are in ``config.json`` beside it.
 
@@ -51,7 +51,7 @@ class CSVTracker(GeneralTracker):
         self._columns, rows = self._read()
         purge = self._purge_step
         if purge is not None:
-            kept = [row for row in rows if not row[STEP] or int(row[STEP]) < purge]
+            kept = [row for row in rows if not is_from(row[STEP], purge)]
             if len(kept) < len(rows):
                 self._rewrite(kept)
 
@@ -72,12 +72,16 @@ class CSVTracker(GeneralTracker):
         if kwargs:
             raise TypeError(f"csv: log takes no {', '.join(kwargs)}.")
         numbers, texts = scalars_and_texts(values)
-        row: dict[str, object] = {STEP: "" if step is None else int(step)}
-        row |= {VALUE_OF_STEP if k == STEP else k: v for k, v in {**numbers, **texts}.items()}
+        own = {**numbers, **texts}
+        name = STEP
+        while name in own:
+            name += "_value"
+        row: dict[str, object] = {STEP: "" if step is None else plain(step)}
+        row |= {name if key == STEP else key: value for key, value in own.items()}
         if self._columns is None:
             self.start()
         known = self._columns or []
-        new = [name for name in row if name not in known]
+        new = [key for key in row if key not in known]
         if new:
             _, rows = self._read()
             self._columns = [*known, *new]
@@ -116,3 +120,11 @@ class CSVTracker(GeneralTracker):
         partial = self.path.with_name(".metrics.csv.partial")
         partial.write_text(text, encoding="utf-8", newline="")
         partial.replace(self.path)
+
+
+def is_from(step: str, first: int) -> bool:
+    """Return whether a recorded step is `first` or later; one that is no number is not."""
+    try:
+        return float(step) >= first
+    except ValueError:
+        return False

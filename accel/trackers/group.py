@@ -109,7 +109,7 @@ class TrackerGroup:
         try:
             yield
         except TypeError as error:
-            if not any(argument in str(error) for argument in given):
+            if not any(repr(argument) in str(error) for argument in given):
                 raise
             raise ConfigError.of(
                 f"init_kwargs[{name!r}] with {', '.join(given)}",
@@ -267,7 +267,7 @@ class TrackerGroup:
         atexit.unregister(self._finish_at_exit)
         open_trackers, self.trackers = self.trackers, []
         for tracker in open_trackers:
-            if not callable(getattr(tracker, "failed", None)):
+            if isinstance(inspect.getattr_static(tracker, "failed"), bool):
                 tracker.failed = failed
         # Libraries wrap the standard output in one another's: the last one takes its wrapper off.
         _each(reversed(open_trackers), lambda one: one.finish())
@@ -290,7 +290,7 @@ def _each(trackers: Iterable[GeneralTracker], act: Callable[[GeneralTracker], No
 
 
 def _run_id(tracker: GeneralTracker) -> str | None:
-    found = getattr(tracker, "run_id", None)
+    found = tracker.run_id
     return None if found is None or callable(found) else str(found)
 
 

@@ -23,8 +23,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from accel.data.samplers import SeedableRandomSampler, cycle_to, mix_seeds
-from accel.rng import preserved
+from accel.data.samplers import SeedableRandomSampler, cycle_to
+from accel.rng import mix_seeds, preserved
 from runner.config import schema
 from runner.data import user_code
 

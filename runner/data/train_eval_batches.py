@@ -12,8 +12,8 @@ from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
 from accel.data.batch_layout import batch_length, num_samples
 from accel.data.prepare import prepare_data_loader, prepare_for
-from accel.data.samplers import mix_seeds
 from accel.errors import ConfigError, Problem, Problems
+from accel.rng import mix_seeds
 from runner.config.batch_plan import BatchPlan, limited, plan_batches
 from runner.config.schema import SPLITS
 from runner.data.datasets import (

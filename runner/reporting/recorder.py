@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
     from accel import Accelerator
     from runner.config.schema import Recipe
 
-# Names of what the run itself writes: no value of the user's may have them.
+logger = logging.getLogger(__name__)
+
+# Names of what the run itself writes; a value of the user's of such a name gets another.
 RESERVED = (
     *("step", "epoch", "samples", "split", "time"),
     *("lr", "samples_per_second", "skipped_steps"),
@@ -54,6 +57,7 @@ class Recorder:
         self._file: MetricsFile | None = None
         self._early: list[dict[str, object]] | None = []
         self._resumed_at: int | None = None
+        self._renamed: set[str] = set()
 
     def open(self, resumed: bool) -> None:
         """Open the trackers; where the run is resumed (from `state`), later records are removed."""
@@ -82,19 +86,38 @@ class Recorder:
 
         Args:
             split: whose they are.
-            values: as measured; trackers get them under ``<split>/<name>``.
+            values: as measured; trackers get them under ``<split>/<name>``, and the file with a
+                name of the run's own as ``<name>_value``.
             seconds: since the run began.
             of_run: values that belong to no split; trackers get them under their own names.
         """
         state, common = self._state, dict(of_run or {})
         where = {"step": state.step, "epoch": state.epoch_number, "samples": state.samples}
-        record = {**where, "split": split, **values, **common, "time": round(seconds, 3)}
+        own = self.renamed(values, common)
+        record = {**where, "split": split, **own, **common, "time": round(seconds, 3)}
         if self._early is not None:
             self._early.append(record)
         elif self._file is not None:
             self._file.write(record)
         named = {f"{split}/{name}": value for name, value in values.items()} | common
         self._accelerator.log(named, step=state.step)
+
+    def renamed(self, values: Mapping[str, float], of_run: Mapping[str, float]) -> dict[str, float]:
+        """Return values by names that neither `of_run` nor the run's records have."""
+        found: dict[str, float] = {}
+        for name, value in values.items():
+            other = name
+            while other in RESERVED or other in of_run or (other != name and other in values):
+                other = f"{other}_value"
+            found[other] = value
+            if other != name and name not in self._renamed:
+                self._renamed.add(name)
+                logger.warning(
+                    "The run writes a value of its own as %s: yours is in metrics.jsonl as %s.",
+                    name,
+                    other,
+                )
+        return found
 
     def close(self) -> None:
         """Close the file. Trackers are closed by the engine, with the run's processes."""

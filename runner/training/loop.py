@@ -185,7 +185,6 @@ class Loop:
         given = self.step.train(self.accelerator, window, self.recipe.trainer)
         values = return_checks.tensors(self.step, "train", given)
         if not self._begun:
-            return_checks.names(self.step, "train", values)
             self._begin()
         self._log.add(values)
         for scheduler, optimizer in self._prepared.stepping:

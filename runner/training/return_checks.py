@@ -9,7 +9,6 @@ from typing import Any, Protocol, TypeGuard
 import torch
 
 from accel.errors import ConfigError, Problem
-from runner.reporting.recorder import RESERVED
 
 
 def shown(value: object) -> str:
@@ -88,17 +87,7 @@ def metrics(owner: object, value: object) -> dict[str, float]:
         except (TypeError, ValueError):
             shown_value = f"{shown(metric)} for {name!r}"
             raise _refused(owner, "summarize", shown_value, rule, remedy) from None
-    names(owner, "summarize", found)
     return found
-
-
-def names(owner: object, method: str, values: Mapping[str, object]) -> None:
-    """Raise a ConfigError if the names of logged values are those of the run's own."""
-    name = next((name for name in values if name in RESERVED), None)
-    if name is not None:
-        rule = f"the run writes its own values under {', '.join(RESERVED)}"
-        remedy = f"Choose another name, as {name}_value."
-        raise _refused(owner, method, f"a value named {name!r}", rule, remedy)
 
 
 # -- predictions ---------------------------------------------------------------------------

@@ -61,6 +61,6 @@ class TrainLog:
         self._rates = {}
         of_run["samples_per_second"] = samples / seconds if seconds > 0 else 0.0
         self._recorder.write("train", values, run.seconds, of_run)
-        values |= of_run
+        values = self._recorder.renamed(values, of_run) | of_run
         run.display.values(values)
         return values

@@ -387,6 +387,24 @@ def gathered_around_another_pass() -> tuple[list[int], list[str]]:
     return found, told.texts
 
 
+def gathered_late_around() -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    told = Told()
+    logging.getLogger("accel").addHandler(told)
+    train = accelerator.prepare(DataLoader(range(8), batch_size=4))
+    validation = accelerator.prepare(DataLoader(range(7), batch_size=4))
+    for _ in train:
+        assert len(accelerator.gather_for_metrics(torch.cat(list(validation)))) == 8
+    logging.getLogger("accel").removeHandler(told)
+    accelerator.end_training()
+    return told.texts
+
+
+def test_a_whole_pass_within_another_that_is_gathered_after_it_is_told_of() -> None:
+    (message,) = run_distributed(gathered_late_around, 2)[0]
+    assert "8 rows after a pass that gave 8 samples, 1 of them repeated" in message
+
+
 def test_a_batch_around_a_whole_pass_is_gathered_without_a_warning() -> None:
     assert run_distributed(gathered_around_another_pass, 2) == [(list(range(13)), [])] * 2
 

@@ -124,6 +124,11 @@ def test_the_place_follows_the_documented_variables(tmp_path: Path) -> None:
         assert launch_config.default_config_file() == folder / "default_config.yaml"
 
 
+def test_an_unquoted_no_is_a_precision(tmp_path: Path) -> None:
+    (tmp_path / "file.yaml").write_text("mixed_precision: no\nnum_processes: 1\n")
+    assert launch_config.read(tmp_path / "file.yaml")["mixed_precision"] == "no"
+
+
 def test_a_file_of_the_public_package_is_read(tmp_path: Path) -> None:
     found = launch_config.read(written(tmp_path, PUBLIC))
     assert (found["num_processes"], found["use_cpu"], found["mixed_precision"]) == (1, True, "no")

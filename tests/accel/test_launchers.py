@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,7 +79,7 @@ def test_a_notebook_trains_on_several_processes(tmp_path: Path) -> None:
 
 
 def test_one_process_is_the_notebook_itself(tmp_path: Path) -> None:
-    notebook_launcher(report, (str(tmp_path),), num_processes=1, mixed_precision="bf16")
+    notebook_launcher(report, (str(tmp_path),), np.int64(1), mixed_precision="bf16")
     (found,) = reported(tmp_path)
     assert found["pid"] == os.getpid()
     assert (found["size"], found["precision"]) == (1, "bf16")
@@ -129,6 +130,8 @@ def test_another_rendezvous_is_used(tmp_path: Path) -> None:
     [
         ({"mixed_precision": "bf61"}, "mixed_precision='bf61'"),
         ({"num_processes": 0}, "num_processes=0"),
+        ({"num_processes": 1.5}, "num_processes=1.5: it is a whole number"),
+        ({"node_rank": "0"}, "node_rank='0': it is a whole number, at least 0"),
         ({"num_nodes": 0}, "num_nodes=0"),
         ({"node_rank": 2, "num_nodes": 2}, "node_rank=2: it is from 0 to 1"),
         ({"use_port": "http"}, "use_port='http'"),

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from accel import Accelerator, rng
 from accel.data.prepare import prepare_data_loader, skip_first_batches
-from accel.utils import TorchTensorParallelPlugin
+from accel.utils import TorchTensorParallelPlugin, set_seed
 from tests.helpers import run_distributed
 
 
@@ -132,6 +141,77 @@ def test_batches_that_are_dealt_already_are_read_as_they_are() -> None:
     for rank, found in enumerate(run_distributed(dealt_already, 2)):
         own = [[0], [1, 2], [3, 4, 5]] if rank == 0 else [[6], [7, 8], [9, 10, 11]]
         assert found == (True, [own, own, own[1:]], 3)
+
+
+class DealtRandomly:
+    """Batches of a permutation, which each rank draws and of which it takes its own."""
+
+    def __init__(self, rank: int, draw: str) -> None:
+        self.rank = rank
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self):
+        indices = torch.randperm(24).tolist()
+        if self.draw == "python":
+            indices = random.sample(range(24), 24)
+        for start in range(0, 12, 2):
+            yield indices[self.rank :: 2][start : start + 2]
+
+
+def dealt_randomly(draw: str, folder: str) -> tuple[list[int], list[int]]:
+    """Return what a rank reads in a pass, and in one that is resumed in its middle."""
+
+    def prepared(accelerator: Accelerator) -> Any:
+        sampler: Any = DealtRandomly(accelerator.process_index, draw)
+        loader = accelerator.prepare(DataLoader(range(24), batch_sampler=sampler))
+        loader.batch_sampler.num_processes, loader.batch_sampler.process_index = 1, 0
+        return loader
+
+    set_seed(5)
+    accelerator = Accelerator(cpu=True)
+    seen: list[int] = []
+    for number, batch in enumerate(prepared(accelerator), start=1):
+        seen += batch.tolist()
+        if number == 3:
+            accelerator.save_state(folder)
+    accelerator.free_memory()
+    accelerator = Accelerator(cpu=True)
+    set_seed(99)
+    loader = prepared(accelerator)
+    accelerator.load_state(folder)
+    rest = [i for batch in accelerator.skip_first_batches(loader, 3) for i in batch.tolist()]
+    return seen, seen[:6] + rest
+
+
+@pytest.mark.parametrize("draw", ["torch", "python"])
+def test_batches_that_are_dealt_already_are_drawn_again(tmp_path: Path, draw: str) -> None:
+    ranks = run_distributed(dealt_randomly, 2, draw, str(tmp_path / "state"))
+    for unbroken, resumed in ranks:
+        assert resumed == unbroken
+    assert sorted(ranks[0][0] + ranks[1][0]) == list(range(24))
+
+
+def dealt_by_torch(kind: str) -> tuple[bool, list[int]]:
+    """Return what a rank reads of a sampler of torch's that is said to deal itself."""
+    accelerator = Accelerator(cpu=True)
+    inner: Any = SequentialSampler(range(8))
+    if kind == "distributed":
+        inner = DistributedSampler(range(8), shuffle=False)
+    sampler = BatchSampler(inner, 2, drop_last=False)
+    loader = accelerator.prepare(DataLoader(range(8), batch_sampler=sampler))
+    loader.batch_sampler.num_processes = 1
+    is_own = loader.batch_sampler.batch_sampler is sampler
+    return is_own, [i for batch in loader for i in batch.tolist()]
+
+
+def test_samplers_of_torch_may_be_said_to_deal_themselves() -> None:
+    every = list(range(8))
+    assert run_distributed(dealt_by_torch, 2, "sequential") == [(True, every)] * 2
+    found = run_distributed(dealt_by_torch, 2, "distributed")
+    assert found == [(True, every[0::2]), (True, every[1::2])]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -19,11 +19,11 @@ from accel.data.samplers import (
     SamplerShard,
     SeedableRandomSampler,
     SkipBatchSampler,
-    mix_seeds,
     set_sampler_epoch,
     total_batch_size,
 )
 from accel.errors import ConfigError
+from accel.rng import mix_seeds
 
 
 def shards(n: int, size: int, count: int, drop_last: bool, **flags: bool) -> list[list[list[int]]]:

@@ -33,7 +33,7 @@ def test_a_tracker_class_says_what_it_lacks() -> None:
     with pytest.raises(NotImplementedError, match="Half"):
         Accelerator(cpu=True, log_with=Half)
     blank = Half(_blank=True)
-    assert (blank.resume_arguments("a"), blank.failed) == ({}, False)
+    assert (blank.resume_arguments("a"), blank.failed, blank.run_id) == ({}, False, None)
 
 
 def test_nested_configurations_become_paths() -> None:
@@ -155,6 +155,10 @@ def test_images_of_shares_become_bytes() -> None:
         assert (image.dtype, image.tolist()) == (np.uint8, wanted)
     (mask,) = images_of(shares > 0.3)
     assert (mask.dtype, mask.tolist()) == (np.uint8, [[0, 0], [255, 255]])
+    (eight_bits,) = images_of(shares.to(torch.float8_e4m3fn))
+    assert eight_bits.tolist() == wanted
+    dark, bright = images_of([shares.numpy(), 255 * shares.numpy()])  # one range for all
+    assert (dark.max(), bright.max()) == (1.0, 255.0)
     for others in (2 * shares.numpy(), shares.numpy() - 0.5, np.array([[0, 1], [1, 0]])):
         np.testing.assert_array_equal(images_of(others)[0], others)
 
@@ -169,5 +173,7 @@ def test_images_are_a_list_with_channels_last() -> None:
         (8, 4),
         (8, 4, 3),
     ]
+    assert [one.shape for one in images_of(np.zeros((8, 28, 28)))] == [(28, 28)] * 8
+    assert [one.shape for one in images_of(torch.zeros(8, 28, 28))] == [(28, 28)] * 8
     picture = object()
     assert images_of(picture) == [picture]

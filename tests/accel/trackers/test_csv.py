@@ -59,6 +59,15 @@ def test_a_resumed_run_appends_and_drops_later_rows(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.csv"]
 
 
+def test_steps_are_written_as_they_are_given(tmp_path: Path) -> None:
+    tracker = CSVTracker("run", tmp_path)
+    for step in (0.5, "epoch1", 1.5, 3):
+        tracker.log({"step": 1, "step_value": 2}, step=step)  # type: ignore[arg-type]
+    CSVTracker("run", tmp_path, purge_step=1).start()
+    both = {"step_value": "2.0", "step_value_value": "1.0"}
+    assert rows(tracker.path) == [{"step": "0.5", **both}, {"step": "epoch1", **both}]
+
+
 def test_a_value_named_step_leaves_the_column_of_steps_alone(tmp_path: Path) -> None:
     first = CSVTracker("run", tmp_path)
     for step in range(3):

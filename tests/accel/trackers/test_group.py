@@ -265,6 +265,53 @@ def test_a_users_tracker_may_have_attributes_of_any_name(tmp_path: Path) -> None
     assert after.tracker_group.run_ids() == {"own": str(uuid.UUID(int=7))}
 
 
+class WithReadOnly(Memory):
+    """Gives its own values under the names of optional members, by properties."""
+
+    name = "read only"
+    breaks = False
+
+    @property
+    def run_id(self) -> str:
+        if self.breaks:
+            raise AttributeError("of the user's own code")
+        return super().run_id or "mine"
+
+    @property
+    def failed(self) -> bool:  # type: ignore[override]
+        return False
+
+
+def test_properties_of_a_users_tracker_are_left_alone(tmp_path: Path) -> None:
+    last = Memory("last")
+    last.failed = 7  # type: ignore[assignment] # a count
+    accelerator = Accelerator(cpu=True, log_with=[WithReadOnly, last])
+    accelerator.init_trackers("run")
+    assert accelerator.tracker_group.run_ids() == {"read only": "mine"}
+    accelerator.get_tracker("read only").breaks = True
+    with pytest.raises(AttributeError, match="of the user's own code"):
+        accelerator.tracker_group.run_ids()
+    accelerator.end_training()
+    assert last.calls == [("finished",)]
+    assert last.failed == 7
+
+
+class Faulty(Memory):
+    """Its constructor has a fault of its own."""
+
+    name = "faulty"
+
+    def __init__(self, run_name: str, s: object = None) -> None:
+        super().__init__(run_name)
+        len(3)  # type: ignore[arg-type]
+
+
+def test_a_fault_of_a_constructor_is_not_blamed_on_its_arguments() -> None:
+    accelerator = Accelerator(cpu=True, log_with=Faulty)
+    with pytest.raises(TypeError, match="has no len"):
+        accelerator.init_trackers("run", init_kwargs={"faulty": {"s": 1}})
+
+
 class Buffering(Numbered):
     """Has an id once its buffer is written, and refuses some values."""
 

@@ -52,14 +52,6 @@ def test_what_has_not_one_row_per_sample_is_refused(value: Any, message: str) ->
     assert "Fit.predict returned " in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["step", "time", "lr"])
-def test_a_metric_under_a_name_of_the_runs_own_is_refused(name: str) -> None:
-    assert return_checks.metrics(Fit(), {"lrap": 0.5}) == {"lrap": 0.5}
-    message = f"Fit.summarize returned a value named '{name}': .* as {name}_value"
-    with pytest.raises(ConfigError, match=message):
-        return_checks.metrics(Fit(), {"loss": 1.0, name: 0.5})
-
-
 def test_columns_of_different_lengths_are_refused_where_the_batch_is_not_known() -> None:
     with pytest.raises(ConfigError, match=r"a Tensor of shape \[3\] for 'b'"):
         return_checks.rows(Fit(), {"a": torch.ones(2), "b": torch.ones(3)}, None)
