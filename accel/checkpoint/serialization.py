@@ -277,6 +277,14 @@ def read_model(folder: Path, index: int = 0) -> dict[str, Any]:
     return state | (load_plain(folder / extra) if extra in found else {})
 
 
+def holds_tensors_alone(folder: Path, index: int = 0) -> bool:
+    """Return whether a checkpoint has the `index`-th model in one safetensors file, all of it."""
+    listed = held(folder)
+    found = {path.name for path in folder.iterdir()} if listed is None else listed
+    others = {directory.model_name(index, safe=False), directory.numbered(_EXTRA, ".bin", index)}
+    return directory.model_name(index) in found and found.isdisjoint(others)
+
+
 def held(folder: Path) -> set[str] | None:
     """Return the files that a checkpoint's manifest lists; None without a manifest.
 

@@ -69,12 +69,12 @@ class Source:
         }
 
     def parts(self) -> Iterator[Mapping[str, object]]:
-        """Yield the weights of one file after the other, on the CPU."""
+        """Yield the weights of one file after the other, on the CPU; emptied before the next."""
         for path in self.paths:
-            if path.suffix == ".safetensors":
-                yield read_tensors(path)
-            else:
-                yield dict(load_plain(path, mmap=self.mmap))
+            is_safe = path.suffix == ".safetensors"
+            part = read_tensors(path) if is_safe else dict(load_plain(path, mmap=self.mmap))
+            yield part
+            part.clear()  # who still holds it does not hold two files in memory
 
 
 class Broadcast:

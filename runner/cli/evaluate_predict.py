@@ -7,8 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from accel.errors import ConfigError
 from runner.cli.arguments import CommandParser
 from runner.config.schema import SPLITS
+from runner.inference.placement import WORDS, Placement, parse_limits
 from runner.inference.session import Request, is_stream, measure, write_predictions
 
 
@@ -57,7 +59,27 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--checkpoint", help="best, last, or a checkpoint's name or path (default: best, else last)"
     )
+    parser.add_argument(
+        "--device-map",
+        choices=WORDS,
+        help="spread a model that is larger than a device over accelerators, memory and disk",
+    )
+    parser.add_argument(
+        "--max-memory",
+        action="append",
+        default=[],
+        metavar="DEVICE=SIZE",
+        help="of --device-map, as 0=20GB or cpu=4GB; may be repeated (default: what is free)",
+    )
     return parser
+
+
+def _placement(found: argparse.Namespace) -> Placement | None:
+    limits = parse_limits(found.max_memory)
+    if found.device_map is None and limits:
+        rule = "it limits what --device-map gives to a device"
+        raise ConfigError.of("--max-memory without --device-map", rule, "Add --device-map auto.")
+    return None if found.device_map is None else Placement(found.device_map, limits)
 
 
 def _parse_evaluate(arguments: Sequence[str]) -> Request:
@@ -70,7 +92,13 @@ def _parse_evaluate(arguments: Sequence[str]) -> Request:
         help="data set to measure, may be repeated (default: validation and test)",
     )
     found = parser.parse_intermixed_args(list(arguments))
-    return Request(found.run_dir, tuple(found.overrides), tuple(found.split), found.checkpoint)
+    return Request(
+        run_dir=found.run_dir,
+        overrides=tuple(found.overrides),
+        splits=tuple(found.split),
+        checkpoint=found.checkpoint,
+        placement=_placement(found),
+    )
 
 
 def _parse_predict(arguments: Sequence[str]) -> Request:
@@ -84,5 +112,11 @@ def _parse_predict(arguments: Sequence[str]) -> Request:
         "--output", type=Path, required=True, metavar="FILE", help="the .jsonl file to write"
     )
     found = parser.parse_intermixed_args(list(arguments))
-    splits = (found.split,) if found.split else ()
-    return Request(found.run_dir, tuple(found.overrides), splits, found.checkpoint, found.output)
+    return Request(
+        run_dir=found.run_dir,
+        overrides=tuple(found.overrides),
+        splits=(found.split,) if found.split else (),
+        checkpoint=found.checkpoint,
+        output=found.output,
+        placement=_placement(found),
+    )

@@ -40,6 +40,7 @@ runner trains a PyTorch model that a recipe describes.
   runner -m key=a,b,c ...                             train once for each combination of values
   runner eval RUN_DIR [key=value ...]                 evaluate the best state of a run
   runner predict RUN_DIR --split test --output FILE   write predictions
+  runner predict RUN_DIR --device-map auto …          of a model that is larger than the GPU
   runner launch [flags] SCRIPT ...                    start a script of accel's on all devices
   runner config | runner env                          settings of `runner launch`; this machine
   runner merge-weights DIR FOLDER                     sharded weights into one file

@@ -46,6 +46,7 @@ _SENTENCES: dict[str, str] = {
     "precision": "Choose precision=bf16.",
     "fast_dev_run": "Choose debug=fdr.",
     "logger": "Set tracker.log_with=[tensorboard].",
+    "device_map": "It is a flag of runner eval and runner predict: --device-map auto.",
 }
 _OPTIONS: dict[str, dict[str, str]] = {
     "precision": {

@@ -17,6 +17,7 @@ from runner.run_dir import directory
 from runner.run_dir.job import Job
 
 if TYPE_CHECKING:
+    from runner.inference.placement import Placement
     from runner.training.step import Step
 
 logger = logging.getLogger(__name__)
@@ -56,24 +57,29 @@ def load(
     return (next(iter(models.values())) if len(models) == 1 else models), recipe
 
 
-def restored_step(path: Path, recipe: Recipe) -> Step:
+def restored_step(path: Path, recipe: Recipe, placement: Placement | None = None) -> Step:
     """Return the step of a recipe, its models in eval mode and with the weights of a checkpoint.
 
-    The random generators are afterwards as they were.
+    The random generators are afterwards as they were. `placement` tells where weights lie that no
+    device has room for; the recipe's model is then built without memory.
 
     Raises:
         CheckpointError: if the checkpoint does not fit.
     """
+    from accel import init_empty_weights
     from accel.checkpoint.full_or_sharded import read_model
     from accel.rng import preserved
     from runner.build import parts
 
     with preserved():
-        step = parts.build_step(recipe)
+        step = parts.build_step(recipe, None if placement is None else init_empty_weights())
     for index, (name, model) in enumerate(step.models.items()):
         try:
-            model.load_state_dict(read_model(path, index))
-        except RuntimeError as error:
+            if placement is not None:
+                placement.load(model, path, index)
+            else:
+                model.load_state_dict(read_model(path, index))
+        except (RuntimeError, CheckpointError) as error:
             rule = f"its weights do not fit the model {name!r} of the recipe: {error}"
             remedy = "Leave the overrides of the model out."
             raise checkpoints.broken(path, rule, remedy) from error

@@ -13,6 +13,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -24,6 +25,7 @@ from runner.compose import composition, diagnose, hydra_setup
 from runner.config.batch_plan import plan_batches
 from runner.config.schema import PLUGINS, Distributed, Recipe
 from runner.inference.load import described, find_checkpoint, restored_step
+from runner.inference.placement import Placement
 from runner.reporting import startup
 from runner.run_dir import directory, json_files
 from runner.run_dir.job import Job
@@ -57,7 +59,8 @@ class Request:
 
     Without `splits`, data sets are those that a run measures, as far as it has them; to predict,
     the last of these. `checkpoint` is "best", "last", a name or a path; None: the best, else the
-    last. Predictions go to `output`.
+    last. Predictions go to `output`. `placement`: of models that are larger than a device; None:
+    they are loaded onto the recipe's.
     """
 
     run_dir: Path
@@ -65,6 +68,7 @@ class Request:
     splits: tuple[str, ...] = ()
     checkpoint: str | None = None
     output: Path | None = None
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True)
@@ -192,11 +196,11 @@ def _session(request: Request) -> Iterator[Session]:
         recipe = _overridden(request)
     recipe = _in_one_process(recipe, request.overrides)
     numerics = Numerics(recipe.distributed.num_threads, recipe.deterministic)
-    with numerics.exported():
+    with numerics.exported(), _placed(request) as placement:
         numerics.apply()
         with _engine(recipe, job.run_dir) as accelerator:
             checkpoint = find_checkpoint(job.run_dir, request.checkpoint)
-            step = restored_step(checkpoint, recipe)
+            step = restored_step(checkpoint, recipe, placement)
             print(f"weights: {described(checkpoint, job.run_dir)}")
             step.models = {
                 name: accelerator.prepare_model(model, evaluation_mode=True)
@@ -204,6 +208,11 @@ def _session(request: Request) -> Iterator[Session]:
             }
             batches = _batches(accelerator, recipe, request.splits)
             yield Session(accelerator, step, batches, checkpoint)
+
+
+def _placed(request: Request) -> AbstractContextManager[Placement | None]:
+    given = request.placement
+    return contextlib.nullcontext() if given is None else given.in_folder()
 
 
 def _overridden(request: Request) -> Recipe:

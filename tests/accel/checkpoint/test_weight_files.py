@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from accel import load_checkpoint_in_model
+from accel.checkpoint import weight_files
 from tests.accel.checkpoint.test_load_weights import fails, net, same, saved
 from tests.accel.checkpoint.test_serialization import Evil
 
@@ -61,3 +64,29 @@ def test_files_that_are_broken_or_would_run_code(
     (tmp_path / "model.safetensors").write_bytes(whole[:-8])
     message = fails(load_checkpoint_in_model, net(), tmp_path)
     assert "no complete safetensors file" in message
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_of_the_files_one_at_a_time_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe: bool
+) -> None:
+    model = saved(tmp_path, safe=safe, max_shard_size=60)
+    held: list[weakref.ref[torch.Tensor]] = []
+    files = []
+    name = "read_tensors" if safe else "load_plain"
+    read = getattr(weight_files, name)
+
+    def watched(path: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
+        if kwargs.get("map_location") == "meta":  # it looks at the shapes
+            return read(path, **kwargs)
+        assert [one for one in held if one() is not None] == [], path
+        files.append(path)
+        found = dict(read(path, **kwargs))
+        held.extend(weakref.ref(tensor) for tensor in found.values())
+        return found
+
+    monkeypatch.setattr(weight_files, name, watched)
+    fresh = net().to("meta")
+    load_checkpoint_in_model(fresh, tmp_path)
+    assert len(files) == len(set(files)) > 2
+    assert same(fresh, model)
