@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,6 +26,21 @@ from accel.ops import send_to_device
 from accel.tree import iterate
 
 Weights = Mapping[str, torch.Tensor]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _outside_graphs(method: Method) -> Method:
+    """Decorate a method that no graph has a place for, as it reads files.
+
+    `torch._dynamo`, which takes half a second to import, is left out where nothing is compiled.
+    """
+    disabled = _disable_dynamo(method)
+
+    @functools.wraps(method)
+    def call(*args: Any) -> Any:
+        return disabled(*args) if torch.compiler.is_compiling() else method(*args)
+
+    return cast(Method, call)
 
 
 class AlignDevicesHook(ModelHook):
@@ -145,7 +160,7 @@ class AlignDevicesHook(ModelHook):
         skipped = self.skip_keys
         return send_to_device(args, target), send_to_device(kwargs, target, skip_keys=skipped)
 
-    @_disable_dynamo  # a graph has no place for reading files
+    @_outside_graphs
     def _load(self, module: nn.Module) -> None:
         ahead = self.read_ahead
         ready = {} if ahead is None else ahead[0].take(ahead[1])
@@ -171,7 +186,7 @@ class AlignDevicesHook(ModelHook):
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
 
-    @_disable_dynamo
+    @_outside_graphs
     def _unload(self, module: nn.Module) -> None:
         names = self.offloaded(module)
         self._forget_copies(module, names)
