@@ -37,7 +37,7 @@ def _outside_graphs(method: Method) -> Method:
     disabled = _disable_dynamo(method)
 
     @functools.wraps(method)
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> object:
         return disabled(*args) if torch.compiler.is_compiling() else method(*args)
 
     return cast(Method, call)

@@ -71,7 +71,7 @@ class GeneralTracker:
     if TYPE_CHECKING:
 
         @property
-        def run_id(self) -> Any:
+        def run_id(self) -> object:
             """The library's id of the open run."""
 
     else:
