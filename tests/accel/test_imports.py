@@ -272,6 +272,7 @@ def test_bits_of_bitsandbytes_by_its_version(
 
 
 def test_bitsandbytes_for_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports, "is_available", lambda name: False)
     assert not imports.is_bitsandbytes_multi_backend_available()
     package = types.ModuleType("bitsandbytes")
     monkeypatch.setattr(imports, "is_available", lambda name: name == "bitsandbytes")
