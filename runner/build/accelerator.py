@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel.accelerator import Accelerator
 from accel.config.handlers import KwargsHandler
 from accel.config.training import ProjectConfiguration
+from accel.precision.tf32 import tf32
 from runner.config import processes
 from runner.config.schema import PLUGINS, Recipe
 
@@ -24,7 +25,12 @@ def running(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Iterator[Ac
 
     After an error nothing is exchanged any more: another process may be gone already.
     """
-    accelerator = make_accelerator(recipe, run_dir, batch_plan)
+    with tf32(recipe.precision.tf32), _ended(make_accelerator(recipe, run_dir, batch_plan)) as own:
+        yield own
+
+
+@contextmanager
+def _ended(accelerator: Accelerator) -> Iterator[Accelerator]:
     try:
         yield accelerator
     except BaseException:

@@ -97,6 +97,8 @@ class Precision:
         scaler: arguments of the gradient scaler (fp16).
         fp8_torchao: the recipe of fp8 by torchao.
         fp8_te: the recipe of fp8 by TransformerEngine.
+        tf32: whether GPUs round the inputs of fp32 products and convolutions to 10 bits of
+            mantissa; None: torch's default (convolutions only).
     """
 
     mode: Any = "no"
@@ -104,6 +106,7 @@ class Precision:
     scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
     fp8_torchao: AORecipeKwargs | None = None
     fp8_te: TERecipeKwargs | None = None
+    tf32: bool | None = None
 
     def __post_init__(self) -> None:
         if self.mode is False:  # YAML reads a bare `no` so

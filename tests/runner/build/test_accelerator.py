@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
+
 from accel.accelerator import Accelerator
 from accel.config.handlers import (
     AutocastKwargs,
@@ -49,6 +51,7 @@ def recipe() -> Recipe:
             mode="fp16",
             autocast=AutocastKwargs(cache_enabled=False),
             scaler=GradScalerKwargs(init_scale=128.0, growth_interval=7),
+            tf32=True,
         ),
         dataloader=DataLoader(even_batches=False, non_blocking=True),
         trainer=Trainer(
@@ -65,6 +68,7 @@ def recipe() -> Recipe:
 def test_handlers_and_plugins_reach_the_engine(tmp_path: Path) -> None:
     asked = recipe()
     with running(asked, tmp_path, Plan()) as accelerator:  # type: ignore[arg-type]
+        assert torch.get_float32_matmul_precision() == "high"
         plan = accelerator.plan
         assert plan.device_type == "cpu"
         assert plan.mixed_precision == "fp16"
