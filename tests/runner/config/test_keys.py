@@ -32,7 +32,10 @@ def test_which_keys_are_open(key: str, free: bool) -> None:
         ("epochs", "'trainer.epochs'"),
         ("distributed.dpp.bucket_cap", "'distributed.ddp.bucket_cap_mb'"),
         ("batch_size", "'trainer.global_batch_size'"),
-        ("precision.foo", "The keys of precision: autocast, fp8_te, fp8_torchao, mode, scaler."),
+        (
+            "precision.foo",
+            "The keys of precision: autocast, fp8_te, fp8_torchao, mode, scaler, tf32.",
+        ),
         ("zzz", "The keys: callbacks, checkpoint"),
     ],
 )
