@@ -51,8 +51,8 @@ def prepare_pippy(
     itself, in evaluation mode on its device.
 
     Args:
-        model: with weights, on the CPU; put into evaluation mode. Afterwards it has those of this
-            process's stage, and its others are on the meta device.
+        model: with weights, the same on every process, on the CPU; put into evaluation mode.
+            Afterwards it has those of this process's stage, and its others are on the meta device.
         split_points: full names of the submodules that stages but the first begin with; "auto" and
             None: such that the stage with the most bytes has as few as possible.
         no_split_module_classes: names of classes whose instances go to one stage as a whole; None:
@@ -68,9 +68,9 @@ def prepare_pippy(
         ...].
 
     Raises:
-        ConfigError: for examples without a tensor, split points that make another number of
-            stages than there are processes, or a model that torch cannot trace as one graph. In
-            calls: on every process, for inputs that differ from the example.
+        ConfigError: under autocast; for examples without a tensor, split points that make another
+            number of stages than there are processes, or a model that torch cannot trace as one
+            graph. In calls: on every process, for inputs that differ from the example.
 
     Example:
         >>> model = prepare_pippy(model, example_args=(torch.zeros(2, 128, dtype=torch.long),))
@@ -86,6 +86,7 @@ def prepare_pippy(
     model.eval()
     if state.num_processes == 1:
         return model.to(state.device)
+    _check_autocast(state.device.type)
     if no_split_module_classes is None:
         no_split_module_classes = getattr(model, "_no_split_modules", None)
     pipeline = _Pipeline(model, example, split_points, as_classes(no_split_module_classes), state)
@@ -123,6 +124,16 @@ def _check(
         remedy = "Load a checkpoint into it first."
         problems.add(f"{lacking[0]} is on the meta device", "stages have weights", remedy)
     problems.raise_if()
+
+
+def _check_autocast(device_type: str) -> None:
+    """Refuse autocast: stages exchange tensors of the dtypes that the model itself computes in."""
+    if torch.is_autocast_enabled(device_type):
+        raise ConfigError.of(
+            "prepare_pippy: autocast is on",
+            "stages pass on what the model computes in the dtype of its weights",
+            "Leave the context, and convert the model before: model.to(torch.bfloat16).",
+        )
 
 
 class _Pipeline:
@@ -173,6 +184,7 @@ class _Pipeline:
     # -- a call ----------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _check_autocast(self.state.device.type)
         given = None
         found: int | list[Problem] = 0
         if self.state.is_main_process:

@@ -150,7 +150,11 @@ def refusals() -> list[str]:
         refusal(blocks(), split_points=["0"], example_args=(X[:2],)),
         refusal(Branching(), example_args=(X[:2],)),
     ]
+    with torch.autocast("cpu", torch.bfloat16):
+        found.append(refusal(blocks(), example_args=(X[:2],)))
     model = prepare_pippy(blocks(), example_args=(X[:2],))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match="autocast is on"):
+        model(X)
     for wrong in ((X[:, :3],), (X.double(),), (X, X), (X[:0],), (1.0,), ([X],)):
         try:
             model(*(wrong if state.is_main_process else ()))
@@ -162,11 +166,12 @@ def refusals() -> list[str]:
 def test_what_does_not_fit_is_refused_on_every_process() -> None:
     first, last = run_distributed(refusals, 2)
     assert first == last
-    without, many, nothing, branching, shape, dtype, number, empty, other, nested = first
+    without, many, nothing, branching, autocast, shape, dtype, number, empty, other, nested = first
     assert "the first tensor of the example has the micro-batch as dim 0" in without
     assert "2 processes take 2 stages, which 1 points split" in many
     assert "makes 1 stages of it for 2 processes" in nothing
     assert "cannot trace its forward pass as one graph" in branching
+    assert "autocast is on" in autocast
     assert "input 0: [7, 3] float32: the example's is [2, 4] float32" in shape
     assert "input 0: [7, 4] float64" in dtype
     assert "too many positional arguments" in number

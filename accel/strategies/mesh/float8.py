@@ -1,8 +1,8 @@
 """Scales of weights that FSDP2 all-gathers in fp8: computed for all of them at once.
 
 Each rank holds a shard of a weight, and the weight has one scale. torchao computes it when the
-weight is gathered, by an all-reduce a weight; `scale_weights` does so by one for all, after the
-weights have changed.
+weight is gathered, by an all-reduce a weight; here one all-reduce does so for all, as a forward
+pass begins: whoever has changed the weights since, their scales are right.
 
 Source: https://docs.pytorch.org/ao/stable/generated/torchao.float8.precompute_float8_dynamic_scale_for_fsdp.html
 """
@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from accel.enums import FP8BackendType
 from accel.planning.plan import Plan
 from accel.precision.fp8 import import_torchao, linear_config
-from accel.strategies.mesh.reshard_schedule import reshard
 from accel.strategies.mesh.torch_internals import Models
 
 
@@ -28,17 +28,33 @@ def gathers_in_fp8(plan: Plan, offloads: bool) -> bool:
     return bool(linear_config(fp8.recipe, plan.device).enable_fsdp_float8_all_gather)
 
 
-def scale_weights(model: torch.nn.Module) -> None:
-    """Compute the scales of all weights of `model` that are gathered in fp8; collective."""
-    reshard(model)
+def scale_before_forwards(model: torch.nn.Module) -> None:
+    """Let each forward pass of `model` begin with the scales of the weights that it gathers."""
+    model.register_forward_pre_hook(_scale, prepend=True)
+
+
+@_disable_dynamo
+def _scale(model: torch.nn.Module, *_: object) -> None:
     import_torchao().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def scale_after_steps(optimizer: torch.optim.Optimizer, models: Models) -> None:
-    """Let each step of `optimizer` end with the scales of the weights of `models`."""
+def forget_scales(model: torch.nn.Module) -> None:
+    """Let torchao compute the scales of `model`, whose weights have changed, as it gathers them.
+
+    So it does where a part of the model is called by itself.
+    """
+    layer_kind = import_torchao("torchao.float8.float8_linear").Float8Linear
+    for module in model.modules():
+        held = getattr(module.weight, "_local_tensor", None) if type(module) is layer_kind else None
+        if held is not None:
+            held._precomputed_scale = None
+
+
+def forget_after_steps(optimizer: torch.optim.Optimizer, models: Models) -> None:
+    """Let each step of `optimizer` end without the scales of the weights before it."""
 
     def after(*_: object) -> None:
         for model in models:
-            scale_weights(model)
+            forget_scales(model)
 
     optimizer.register_step_post_hook(after)

@@ -15,7 +15,7 @@ from accel.memory_estimate import local
 from accel.optimizer import unwrap_optimizer
 from accel.parallel import ParallelDims
 from accel.strategies.base import StateIO
-from accel.strategies.mesh.float8 import scale_weights
+from accel.strategies.mesh.float8 import forget_scales
 from accel.strategies.mesh.reshard_schedule import reshard
 from accel.strategies.mesh.torch_internals import local_sizes_and_offsets
 
@@ -110,7 +110,7 @@ class MeshState(StateIO):
         shards = {name: shard_weight(value, targets.get(name)) for name, value in state.items()}
         own.load_state_dict(shards, strict=strict)
         if self._gathers_fp8:
-            scale_weights(own)
+            forget_scales(own)
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, names: ParameterNames

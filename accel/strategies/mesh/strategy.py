@@ -25,7 +25,7 @@ from accel.prepared import Objects
 from accel.rng import synchronize_rng_states
 from accel.strategies.base import Strategy
 from accel.strategies.mesh.device_mesh import build_mesh, check_given, destroy_mesh
-from accel.strategies.mesh.float8 import gathers_in_fp8, scale_after_steps
+from accel.strategies.mesh.float8 import forget_after_steps, gathers_in_fp8, scale_before_forwards
 from accel.strategies.mesh.foreach_by_mesh import step_by_mesh
 from accel.strategies.mesh.gradients import MeshGradients, average_gradients, refuse_unaveraged
 from accel.strategies.mesh.parallelize import parallelize, read_settings
@@ -183,6 +183,8 @@ class MeshStrategy(Strategy):
         if ignored:
             self._ignored[model] = ignored
         self._models.add(model)
+        if self._gathers_fp8:
+            scale_before_forwards(model)
         self._remap.record(before, parameters_by_name(model))
         self.gradients.know(model.parameters())
         return model
@@ -208,7 +210,7 @@ class MeshStrategy(Strategy):
         check_first_step(own, self._mesh, self.comm, self._models)
         step_by_mesh(own)
         if self._gathers_fp8:
-            scale_after_steps(own, self._models)
+            forget_after_steps(own, self._models)
         return super().wrap_optimizer(optimizer, place)
 
     def _check_kind(self, optimizer: torch.optim.Optimizer) -> None:

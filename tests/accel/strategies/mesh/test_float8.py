@@ -9,6 +9,7 @@ import torch
 
 from accel import Accelerator
 from accel.errors import ConfigError
+from accel.strategies.mesh.reshard_schedule import reshard
 from accel.utils import (
     AORecipeKwargs,
     FullyShardedDataParallelPlugin,
@@ -73,7 +74,7 @@ def test_compiled_units_compute_the_same(recipe: dict[str, Any]) -> None:
         assert losses == pytest.approx(others, rel=1e-2)
 
 
-def gathered(num_steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def gathered(change: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the scales that the weights are gathered with, and those of the weights."""
     accelerator = Accelerator(
         cpu=True,
@@ -83,14 +84,20 @@ def gathered(num_steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     )
     model = network()
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
-    for batch in batches(accelerator.process_index, num_steps):
+    for batch in batches(accelerator.process_index, 2):
         accelerator.backward(model(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    if num_steps == 0:  # weights that are loaded get their scales, too
+    layers = [model.inside[0], model.inside[2]]
+    if change == "load":
         state = {name: 2 * tensor for name, tensor in network().state_dict().items()}
         accelerator.strategy.state.load_model_state(model, state)
-    layers = [model.inside[0], model.inside[2]]
+        assert all(layer.weight._local_tensor._precomputed_scale is None for layer in layers)
+    elif change == "data":  # of which no counter of versions tells
+        for layer in layers:
+            layer.weight.data.mul_(4)
+    model(batches(0, 1)[0])
+    reshard(model)
     scales = [layer.weight._local_tensor._precomputed_scale.clone() for layer in layers]
     full = accelerator.get_state_dict(model)
     wanted = [
@@ -101,9 +108,9 @@ def gathered(num_steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return scales, wanted
 
 
-@pytest.mark.parametrize("num_steps", [0, 2])
-def test_scales_are_those_of_the_weights_after_a_step_and_a_load(num_steps: int) -> None:
-    for scales, wanted in run_distributed(gathered, 2, num_steps):
+@pytest.mark.parametrize("change", ["step", "load", "data"])
+def test_scales_are_those_of_the_weights(change: str) -> None:
+    for scales, wanted in run_distributed(gathered, 2, change):
         torch.testing.assert_close(scales, wanted, rtol=1e-6, atol=0)
 
 
