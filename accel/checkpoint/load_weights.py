@@ -11,7 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from accel.checkpoint import weight_files
-from accel.checkpoint.dtypes import as_dtype
+from accel.checkpoint.dtypes import as_dtype, name_of
 from accel.checkpoint.weight_files import Shapes
 from accel.device import default_device_type, device_count
 from accel.errors import CheckpointError, ConfigError, Problem, Problems, nearest
@@ -29,6 +29,7 @@ DISK = torch.device("meta")  # of a weight that stays on disk: the model holds i
 _CPU = torch.device("cpu")
 MAX_NAMED = 20  # names listed in a message
 MAX_SUGGESTED = 200  # names that a mistyped one is compared with
+_CODES = (torch.int8, torch.uint8)
 _NO_SUBMODULE = "the model has no such submodule"
 
 
@@ -74,7 +75,8 @@ def load_checkpoint_in_model(
 
     Raises:
         CheckpointError: naming every wrong shape (and with `strict` every missing and unexpected
-            name), a checkpoint without a weight of the model, or the problems of the files.
+            name), a checkpoint without a weight of the model or with integers for floating ones, or
+            the problems of the files.
         ConfigError: for devices and names that do not exist.
         NotBuiltError: for an option that is not built yet.
 
@@ -221,6 +223,7 @@ class _Plan:
 
     def load(self, part: Mapping[str, Any]) -> None:
         """Load some of the weights."""
+        self._check_codes(part)
         part = self._offload(part)
         fresh = {
             # A copy: what was read may be a view of the file.
@@ -233,6 +236,21 @@ class _Plan:
             self.model.load_state_dict(self._versioned(fresh), strict=False, assign=True)
         if rest:
             self.model.load_state_dict(self._versioned(rest), strict=False)
+
+    def _check_codes(self, part: Mapping[str, Any]) -> None:
+        """Refuse integers for floating weights: they are codes of quantized ones."""
+        codes = [
+            f"{name} ({name_of(value.dtype)})"
+            for name, value in part.items()
+            if isinstance(value, torch.Tensor)
+            and value.dtype in _CODES
+            and name in self.state
+            and self.state[name].is_floating_point()
+        ]
+        if codes:
+            rule = "they are codes of quantized weights, and the model has floating ones"
+            remedy = "Load them with load_and_quantize_model, or save the model before quantizing."
+            raise CheckpointError(Problem(f"weights {listed(codes)}", rule, remedy))
 
     def _versioned(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return weights as of this version of their modules: none fills in what is on disk."""

@@ -238,6 +238,15 @@ def test_the_models_own_dtype_holds_otherwise(tmp_path: Path) -> None:
     assert torch.equal(fresh[0].weight, model[0].weight.half())
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_codes_of_quantized_weights_are_no_weights(tmp_path: Path, device: str) -> None:
+    state = net().state_dict()
+    state["0.weight"] = torch.ones(4, 3, dtype=torch.int8)
+    export_model(state, tmp_path)
+    message = fails(load_checkpoint_in_model, net().to(device), tmp_path)
+    assert "0.weight (int8): they are codes of quantized weights" in message
+
+
 def test_what_was_read_is_no_view_of_the_file(tmp_path: Path) -> None:
     model, fresh = saved(tmp_path), net().to("meta")
     load_checkpoint_in_model(fresh, tmp_path)
