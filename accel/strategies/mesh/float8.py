@@ -12,12 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 
 from accel.enums import FP8BackendType
 from accel.planning.plan import Plan
 from accel.precision.fp8 import import_torchao, linear_config
-from accel.strategies.mesh.torch_internals import Models
+from accel.strategies.mesh.torch_internals import Models, forget_scale, outside_graphs
 
 
 def gathers_in_fp8(plan: Plan, offloads: bool) -> bool:
@@ -33,7 +32,7 @@ def scale_before_forwards(model: torch.nn.Module) -> None:
     model.register_forward_pre_hook(_scale, prepend=True)
 
 
-@_disable_dynamo
+@outside_graphs
 def _scale(model: torch.nn.Module, *_: object) -> None:
     import_torchao().precompute_float8_dynamic_scale_for_fsdp(model)
 
@@ -45,9 +44,8 @@ def forget_scales(model: torch.nn.Module) -> None:
     """
     layer_kind = import_torchao("torchao.float8.float8_linear").Float8Linear
     for module in model.modules():
-        held = getattr(module.weight, "_local_tensor", None) if type(module) is layer_kind else None
-        if held is not None:
-            held._precomputed_scale = None
+        if isinstance(module, layer_kind):
+            forget_scale(module.weight)
 
 
 def forget_after_steps(optimizer: torch.optim.Optimizer, models: Models) -> None:

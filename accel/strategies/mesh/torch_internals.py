@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -25,7 +26,19 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp.wrap import _Policy
 
 T = TypeVar("T")
+Hook = TypeVar("Hook", bound=Callable[..., None])
 Models = Iterable[torch.nn.Module]
+
+
+def outside_graphs(function: Hook) -> Hook:
+    """Decorate a hook that is no part of compiled graphs."""
+    return cast(Hook, _disable_dynamo(function))
+
+
+def forget_scale(weight: object) -> None:
+    """Let torchao compute the scale of a sharded weight as it gathers it; others stay."""
+    if isinstance(weight, DTensor) and hasattr(weight._local_tensor, "_precomputed_scale"):
+        weight._local_tensor._precomputed_scale = None
 
 
 # -- FSDP2's parameter groups --------------------------------------------------------------
