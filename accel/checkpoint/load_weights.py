@@ -67,7 +67,7 @@ def load_checkpoint_in_model(
         offload_state_dict: whether files of `torch.save` are mapped into memory (safetensors are).
         offload_buffers: whether buffers are offloaded with the weights; else they go to the CPU.
         keep_in_fp32_modules: submodules, by full name or one part of it, that stay in fp32.
-        offload_8bit_bnb: whether 8-bit modules are offloaded; not built yet.
+        offload_8bit_bnb: whether 8-bit modules are offloaded; refused.
         strict: whether missing and unexpected names are an error, else one warning unless no name
             fits.
         full_state_dict: whether weights are full tensors; sharded ones are not built yet.
@@ -77,7 +77,7 @@ def load_checkpoint_in_model(
         CheckpointError: naming every wrong shape (and with `strict` every missing and unexpected
             name), a checkpoint without a weight of the model or with integers for floating ones, or
             the problems of the files.
-        ConfigError: for devices and names that do not exist.
+        ConfigError: for devices and names that do not exist, and for `offload_8bit_bnb`.
         NotBuiltError: for an option that is not built yet.
 
     Example:
@@ -111,7 +111,10 @@ def _refuse(device_map: Any, folder: object, eight_bit: bool, full: bool) -> Non
         remedy = "please pass along an `offload_folder`."
         problems.add("offload_folder=None", rule, remedy)
     if eight_bit:
-        problems.add_not_built("offload_8bit_bnb=True", "Leave it out.")
+        rule = "8-bit layers stay on their device: their scales have no place in the offload folder"
+        remedy = "Leave it out, and offload other modules, or quantize to 4 bits: those that "
+        remedy += "load_and_quantize_model offloads are kept in torch_dtype."
+        problems.add("offload_8bit_bnb=True", rule, remedy)
     if not full:
         remedy = "Save full, not sharded, weights with `save_model`."
         problems.add_not_built("full_state_dict=False", remedy)
@@ -147,11 +150,14 @@ class _Plan:
         keep_in_fp32: Sequence[str],
         offload_buffers: bool,
     ) -> None:
+        from accel.large.quantized_state import QuantizedParts
+
         self.model = model
         self.disk: DiskWeights | None = None
         self._stay = set() if offload_buffers else {name for name, _ in model.named_buffers()}
         self.state: dict[str, Any] = model.state_dict(keep_vars=True)
         self.ties = list(ties(model))
+        self.quantized = QuantizedParts(model)
         problems = Problems()
         self._dtype = _known(dtype, problems)
         self._devices = {
@@ -213,7 +219,7 @@ class _Plan:
         from accel.large.tensors import set_module_tensor_to_device
 
         for name in names:
-            present = self.state.get(name)
+            present = None if name in self.quantized.awaited else self.state.get(name)
             if isinstance(present, torch.Tensor) and not present.is_meta and not is_lazy(present):
                 device, dtype = self._place(name)
                 if device == DISK:
@@ -223,6 +229,7 @@ class _Plan:
 
     def load(self, part: Mapping[str, Any]) -> None:
         """Load some of the weights."""
+        part = self.quantized.load(part)
         self._check_codes(part)
         part = self._offload(part)
         fresh = {
@@ -282,6 +289,7 @@ class _Plan:
         """Restore the weights that were tied on the meta device to one tensor."""
         from accel.large.tensors import held_in
 
+        self.quantized.finish()
         on_disk = set(self.on_disk())
         for group in self.ties:
             places = [held_in(self.model, name) for name in group if name not in on_disk]
@@ -346,7 +354,10 @@ def _compare(checkpoint: str, plan: _Plan, shapes: Shapes, strict: bool) -> None
     wrong = [
         f"{name} is {list(shape)}, in the model {list(state[name].shape)}"
         for name, shape in shapes.items()
-        if shape is not None and _has_shape(state.get(name)) and state[name].shape != shape
+        if shape is not None
+        and _has_shape(state.get(name))
+        and state[name].shape != shape
+        and name not in plan.quantized.packed
     ]
     differences = [
         f"{what}: {listed(found)}"

@@ -21,10 +21,10 @@ from accel.memory import clear_device_cache
 from accel.ops import send_to_device
 from accel.tree import recursively_apply
 
-# Layers whose weights are large, and whose computation survives weights stored in few bits.
+# Layers whose weights are large, and whose computation survives weights stored in few bits. An
+# embedding has no computation that would even out what storing loses of its rows.
 _CASTABLE = (
     nn.Linear,
-    nn.Embedding,
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
@@ -162,7 +162,9 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Store the weights of linear, convolution and embedding layers in few bits, for inference.
+    """Store the weights of linear and convolution layers in few bits, for inference.
+
+    Embeddings, norms and all others stay, and so does what is tied to one of them.
 
     Args:
         module: the model.
@@ -182,7 +184,13 @@ def attach_layerwise_casting_hooks(
         by_name = any(re.search(pattern, name) for pattern in patterns)
         return by_name or isinstance(one, skip_modules_classes or ())
 
-    for layer in _castable("", module, stays):
+    layers = _castable("", module, stays)
+    cast = {id(layer) for layer in layers}
+    others = (one for one in module.modules() if id(one) not in cast)
+    used = {id(weight) for one in others for weight in one.parameters(recurse=False)}
+    for layer in layers:
+        if not used.isdisjoint(map(id, layer.parameters())):
+            continue  # tied to what is not cast, such as an embedding
         hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
         add_hook_to_module(layer, hook, append=True)
 

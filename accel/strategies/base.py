@@ -189,7 +189,10 @@ class StateIO:
         self, model: torch.nn.Module, state: dict[str, torch.Tensor], strict: bool = True
     ) -> None:
         """Load what `model_state` returned, from any strategy and world size, or shards of it."""
-        self.unwrap(model).load_state_dict(state, strict=strict)
+        from accel.large.quantized_state import load_quantized
+
+        own = self.unwrap(model)
+        own.load_state_dict(load_quantized(own, state), strict=strict)
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, names: ParameterNames

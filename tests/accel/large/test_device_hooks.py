@@ -97,9 +97,17 @@ def test_layers_that_stand_it_are_cast() -> None:
     cast = {name for name, dtype in dtypes(model).items() if dtype == torch.float16}
     assert cast == {f"{n}.linear.{part}" for n in "01" for part in ("weight", "bias")}
     assert torch.allclose(model(inputs()), net()(inputs()), atol=1e-2)
-    embedding = nn.Embedding(3, 2)
-    attach_layerwise_casting_hooks(embedding, torch.float16, torch.bfloat16)
-    assert embedding(torch.tensor([1])).dtype == torch.bfloat16
+
+
+def test_embeddings_and_what_is_tied_to_them_are_not_cast() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2), nn.Linear(2, 3))
+    model[2].weight = model[0].weight
+    tokens = torch.tensor([1])
+    attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32)
+    expected = [torch.float32, torch.float8_e4m3fn, torch.float32]
+    assert [layer.weight.dtype for layer in model] == expected
+    assert torch.equal(model[0](tokens), model[0].weight[tokens])
+    assert model(tokens).dtype == torch.float32
 
 
 @pytest.mark.parametrize("pattern", [r"^0\.", (r"^0\.", "none")])

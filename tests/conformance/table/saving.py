@@ -24,7 +24,7 @@ FIELDS = API + "the_fields_of_a_project"
 NEXT = API + "the_number_of_the_next_one"
 NODES = PROCESSES + "each_node_has_a_state_of_its_own"
 DISK = WEIGHTS + "buffers_are_offloaded_on_request"
-UNBUILT = WEIGHTS + "other_options_are_refused_until_they_are_built"
+REFUSED = WEIGHTS + "other_options_are_refused"
 
 ENTRIES = [
     Entry(
@@ -114,9 +114,9 @@ ENTRIES = [
             "offload_state_dict": P(False, WEIGHTS + "legacy_files_may_be_mapped"),
             "offload_buffers": P(False, DISK),
             "keep_in_fp32_modules": P(None, WEIGHTS + "some_modules_stay_in_fp32"),
-            "offload_8bit_bnb": P(False, UNBUILT),
+            "offload_8bit_bnb": P(False, REFUSED),
             "strict": P(False, WEIGHTS + "names_must_match_if_strict"),
-            "full_state_dict": P(True, UNBUILT),
+            "full_state_dict": P(True, REFUSED),
             "broadcast_from_rank0": P(False, PROCESSES + "rank_0_reads_weights_for_all[2]"),
         },
     ),
