@@ -189,6 +189,8 @@ class AlignDevicesHook(ModelHook):
     @_outside_graphs
     def _unload(self, module: nn.Module) -> None:
         names = self.offloaded(module)
+        if self.read_ahead is not None:
+            self.read_ahead[0].release()
         self._forget_copies(module, names)
         self._to_meta(module, names)
 

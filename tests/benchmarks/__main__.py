@@ -1,8 +1,9 @@
-"""Run every benchmark: ``python -m tests.benchmarks``."""
+"""Run every benchmark: ``python -m tests.benchmarks``; models larger than memory in small."""
 
 from __future__ import annotations
 
-from tests.benchmarks import bench_import, bench_step
+from tests.benchmarks import bench_import, bench_large, bench_step
 
 bench_step.main()
 bench_import.main()
+bench_large.main(["--blocks", "12", "--turns", "5", "--warm"])

@@ -1,17 +1,20 @@
 """Models larger than memory: a forward pass under a limit, and loading a sharded checkpoint.
 
-Every figure comes from a process of its own, which prints what it measured; contestants take turns;
-each run begins with the files out of the disk's cache (``--warm``: in it).
+Contestants take turns in one process, so that what else the machine does hits all alike; of the
+ratios of each turn the median counts. Each run begins with the files out of the disk's cache (with
+``--warm`` in it).
 
 *Forward*: blocks of one linear layer, three times as large as the address space that the process
 may still take once the libraries are imported. *Hand* maps each block's weights in turn and
-computes; *read* maps the same bytes and reads them. *Load*: shards into a model in memory; *read*
-reads the files into memory that is there. With the extra `compare`, Accelerate runs beside.
+computes; *read* maps the same bytes and reads them. Building the model and finding its weights is
+timed apart (*setup*). *Load*: shards into a model in memory; *read* reads the files into the same
+memory. With the extra `compare`, Accelerate runs beside, without the limit where it fails under it.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import mmap
 import os
@@ -21,6 +24,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +43,20 @@ BUDGET = 1.3  # of reading the bytes, for a forward pass
 LOAD_BUDGET = 1.1  # likewise, for loading
 MEMORY_BUDGET = 1.1  # of one shard, beside the model
 BASE = "read"  # the contestant that all are compared with
-Run = Callable[[str], dict[str, float] | str]
+LIBRARIES = ("accel", "accelerate")
 SHARE = 3  # how many times the model is larger than what the process may take
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a run found: its output, and the seconds before what is measured."""
+
+    value: float = 0.0
+    setup: float = 0.0
+
+
+Run = Callable[[], Timed]
+Found = dict[str, list[dict[str, float]]]  # measurements of each turn, by contestant
 
 
 class Blocks(torch.nn.Module):
@@ -115,40 +131,44 @@ def mapped_blocks(folder: Path, num_blocks: int) -> Iterator[torch.Tensor]:
         yield flat.reshape(WIDTH, WIDTH)
 
 
-def forward_read(folder: Path, num_blocks: int) -> float:
+def forward_read(folder: Path, num_blocks: int) -> Timed:
     """Read the bytes of every block, mapped."""
-    return float(sum(w.max() for w in mapped_blocks(folder, num_blocks)))
+    value = float(sum(w.max() for w in mapped_blocks(folder, num_blocks)))
+    return Timed(value=value)
 
 
-def forward_hand(folder: Path, num_blocks: int) -> float:
+def forward_hand(folder: Path, num_blocks: int) -> Timed:
     """Compute block by block."""
     rows = inputs()
     for weight in mapped_blocks(folder, num_blocks):
         rows = torch.tanh(torch.nn.functional.linear(rows, weight))
-    return float(rows.double().abs().sum())
+    return Timed(value=float(rows.double().abs().sum()))
 
 
-def forward_on(library: Any, folder: Path, num_blocks: int, offload: Path) -> float:
+def forward_on(library: Any, folder: Path, num_blocks: int) -> Timed:
     """Dispatch a model to the disk, by `accel` or by the other package, and call it.
 
-    Its first block stays in memory: the other package fails where nothing does.
+    With the other package the first block stays in memory: it fails where nothing does.
     """
-    with library.init_empty_weights():
-        model = Blocks(num_blocks)
-    device_map = {f"blocks.{number}": "disk" if number else "cpu" for number in range(num_blocks)}
-    model = library.load_checkpoint_and_dispatch(
-        model, str(folder), device_map=device_map, offload_folder=str(offload), force_hooks=True
-    )
-    with torch.no_grad():  # a graph would keep the weights
-        rows = model(inputs())
-    return float(rows.double().abs().sum())
-
-
-def load_read(folder: Path, num_blocks: int) -> float:
-    """Read the files into memory that is there, of the model's size; return the seconds."""
-    model = made(num_blocks)
-    parameters = iter(model.parameters())
     before = time.perf_counter()
+    with tempfile.TemporaryDirectory() as offload:
+        with library.init_empty_weights():
+            model = Blocks(num_blocks)
+        device_map = {f"blocks.{number}": "disk" for number in range(num_blocks)}
+        if library.__name__ != "accel":
+            device_map["blocks.0"] = "cpu"
+        model = library.load_checkpoint_and_dispatch(
+            model, str(folder), device_map=device_map, offload_folder=offload, force_hooks=True
+        )
+        setup = time.perf_counter() - before
+        with torch.no_grad():  # a graph would keep the weights
+            rows = model(inputs())
+        return Timed(value=float(rows.double().abs().sum()), setup=setup)
+
+
+def load_read(folder: Path, model: Blocks) -> Timed:
+    """Read the files into the memory of a model."""
+    parameters = iter(model.parameters())
     for path in sorted(folder.glob("*.safetensors")):
         with open(path, "rb", buffering=0) as file:
             size = int.from_bytes(file.read(8), "little")
@@ -157,17 +177,13 @@ def load_read(folder: Path, num_blocks: int) -> float:
                 view = memoryview(next(parameters).detach().numpy().reshape(-1).view("uint8"))
                 while view:
                     view = view[file.readinto(view) :]
-    return time.perf_counter() - before
+    return Timed()
 
 
-def load_on(library: Any, folder: Path, num_blocks: int) -> float:
-    """Load the checkpoint into a model that has its memory; return the seconds."""
-    model = made(num_blocks)
-    before = time.perf_counter()
+def load_on(library: Any, folder: Path, model: Blocks) -> Timed:
+    """Load the checkpoint into a model that has its memory."""
     library.load_checkpoint_in_model(model, str(folder))
-    spent = time.perf_counter() - before
-    check(model, folder)
-    return spent
+    return Timed()
 
 
 def made(num_blocks: int) -> Blocks:
@@ -175,10 +191,15 @@ def made(num_blocks: int) -> Blocks:
     with torch.device("meta"):
         model = Blocks(num_blocks)
     model.to_empty(device="cpu")
+    clear(model)
+    return model
+
+
+def clear(model: Blocks) -> None:
+    """Set all weights of a model to 0."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    return model
 
 
 def check(model: Blocks, folder: Path) -> None:
@@ -189,41 +210,59 @@ def check(model: Blocks, folder: Path) -> None:
         raise RuntimeError(f"{name} was not loaded.")
 
 
-def warm_up(library: Any) -> None:
-    """Start threads, and import what loading imports, which is no part of the measurement."""
-    torch.tanh(torch.nn.functional.linear(inputs(), torch.zeros(WIDTH, WIDTH)))
-    made(1)
-    if library is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            layer = torch.nn.Linear(2, 2)
-            save_file(layer.state_dict(), Path(folder) / "model.safetensors")
-            library.load_checkpoint_in_model(layer, folder)
-
-
 def child(arguments: argparse.Namespace) -> None:
-    """Print what one contestant of one measurement needed, as JSON."""
+    """Print what the contestants of one measurement needed in each turn, as JSON."""
     torch.set_num_threads(arguments.threads)
-    folder, blocks = Path(arguments.folder), arguments.blocks
-    kind, name = arguments.child.split("-")
-    library = __import__(name) if name in ("accel", "accelerate") else None
-    warm_up(library)
+    kind, _, name = arguments.child.partition("-")
+    library = importlib.import_module(name)
+    runs = {"forward": forward_runs, "load": load_runs}[kind](arguments, library)
+    files = list(Path(arguments.folder).iterdir())
+    found: dict[str, list[dict[str, float]]] = {each: [] for each in runs}
+    for turn in range(arguments.turns + 1):
+        names = list(runs) if turn % 2 else list(runs)[::-1]
+        for each in names:
+            if not arguments.warm:
+                drop_from_cache(files)
+            one = measured(runs[each])
+            found[each] += [one] if turn else []  # the first warms up
+    print(json.dumps(found))
+
+
+def forward_runs(arguments: argparse.Namespace, library: Any) -> dict[str, Run]:
+    """Return the contestants of the forward pass, under the limit from here on."""
+    place = (Path(arguments.folder), arguments.blocks)
+    with tempfile.TemporaryDirectory() as folder:  # imports, and the threads of torch
+        write(Path(folder), 2, 1)
+        forward_on(library, Path(folder), 2)
+    if not arguments.unlimited:
+        limit(arguments.blocks * BLOCK_BYTES // SHARE)
+    return {
+        BASE: lambda: forward_read(*place),
+        "hand": lambda: forward_hand(*place),
+        library.__name__: lambda: forward_on(library, *place),
+    }
+
+
+def load_runs(arguments: argparse.Namespace, library: Any) -> dict[str, Run]:
+    """Return the contestants of loading, which share one model."""
+    folder, model = Path(arguments.folder), made(arguments.blocks)
+    load_on(library, folder, model)
+    check(model, folder)
+    return {
+        BASE: lambda: load_read(folder, model),
+        library.__name__: lambda: load_on(library, folder, model),
+    }
+
+
+def measured(run: Run) -> dict[str, float]:
+    """Return what one run needed: seconds but for its setup, and bytes at the peak."""
     baseline = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak of the resident memory so far
-    if kind == "forward":
-        limit(blocks * BLOCK_BYTES // SHARE)
-        before = time.perf_counter()
-        if library is not None:
-            with tempfile.TemporaryDirectory() as offload:
-                value = forward_on(library, folder, blocks, Path(offload))
-        else:
-            run = {"read": forward_read, "hand": forward_hand}[name]
-            value = run(folder, blocks)
-        seconds = time.perf_counter() - before
-    else:
-        value = 0.0
-        seconds = load_read(folder, blocks) if library is None else load_on(library, folder, blocks)
+    before = time.perf_counter()
+    timed = run()
+    seconds = time.perf_counter() - before - timed.setup
     peak = status("VmHWM") - baseline
-    print(json.dumps({"seconds": seconds, "peak": peak, "value": value}))
+    return {"seconds": seconds, "setup": timed.setup, "peak": peak, "value": timed.value}
 
 
 # -- the measurements ----------------------------------------------------------------------
@@ -237,97 +276,93 @@ def drop_from_cache(paths: Iterable[Path]) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measured(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float] | str:
+def in_child(name: str, arguments: argparse.Namespace, *flags: str) -> Found | str:
     """Return what one process measured, or the last line of its error."""
-    if not arguments.warm:
-        drop_from_cache(folder.iterdir())
     options = ("--blocks", str(arguments.blocks), "--threads", str(arguments.threads))
+    options += ("--turns", str(arguments.turns), "--folder", arguments.folder, *flags)
+    options += ("--warm",) if arguments.warm else ()
     answer = subprocess.run(
-        python("-m", __spec__.name, "--child", name, "--folder", str(folder), *options),
+        python("-m", "tests.benchmarks.bench_large", "--child", name, *options),
         capture_output=True,
         text=True,
         # A thread's arena reserves address space, of which next to nothing becomes memory.
         env={**os.environ, "MALLOC_ARENA_MAX": "1"},
-        timeout=600,
+        timeout=900,
         check=False,
     )
     if answer.returncode:
         return (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
-    found: dict[str, float] = json.loads(answer.stdout.splitlines()[-1])
+    found: Found = json.loads(answer.stdout.splitlines()[-1])
     return found
 
 
-def compare(title: str, names: list[str], run: Run, turns: int) -> dict[str, dict[str, float]]:
-    """Measure contestants in turn, print a table and return the medians, with the ratio to BASE."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    errors: dict[str, str] = {}
-    for _ in range(turns):
-        for name in names:
-            answer = run(name)
-            if isinstance(answer, str):
-                errors[name] = answer
-            else:
-                found[name].append(answer)
+def show(title: str, kind: str, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Measure each library, print a table and return medians, with the ratio to BASE."""
     table = Table(title=title)
-    for heading in ("contestant", "seconds", f"over {BASE}", "peak MiB", "value"):
+    for heading in ("contestant", "seconds", f"over {BASE}", "setup", "peak MiB", "value"):
         table.add_column(heading, justify="left" if heading == "contestant" else "right")
     result: dict[str, dict[str, float]] = {}
-    for name in names:
-        if name in errors:
-            table.add_row(name, errors[name][:60], "", "", "")
-            continue
-        pairs = zip(found[name], found[BASE], strict=True)
-        one = {key: statistics.median(each[key] for each in found[name]) for key in found[name][0]}
-        one["ratio"] = statistics.median(
-            each["seconds"] / other["seconds"] for each, other in pairs
-        )
-        result[name] = one
-        peak = f"{one['peak'] / 2**20:.0f}"
-        table.add_row(
-            name, f"{one['seconds']:.2f}", f"{one['ratio']:.2f}", peak, f"{one['value']:.9g}"
-        )
+    for library in filter(is_available, LIBRARIES):
+        found = in_child(f"{kind}-{library}", arguments)
+        suffix = ""
+        if isinstance(found, str) and kind == "forward" and library != "accel":
+            table.add_row(library, f"fails: {found[:40]}", *[""] * 4)
+            found, suffix = in_child(f"{kind}-{library}", arguments, "--unlimited"), ", no limit"
+        if isinstance(found, str):
+            raise RuntimeError(f"{kind}-{library}: {found}")
+        for name, turns in found.items():
+            if name in result:  # read and hand, measured beside the first library
+                continue
+            one = medians(turns, found[BASE])
+            result[name] = one
+            table.add_row(
+                f"{name}{suffix if name == library else ''}",
+                f"{one['seconds']:.3f}",
+                f"{one['ratio']:.2f}",
+                f"{one['setup']:.3f}",
+                f"{one['peak'] / 2**20:.0f}",
+                f"{one['value']:.9g}",
+            )
     Console().print(table)
     return result
 
 
-def main() -> None:
+def medians(turns: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, float]:
+    """Return the medians of a contestant's turns, and of its ratios to BASE in the same turn."""
+    ratios = [a["seconds"] / b["seconds"] for a, b in zip(turns, base, strict=True)]
+    one = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
+    return {**one, "ratio": statistics.median(ratios), "peak": max(t["peak"] for t in turns)}
+
+
+def main(given: list[str] | None = None) -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=32, help=f"of {BLOCK_BYTES >> 20} MiB each")
     parser.add_argument("--per-shard", type=int, default=4, help="blocks")
-    parser.add_argument("--turns", type=int, default=3, help="of each contestant")
+    parser.add_argument("--turns", type=int, default=7, help="of each contestant")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--warm", action="store_true", help="leave the files in the disk's cache")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    parser.add_argument("--unlimited", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(given)
     if arguments.child:
         child(arguments)
         return
-    libraries = ["accel", *(["accelerate"] if is_available("accelerate") else [])]
     size, shard = arguments.blocks * BLOCK_BYTES, arguments.per_shard * BLOCK_BYTES
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        write(folder, arguments.blocks, arguments.per_shard)
-        forward = compare(
-            f"Forward pass of {size >> 20} MiB in {size // SHARE >> 20} MiB",
-            [BASE, "hand", *libraries],
-            lambda name: measured(f"forward-{name}", folder, arguments),
-            arguments.turns,
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.folder = folder
+        write(Path(folder), arguments.blocks, arguments.per_shard)
+        forward = show(
+            f"Forward pass of {size >> 20} MiB in {size // SHARE >> 20} MiB", "forward", arguments
         )
-        load = compare(
-            f"Loading {size >> 20} MiB in shards of {shard >> 20} MiB",
-            [BASE, *libraries],
-            lambda name: measured(f"load-{name}", folder, arguments),
-            arguments.turns,
-        )
-    ratio, loading = forward["accel"]["ratio"], load["accel"]["ratio"]
-    beside = (load["accel"]["peak"] - size) / shard
+        load = show(f"Loading {size >> 20} MiB in shards of {shard >> 20} MiB", "load", arguments)
     equal = forward["accel"]["value"] == forward["hand"]["value"]
     Console().print(
-        f"Forward: {ratio:.2f} times reading (budget {BUDGET}), output as by hand: {equal}. "
-        f"Loading: {loading:.2f} times reading (budget {LOAD_BUDGET}), {beside:.2f} shards beside "
-        f"the model (budget {MEMORY_BUDGET})."
+        f"Forward: {forward['accel']['ratio']:.2f} times reading (budget {BUDGET}), output as by "
+        f"hand: {equal}. Loading: {load['accel']['ratio']:.2f} times reading (budget "
+        f"{LOAD_BUDGET}), {load['accel']['peak'] / shard:.2f} shards beside the model (budget "
+        f"{MEMORY_BUDGET})."
     )
 
 

@@ -16,12 +16,17 @@ from accel.large.read_ahead import Block, ReadAhead
 class Slow(Mapping[str, torch.Tensor]):
     """Weights that tell which thread reads them."""
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Slow:
+        return Slow(self.value)
+
     def __init__(self, value: float) -> None:
         self.value = value
         self.threads: list[str] = []
+        self.begun = threading.Event()
 
     def __getitem__(self, key: str) -> torch.Tensor:
         self.threads.append(threading.current_thread().name)
+        self.begun.set()
         if self.value < 0:
             raise KeyError(key)
         return torch.full((3,), self.value)
@@ -34,31 +39,98 @@ class Slow(Mapping[str, torch.Tensor]):
 
 
 @pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> tuple[ReadAhead, list[Slow]]:
+def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ReadAhead, list[Slow]]]:
     monkeypatch.setattr(read_ahead, "MIN_BYTES", 8)
     weights = [Slow(float(n)) for n in range(3)]
     ahead = ReadAhead()
     for one in weights:
         ahead.register(Block(("w",), one, "cpu", 12))
-    return ahead, weights
+    yield ahead, weights
+    end(ahead)
+
+
+def end(ahead: ReadAhead) -> None:
+    """End the thread, wherever the forward pass stopped."""
+    ahead._next.clear()
+    ahead._ahead = ahead._last = None
+    ahead.take(2)
+    ahead.release()
+
+
+def taken(ahead: ReadAhead, number: int, weights: list[Slow]) -> float | None:
+    """Return what was read of a block once the thread began, None if nothing was."""
+    for one in weights:
+        one.begun.clear()
+    found = ahead.take(number)
+    following = ahead._ahead
+    if following is not None:
+        assert weights[following[0]].begun.wait(10)
+    ahead.release()
+    return found["w"].tolist()[0] if found else None
+
+
+def running() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name.startswith("accel-read-ahead")]
 
 
 def test_the_next_block_is_read(blocks: tuple[ReadAhead, list[Slow]]) -> None:
     ahead, weights = blocks
+    assert [taken(ahead, number, weights) for number in range(3)] == [None, 1.0, 2.0]
+    assert [len(one.threads) for one in weights] == [0, 1, 1]
+    assert all(name.startswith("accel-read-ahead") for one in weights for name in one.threads)
     assert ahead.take(0) == {}
-    assert ahead.take(1)["w"].tolist() == [1.0] * 3
-    assert ahead.take(2)["w"].tolist() == [2.0] * 3
-    assert [one.threads for one in weights] == [[], ["accel-read-ahead"], ["accel-read-ahead"]]
-    assert ahead.take(0) == {}
+
+
+def test_the_thread_ends_with_the_last_block(blocks: tuple[ReadAhead, list[Slow]]) -> None:
+    ahead, weights = blocks
+    for number in range(3):
+        assert len(running()) == (number > 0)
+        taken(ahead, number, weights)
+    assert running() == []
 
 
 def test_the_order_is_learned(blocks: tuple[ReadAhead, list[Slow]]) -> None:
-    ahead, _ = blocks
+    ahead, weights = blocks
     for number in (0, 2, 1):
-        ahead.take(number)
-    assert ahead.take(0) == {}
-    assert ahead.take(2)["w"].tolist() == [2.0] * 3
-    assert ahead.take(1)["w"].tolist() == [1.0] * 3
+        taken(ahead, number, weights)
+    assert [taken(ahead, number, weights) for number in (0, 2, 1)] == [None, 2.0, 1.0]
+
+
+def test_a_block_that_the_thread_has_not_begun_is_not_waited_for(
+    blocks: tuple[ReadAhead, list[Slow]],
+) -> None:
+    ahead, weights = blocks
+    held = threading.Event()
+    ahead._executor = read_ahead.ThreadPoolExecutor(1, "accel-read-ahead")
+    ahead._executor.submit(held.wait)  # as if the thread was not scheduled
+    assert ahead.take(0) == ahead.take(1) == {}
+    held.set()
+    assert weights[2].begun.wait(10)
+    assert weights[1].threads == []
+
+
+def test_a_block_that_is_done_is_read_no_further(
+    blocks: tuple[ReadAhead, list[Slow]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = read_ahead._Reading(blocks[0]._blocks[1])
+    monkeypatch.setattr(read_ahead, "_STRETCH", 4)
+    looks: list[bool] = []
+
+    class Unwanted(read_ahead._Reading):
+        @property
+        def _unwanted(self) -> bool:
+            looks.append(True)
+            return len(looks) > 2
+
+        @_unwanted.setter
+        def _unwanted(self, value: bool) -> None:
+            looks.clear()
+
+    Unwanted(reading.block).run()
+    assert len(looks) == 3
+    reading.stop()
+    reading.run()
+    assert len(blocks[1][1].threads) == 1
 
 
 def test_small_blocks_are_not_worth_a_thread() -> None:
@@ -74,15 +146,18 @@ def test_a_failure_is_raised_where_the_weights_are_wanted(
 ) -> None:
     ahead, weights = blocks
     weights[1].value = -1.0
-    ahead.take(0)
+    taken(ahead, 0, weights)
     with pytest.raises(KeyError):
         ahead.take(1)
+    assert running() == []
 
 
 def test_a_copy_reads_for_itself(blocks: tuple[ReadAhead, list[Slow]]) -> None:
-    ahead, _ = blocks
-    ahead.take(0)
+    ahead, weights = blocks
+    taken(ahead, 0, weights)
     other = copy.deepcopy(ahead)
-    assert ahead.take(1).keys() == {"w"}
-    assert other.take(1) == {}
-    assert other.take(2).keys() == {"w"}
+    copied = [one.weights for one in other._blocks]
+    assert taken(ahead, 1, weights) == 1.0
+    assert taken(other, 1, copied) is None  # type: ignore[arg-type] # they are
+    assert taken(other, 2, copied) == 2.0  # type: ignore[arg-type]
+    end(other)
