@@ -13,16 +13,19 @@ from torch import fx, nn
 from accel.comm.flat import exchange_flat
 from accel.errors import ConfigError, Problem, Problems
 from accel.large import split_points as points
+from accel.large.batch_outputs import Batched, BatchOutputs
 from accel.large.device_memory import as_classes
 from accel.large.pipeline_stages import (
     FlatModel,
     Layout,
     Structure,
     as_stage,
+    buffers_restored,
     calls_recorded,
     forwards_restored,
     keep_only,
     move,
+    take_buffers,
 )
 from accel.state import PartialState
 
@@ -65,7 +68,7 @@ def prepare_pippy(
 
     Returns:
         The model. Outputs of it that have no micro-batch as dim 0 come stacked: [micro-batches,
-        ...].
+        ...]; what only happens to be as long as the micro-batch is told by tracing a larger one.
 
     Raises:
         ConfigError: under autocast; for examples without a tensor, split points that make another
@@ -158,8 +161,15 @@ class _Pipeline:
         self.example = flat.inputs
         self.micro_batch = len(self.example.tensors[0])
         try:
-            self.output, calls = _dry_run(flat)
-            pipe = _split(flat, calls, split_points, no_split, state.num_processes)
+            with buffers_restored(model):
+                self.output, calls = _dry_run(flat, self.example.tensors)
+                self.batches = BatchOutputs(
+                    lambda inputs: _dry_run(flat, inputs)[0].tensors,
+                    self.example.tensors,
+                    self.output.tensors,
+                    self.micro_batch,
+                )
+                pipe = _split(flat, calls, split_points, no_split, state.num_processes)
         except ConfigError:
             raise
         except Exception as error:
@@ -176,6 +186,7 @@ class _Pipeline:
         layout = Layout(pipe)
         rank, device = self.state.process_index, self.state.device
         stage = as_stage(layout.parts[rank], layout.takes[rank], layout.gives[rank])
+        take_buffers(stage, model, "model.")
         move(stage, device)
         keep_only(model, stage, "model.")
         given, made = (tuple(layout.carried[at]) for at in (rank, rank + 1))
@@ -186,14 +197,15 @@ class _Pipeline:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _check_autocast(self.state.device.type)
         given = None
-        found: int | list[Problem] = 0
+        found: tuple[int, tuple[int, ...]] | list[Problem] = []
         if self.state.is_main_process:
             try:
                 given = Structure.of(self._canonical(args, kwargs))
-                found = self._problems(given) or _num_rows(given)
+                found = self._problems(given) or self._batches(given)
             except ConfigError as error:
                 found = list(error.problems)
-        num_rows = self._agreed(found)
+        num_rows, batches = self._agreed(found)
+        batched = self.batches.batched(batches)
         total = -(-num_rows // self.micro_batch)
         inputs = [] if given is None else self._stacked(given.tensors, num_rows, total)
         rounds = []
@@ -204,9 +216,9 @@ class _Pipeline:
                 found = self._schedule(count).step(*chunks)
             self.stage.clear_runtime_states()
             rounds.append(found)
-        merged = self._merged(rounds, num_rows) if self.state.is_last_process else None
+        merged = self._merged(rounds, num_rows, batched) if self.state.is_last_process else None
         if self.gathers:
-            merged = self._sent(merged, num_rows, total)
+            merged = self._sent(merged, num_rows, total, batched)
         return None if merged is None else self.output.filled(merged)
 
     def _schedule(self, count: int) -> ScheduleGPipe:
@@ -227,12 +239,20 @@ class _Pipeline:
             raise ConfigError.of(value, f"they are {self.signature}", "Pass those.") from error
         return bound.args, bound.kwargs
 
-    def _agreed(self, found: int | list[Problem]) -> int:
-        """Return what the first process found: the batch size; all raise its problems, if any."""
+    def _batches(self, given: Structure) -> tuple[int, tuple[int, ...]] | list[Problem]:
+        """Return the batch size, and which inputs are batches; or problems."""
+        num_rows = _num_rows(given)
+        batches = self.batches.batches_of(given.tensors, num_rows)
+        return self.batches.problems(batches) or (num_rows, batches)
+
+    def _agreed(
+        self, found: tuple[int, tuple[int, ...]] | list[Problem]
+    ) -> tuple[int, tuple[int, ...]]:
+        """Return what the first process found; all raise its problems, if any."""
         [answer] = self.state.comm.broadcast_objects([found])
         if isinstance(answer, list):
             raise ConfigError(*answer)
-        return int(answer)
+        return answer
 
     def _problems(self, given: Structure) -> list[Problem]:
         remedy = "Call it with inputs like the example's, or prepare it with others."
@@ -273,30 +293,27 @@ class _Pipeline:
 
     # -- outputs ---------------------------------------------------------------------------
 
-    def _merged(self, rounds: Sequence[Any], num_rows: int) -> list[torch.Tensor]:
+    def _merged(self, rounds: Sequence[Any], num_rows: int, batched: Batched) -> list[torch.Tensor]:
         """Return each output of all rounds, of the length of the batch."""
         outputs = [found if isinstance(found, (tuple, list)) else (found,) for found in rounds]
         return [
-            torch.cat(parts).flatten(0, 1)[:num_rows]
-            if _is_batch(like, self.micro_batch)
-            else torch.cat(parts)
-            for parts, like in zip(zip(*outputs, strict=True), self.output.tensors, strict=True)
+            torch.cat(parts).flatten(0, 1)[:num_rows] if is_batch else torch.cat(parts)
+            for parts, is_batch in zip(zip(*outputs, strict=True), batched, strict=True)
         ]
 
-    def _merged_shape(self, like: torch.Tensor, num_rows: int, total: int) -> tuple[int, ...]:
-        batched = _is_batch(like, self.micro_batch)
-        return (num_rows, *like.shape[1:]) if batched else (total, *like.shape)
-
     def _sent(
-        self, merged: list[torch.Tensor] | None, num_rows: int, total: int
+        self, merged: list[torch.Tensor] | None, num_rows: int, total: int, batched: Batched
     ) -> list[torch.Tensor]:
         """Return the last process's outputs on every process."""
         comm, device = self.state.comm, self.state.device
         if merged is None:
             merged = [
-                torch.empty(shape, dtype=like.dtype, device=device)
-                for like in self.output.tensors
-                for shape in [self._merged_shape(like, num_rows, total)]
+                torch.empty(
+                    (num_rows, *like.shape[1:]) if is_batch else (total, *like.shape),
+                    dtype=like.dtype,
+                    device=device,
+                )
+                for like, is_batch in zip(self.output.tensors, batched, strict=True)
             ]
         last = self.state.num_processes - 1
         sent = exchange_flat(merged, lambda tensor: comm.broadcast(tensor, last))
@@ -329,12 +346,12 @@ def _reason(error: BaseException) -> str:
 # -- tracing -------------------------------------------------------------------------------
 
 
-def _dry_run(flat: FlatModel) -> tuple[Structure, list[str]]:
+def _dry_run(flat: FlatModel, tensors: Sequence[torch.Tensor]) -> tuple[Structure, list[str]]:
     """Return the model's outputs, without data, and the names of the submodules by their calls."""
     from torch._subclasses import FakeTensorMode
 
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        inputs = [mode.from_tensor(tensor) for tensor in flat.inputs.tensors]
+        inputs = [mode.from_tensor(tensor) for tensor in tensors]
         with calls_recorded(flat.model) as calls:
             outputs = Structure.of(flat.outputs(inputs))
     leaves = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in outputs.leaves]

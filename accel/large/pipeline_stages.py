@@ -181,6 +181,21 @@ def move(stage: Stage, device: torch.device) -> None:
     stage.to(device)
 
 
+def take_buffers(stage: Stage, model: nn.Module, prefix: str) -> None:
+    """Give a stage the model's own buffers: those that a trace assigned have no data.
+
+    Args:
+        stage: a stage.
+        model: that was traced, with its buffers as before.
+        prefix: as of `keep_only`.
+    """
+    own = dict(model.named_buffers(remove_duplicate=False))
+    for name, _ in list(stage.part.named_buffers(remove_duplicate=False)):
+        if name.removeprefix(prefix) in own:
+            held, key = held_in(stage.part, name)
+            held[key] = own[name.removeprefix(prefix)]
+
+
 def keep_only(model: nn.Module, stage: Stage, prefix: str) -> None:
     """Let a model keep the weights of one stage, and the others' shapes on the meta device.
 
@@ -238,3 +253,28 @@ def forwards_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
                 vars(module).pop(name, None)
             if forward is not None:
                 module.forward = forward
+
+
+@contextmanager
+def buffers_restored(model: nn.Module) -> Iterator[None]:
+    """After the context, give the modules of a model back the buffers and tensors that they had.
+
+    A forward pass that is traced may add to statistics, or keep tensors without data.
+    """
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            own = vars(module)
+            for name in [n for n, value in own.items() if isinstance(value, torch.Tensor)]:
+                del own[name]
+            kept = {n: value for n, value in attributes.items() if isinstance(value, torch.Tensor)}
+            own.update(kept)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
