@@ -145,8 +145,13 @@ class DistributedOperationException(AccelError, RuntimeError):
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the one of `known` most similar to `name`, by `cutoff` (0 to 1) at least, or None."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+    """Return the one of `known` most similar to `name`, by `cutoff` (0 to 1) at least, or None.
+
+    One that differs in upper and lower case alone is the most similar.
+    """
+    names = list(known)
+    same = [one for one in names if one.casefold() == name.casefold()]
+    return next(iter(same or difflib.get_close_matches(name, names, n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(*candidates: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel.config.quantization import BnbQuantizationConfig
-from accel.errors import ConfigError, nearest, unknown_choice
+from accel.errors import ConfigError, Problem, nearest, unknown_choice
 from accel.large.quantized_layers import to_quantize
 from accel.large.sizes import get_max_layer_size, own_parts
 from accel.memory_estimate import Footprint, state_bytes
@@ -67,7 +67,7 @@ def layouts() -> list[MemoryLayout]:
 def estimates(
     model: nn.Module,
     num_processes: int = 1,
-    formats: Sequence[str] = FORMATS,
+    formats: Sequence[str] | None = None,
     strategies: Sequence[str] | None = None,
     optimizer: str = "AdamW",
 ) -> list[Estimate]:
@@ -79,34 +79,66 @@ def estimates(
     Args:
         model: on any device, also meta.
         num_processes: the number of processes.
-        formats: of `FORMATS`.
+        formats: of `FORMATS`; None: those that there are.
         strategies: names of `layouts`; None: all.
         optimizer: name of a class of `torch.optim`, called with its defaults.
 
     Raises:
-        ConfigError: for a format, strategy or optimizer that does not exist.
+        ConfigError: for a format, strategy or optimizer that does not exist, or a format that the
+            model or none of the strategies has.
 
     Returns:
         Those that there are: quantized layers are replicated, and need linear layers.
     """
     known = {layout.name: layout for layout in layouts()}
     chosen = list(known) if strategies is None else strategies
-    for where, given, names in (("format", formats, FORMATS), ("strategy", chosen, known)):
+    wanted = FORMATS if formats is None else formats
+    for where, given, names in (("format", wanted, FORMATS), ("strategy", chosen, known)):
         for value in given:
             if value not in names:
                 raise ConfigError(unknown_choice(where, value, names))
     if num_processes < 1:
         raise ConfigError.of(f"num_processes={num_processes}", "it is at least 1", "Give 8, say.")
     kind = _optimizer(optimizer)
-    pairs = [(format, known[name]) for format in formats for name in chosen]
-    found = [
-        _quantized(model, format, layout, num_processes)
-        if format in QUANTIZED
-        else _trained(model, format, layout, num_processes, kind)
-        for format, layout in pairs
-        if not (layout.sharded if format in QUANTIZED else _never(format, layout))
-    ]
-    return [estimate for estimate in found if estimate is not None]
+    found: list[Estimate] = []
+    for format in wanted:
+        rows = [_one(model, format, known[name], num_processes, kind) for name in chosen]
+        there = [row for row in rows if row is not None]
+        if not there and (formats is not None or len(wanted) == 1):
+            raise ConfigError(_absent(model, format, chosen))
+        found += there
+    if not found:
+        raise ConfigError(_absent(model, wanted[0], chosen))
+    return found
+
+
+def _one(
+    model: nn.Module,
+    format: str,
+    layout: MemoryLayout,
+    num_processes: int,
+    kind: type[torch.optim.Optimizer],
+) -> Estimate | None:
+    """Return the estimate of a format and a strategy; None where nothing trains so."""
+    if format in QUANTIZED:
+        return None if layout.sharded else _quantized(model, format, layout, num_processes)
+    if _never(format, layout):
+        return None
+    return _trained(model, format, layout, num_processes, kind)
+
+
+def _absent(model: nn.Module, format: str, strategies: Sequence[str]) -> Problem:
+    """Return why there is no estimate of a format for some strategies."""
+    value = f"format={format!r} with strategy={', '.join(strategies)}"
+    replicated = [layout.name for layout in layouts() if not layout.sharded]
+    if format not in QUANTIZED:
+        rule = "weights in bf16 have fp32 master weights there"
+        return Problem(value, rule, f"Choose format={_MIXED!r}, or a strategy without them.")
+    if not set(strategies) & set(replicated):
+        remedy = f"Choose strategy={' or '.join(replicated)}."
+        return Problem(value, "quantized layers are replicated", remedy)
+    rule = "linear layers but the last are quantized, and the model has none"
+    return Problem(value, rule, f"Choose one of {', '.join(TRAINED)}.")
 
 
 def _never(format: str, layout: MemoryLayout) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel.checkpoint.dtypes import name_of
-from accel.errors import CheckpointError, Problem, Problems
+from accel.errors import CheckpointError, Problem
 
 _WEIGHT, _SCALES, _FORMAT = "weight", "SCB", "weight_format"
 _KINDS = ("Linear4bit", "Linear8bitLt")
@@ -34,7 +34,7 @@ def load_quantized(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]
         CheckpointError: for weights that are not quantized, or in another way; nothing is loaded.
     """
     rest = dict(state)
-    problems = Problems()
+    problems = list[Problem]()
     found: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
     for name, layer in quantized_layers(model):
         prefix = f"{name}." if name else ""
@@ -46,7 +46,7 @@ def load_quantized(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]
             found.append((layer, parts))
             rest[f"{prefix}{_WEIGHT}"] = layer.get_parameter(_WEIGHT).data
     if problems:
-        raise CheckpointError(*problems)
+        raise CheckpointError("\n".join(map(str, problems)))
     for layer, parts in found:
         _load(layer, parts)
     return rest

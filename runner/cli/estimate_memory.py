@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
-from accel.errors import ConfigError
+from accel.errors import ConfigError, text_of
 from accel.imports import require
 from runner.cli.arguments import CommandParser
 from runner.config import trust
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     estimates = model_memory.estimates(
         model,
         found.num_processes,
-        found.format or model_memory.FORMATS,
+        found.format,
         found.strategy,
         found.optimizer,
     )
@@ -153,9 +153,11 @@ def _of_transformers(folder: Path) -> nn.Module:
             model: nn.Module = (
                 transformers.AutoModel.from_config(config) if kind is None else kind(config)
             )
-    except (OSError, ValueError, KeyError) as error:
-        rule = f"transformers makes no model of its {CONFIG} ({str(error).splitlines()[0]})"
-        raise ConfigError.of(str(folder), rule, "Name a model that transformers has.") from error
+    except Exception as error:  # of any kind: the model's own code computes with the values
+        reason = " ".join(text_of(error).split()) or type(error).__name__
+        rule = f"transformers makes no model of its {CONFIG} ({reason})"
+        remedy = "Correct the value there, or name a model that transformers has."
+        raise ConfigError.of(str(folder), rule, remedy) from error
     tie = getattr(model, "tie_weights", None)
     if callable(tie):
         tie()

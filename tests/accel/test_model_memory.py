@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -128,6 +129,34 @@ def test_the_estimate_is_what_a_strategy_holds(strategy: str, precision: str) ->
     assert found.parameters == pytest.approx(measured.parameters, rel=0.01)
 
 
+def summed(strategy: str) -> tuple[int, int, int]:
+    """Return the bytes of weights, gradients and moments after a step, summed tensor by tensor."""
+    given: dict[str, Any] = {}
+    if strategy == "fsdp":
+        given["fsdp_plugin"] = FullyShardedDataParallelPlugin()
+    accelerator = Accelerator(cpu=True, **given)
+    made = wide()
+    made, optimizer = accelerator.prepare(made, torch.optim.AdamW(made.parameters()))
+    accelerator.backward(made(torch.ones(2, 512)).sum())
+    optimizer.step()
+    weights = list(made.parameters())
+
+    def held(tensors: Iterable[Any]) -> int:
+        return sum(getattr(one, "to_local", lambda one=one: one)().nbytes for one in tensors)
+
+    moments = [one for state in optimizer.optimizer.state.values() for one in state.values()]
+    return held(weights), held(weight.grad for weight in weights), held(moments)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_estimate_is_the_sum_of_the_tensors(strategy: str) -> None:
+    footprint = estimate("fp32", strategy, 2, model=wide).footprint
+    for weights, gradients, moments in run_distributed(summed, 2, strategy):
+        assert footprint.parameters == weights
+        assert footprint.gradients == gradients
+        assert footprint.optimizer_state == moments
+
+
 # -- choices -------------------------------------------------------------------------------
 
 
@@ -142,7 +171,17 @@ def test_every_pair_that_there_is_is_listed() -> None:
 
 
 def test_without_linear_layers_nothing_is_quantized() -> None:
-    assert estimates(nn.Conv1d(1, 1, 1), formats=["int8", "int4"]) == []
+    convolution = nn.Conv1d(1, 1, 1)
+    assert not {one.format for one in estimates(convolution)} & {"int8", "int4"}
+    with pytest.raises(ConfigError, match=r"format='int4' with .*: linear layers but the last are"):
+        estimates(convolution, formats=["fp32", "int4"])
+
+
+def test_a_format_that_no_strategy_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"quantized layers are replicated. .*strategy=ddp"):
+        estimates(model(), formats=["int8"], strategies=["fsdp", "zero3"])
+    with pytest.raises(ConfigError, match=r"have fp32 master weights there. .*format='bf16'"):
+        estimates(model(), formats=["pure_bf16"], strategies=["zero1"])
 
 
 def test_an_optimizer_may_have_no_estimate() -> None:
@@ -162,7 +201,7 @@ def test_a_frozen_model_has_neither_gradients_nor_state() -> None:
     [
         ({"formats": ["fp31"]}, "format='fp31': it is one of fp32"),
         ({"strategies": ["zero4"]}, "strategy='zero4': it is one of ddp"),
-        ({"optimizer": "Adamw"}, "optimizer='Adamw': torch.optim has no.*mean 'Adam'"),
+        ({"optimizer": "Adamw"}, "optimizer='Adamw': torch.optim has no.*mean 'AdamW'"),
         ({"optimizer": "Muon"}, "optimizer='Muon': it does not take the model"),
         ({"num_processes": 0}, "num_processes=0: it is at least 1"),
     ],

@@ -95,3 +95,18 @@ def test_what_makes_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     assert "model.widht" in refused(capsys, "cnn", "widht=2")
     assert "is not trusted" in refused(capsys, "os.path.join")
     assert "format='fp31'" in refused(capsys, "cnn", "--format", "fp31")
+    assert "'AdamW'" in refused(capsys, "cnn", "--optimizer", "adamw")
+    assert "none" in refused(capsys, "cnn", "--format", "int8")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"n_layer": "two"}, {"n_embd": 33}, {"vocab_size": -1}, {"n_embd": None}]
+)
+def test_a_wrong_value_of_a_folder_is_refused(
+    wrong: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **wrong}))
+    message = refused(capsys, str(folder))
+    assert "transformers makes no model of its config.json" in message
+    assert "Correct the value there" in message
