@@ -66,7 +66,8 @@ def load_checkpoint_in_model(
         dtype: what floating weights become, e.g. "bfloat16"; None: as the model has them.
         offload_state_dict: whether files of `torch.save` are mapped into memory (safetensors are).
         offload_buffers: whether buffers are offloaded with the weights; else they go to the CPU.
-        keep_in_fp32_modules: submodules, by full name or one part of it, that stay in fp32.
+        keep_in_fp32_modules: submodules, by full name or one part of it, that stay in fp32; they
+            convert their inputs, and their outputs back.
         offload_8bit_bnb: whether 8-bit modules are offloaded; refused.
         strict: whether missing and unexpected names are an error, else one warning unless no name
             fits.
@@ -98,6 +99,7 @@ def load_checkpoint_in_model(
     for part in source.parts():
         plan.load(part)
     plan.tie()
+    plan.keep_fp32()
 
 
 def _refuse(device_map: Any, folder: object, eight_bit: bool, full: bool) -> None:
@@ -218,6 +220,7 @@ class _Plan:
         """Bring the weights that the model has in memory to their device and dtype."""
         from accel.large.tensors import set_module_tensor_to_device
 
+        self._convert_on_disk()
         for name in names:
             present = None if name in self.quantized.awaited else self.state.get(name)
             if isinstance(present, torch.Tensor) and not present.is_meta and not is_lazy(present):
@@ -226,6 +229,26 @@ class _Plan:
                     set_module_tensor_to_device(self.model, name, DISK)
                 else:
                     present.data = present.data.to(device, dtype)
+
+    def _convert_on_disk(self) -> None:
+        """Give what stays on disk its dtype, in which it is loaded for a forward pass."""
+        from accel.large.tensors import held_in, like
+
+        converted: dict[int, torch.Tensor] = {}
+        for name in self.on_disk():
+            held, key = held_in(self.model, name)
+            old, dtype = held[key], self._place(name)[1]
+            if old.is_meta and old.dtype != dtype:
+                shape = torch.empty_like(old, dtype=dtype)
+                held[key] = converted.setdefault(id(old), like(old, shape))
+
+    def keep_fp32(self) -> None:
+        """Have the modules that stay in fp32, between others of 16 bits, convert their inputs."""
+        from accel.large.keep_fp32 import compute_in_fp32
+
+        kept = [n for n, v in self.state.items() if _is_floating(v) and self._keeps(n)]
+        if kept and self._dtype not in (None, torch.float32):
+            compute_in_fp32(self.model, kept, self._dtype)
 
     def load(self, part: Mapping[str, Any]) -> None:
         """Load some of the weights."""
@@ -377,6 +400,10 @@ def _compare(checkpoint: str, plan: _Plan, shapes: Shapes, strict: bool) -> None
         raise CheckpointError(Problem(value, rule, remedy + also))
     if differences:
         logger.warning("load_checkpoint_in_model(%r): %s.", checkpoint, "; ".join(differences))
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _has_shape(present: Any) -> bool:

@@ -82,6 +82,8 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self._guard: RemovableHandle | None = None
+        # Of tied weights, by name: a list that all their hooks have, of the one that is restored.
+        self.restored: Mapping[str, list[torch.Tensor]] = {}
         self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
 
     def __repr__(self) -> str:
@@ -131,6 +133,8 @@ class AlignDevicesHook(ModelHook):
             if device is not None and name not in leaving and not tensor.is_meta:
                 self._place(module, name, device)
         self._to_meta(module, leaving)
+        for restored in self.restored.values():
+            restored.clear()
         if self.offload:
             refuse = functools.partial(_refuse_to_load, self.place_submodules)
             self._guard = module.register_load_state_dict_pre_hook(refuse)
@@ -214,8 +218,20 @@ class AlignDevicesHook(ModelHook):
             for name in self.offloaded(module):
                 device = self.original_devices.get(name, torch.device("cpu"))
                 if device.type != "meta":
-                    self._place(module, name, device, self.weights_map[name])
+                    self._restore(module, name, device, self.weights_map)
         return module
+
+    def _restore(
+        self, module: nn.Module, name: str, device: torch.device, weights: Weights
+    ) -> None:
+        """Give a module a weight back, the same one as other modules that it is tied to have."""
+        tied = self.restored.get(name, [])
+        held, key = held_in(module, name)
+        if tied:
+            held[key] = tied[0]
+        else:
+            self._place(module, name, device, weights[name])
+            tied.append(held[key])
 
 
 def _refuse_to_load(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from accel.checkpoint.offload_folder import PrefixedDataset
 from accel.large.align import AlignDevicesHook, Weights
 from accel.large.hooks import add_hook_to_module
 from accel.large.read_ahead import Block, ReadAhead
-from accel.large.tensors import Device, TiedParams, held_in
+from accel.large.tensors import Device, TiedParams, find_tied_parameters, held_in
 
 Keys = str | Iterable[str] | None
 
@@ -71,8 +72,10 @@ def attach_align_device_hook(
         tied_params_map: the copies of tied weights by data pointer and device.
     """
     preload = frozenset(preload_module_classes or ())
-    adapts = _adapts(module)
-    attacher = _Attacher(weights_map, offload_buffers, skip_keys, preload, tied_params_map, adapts)
+    adapts, ties = _adapts(module), _ties(module, module_name)
+    attacher = _Attacher(
+        weights_map, offload_buffers, skip_keys, preload, tied_params_map, adapts, ties
+    )
     attacher.layers(module, module_name, execution_device, offload)
 
 
@@ -101,8 +104,10 @@ def attach_align_device_hook_on_blocks(
         tied_params_map: the copies of tied weights by data pointer and device.
     """
     preload = frozenset(preload_module_classes or ())
-    adapts = _adapts(module)
-    attacher = _Attacher(weights_map, offload_buffers, skip_keys, preload, tied_params_map, adapts)
+    adapts, ties = _adapts(module), _ties(module, module_name)
+    attacher = _Attacher(
+        weights_map, offload_buffers, skip_keys, preload, tied_params_map, adapts, ties
+    )
     devices, offloaded = execution_device, offload
     if not isinstance(devices, Mapping):
         names = offloaded if isinstance(offloaded, Mapping) else [module_name]
@@ -122,6 +127,7 @@ class _Attacher:
     preload: frozenset[str]
     tied: TiedParams | None
     adapts: bool
+    ties: Mapping[str, list[torch.Tensor]]
     ahead: ReadAhead = field(default_factory=ReadAhead)
 
     def blocks(
@@ -133,7 +139,8 @@ class _Attacher:
     ) -> None:
         if name in devices and name in offloaded:
             if offloaded[name]:
-                self.layers(module, name, devices[name], True)
+                others = (devices.keys() & offloaded.keys()) - {name}
+                self.layers(module, name, devices[name], True, frozenset(others))
                 if not name:
                     self._align_inputs(module, devices[name])
             else:
@@ -162,14 +169,25 @@ class _Attacher:
         )
         add_hook_to_module(module, hook, append=True)
 
-    def layers(self, module: nn.Module, name: str, device: Device | None, offload: bool) -> None:
-        """Hook every module within that has weights of its own, or loads those of all within."""
+    def layers(
+        self,
+        module: nn.Module,
+        name: str,
+        device: Device | None,
+        offload: bool,
+        others: frozenset[str] = frozenset(),
+    ) -> None:
+        """Hook every module within that has weights of its own, or loads those of all within.
+
+        `others`: full names of blocks within that have a place of their own.
+        """
         whole = offload and type(module).__name__ in self.preload
         whole = whole and next(module.children(), None) is not None
         if whole or _has_own_tensors(module):
             self._layer(module, name, device, offload, whole)
         for key, child in () if whole else module.named_children():
-            self.layers(child, _below(name, key), device, offload)
+            if _below(name, key) not in others:
+                self.layers(child, _below(name, key), device, offload, others)
 
     def _trained(self, module: nn.Module) -> list[str]:
         """Return the weights that train while others are frozen: adapters, which stay."""
@@ -194,6 +212,7 @@ class _Attacher:
             kept=frozenset(self._trained(module) if offload else ()),
         )
         names = hook.offloaded(module) if offload else []
+        hook.restored = {n: self.ties[prefix + n] for n in names if prefix + n in self.ties}
         size = sum(held[key].nbytes for held, key in (held_in(module, n) for n in names))
         add_hook_to_module(module, hook, append=True)
         if names and hook.weights_map is not None:
@@ -204,6 +223,16 @@ class _Attacher:
 def _adapts(model: nn.Module) -> bool:
     """Return whether some parameters of a model train and others are frozen."""
     return len({parameter.requires_grad for parameter in model.parameters()}) == 2
+
+
+def _ties(model: nn.Module, name: str) -> dict[str, list[torch.Tensor]]:
+    """Return a list for each tied weight, by all of its full names."""
+    prefix = f"{name}." if name else ""
+    ties: dict[str, list[torch.Tensor]] = {}
+    for group in find_tied_parameters(model):
+        shared = list[torch.Tensor]()
+        ties |= {f"{prefix}{one}": shared for one in group}
+    return ties
 
 
 def _below(prefix: str, name: str) -> str:

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import torch
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, text_of
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 Batched = tuple[bool, ...]
@@ -42,12 +42,14 @@ class BatchOutputs:
         self._outputs = outputs
         self._alike = tuple(_is_long(tensor, micro_batch) for tensor in outputs)
         self._known: dict[tuple[int, ...], Batched] = {}
+        self._reason = "it was not tried"
         for grown in self._choices() if any(self._alike) else ():
             try:
                 twice = run(
                     [torch.cat([x, x]) if at in grown else x for at, x in enumerate(inputs)]
                 )
-            except Exception:  # of the model's own kind: it does not take such a batch
+            except Exception as error:  # of the model's own kind: it takes no such batch
+                self._reason = text_of(error).partition("\n")[0]
                 continue
             self._known[grown] = self._told(twice)
         if any(self._alike) and not self._known:
@@ -70,7 +72,8 @@ class BatchOutputs:
         like = self._outputs[self._alike.index(True)]
         return Problem(
             f"an output {list(like.shape)} with micro-batches of {self.micro_batch}",
-            "the model takes no larger batch of such inputs, which would tell whether dim 0 is it",
+            "the model takes no larger batch of such inputs, which would tell whether dim 0 is it "
+            f"({self._reason})",
             _REMEDY,
         )
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+
+from accel.errors import StateError
 
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 
@@ -116,6 +118,10 @@ class SequentialHook(ModelHook):
         return module
 
 
+class ExportError(StateError, AttributeError):
+    """A model whose hooks no graph can hold; to who asks whether there is code, there is none."""
+
+
 class HookedForward:
     """The forward pass of a module between the callbacks of its hook.
 
@@ -127,6 +133,15 @@ class HookedForward:
         functools.update_wrapper(self, module.forward)
         self.module = module
         self.was_patched = "forward" in module.__dict__
+
+    @property
+    def __code__(self) -> NoReturn:
+        """What `torch.export` asks for first, and a forward pass between hooks has not."""
+        raise ExportError(
+            f"torch.export of {type(self.module).__name__}: its hooks move inputs and read weights "
+            "while it runs, for which a graph has no place. Export it after "
+            "accel.hooks.remove_hook_from_submodules(model), with the weights in memory."
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module

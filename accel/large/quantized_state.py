@@ -14,10 +14,11 @@ from accel.errors import CheckpointError, Problem
 
 _WEIGHT, _SCALES, _FORMAT = "weight", "SCB", "weight_format"
 _KINDS = ("Linear4bit", "Linear8bitLt")
+State = Mapping[str, Any]  # values by name, tensors and others
 _REMEDY = "Quantize the model as it was when it was saved."
 
 
-def load_quantized(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+def load_quantized(model: nn.Module, state: State) -> dict[str, Any]:
     """Load the entries of quantized layers from a state dict, in place.
 
     ``load_state_dict`` cannot: it copies codes only, not the scales that belong to them.
@@ -71,13 +72,13 @@ class QuantizedParts:
         }
         self.awaited = frozenset[str]().union(*self._layers.values())
         self.packed = frozenset(key for key in self.awaited if ".quant_state." in key)
-        self._held: dict[str, Any] = {}
+        self._held = dict[str, torch.Tensor]()
 
-    def load(self, part: Mapping[str, Any]) -> dict[str, Any]:
+    def load(self, part: State) -> dict[str, Any]:
         """Load the layers that are complete with `part`; return what ``load_state_dict`` takes."""
         others = {key: value for key, value in part.items() if key not in self.awaited}
         self._held |= {key: value for key, value in part.items() if key in self.awaited}
-        ready: dict[str, Any] = {}
+        ready = dict[str, torch.Tensor]()
         for names in self._layers.values():
             if {name for name in names if not name.endswith(_FORMAT)} <= self._held.keys():
                 ready |= {name: self._held.pop(name) for name in names & self._held.keys()}
@@ -112,7 +113,7 @@ def _own(layer: nn.Module) -> dict[str, torch.Tensor]:
     return {key: value for key, value in layer.state_dict().items() if _is_code(key)}
 
 
-def _misfit(name: str, layer: nn.Module, parts: Mapping[str, Any]) -> Problem | None:
+def _misfit(name: str, layer: nn.Module, parts: State) -> Problem | None:
     own = _own(layer)
     weight = parts.get(_WEIGHT)
     if own.keys() - {_FORMAT} != parts.keys() - {_FORMAT}:

@@ -111,5 +111,11 @@ def parse_limits(limits: Sequence[str]) -> dict[int | str, str]:
         if not known:
             rule = "a limit is DEVICE=SIZE; a device is the number of an accelerator, or cpu"
             raise ConfigError.of(f"--max-memory {limit}", rule, "Give --max-memory cpu=4GB, say.")
-        found[int(device) if device.isdecimal() else device] = size
+        place: int | str = int(device) if device.isdecimal() else device
+        if place in found:
+            rule = (
+                f"--max-memory {device}={found[place]} was given, too, and a device has one limit"
+            )
+            raise ConfigError.of(f"--max-memory {limit}", rule, "Leave one of them out.")
+        found[place] = size
     return found

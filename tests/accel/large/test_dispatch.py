@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from accel import (
     cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
 from accel.errors import CheckpointError, ConfigError, StateError
@@ -338,3 +342,47 @@ def test_weights_that_are_offloaded_are_not_loaded_into(tmp_path: Path) -> None:
     remove_hook_from_submodules(model)
     model.load_state_dict(plain.state_dict())
     assert torch.equal(model(inputs()), net()(inputs()))
+
+
+@pytest.mark.parametrize("device_map", [{"": "disk"}, {"block": "cpu", "": "disk"}, None])
+def test_ties_are_there_again_without_the_hooks(
+    device_map: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    model, tokens = Tied().eval(), torch.tensor([1, 2])
+    expected = model(tokens)
+    if device_map is None:
+        cpu_offload(model, "cpu")
+    else:
+        dispatch_model(model, device_map, offload_dir=tmp_path, force_hooks=True)
+    for _ in range(2):
+        assert torch.equal(model(tokens), expected)
+    remove_hook_from_submodules(model)
+    assert model.head.weight is model.embedding.weight
+    assert torch.equal(model(tokens), expected)
+    disk_offload(model, tmp_path / "again", "cpu")
+    remove_hook_from_submodules(model)
+    assert model.head.weight is model.embedding.weight
+
+
+def test_a_dispatched_model_is_pickled_with_what_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_ahead, "MIN_BYTES", 1)
+    Accelerator(cpu=True).save_model(net(), tmp_path / "weights")
+    with init_empty_weights():
+        model = net()
+    model = load_checkpoint_and_dispatch(
+        model, tmp_path / "weights", device_map=HALF, offload_folder=tmp_path / "off"
+    )
+    model(inputs())
+    copied = pickle.loads(pickle.dumps(model))
+    assert torch.equal(copied(inputs()), model(inputs()))
+
+
+def test_a_dispatched_model_is_not_exported(tmp_path: Path) -> None:
+    model = dispatch_model(net(), HALF, offload_dir=tmp_path)
+    with pytest.raises(StateError, match=r"hooks move inputs .*remove_hook_from_submodules"):
+        torch.export.export(model, (inputs(),))
+    remove_hook_from_submodules(model)
+    exported = torch.export.export(model, (inputs(),))
+    assert torch.equal(exported.module()(inputs()), net()(inputs()))

@@ -117,3 +117,6 @@ def test_limits_are_read() -> None:
     assert parse_limits(["0=20GB", "cpu=4GiB"]) == {0: "20GB", "cpu": "4GiB"}
     with pytest.raises(ConfigError, match="cpu=much"):
         parse_limits(["cpu=much"])
+    for twice in (["cpu=1GB", "cpu=1GB"], ["1=1GB", "01=2GB"]):
+        with pytest.raises(ConfigError, match=rf"{twice[1]}: .* a device has one limit"):
+            parse_limits(twice)
