@@ -31,7 +31,7 @@ mutants: ## break each documented name in turn: its test must notice (ARGS="--on
 parity: ## train under every engine and precision; compare with a plain loop (ARGS="--only fsdp")
 	@python=$(call PYTHON,test) && exec "$$python" -m tests.parity $(ARGS)
 
-bench: ## measure the cost of a step against a hand-written loop, and of the import
+bench: ## measure a step against a hand-written loop, the import, and models larger than memory
 	@python=$(call PYTHON,test) && exec "$$python" -m tests.benchmarks
 
 clean: ## remove what was built here (not the runs)

@@ -6,4 +6,4 @@ from tests.benchmarks import bench_import, bench_large, bench_step
 
 bench_step.main()
 bench_import.main()
-bench_large.main(["--blocks", "12", "--turns", "5", "--warm"])
+bench_large.main(["--blocks", "16", "--per-shard", "2", "--turns", "5", "--warm"])

@@ -20,7 +20,7 @@ from tests.accel.large.test_quantized_layers import installed
 pytestmark = installed
 llama = pytest.mark.skipif(
     not (is_available("transformers") and is_available("peft")),
-    reason="needs transformers and peft (extra quantized)",
+    reason="needs transformers and peft (extra examples)",
 )
 X = torch.linspace(-1, 1, 128).reshape(2, 64)
 WAYS = [(4, {}), (4, {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}), (8, {})]
