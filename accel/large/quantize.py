@@ -20,6 +20,7 @@ from accel.large import quantized_layers as layers
 from accel.large.device_map import DeviceMap, check_device_map
 from accel.large.device_memory import ELSEWHERE, MaxMemory
 from accel.large.dispatch import PathLike, dispatch_model
+from accel.large.keep_fp32 import compute_in_fp32
 from accel.large.load import inferred_device_map
 from accel.large.sizes import Dtype
 from accel.large.tensors import (
@@ -97,6 +98,9 @@ def load_and_quantize_model(
         for part in source.parts():
             loading.load(part)
     loading.finish("the model" if weights_location is None else fspath(weights_location))
+    kept = loading.kept_in_fp32()
+    if config.torch_dtype != torch.float32:
+        compute_in_fp32(model, kept, config.torch_dtype)
     dispatch_model(model, placed, offload_dir=offload_folder)
     setattr(model, _MARKS[config.load_in_4bit], True)
     return model
@@ -249,6 +253,11 @@ class _Loading:
             place = torch.device("cpu") if device == "disk" else as_device(device)
             held[key] = like(old, value.to(place, copy=True))
         self.lacking.discard(name)
+
+    def kept_in_fp32(self) -> list[str]:
+        """Return the weights of the modules that stay in fp32."""
+        kept = self.config.keep_in_fp32_modules or ()
+        return [name for name in self.parameters if layers.lies_within(name, kept)]
 
     def finish(self, location: str) -> None:
         """Tie weights again; raise for those that nothing was found for."""

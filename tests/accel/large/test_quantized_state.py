@@ -185,3 +185,19 @@ def test_a_layer_whose_files_lack_an_entry_is_refused(tmp_path: Path) -> None:
     torch.save(without(model.state_dict(), "up.weight.absmax"), tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"up: .*which belong together"):
         load_checkpoint_in_model(model, tmp_path)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_module_kept_in_fp32_takes_what_the_others_return(bits: int) -> None:
+    config = BnbQuantizationConfig(
+        load_in_4bit=bits == 4,
+        load_in_8bit=bits == 8,
+        torch_dtype="bf16",
+        keep_in_fp32_modules=["head"],
+    )
+    model = load_and_quantize_model(Model(), config)
+    assert model.head.weight.dtype == torch.float32
+    found = model(X.to(torch.bfloat16))
+    assert found.dtype == torch.bfloat16
+    expected = Model()(X)
+    assert (found.float() - expected).norm() < 0.3 * expected.norm()
