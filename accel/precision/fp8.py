@@ -50,10 +50,10 @@ def _silenced(names: Collection[str]) -> Iterator[None]:
             found.setLevel(level)
 
 
-def import_torchao(module: str = "torchao.float8") -> Any:
-    """Import and return a module of torchao, without its messages."""
+def import_torchao(module: str = "torchao.float8", purpose: str = "fp8 with torchao") -> Any:
+    """Import and return a module of torchao, without its messages; `purpose`: what it is for."""
     with _silenced(CHATTY):
-        return require(module, "fp8 with torchao", extra="fp8")
+        return require(module, purpose, extra="fp8")
 
 
 def has_hardware(device: torch.device) -> bool:

@@ -24,6 +24,7 @@ from accel.memory_estimate import Footprint, num_bytes, state_bytes
 from accel.ops import send_to_device
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
 from accel.precision.amp import StepScaler
+from accel.precision.bf16_weights import prepare_optimizer
 from accel.prepared import Objects
 from accel.scheduler import wrap_scheduler
 from accel.strategies.compile import compile_model
@@ -298,6 +299,7 @@ class Strategy(ABC):
         self, optimizer: torch.optim.Optimizer, place: bool = True
     ) -> torch.optim.Optimizer:
         """Return `optimizer` as it steps in this run."""
+        prepare_optimizer(unwrap_optimizer(optimizer), self.comm)
         gradients = self.gradients
         return AcceleratedOptimizer(
             optimizer, device_placement=place, scaler=gradients.scaler, admit=gradients.admit
