@@ -29,9 +29,7 @@ logger = get_logger(__name__)
 # The attribute by which torchao's optimizers say that they round so; others may have it, too.
 ATTRIBUTE = "bf16_stochastic_round"
 STATE = "stochastic_rounding"  # key in an optimizer's state dict
-_SHARED: weakref.WeakKeyDictionary[torch.optim.Optimizer, SharedDraws] = (
-    weakref.WeakKeyDictionary()
-)
+_SHARED: weakref.WeakKeyDictionary[torch.optim.Optimizer, SharedDraws] = weakref.WeakKeyDictionary()
 
 
 def holds_bf16(optimizer: torch.optim.Optimizer) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel.errors import ConfigError, Problem, Problems
+from accel.errors import Problem, Problems
 from accel.planning.choose_strategy import selected
 from accel.precision.bf16_weights import holds_bf16, rounds_stochastically
 
