@@ -16,7 +16,7 @@ import torch
 from torchao.float8 import float8_linear
 
 
-class Float8Linear(float8_linear.Float8Linear):  # type: ignore[misc]
+class Float8Linear(float8_linear.Float8Linear):
     """A linear layer in fp8: under any device's autocast, in inference mode, for empty batches."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

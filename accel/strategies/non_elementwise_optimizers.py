@@ -66,8 +66,3 @@ def quantized_kind(optimizer: torch.optim.Optimizer) -> str | None:
     if module is None or getattr(optimizer, "block_size", None) == float("inf"):
         return None
     return f"{module.partition('.')[0]}'s {kind.__name__}"
-
-
-def updates_in_backward(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer updates each weight in the backward pass, as LOMO does."""
-    return callable(getattr(optimizer, "fused_backward", None))

@@ -19,13 +19,13 @@ REMEDY = "Add optimizer.stochastic_rounding=true (optimizer=adamw)"
 
 def strategy_problems(recipe: Recipe) -> list[Problem]:
     """Return the problem that a strategy decides the format of weights itself."""
-    spec = selected(recipe.plugins, 1).spec
-    if recipe.precision.weights is None or not spec.owns_precision:
+    found = selected(recipe.plugins, 1)
+    if recipe.precision.weights is None or not found.spec.owns_parameters:
         return []
     return [
         Problem(
-            f"precision.weights={recipe.precision.weights} with {spec.name}=",
-            "its engine keeps master weights in fp32 beside weights in bf16",
+            f"precision.weights={recipe.precision.weights} with {found.spec.label(found.plugins)}=",
+            "optimizers step its master weights, which it keeps in fp32 beside those in bf16",
             "Choose precision=bf16.",
         )
     ]
