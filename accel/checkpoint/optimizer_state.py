@@ -134,7 +134,7 @@ def _fitted(
     return options | own
 
 
-def _in_form_of(live: Any, saved: Any) -> Any:
+def _in_form_of(live: object, saved: object) -> object:
     """Return a number as a 0-d tensor where the optimizer keeps this option as one, or reverse.
 
     torchao's optimizers want a rate as a tensor, torch's without `capturable` want a number.

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -57,11 +57,11 @@ class Precision:
     def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
         """Make `model.forward` compute under autocast and return fp32, if the format wants it."""
 
-    def scales(self, model: torch.nn.Module) -> dict[str, Any]:
+    def scales(self, model: torch.nn.Module) -> dict[str, dict[str, object]]:
         """Return what layers of a model keep between steps besides weights, as plain values."""
         return {}
 
-    def load_scales(self, model: torch.nn.Module, scales: dict[str, Any]) -> None:
+    def load_scales(self, model: torch.nn.Module, scales: dict[str, dict[str, object]]) -> None:
         """Give a model what `scales` returned; formats that keep nothing ignore it."""
 
 

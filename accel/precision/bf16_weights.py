@@ -55,7 +55,7 @@ class SharedDraws:
 
     def __init__(self, seed: int) -> None:
         self.seed, self.steps = seed, 0
-        self._before: Any = None
+        self._before: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
         """Wrap each step of `optimizer`, and its state dict."""
@@ -71,10 +71,11 @@ class SharedDraws:
 
     def _restore(self, *_: object) -> None:
         self.steps += 1
-        before, self._before = self._before, None
-        rng.set_torch_states(before)
+        if self._before is not None:
+            rng.set_torch_states(self._before)
+        self._before = None
 
-    def _save(self, _: object, state: dict[str, Any]) -> None:
+    def _save(self, _: object, state: dict[str, object]) -> None:
         state[STATE] = {"seed": self.seed, "steps": self.steps}
 
     def _load(self, _: object, state: Mapping[str, Any]) -> dict[str, Any]:

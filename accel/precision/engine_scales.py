@@ -25,9 +25,9 @@ RECIPE = "recipe"  # the one entry that is no plain value
 PLAIN = (torch.Tensor, bool, int, float, str, list, tuple, dict, type(None))
 
 
-def read(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+def read(model: torch.nn.Module) -> dict[str, dict[str, object]]:
     """Return the scales of the layers of a model, by name; layers without any are left out."""
-    found = {}
+    found: dict[str, dict[str, object]] = {}
     for name, layer in layers(model).items():
         state: Any = layer.get_extra_state()
         if isinstance(state, torch.Tensor) and state.numel() > 0:
@@ -44,7 +44,9 @@ def read(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
     return found
 
 
-def write(model: torch.nn.Module, scales: Mapping[str, Mapping[str, Any]], recipe: object) -> None:
+def write(
+    model: torch.nn.Module, scales: Mapping[str, Mapping[str, object]], recipe: object
+) -> None:
     """Give the layers of a model the scales that `read` returned.
 
     Args:

@@ -144,7 +144,7 @@ def _hooks(layer: torch.nn.Module) -> Collection[object]:
 
 
 def _ignore_extra_state(
-    module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: object
+    module: torch.nn.Module, state: dict[str, object], prefix: str, *_: object
 ) -> None:
     state.pop(prefix + EXTRA_STATE, None)
 
@@ -327,8 +327,8 @@ class TransformerEnginePrecision(Precision):
         _convert(model, True, True, False, lambda layer: id(layer) in chosen)
         logger.info("fp8: %d linear layers of %s converted.", len(chosen), type(model).__name__)
 
-    def scales(self, model: torch.nn.Module) -> dict[str, Any]:
+    def scales(self, model: torch.nn.Module) -> dict[str, dict[str, object]]:
         return engine_scales.read(model)
 
-    def load_scales(self, model: torch.nn.Module, scales: dict[str, Any]) -> None:
+    def load_scales(self, model: torch.nn.Module, scales: dict[str, dict[str, object]]) -> None:
         engine_scales.write(model, scales, self.recipe)

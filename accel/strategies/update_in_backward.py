@@ -39,12 +39,11 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, world_size: int) -> None
         raise ConfigError.of(
             f"prepare: {type(optimizer).__name__} on {world_size} processes",
             "it updates weights in the backward pass, before gradients are averaged",
-            "Train on one process, or use AdamW with FSDP.",
+            "Train on one process, or use AdamW.",
         )
-    own: Any = optimizer
     # torch wraps the method of each class that is instantiated.
     if inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Optimizer.step):
-        own.step = _no_step
+        optimizer.step = _no_step  # type: ignore[method-assign,assignment]
     hooks = optimizer._optimizer_state_dict_post_hooks.values()
     if hasattr(optimizer, MOMENTS[0]) and _save not in hooks:
         optimizer.register_state_dict_post_hook(_save)
@@ -55,7 +54,7 @@ def _no_step(closure: Callable[[], float] | None = None) -> None:
     """Do nothing: the backward pass has updated the weights."""
 
 
-def _save(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def _save(optimizer: torch.optim.Optimizer, state: dict[str, object]) -> None:
     moments = {name: dict(getattr(optimizer, name)) for name in MOMENTS}
     state[STATE] = {**moments, COUNT: getattr(optimizer, COUNT)}
 
