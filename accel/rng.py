@@ -255,6 +255,20 @@ def _restore_accelerator(state: Mapping[str, Any] | None) -> None:
         )
 
 
+def torch_states() -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the states of torch's CPU generator and the accelerator's; None without one."""
+    accelerator = _accelerator()
+    return torch.get_rng_state(), None if accelerator is None else accelerator.get_rng_state()
+
+
+def set_torch_states(states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    """Set torch's generators to what `torch_states` returned on this machine."""
+    torch.set_rng_state(states[0])
+    accelerator = _accelerator()
+    if accelerator is not None and states[1] is not None:
+        accelerator.set_rng_state(states[1])
+
+
 @contextlib.contextmanager
 def preserved(device: bool = True) -> Iterator[None]:
     """Context after which the generators are as before; without `device`, only the host's are."""

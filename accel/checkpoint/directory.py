@@ -80,6 +80,11 @@ def positions_name(rank: int, index: int) -> str:
     return numbered("dl_state_dict" + (f"_rank{rank}" if rank else ""), ".bin", index)
 
 
+def scales_name(index: int) -> str:
+    """Return the file name of the scales that layers in fp8 of the `index`-th model keep."""
+    return numbered("fp8_scales", ".bin", index)
+
+
 def custom_name(index: int) -> str:
     """Return the file name of the `index`-th object registered for checkpointing."""
     return f"custom_checkpoint_{index}.pkl"

@@ -162,6 +162,11 @@ def _restore_objects(run: RunObjects, saved: Saved, loaders: list[tuple[Any, int
             optimizer.load_state_dict(state)
         else:
             run.strategy.state.load_optimizer_state(optimizer, state, names)
+    for index, model in enumerate(objects.models):
+        if directory.scales_name(index) in saved.manifest.files:
+            own = run.strategy.state.unwrap(model)
+            scales = saved.plain(directory.scales_name(index))
+            run.strategy.precision.load_scales(own, scales)
     for index, scheduler in enumerate(objects.schedulers):
         scheduler.load_state_dict(saved.plain(numbered("scheduler", ".bin", index)))
     if not saved.foreign:

@@ -130,7 +130,20 @@ def _fitted(
     own = {"params": live["params"]}
     if "param_names" in live:
         own["param_names"] = live["param_names"]
-    return {k: v for k, v in saved.items() if k != "param_names"} | own
+    options = {k: _in_form_of(live.get(k), v) for k, v in saved.items() if k != "param_names"}
+    return options | own
+
+
+def _in_form_of(live: object, saved: object) -> object:
+    """Return a number as a 0-d tensor where the optimizer keeps this option as one, or reverse.
+
+    torchao's optimizers want a rate as a tensor, torch's without `capturable` want a number.
+    """
+    if isinstance(live, torch.Tensor) and isinstance(saved, int | float):
+        return torch.full_like(live, saved)
+    if isinstance(live, float) and isinstance(saved, torch.Tensor) and saved.numel() == 1:
+        return saved.item()
+    return saved
 
 
 def _undo_casts(optimizer: torch.optim.Optimizer, state: dict[int, Any]) -> None:

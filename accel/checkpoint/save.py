@@ -299,6 +299,10 @@ def _shared_states(run: RunObjects) -> Iterator[tuple[str, object, str]]:
         yield numbered("scheduler", ".bin", index), scheduler.state_dict(), f"scheduler {index}"
     for index, loader in enumerate(objects.dataloaders):
         yield numbered("sampler", ".bin", index), loader.order_state(), f"data loader {index}"
+    for index, model in enumerate(objects.models):
+        scales = run.strategy.precision.scales(io.unwrap(model))
+        if scales:
+            yield directory.scales_name(index), scales, f"scales of model {index} in fp8"
     if run.accumulation.scaler is not None:
         yield directory.SCALER, run.accumulation.scaler.state_dict(), "gradient scaler"
     for index, custom in enumerate(objects.custom):

@@ -7,6 +7,7 @@ Source: https://huggingface.co/docs/accelerate/usage_guides/low_precision_traini
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,22 @@ class MSAMPRecipeKwargs(KwargsHandler):
         problems.raise_if()
 
 
+def _check_filter(function: object, problems: Problems) -> None:
+    """Add a problem if a function cannot be called with a module and its name."""
+    if not callable(function):
+        return
+    try:
+        inspect.signature(function).bind("module", "name")
+    except TypeError as error:
+        problems.add(
+            f"AORecipeKwargs.module_filter_func={getattr(function, '__name__', function)}",
+            f"it is called with a module and its name ({error})",
+            "Define it as def wanted(module, name) -> bool.",
+        )
+    except ValueError:  # it has no signature
+        return
+
+
 @dataclass
 class AORecipeKwargs(KwargsHandler):
     """The recipe of fp8 training with torchao.
@@ -132,6 +149,7 @@ class AORecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         import_callable(self, "module_filter_func")
         problems = Problems()
+        _check_filter(self.module_filter_func, problems)
         if isinstance(self.config, str):
             check_choice(self, "config", AO_RECIPES, problems)
             if self.config in AO_RECIPES[1:] and self.enable_fsdp_float8_all_gather:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from accel import imports
@@ -14,10 +14,11 @@ from accel.config.fp8 import (
 )
 from accel.config.handlers import KwargsHandler
 from accel.enums import FP8BackendType
-from accel.errors import ConfigError, Problems, unknown_choice
+from accel.errors import ConfigError, Problem, Problems, unknown_choice
 
 AO, TE, MSAMP = FP8BackendType.AO, FP8BackendType.TE, FP8BackendType.MSAMP
 BACKENDS = (AO, TE, MSAMP)
+KINDS = {AO: AORecipeKwargs, TE: TERecipeKwargs, MSAMP: MSAMPRecipeKwargs}
 PREFIX = "ACCELERATE_FP8_"
 FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -156,6 +157,60 @@ LAUNCHED = {
 }
 
 
+def check_launched(settings: Mapping[str, object], flags: Collection[str]) -> list[Problem]:
+    """Return what is wrong with the settings of fp8 that `runner launch` hands to a script.
+
+    Args:
+        settings: of its file and its flags together.
+        flags: names of the settings that were given on the command line: none may be ignored. A
+            file has those of all backends.
+    """
+    found = Problems()
+    given = [name for name in flags if name in LAUNCHED]
+    backend = str(settings.get("fp8_backend") or "").strip().upper()
+    precision = str(settings.get("mixed_precision") or "").strip().lower()
+    if precision not in ("", "fp8"):
+        for name in given:
+            rule = "a recipe of fp8 training needs fp8"
+            remedy = "Give --mixed_precision=fp8, or leave it out."
+            found.add(f"--{name} with mixed_precision={precision}", rule, remedy)
+        return found
+    if not backend:
+        for name in given:
+            rule = "the script ignores settings of fp8 without a backend"
+            found.add(
+                f"--{name} without --fp8_backend", rule, "Give --fp8_backend=AO, TE or MSAMP."
+            )
+        return found
+    if backend not in BACKENDS:
+        return [unknown_choice("--fp8_backend", backend, BACKENDS)]
+    kind = KINDS[FP8BackendType(backend)]
+    fields = {variable: name for name, variable in LAUNCHED.items()}
+    for name in given:
+        if name != "fp8_backend" and not hasattr(kind(), _field_of(name)):
+            rule = f"{kind.__name__} has no such field"
+            found.add(f"--{name} with --fp8_backend={backend}", rule, "Leave it out.")
+    if backend == MSAMP:
+        _check_backend(FP8BackendType(backend), "--fp8_backend=MSAMP", "cuda", found)
+    texts = {LAUNCHED[n]: _text(v) for n, v in settings.items() if n in LAUNCHED and v is not None}
+    try:
+        from_variables(texts)
+    except ConfigError as error:
+        for problem in error.problems:  # in the words of the command line
+            variable, _, value = problem.value.partition("=")
+            told = f"--{fields[variable]}={value}" if variable in fields else problem.value
+            found.add(told, problem.rule, problem.remedy)
+    return found
+
+
+def _field_of(setting: str) -> str:
+    return next(n for n in _FIELDS if n.removeprefix("fp8_") == setting.removeprefix("fp8_"))
+
+
+def _text(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
 def from_variables(variables: Mapping[str, str]) -> KwargsHandler | None:
     """Return the recipe that ``ACCELERATE_FP8_*`` describe; None: no backend is named.
 
@@ -165,10 +220,9 @@ def from_variables(variables: Mapping[str, str]) -> KwargsHandler | None:
     backend = variables.get(f"{PREFIX}BACKEND", "").strip().upper()
     if not backend:
         return None
-    kinds = {AO: AORecipeKwargs, TE: TERecipeKwargs, MSAMP: MSAMPRecipeKwargs}
     if backend not in BACKENDS:
         raise ConfigError(unknown_choice(f"{PREFIX}BACKEND", backend, BACKENDS))
-    kind = kinds[FP8BackendType(backend)]
+    kind = KINDS[FP8BackendType(backend)]
     fields: dict[str, object] = {}
     for name, read in _FIELDS.items():
         variable = LAUNCHED[f"fp8_{name.removeprefix('fp8_')}"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
@@ -27,7 +26,6 @@ from accel.logging import get_logger
 from accel.precision.amp import AmpPrecision
 from accel.precision.base import Precision
 from accel.precision.fp8_filters import choose_layers
-from accel.wrapping import wrap_forward
 
 logger = get_logger(__name__)
 
@@ -50,10 +48,10 @@ def _silenced(names: Collection[str]) -> Iterator[None]:
             found.setLevel(level)
 
 
-def import_torchao(module: str = "torchao.float8") -> Any:
-    """Import and return a module of torchao, without its messages."""
+def import_torchao(module: str = "torchao.float8", purpose: str = "fp8 with torchao") -> Any:
+    """Import and return a module of torchao, without its messages; `purpose`: what it is for."""
     with _silenced(CHATTY):
-        return require(module, "fp8 with torchao", extra="fp8")
+        return require(module, purpose, extra="fp8")
 
 
 def has_hardware(device: torch.device) -> bool:
@@ -86,35 +84,6 @@ def linear_config(recipe: AORecipeKwargs, device: torch.device) -> Any:
             "Give Float8LinearConfig.from_recipe_name('rowwise'), say, or 'rowwise'.",
         )
     return dataclasses.replace(found, emulate=found.emulate or not has_hardware(device))
-
-
-def cast_input(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Cast the input [..., in] of a converted layer as autocast does; a forward pre-hook.
-
-    torchao's layer does it for the autocast of CUDA alone.
-    """
-    inputs = args[0]
-    if not torch.is_autocast_enabled(inputs.device.type):
-        return args
-    return (inputs.to(torch.get_autocast_dtype(inputs.device.type)), *args[1:])
-
-
-def layer_context(device_type: str) -> AbstractContextManager[object]:
-    """Return the context that a converted layer computes in: without autocast and inference mode.
-
-    Autocast would cast matrices that are in fp8 already. In inference mode, torch hands torchao's
-    tensors operations that they do not know (a reshape, a cast).
-    """
-    no_autocast = torch.autocast(device_type, enabled=False)
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-        return no_autocast
-    return _without_inference_mode(no_autocast)
-
-
-@contextlib.contextmanager
-def _without_inference_mode(inner: AbstractContextManager[object]) -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad(), inner:
-        yield
 
 
 class TorchaoPrecision(Precision):
@@ -170,7 +139,7 @@ class TorchaoPrecision(Precision):
                 "is slower than in bf16.",
                 self.device.type,
             )
-        convert_layers(model, chosen, config, self.device.type)
+        convert_layers(model, chosen, config)
         logger.info("fp8: %d linear layers of %s converted.", len(chosen), type(model).__name__)
 
     @staticmethod
@@ -185,16 +154,13 @@ class TorchaoPrecision(Precision):
         return dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
 
 
-def convert_layers(
-    model: torch.nn.Module, chosen: dict[str, torch.nn.Linear], config: Any, device_type: str
-) -> None:
+def convert_layers(model: torch.nn.Module, chosen: dict[str, torch.nn.Linear], config: Any) -> None:
     """Replace layers of `model` by torchao's, which keep weights, hooks and attributes.
 
     Args:
         model: is changed in place.
         chosen: layers inside, by name.
         config: a `Float8LinearConfig`.
-        device_type: where the run computes, whose autocast casts inputs.
 
     Raises:
         ConfigError: if the forward pass of a layer is not that of its class.
@@ -206,8 +172,11 @@ def convert_layers(
             "the forward pass of a layer was replaced, which the layer in fp8 would ignore",
             "Leave it out in module_filter_func.",
         )
+    torchao = import_torchao()
+    from accel.precision.float8_layer import Float8Linear  # which imports torchao
+
     layers = {id(layer): layer for layer in chosen.values()}
-    import_torchao().convert_to_float8_training(
+    torchao.convert_to_float8_training(
         model, module_filter_fn=lambda module, name: id(module) in layers, config=config
     )
     first: dict[int, torch.nn.Module] = {}
@@ -218,8 +187,7 @@ def convert_layers(
         new = first[id(old)] = model.get_submodule(name)
         kept = {k: v for k, v in vars(old).items() if k != "_parameters"}
         new.__dict__.update(kept)
-        new.register_forward_pre_hook(cast_input)
-        wrap_forward(new, functools.partial(layer_context, device_type), outputs_in_fp32=False)
+        new.__class__ = Float8Linear
 
 
 def _refuse_tied(model: torch.nn.Module, chosen: dict[str, torch.nn.Linear]) -> None:

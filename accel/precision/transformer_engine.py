@@ -2,7 +2,7 @@
 
 Layers keep their parameters, the very same tensors under the same names, so that optimizers, tied
 weights and checkpoints are those of a run without fp8. The scales that TransformerEngine keeps
-beside them (its extra state) start anew when a checkpoint is loaded.
+beside them (its extra state) are a file of their own in a checkpoint: `engine_scales`.
 
 Source: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
 """
@@ -23,6 +23,7 @@ from accel.config.handlers import AutocastKwargs
 from accel.errors import ConfigError, Problems
 from accel.imports import require
 from accel.logging import get_logger
+from accel.precision import engine_scales
 from accel.precision.amp import AmpPrecision
 from accel.precision.base import Precision
 from accel.precision.fp8_filters import choose_layers, is_plain
@@ -126,10 +127,26 @@ def _adopted(old: torch.nn.Module, new: torch.nn.Module) -> torch.nn.Module:
     for name in list(dict(new.named_parameters(recurse=False))):
         setattr(new, name, getattr(old, name))
     new.train(old.training)
-    if hasattr(new, "get_extra_state"):
-        new.register_state_dict_post_hook(_drop_extra_state)
-        new.register_load_state_dict_post_hook(_expect_no_extra_state)
+    _keep_extra_state_out(new)
     return new
+
+
+def _keep_extra_state_out(layer: torch.nn.Module) -> None:
+    """Leave the extra state of a layer out of state dicts: it is a pickle, which could run code."""
+    if hasattr(layer, "get_extra_state") and _drop_extra_state not in _hooks(layer):
+        layer.register_state_dict_post_hook(_drop_extra_state)
+        layer.register_load_state_dict_pre_hook(_ignore_extra_state)
+        layer.register_load_state_dict_post_hook(_expect_no_extra_state)
+
+
+def _hooks(layer: torch.nn.Module) -> Collection[object]:
+    return layer._state_dict_hooks.values()
+
+
+def _ignore_extra_state(
+    module: torch.nn.Module, state: dict[str, object], prefix: str, *_: object
+) -> None:
+    state.pop(prefix + EXTRA_STATE, None)
 
 
 def _drop_extra_state(
@@ -301,9 +318,17 @@ class TransformerEnginePrecision(Precision):
         gathers: bool = False,
         keep: Collection[torch.nn.Module] = (),
     ) -> None:
-        if has_transformer_engine_layers(model):
-            return  # built of them, or converted by hand: the caller chose
+        if has_transformer_engine_layers(model):  # built of them, or converted by hand: as chosen
+            for layer in engine_scales.layers(model).values():
+                _keep_extra_state_out(layer)
+            return
         layers = choose_layers(model, None, keep, evaluation).converted.values()
         chosen = {id(layer) for layer in layers}
         _convert(model, True, True, False, lambda layer: id(layer) in chosen)
         logger.info("fp8: %d linear layers of %s converted.", len(chosen), type(model).__name__)
+
+    def scales(self, model: torch.nn.Module) -> dict[str, dict[str, object]]:
+        return engine_scales.read(model)
+
+    def load_scales(self, model: torch.nn.Module, scales: dict[str, dict[str, object]]) -> None:
+        engine_scales.write(model, scales, self.recipe)

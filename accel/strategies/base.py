@@ -23,9 +23,11 @@ from accel.imports import load_attribute
 from accel.memory_estimate import Footprint, num_bytes, state_bytes
 from accel.ops import send_to_device
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
+from accel.precision import bf16_weights
 from accel.precision.amp import StepScaler
 from accel.prepared import Objects
 from accel.scheduler import wrap_scheduler
+from accel.strategies import update_in_backward
 from accel.strategies.compile import compile_model
 from accel.strategies.table import packages_of
 from accel.wrapping import is_dispatched, own_module
@@ -301,6 +303,9 @@ class Strategy(ABC):
         self, optimizer: torch.optim.Optimizer, place: bool = True
     ) -> torch.optim.Optimizer:
         """Return `optimizer` as it steps in this run."""
+        own = unwrap_optimizer(optimizer)
+        update_in_backward.prepare_optimizer(own, self.comm.world_size)
+        bf16_weights.prepare_optimizer(own, self.comm)
         gradients = self.gradients
         return AcceleratedOptimizer(
             optimizer, device_placement=place, scaler=gradients.scaler, admit=gradients.admit

@@ -1,7 +1,7 @@
 """Optimizers whose update of an element depends on other elements of its tensor.
 
 A strategy that gives an optimizer shards or one flat tensor in place of each weight turns them into
-other algorithms, or makes them fail.
+other algorithms, or makes them fail. So it is with state that is quantized by blocks of elements.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ ELEMENTWISE = frozenset(
 )
 # What torch's DTensor has no rule for, as of the versions that accel runs on: `step` fails.
 NO_DTENSOR = frozenset({"Adafactor", "LBFGS", "Rprop"})
+# Packages whose optimizers keep state in 8 bits and less.
+QUANTIZING = ("torchao.optim", "bitsandbytes.optim")
 
 
 def whole_tensor_kind(optimizer: torch.optim.Optimizer) -> str | None:
@@ -51,3 +53,16 @@ def _kind(optimizer: torch.optim.Optimizer, names: frozenset[str]) -> str | None
 def fails_on_shards(optimizer: torch.optim.Optimizer) -> str | None:
     """Return the name under which the class of `optimizer`, or a base of it, is in `NO_DTENSOR`."""
     return _kind(optimizer, NO_DTENSOR)
+
+
+def quantized_kind(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the name of an optimizer that quantizes its state by blocks; None for others.
+
+    Blocks that a shard cuts have other scales; and which state is quantized depends on the size of
+    a shard, which differs between ranks.
+    """
+    kind = type(optimizer)
+    module = next((k.__module__ for k in kind.__mro__ if k.__module__.startswith(QUANTIZING)), None)
+    if module is None or getattr(optimizer, "block_size", None) == float("inf"):
+        return None
+    return f"{module.partition('.')[0]}'s {kind.__name__}"

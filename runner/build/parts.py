@@ -66,6 +66,7 @@ def check_machine(recipe: Recipe) -> list[Problem]:
         lambda: _batch_plan(recipe),
         lambda: _check_plan(recipe),
         lambda: _check_clipping(recipe),
+        lambda: ConfigError.raise_if(_weights_problems(recipe)),
         lambda: ConfigError.raise_if(environment_conflicts.problems(recipe, Environment.read())),
         lambda: processes.check_interface(distributed),
         lambda: _check_states_folder(recipe),
@@ -78,6 +79,12 @@ def check_machine(recipe: Recipe) -> list[Problem]:
         except ConfigError as error:
             problems += error.problems
     return list(dict.fromkeys(problems))
+
+
+def _weights_problems(recipe: Recipe) -> list[Problem]:
+    from runner.build import weights_format
+
+    return weights_format.strategy_problems(recipe)
 
 
 def _batch_plan(recipe: Recipe) -> BatchPlan:
@@ -207,6 +214,8 @@ def build_data(recipe: Recipe) -> Data:
 
 def build_step(recipe: Recipe, around_model: AbstractContextManager[object] | None = None) -> Step:
     """Build the step with its models and optimizers; the recipe's model inside `around_model`."""
+    from runner.build import weights_format
+
     step = _part(recipe, "step")
     wanted = signatures.read(step.function)
     around = {"model": around_model or nullcontext()}
@@ -216,11 +225,13 @@ def build_step(recipe: Recipe, around_model: AbstractContextManager[object] | No
         if key in wanted.parameters or handed_on:
             with around.get(key, nullcontext()):
                 parts[key] = _step_part(recipe, key)
-    return step(**parts)
+    made: Step = step(**parts)
+    weights_format.check(recipe, made.models, made.optimizers)
+    return made
 
 
 def _step_part(recipe: Recipe, key: str) -> object:
-    from runner.build import factory_results
+    from runner.build import factory_results, weights_format
 
     if getattr(recipe, key) is None:
         return None
@@ -232,6 +243,8 @@ def _step_part(recipe: Recipe, key: str) -> object:
     made = factory()
     if key == "model" and _is_supervised(recipe):
         factory_results.check_trainable(factory.place, made)
+    if key == "model":
+        weights_format.cast(made, recipe)
     return made
 
 

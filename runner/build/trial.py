@@ -16,7 +16,10 @@ from runner.factories import signatures
 if TYPE_CHECKING:
     from runner.build.factory import Factory
 
-SHIPPED = ("torch.", "runner.builtin.", "runner.callbacks.")
+SHIPPED = (
+    *("torch.", "runner.builtin.", "runner.callbacks."),
+    *("torchao.optim.", "bitsandbytes.optim."),
+)
 NUM_STEPS = 1 << 30
 
 

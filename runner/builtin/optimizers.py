@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from accel.errors import ConfigError, Problem
+from accel.errors import ConfigError, Problem, Problems, unknown_choice
 from runner.builtin import argument_ranges
 
+STATE_FORMATS = {"8bit": "AdamW8bit", "4bit": "AdamW4bit", "fp8": "AdamWFp8"}
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
 
@@ -26,8 +28,13 @@ def adamw(
     betas: Sequence[float] = (0.9, 0.999),
     eps: float = 1e-8,
     fused: bool | None = None,
-) -> torch.optim.AdamW:
+    state_format: str | None = None,
+    stochastic_rounding: bool = False,
+) -> torch.optim.Optimizer:
     """Return AdamW over the model's trainable parameters, those of fewer than 2 dims not decayed.
+
+    With `state_format` or `stochastic_rounding` it is torchao's, which compiles its update for each
+    size of a weight at the first step.
 
     Args:
         model: whose parameters are trained.
@@ -36,11 +43,17 @@ def adamw(
         betas: decay rates of the two moments.
         eps: added to the root of the second moment.
         fused: whether one kernel updates all parameters; None: where the device has it.
+        state_format: of the moments of weights of 4096 and more elements: 8bit, 4bit or fp8, with a
+            scale for each block; None: that of the weights.
+        stochastic_rounding: whether updates of weights in bf16 are rounded up or down at random, so
+            that small ones are kept in the mean (`precision=bf16_weights`).
 
     Raises:
         ConfigError: naming the values that are out of their range.
+        MissingPackageError: if torchao is needed and not installed.
 
-    Source: I. Loshchilov and F. Hutter, Decoupled Weight Decay Regularization, arXiv:1711.05101.
+    Source: I. Loshchilov and F. Hutter, Decoupled Weight Decay Regularization, arXiv:1711.05101;
+    https://docs.pytorch.org/ao/stable/api_reference/api_ref_optim.html
     """
     numbers = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
     argument_ranges.check(
@@ -48,13 +61,34 @@ def adamw(
     )
     _check_betas(betas)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(
-        decay_groups(trainable, weight_decay),
-        lr=lr,
-        betas=(float(betas[0]), float(betas[1])),
-        eps=eps,
-        fused=supports_fused(trainable) if fused is None else fused,
-    )
+    groups = decay_groups(trainable, weight_decay)
+    options: dict[str, Any] = {
+        "lr": lr,
+        "betas": (float(betas[0]), float(betas[1])),
+        "eps": eps,
+    }
+    if state_format is None and not stochastic_rounding:
+        options["fused"] = supports_fused(trainable) if fused is None else fused
+        return torch.optim.AdamW(groups, **options)
+    kind = _torchao_kind(state_format, fused)
+    made: torch.optim.Optimizer = kind(groups, **options, bf16_stochastic_round=stochastic_rounding)
+    return made
+
+
+def _torchao_kind(state_format: str | None, fused: bool | None) -> Any:
+    """Return torchao's class of AdamW with moments in this format."""
+    found = Problems()
+    if state_format is not None and state_format not in STATE_FORMATS:
+        found.append(unknown_choice("optimizer.state_format", state_format, STATE_FORMATS))
+    if fused:
+        rule = "torchao compiles its own update"
+        found.add("optimizer.fused=true with torchao's AdamW", rule, "Leave it out.")
+    found.raise_if()
+    from accel.precision.fp8 import import_torchao
+
+    kinds = import_torchao("torchao.optim", "an optimizer of torchao")
+    # Its AdamW without quantized moments has no public name, as of torchao 0.18.
+    return getattr(kinds, "_AdamW" if state_format is None else STATE_FORMATS[state_format])
 
 
 def _check_betas(betas: Sequence[float]) -> None:

@@ -67,7 +67,8 @@ def parse(arguments: Sequence[str]) -> script.Launch:
     found = _parser().parse_args(flags)
     settings = _from_file(found.config_file)
     given = {name: getattr(found, name) for name in (*_switches().values(), *_values())}
-    settings |= {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None}
+    settings |= given
     if found.multi_gpu:
         if found.use_cpu:
             raise ConfigError.of("--multi_gpu with --cpu", "both choose the device", "Give one.")
@@ -76,7 +77,7 @@ def parse(arguments: Sequence[str]) -> script.Launch:
         found.training_script, found.training_script_args, found.module, found.no_python
     )
     logs = {"tee": found.tee, "log-dir": found.log_dir, "role": found.role}
-    return script.plan(settings, launched, [f"--{k}={v}" for k, v in logs.items() if v])
+    return script.plan(settings, launched, [f"--{k}={v}" for k, v in logs.items() if v], given)
 
 
 def _from_file(name: str | None) -> dict[str, object]:

@@ -99,6 +99,8 @@ class Precision:
         fp8_te: the recipe of fp8 by TransformerEngine.
         tf32: whether GPUs round the inputs of fp32 products and convolutions to 10 bits of
             mantissa; None: torch's default (convolutions only).
+        weights: format of the weights themselves, with mode bf16: bf16 (no master weights in fp32;
+            the optimizer rounds stochastically); None: as the model is built, fp32.
     """
 
     mode: Any = "no"
@@ -107,6 +109,7 @@ class Precision:
     fp8_torchao: AORecipeKwargs | None = None
     fp8_te: TERecipeKwargs | None = None
     tf32: bool | None = None
+    weights: Any = None
 
     def __post_init__(self) -> None:
         if self.mode is False:  # YAML reads a bare `no` so
@@ -119,6 +122,13 @@ class Precision:
             problems.add(f"Precision.mode={self.mode!r}", rule, did_you_mean(meant))
         else:
             check_choice(self, "mode", PrecisionType.list(), problems)
+        check_choice(self, "weights", ("bf16",), problems)
+        if self.weights == "bf16" and self.mode != "bf16":
+            problems.add(
+                f"precision.weights=bf16 with precision.mode={self.mode}",
+                "weights in bf16 are multiplied in bf16",
+                "Choose precision=bf16_weights, or leave precision.weights out.",
+            )
         given = [name for name in FP8_RECIPES if getattr(self, name) is not None]
         if len(given) > 1 or (given and self.mode != "fp8"):
             problems.add(

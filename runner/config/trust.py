@@ -23,11 +23,15 @@ from accel.errors import ConfigError, Problem, Problems, closest, did_you_mean
 from runner.config import paths
 
 VARIABLE = "RUNNER_IMPORTS"
-ALLOWED = ("accel", "runner", "torch.nn", "torch.optim", "torchmetrics")
+ALLOWED = (
+    *("accel", "runner", "torch.nn", "torch.optim", "torchmetrics"),
+    *("torchao.optim", "bitsandbytes.optim"),
+)
 # Modules whose classes and functions a recipe may call. Those of our own packages are parts of a
 # run: none imports by name, starts processes or changes the environment.
 DEFINED_IN = (
     *("torch.nn", "torch._C._nn", "torch.optim", "torchmetrics"),
+    *("torchao.optim", "bitsandbytes.optim"),
     *("accel.data", "accel.optimizer", "accel.scheduler", "accel.trackers"),
     *(
         "runner.builtin",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from accel import env, launcher_variables
 from accel.enums import PrecisionType
 from accel.errors import ConfigError, Problems, unknown_choice
 from accel.launch_config import EMPTY, VARIABLES, strategies
+from accel.planning.fp8 import check_launched
 from runner.config import processes
 
 PORT = 29500
@@ -77,13 +78,19 @@ class Launch:
             raise ConfigError.of(value, str(error), "Correct the program's name.") from error
 
 
-def plan(settings: Mapping[str, object], script: Script, torchrun: Sequence[str] = ()) -> Launch:
+def plan(
+    settings: Mapping[str, object],
+    script: Script,
+    torchrun: Sequence[str] = (),
+    flags: Collection[str] = (),
+) -> Launch:
     """Return how a script is started.
 
     Args:
         settings: as `accel.launch_config.read` gives them.
         script: what each process runs.
         torchrun: further flags of torchrun.
+        flags: names of the settings that were given on the command line.
 
     Raises:
         ConfigError: if the settings contradict each other or this machine.
@@ -103,6 +110,7 @@ def plan(settings: Mapping[str, object], script: Script, torchrun: Sequence[str]
     if precision not in EMPTY and str(precision).lower() not in PrecisionType.list():
         choices = PrecisionType.list()
         found.append(unknown_choice("mixed_precision", str(precision), choices))
+    found += check_launched(settings, flags)
     switched_on = [f"use_{name}" for name in strategies() if settings.get(f"use_{name}")]
     if len(switched_on) > 1:
         found.add(" with ".join(switched_on), "they cannot be combined", "Give one of them.")
@@ -112,11 +120,11 @@ def plan(settings: Mapping[str, object], script: Script, torchrun: Sequence[str]
     if machines == 1 and local == 1 and not (restarts or torchrun):
         return Launch(script.command, variables)
     _check_launcher(machines)
-    flags = [f"--nproc-per-node={local}", f"--max-restarts={restarts}"]
+    options = [f"--nproc-per-node={local}", f"--max-restarts={restarts}"]
     if settings.get("monitor_interval") is not None:
-        flags.append(f"--monitor-interval={settings['monitor_interval']}")
-    flags += _rendezvous(settings, machines, rank)
-    head = [sys.executable, "-m", "runner.launch.agent", *flags, *torchrun, *script.flags]
+        options.append(f"--monitor-interval={settings['monitor_interval']}")
+    options += _rendezvous(settings, machines, rank)
+    head = [sys.executable, "-m", "runner.launch.agent", *options, *torchrun, *script.flags]
     return Launch([*head, script.name, *script.arguments], variables | launcher_variables.OWN_STORE)
 
 

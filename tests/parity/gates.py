@@ -51,6 +51,7 @@ class Verdict:
         reason: why it was not run; None if it was.
         difference: from the plain loop.
         gate: the largest difference allowed.
+        from_fp32: of a cell in fp8, from the plain loop in fp32; its gate is `FLOAT8`.
         num_bytes: live storages on the fullest process, before and after the optimizer's step.
         share: of the replica's bytes, each at its fullest.
         seconds: that it took.
@@ -62,6 +63,7 @@ class Verdict:
     reason: str | None = None
     difference: Difference | None = None
     gate: Difference | None = None
+    from_fp32: Difference | None = None
     num_bytes: dict[str, int] = field(default_factory=dict)
     share: float | None = None
     seconds: float = 0.0
@@ -83,6 +85,12 @@ class Verdict:
         if found is None or gate is None:
             return False
         return found.loss > gate.loss or found.weight > gate.weight
+
+    @property
+    def caught_from_fp32(self) -> bool:
+        """Whether a cell in fp8 is farther from fp32 than its format explains."""
+        found = self.from_fp32
+        return found is not None and max(dataclasses.astuple(found)) > FLOAT8
 
 
 @cache
@@ -180,7 +188,8 @@ def judge(cell: Cell, answers: Sequence[dict[str, Any]], seconds: float) -> Verd
         if not value <= most:  # NaN is no parity either
             verdict.failures.append(f"{name} {value:.1e} > {most:.1e}")
     if is_float8:
-        for value in dataclasses.astuple(compare(Run(losses, states[0]), exact)):
+        verdict.from_fp32 = compare(Run(losses, states[0]), exact)
+        for value in dataclasses.astuple(verdict.from_fp32):
             if not value <= FLOAT8:
                 verdict.failures.append(f"{value:.1e} from fp32 > {FLOAT8:.1e}")
     if any(run.rounded and all(run.rounded) for run in runs):

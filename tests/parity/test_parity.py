@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from accel.errors import ConfigError
 from tests.parity import reference
 from tests.parity.cells import BACKENDS, FLOAT8, Cell, matrix, reason_not_to_run
-from tests.parity.controls import FLOAT8_SABOTAGES, SABOTAGES, controls
+from tests.parity.controls import FAR_FROM_FP32, FLOAT8_SABOTAGES, SABOTAGES, controls
 from tests.parity.gates import Difference, Verdict, allowed_share, compare, judge, plain
 from tests.parity.memory import Walk
 from tests.parity.reference import Run
@@ -211,7 +211,9 @@ def test_a_mistake_in_fp8_turns_the_matrix_red(sabotage: str) -> None:
     if (reason := reason_not_to_run(cell, 0)) is not None:
         pytest.skip(reason)
     (spoiled,) = (found for found in controls([cell]) if found.sabotage == sabotage)
-    assert run(spoiled).caught
+    verdict = run(spoiled)
+    assert verdict.caught
+    assert verdict.caught_from_fp32 is (sabotage in FAR_FROM_FP32)
 
 
 FAST_CONTROLS = [("ddp", "gradients divided by W twice"), ("ddp", "tied weight untied")]

@@ -39,7 +39,8 @@ def train(cell: Cell) -> dict[str, Any]:
     walk = Walk()
     if cell.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    with _unscaled() if cell.sabotage == "scale left out" else contextlib.nullcontext():
+    spoilt = {"scale left out": _unscaled, "scale inverted": _inverted}
+    with spoilt.get(cell.sabotage, contextlib.nullcontext)():
         return _train(cell, task, walk)
 
 
@@ -71,6 +72,15 @@ def _unscaled() -> contextlib.AbstractContextManager[object]:
     """Return a context in which matrices are rounded to fp8 without being scaled."""
     scaling = import_torchao("torchao.float8.float8_scaling_utils")
     return patch.object(scaling, "tensor_to_scale", lambda tensor, *_: tensor.new_ones(()).float())
+
+
+def _inverted() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which matrices are divided by their scales, and so mostly become 0."""
+    scaling = import_torchao("torchao.float8.float8_scaling_utils")
+    right = scaling.tensor_to_scale
+    return patch.object(
+        scaling, "tensor_to_scale", lambda *args, **kwargs: right(*args, **kwargs).reciprocal()
+    )
 
 
 def _every_linear(layer: torch.nn.Module, name: str) -> bool:

@@ -17,6 +17,7 @@ from accel.strategies.deepspeed.wrappers import DummyOptim
 from accel.strategies.non_elementwise_optimizers import (
     WHOLE_TENSOR,
     is_elementwise,
+    quantized_kind,
     whole_tensor_kind,
 )
 
@@ -134,7 +135,15 @@ def check_kind(settings: Settings, optimizer: torch.optim.Optimizer) -> None:
     flat = settings.stage > 0 or any(
         value_at(settings.config, f"{name}.enabled") is True for name in ("bf16", "fp16")
     )
-    if not flat or settings.allows_untested is not None:
+    quantized = quantized_kind(optimizer)
+    if quantized is not None:
+        settings.problems.add(
+            f"prepare: {quantized} under DeepSpeed",
+            "it quantizes its state by blocks, and the engine saves and steps fp32 state of flat "
+            "tensors",
+            "Use torch.optim.AdamW, whose state ZeRO shards, or DDP.",
+        )
+    if not flat or settings.allows_untested is not None or quantized is not None:
         return
     kind = whole_tensor_kind(optimizer)
     if isinstance(optimizer, DummyOptim):  # DeepSpeed's own Muon knows which weights are matrices

@@ -37,7 +37,7 @@ from accel.strategies.mesh.sync import MeshSync
 from accel.strategies.mesh.tensor_parallel import check_first_step
 from accel.strategies.mesh.torch_internals import unsharded_and_sharded
 from accel.strategies.mesh.units import check_classes
-from accel.strategies.non_elementwise_optimizers import fails_on_shards
+from accel.strategies.non_elementwise_optimizers import fails_on_shards, quantized_kind
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
@@ -221,6 +221,13 @@ class MeshStrategy(Strategy):
                 f"prepare: {kind} with {self.plan.strategy}",
                 "torch cannot compute its update on sharded weights (DTensor)",
                 "Use AdamW or SGD, or train without sharding (DDP).",
+            )
+        quantized = quantized_kind(optimizer)
+        if quantized is not None:
+            raise ConfigError.of(
+                f"prepare: {quantized} with {self.plan.strategy}",
+                "it quantizes its state by blocks, which shards of weights would cut",
+                "Use torch.optim.AdamW, whose state is sharded, or train without sharding (DDP).",
             )
 
     # -- the step --------------------------------------------------------------------------

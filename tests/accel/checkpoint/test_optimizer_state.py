@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from accel import imports
 from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, state_by_name
 from accel.checkpoint.serialization import load_plain, save_plain
 from accel.errors import CheckpointError
+from accel.imports import load_attribute
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -171,3 +173,49 @@ def test_other_parameters_or_groups_are_refused(tmp_path: Path) -> None:
         load_by_name(two, saved, names)
     with pytest.raises(CheckpointError, match="format None"):
         load_by_name(two, {"state": {}}, names)
+
+
+# -- state in 8 bits and less ------------------------------------------------------------------
+
+LOW_BIT = {
+    **{f"torchao.optim:{name}": "torchao" for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")},
+    **{f"bitsandbytes.optim:{name}": "bitsandbytes" for name in ("AdamW8bit", "Lion8bit")},
+}
+
+
+def wide(seed: int = 0) -> nn.Module:
+    """A model with a weight of 4096 elements, from which on state is quantized, and others."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 2))
+
+
+def low_bit(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    package = LOW_BIT[name]
+    if not imports.is_available(package):
+        pytest.skip(f"{package} is not installed")
+    make: Any = load_attribute(name)
+    made: torch.optim.Optimizer = make(model.parameters(), lr=1e-2)
+    return made
+
+
+@pytest.mark.parametrize("name", LOW_BIT)
+def test_quantized_moments_come_back_bit_for_bit(tmp_path: Path, name: str) -> None:
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        with torch.compiler.set_stance("force_eager"):  # torchao compiles for each size
+            train(model, optimizer)
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, other = wide(), wide(1)
+    optimizer = low_bit(name, model)
+    trained(model, optimizer)
+    saved = moved(state_by_name(optimizer, ParameterNames([model])), tmp_path)
+    other.load_state_dict(model.state_dict())
+    again = low_bit(name, other)
+    load_by_name(again, saved, ParameterNames([other]))
+    kinds = {type(v).__name__ for v in again.state[other[1].weight].values()}
+    assert package_of(again) != "torchao" or any("OptimState" in kind for kind in kinds)
+    assert all(map(torch.equal, trained(model, optimizer), trained(other, again)))
+
+
+def package_of(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer).__module__.partition(".")[0]

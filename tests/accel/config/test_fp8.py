@@ -37,7 +37,7 @@ FIELDS: dict[type[KwargsHandler], dict[str, tuple[Any, Any]]] = {
     MSAMPRecipeKwargs: OPT_LEVEL,
     AORecipeKwargs: {
         "config": (None, object()),
-        "module_filter_func": (None, callable),
+        "module_filter_func": (None, torch.equal),
         "pad_inner_dim": (None, True),
         "enable_fsdp_float8_all_gather": (None, False),
     },
@@ -97,6 +97,11 @@ def test_the_levels_of_a_recipe(kind: Any) -> None:
         (TERecipeKwargs, {"override_linear_precision": (True, False)}, "three booleans"),
         (TERecipeKwargs, {"override_linear_precision": (1, 2, 3)}, "three booleans"),
         (AORecipeKwargs, {"module_filter_func": "torch.no_such"}, "dotted name"),
+        (
+            AORecipeKwargs,
+            {"module_filter_func": lambda name: True},
+            "it is called with a module and its name",
+        ),
         (AORecipeKwargs, {"config": "rowise"}, "Did you mean 'rowwise'?"),
         (
             AORecipeKwargs,
@@ -119,6 +124,4 @@ def test_what_a_recipe_does_not_know_is_refused(
 
 
 def test_a_filter_may_be_named() -> None:
-    assert (
-        AORecipeKwargs(module_filter_func="torch.is_tensor").module_filter_func is torch.is_tensor
-    )
+    assert AORecipeKwargs(module_filter_func="torch.equal").module_filter_func is torch.equal

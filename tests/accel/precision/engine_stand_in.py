@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import pickle
 import sys
 import types
 from collections.abc import Iterator
@@ -25,17 +26,58 @@ SEEN: list[tuple[bool, Any]] = []
 
 
 class _Base(torch.nn.Module):
+    """Keeps a history of largest inputs, and scales by it; its extra state is a pickle.
+
+    As release 2.x gives it: none before the first pass in fp8, then a dict of tensors, plain values
+    and the recipe.
+    """
+
+    __module__ = "transformer_engine.pytorch.module.base"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8_meta: dict[str, Any] = {}
+
     def get_extra_state(self) -> torch.Tensor:
-        return torch.zeros(3, dtype=torch.uint8)
+        if not self.fp8_meta:
+            return torch.empty(0, dtype=torch.uint8)
+        entries = {
+            "recipe": self.fp8_meta["recipe"],
+            "amax_history_fwd": self.fp8_meta["amax_history"],
+            "extra_fp8_variables": {"num_gemms": 1},
+        }
+        return torch.frombuffer(bytearray(pickle.dumps(entries)), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        self.loaded = state
+        if state.numel() == 0:
+            return
+        entries = pickle.loads(state.numpy().tobytes())
+        self.fp8_meta = {
+            "recipe": entries["recipe"],
+            "amax_history": entries["amax_history_fwd"],
+            **entries["extra_fp8_variables"],
+        }
 
     def note(self) -> None:
         SEEN.append(OPEN[-1] if OPEN else (False, None))
 
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` in 8 bits by the largest value of earlier passes, where fp8 is on."""
+        enabled, recipe = OPEN[-1] if OPEN else (False, None)
+        if not enabled:
+            return x
+        history = self.fp8_meta.get("amax_history", x.detach().abs().max().float().reshape(1))
+        self.fp8_meta = {
+            "recipe": recipe,
+            "amax_history": torch.cat([history, x.detach().abs().max().float().reshape(1)])[-8:],
+        }
+        step = history.max().to(x.dtype) / 127
+        return x + ((x / step).round() * step - x).detach()
+
 
 class Linear(_Base):
+    __module__ = _Base.__module__
+
     def __init__(
         self,
         in_features: int,
@@ -55,11 +97,14 @@ class Linear(_Base):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.note()
+        x = self.rounded(x)
         bias = self.bias if self.bias.numel() else None
         return torch.nn.functional.linear(x, self.weight, bias)
 
 
 class LayerNorm(_Base):
+    __module__ = _Base.__module__
+
     def __init__(
         self,
         normalized_shape: int,

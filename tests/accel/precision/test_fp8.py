@@ -106,7 +106,7 @@ def test_a_shared_layer_stays_shared() -> None:
     model = accelerator.prepare(model)
     assert type(model.inside[0]).__name__ == "Float8Linear"
     assert model.inside[0] is model.inside[3] is model.elsewhere[0]
-    assert len(model.inside[0]._forward_pre_hooks) == 1
+    assert not model.inside[0]._forward_pre_hooks
     model(batches(0, 1)[0])
 
 
@@ -122,13 +122,73 @@ def test_a_layer_whose_forward_was_replaced_is_refused() -> None:
         accelerator.prepare(model)
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_converted_model_is_refused_in_another_format(precision: str) -> None:
+    accelerator, model = prepared()
+    own = accelerator.unwrap_model(model)
+    accelerator.free_memory()
+    accelerator.state._reset_state(reset_partial_state=True)
+    with pytest.raises(ConfigError, match="2 of its layers were converted by an earlier"):
+        Accelerator(cpu=True, mixed_precision=precision).prepare(own)
+
+
+def test_layers_that_the_user_converts_stay_as_they_are() -> None:
+    model = network()
+    import_torchao().convert_to_float8_training(
+        model,
+        config=linear_config(AORecipeKwargs(), CPU),
+        module_filter_fn=lambda _, name: name in CONVERTED,
+    )
+    before = kinds(model)
+    assert kinds(Accelerator(cpu=True, mixed_precision="bf16").prepare(model)) == before
+
+
+def test_an_empty_batch_has_empty_outputs_and_no_gradients() -> None:
+    accelerator, model = prepared()
+    for inputs in (torch.zeros(0, DIM), torch.zeros(2, 0, DIM)):
+        outputs = model(inputs.requires_grad_())
+        assert outputs.shape == inputs.shape
+        accelerator.backward(outputs.sum())
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+    assert model.eval()(torch.zeros(0, DIM)).dtype == torch.float32
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(DIM, DIM), torch.nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_blocks_share_what_is_compiled_for_one_of_them() -> None:
+    torch._dynamo.reset()
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8", dynamo_plugin=plugin)
+    blocks = [Block() for _ in range(10)]  # more than torch compiles a function for
+    ends = torch.nn.Linear(DIM, DIM), torch.nn.Linear(DIM, DIM)
+    model = accelerator.prepare(torch.nn.Sequential(ends[0], *blocks, ends[1]))
+    counted = torch._dynamo.utils.counters["stats"]
+    before = counted["unique_graphs"]
+    batch = batches(0, 1)[0]
+    for _ in range(2):
+        model.train()(batch).sum().backward()
+        with torch.inference_mode():
+            model.eval()(batch)
+    # Training's, where the first block's input needs no gradient and the others' do, and
+    # evaluation's.
+    assert counted["unique_graphs"] - before <= 3
+    torch._dynamo.reset()
+
+
 def test_a_model_is_converted_once() -> None:
     accelerator, model = prepared()
     before = list(model.modules())
     accelerator.free_memory()
     again = accelerator.prepare(model)
     assert list(again.modules()) == before
-    assert len(again.inside[0]._forward_pre_hooks) == 1
+    assert not again.inside[0]._forward_pre_hooks
 
 
 def test_a_model_that_is_a_layer_is_refused_and_one_without_layers_warned_of(
@@ -225,7 +285,7 @@ def first_step(recipe: dict[str, Any], device: str = "cpu") -> dict[str, float]:
     holder = torch.nn.Sequential(copy.deepcopy(layer)).to(device)
     chosen: dict[str, Any] = {"0": holder[0]}
     config = linear_config(AORecipeKwargs(**recipe), torch.device(device))
-    module.convert_layers(holder, chosen, config, device)
+    module.convert_layers(holder, chosen, config)
     found: list[torch.Tensor] = []
     for model, where in ((layer, "cpu"), (holder, device)):
         inputs = x.to(where, copy=True).requires_grad_()

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import types
+from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +19,12 @@ import torch
 from accel import Accelerator
 from accel.enums import FP8BackendType
 from accel.env import Environment
-from accel.errors import ConfigError, MissingPackageError
+from accel.errors import CheckpointError, ConfigError, MissingPackageError
 from accel.imports import is_transformer_engine_available
 from accel.planning.arguments import Arguments
 from accel.planning.fp8 import Float8
 from accel.planning.plan import Plan, resolve
+from accel.precision import engine_scales
 from accel.precision.build import build_precision
 from accel.precision.transformer_engine import TransformerEnginePrecision, engine_recipe
 from accel.utils import (
@@ -238,6 +242,80 @@ def test_a_model_that_has_such_layers_stays_as_it_is() -> None:
     before = list(model.modules())
     build_precision(te_plan()).convert(model)
     assert list(model.modules()) == before
+
+
+def te_run(plain: torch.nn.Module | None = None) -> tuple[Accelerator, Any, Any]:
+    """Return a run whose layers are the stand-in's, on the CPU: its plan resolves on GPUs alone."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.strategy.precision = build_precision(te_plan())
+    model = plain or network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return accelerator, model, optimizer
+
+
+def te_train(accelerator: Accelerator, model: Any, optimizer: Any) -> list[float]:
+    losses = []
+    for number, batch in enumerate(batches(0)):
+        loss = model(batch / (number + 1)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.usefixtures("recent")
+def test_a_resumed_run_has_the_scales_of_the_saved_one(tmp_path: Path) -> None:
+    own = te_run()
+    te_train(*own)
+    own[0].save_state(str(tmp_path / "state"))
+    expected = te_train(*own)
+    resumed = te_run()
+    resumed[0].load_state(str(tmp_path / "state"))
+    assert te_train(*resumed) == expected
+    lacking = te_run()  # the control: weights and optimizer alone
+    lacking[1].load_state_dict(own[1].state_dict())
+    lacking[0].load_state(str(tmp_path / "state"))
+    for layer in engine_scales.layers(lacking[1]).values():
+        layer.fp8_meta = {}
+    assert te_train(*lacking) != expected
+
+
+@pytest.mark.usefixtures("recent")
+def test_scales_in_a_checkpoint_are_no_pickle(tmp_path: Path) -> None:
+    model = network()
+    convert_model(model)
+    for layer in engine_scales.layers(model).values():
+        del layer._state_dict_hooks, layer._load_state_dict_pre_hooks  # as a user builds it
+        layer._state_dict_hooks, layer._load_state_dict_pre_hooks = OrderedDict(), OrderedDict()
+    accelerator, model, optimizer = te_run(model)
+    te_train(accelerator, model, optimizer)
+    assert not [name for name in model.state_dict() if name.endswith("_extra_state")]
+    accelerator.save_state(str(tmp_path / "state"))
+    saved = torch.load(tmp_path / "state" / "fp8_scales.bin", weights_only=True)
+    assert set(saved) == {"first", "inside.0", "inside.2", "last"}
+    for entries in saved.values():
+        assert set(entries) == {"amax_history_fwd", "extra_fp8_variables"}
+    # A foreign file's bytes never reach a layer, which would unpickle them.
+    hostile = torch.frombuffer(bytearray(b"cos\nsystem\n"), dtype=torch.uint8)
+    state = model.state_dict()
+    name = next(iter(engine_scales.layers(model)))
+    model.load_state_dict({**state, f"{name}._extra_state": hostile})
+
+
+@pytest.mark.usefixtures("recent")
+def test_scales_that_do_not_fit_are_refused_and_unread_ones_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model, _ = te_run()
+    with pytest.raises(CheckpointError, match=r"layer 'elsewhere'.*do not fit"):
+        engine_scales.write(model, {"elsewhere": {"amax_history_fwd": torch.ones(1)}}, None)
+    with pytest.raises(CheckpointError, match="do not fit"):
+        engine_scales.write(model, {next(iter(engine_scales.layers(model))): {}}, None)
+    monkeypatch.setattr(engine.Linear, "get_extra_state", lambda layer: io.BytesIO())
+    monkeypatch.setattr(engine_scales.logger, "_seen", set())
+    assert engine_scales.read(model) == {}
+    assert "The scales of Linear are not saved" in caplog.text
 
 
 @pytest.mark.usefixtures("recent")

@@ -6,12 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.errors import ConfigError
-from accel.strategies.non_elementwise_optimizers import is_elementwise, whole_tensor_kind
-from accel.utils import DummyOptim
+from accel.precision.fp8 import import_torchao
+from accel.strategies.non_elementwise_optimizers import (
+    is_elementwise,
+    quantized_kind,
+    whole_tensor_kind,
+)
+from accel.utils import DummyOptim, FullyShardedDataParallelPlugin
+from tests.accel.precision.float8 import needs_torchao
 from tests.accel.strategies.training import (
     BATCH,
     VOCABULARY,
@@ -209,3 +216,42 @@ def test_a_schedule_over_an_empty_group_sets_the_others_rates(
 ) -> None:
     (found,) = run_distributed(empty_group, 1, stage, scheduled_later)
     assert found == pytest.approx([0.05, 0.02, 0.025, 0.002])
+
+
+# -- state that is quantized by blocks ---------------------------------------------------------
+
+
+def low_bit(model: torch.nn.Module) -> torch.optim.Optimizer:
+    make: Any = import_torchao("torchao.optim").AdamW8bit
+    made: torch.optim.Optimizer = make(model.parameters())
+    return made
+
+
+@needs_torchao
+def test_kinds_that_quantize_their_state() -> None:
+    model = torch.nn.Linear(2, 2)
+    assert quantized_kind(low_bit(model)) == "torchao's AdamW8bit"
+    whole: Any = import_torchao("torchao.optim")._AdamW
+    assert quantized_kind(whole(model.parameters())) is None
+    assert quantized_kind(torch.optim.AdamW(model.parameters())) is None
+
+
+def prepare_low_bit(engine: str) -> str:
+    plugins: dict[str, Any] = {
+        "fsdp": {"fsdp_plugin": FullyShardedDataParallelPlugin()},
+        "deepspeed": {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=2)},
+    }
+    accelerator = Accelerator(cpu=True, **plugins[engine])
+    model = Model(frozen=False)
+    with pytest.raises(ConfigError) as refused:
+        accelerator.prepare(model, low_bit(model), DataLoader(data(), batch_size=2))
+    return str(refused.value)
+
+
+@needs_torchao
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
+def test_shards_do_not_cut_its_blocks(engine: str) -> None:
+    for text in run_distributed(prepare_low_bit, 2, engine):
+        assert "torchao's AdamW8bit" in text
+        assert "quantizes its state by blocks" in text
+        assert "Use torch.optim.AdamW" in text

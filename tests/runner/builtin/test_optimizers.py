@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from accel.errors import ConfigError
 from runner.builtin.optimizers import adamw, constant, cosine, linear
+from tests.accel.precision.float8 import needs_torchao
 
 
 def model() -> nn.Module:
@@ -118,3 +120,32 @@ def test_bad_values_are_refused_together() -> None:
     with pytest.raises(ConfigError) as error:
         cosine(optimizer, 10, warmup=-1, final=1.5)
     assert len(error.value.problems) == 2
+
+
+@needs_torchao
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"state_format": "8bit"}, "AdamW8bit"),
+        ({"state_format": "4bit"}, "AdamW4bit"),
+        ({"state_format": "fp8"}, "AdamWFp8"),
+        ({"stochastic_rounding": True}, "_AdamW"),
+        ({"state_format": "8bit", "stochastic_rounding": True}, "AdamW8bit"),
+    ],
+)
+def test_torchaos_adamw_has_the_same_groups(options: dict[str, Any], kind: str) -> None:
+    optimizer: Any = adamw(model(), lr=0.1, weight_decay=0.3, eps=1e-6, **options)
+    assert type(optimizer).__name__ == kind
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
+    assert optimizer.param_groups[0]["eps"] == 1e-6
+    assert optimizer.bf16_stochastic_round is ("stochastic_rounding" in options)
+
+
+def test_options_that_torchao_has_not_are_refused_together() -> None:
+    with pytest.raises(ConfigError) as error:
+        adamw(model(), state_format="9bit", fused=True)
+    assert [p.value for p in error.value.problems] == [
+        "optimizer.state_format='9bit'",
+        "optimizer.fused=true with torchao's AdamW",
+    ]

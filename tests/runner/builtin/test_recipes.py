@@ -124,3 +124,35 @@ def test_the_default_recipe_reaches_its_accuracy(tmp_path: Path) -> None:
     assert "loaded digits CNN" in printed
     assert set(rows[0]) == {"index", "label", "probabilities"}
     assert sorted(accuracies)[1] >= 0.98
+
+
+BNB = "_target_: bitsandbytes.optim.AdamW8bit\nlr: 5e-3\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["precision=bf16_weights", "optimizer.stochastic_rounding=true"],
+        ["optimizer.state_format=8bit"],
+        ["optimizer=bnb"],
+    ],
+)
+def test_low_memory_runs_of_two_processes_resume_with_the_same_bits(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    for package in ("torchao", "bitsandbytes"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    several = ("distributed=multi_cpu", "distributed.num_processes=2")
+    common = (*several, "trainer.max_steps=8", "checkpoint.every_epochs=null", "tracker=none")
+    states = []
+    for name, limits in (("whole", ()), ("parts", ("trainer.stop_after=4",))):
+        folder = tmp_path / name
+        (folder / "conf" / "optimizer").mkdir(parents=True)
+        (folder / "conf" / "optimizer" / "bnb.yaml").write_text(BNB)
+        _, run_dir = run(folder, *common, *overrides, *limits)
+        if limits:
+            run(folder, f"resume={run_dir}", "trainer.stop_after=null")
+        newest = sorted((run_dir / "checkpoints").glob("checkpoint_*"))[-1]
+        states.append((newest / "model.safetensors").read_bytes())
+    assert states[0] == states[1]

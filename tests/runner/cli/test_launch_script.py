@@ -78,6 +78,34 @@ def test_a_recipe_of_fp8_is_handed_to_the_script() -> None:
     assert found["ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL"] == "true"
 
 
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--fp8_backend=foo"], "--fp8_backend='FOO': it is one of AO, TE, MSAMP"),
+        (["--fp8_format=E4M3"], "--fp8_format without --fp8_backend"),
+        (["--mixed_precision=bf16", "--fp8_backend=te"], "--fp8_backend with mixed_precision=bf16"),
+        (["--fp8_backend=ao", "--fp8_margin=1"], "AORecipeKwargs has no such field"),
+        (["--fp8_backend=te", "--fp8_margin=x"], "--fp8_margin='x'"),
+        (["--fp8_backend=te", "--fp8_interval=0"], "TERecipeKwargs.interval=0"),
+        (["--fp8_backend=msamp"], "--fp8_backend=MSAMP"),
+    ],
+)
+def test_settings_of_fp8_are_checked_before_the_start(flags: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        launch_script.parse(["--cpu", *flags, "train.py"])
+    assert problem in str(refused.value)
+
+
+def test_a_file_may_have_the_fields_of_each_backend_of_fp8(tmp_path: Path) -> None:
+    settings = {"mixed_precision": "fp8", "fp8_config": {"backend": "AO", "margin": 1}}
+    launch_config.write(settings, tmp_path / "file.yaml")
+    found = launch_script.parse(["--cpu", "--config_file", str(tmp_path / "file.yaml"), "x.py"])
+    assert found.variables["ACCELERATE_FP8_BACKEND"] == "AO"
+    launch_config.write({"fp8_config": {"backend": "A"}}, tmp_path / "file.yaml")
+    with pytest.raises(ConfigError, match="fp8_backend='A'"):
+        launch_script.parse(["--config_file", str(tmp_path / "file.yaml"), "x.py"])
+
+
 def test_gpus_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     launch_config.write({"use_cpu": True}, launch_config.default_config_file())
     monkeypatch.setattr(processes, "num_accelerators", lambda: 2)

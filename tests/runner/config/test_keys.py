@@ -34,7 +34,7 @@ def test_which_keys_are_open(key: str, free: bool) -> None:
         ("batch_size", "'trainer.global_batch_size'"),
         (
             "precision.foo",
-            "The keys of precision: autocast, fp8_te, fp8_torchao, mode, scaler, tf32.",
+            "The keys of precision: autocast, fp8_te, fp8_torchao, mode, scaler, tf32, weights.",
         ),
         ("zzz", "The keys: callbacks, checkpoint"),
     ],
