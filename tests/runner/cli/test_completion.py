@@ -34,7 +34,7 @@ LINES = {
     "runner --mul": ["--multirun"],
     "runner --cfg j": ["job"],
     "runner --import x trainer.log": ["trainer.log_every="],
-    "runner -m precision=b": ["precision=bf16"],
+    "runner -m precision=b": ["precision=bf16", "precision=bf16_weights"],
     "runner model=byte_gpt model.num": ["model.num_heads=", "model.num_layers="],
     "runner model.name=c": ["model.name=cnn"],
     "runner optimizer=sgd optimizer.mom": ["optimizer.momentum="],

@@ -93,7 +93,8 @@ def test_hydras_own_views_still_work(capsys: pytest.CaptureFixture[str]) -> None
 def test_completion(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for line, expected in {
         "runner precision=": (
-            "precision=bf16 precision=fp16 precision=fp8_te precision=fp8_torchao precision=no"
+            "precision=bf16 precision=bf16_weights precision=fp16 precision=fp8_te "
+            "precision=fp8_torchao precision=no"
         ),
         "runner --import x trainer.log": "trainer.log_every=",
     }.items():

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 def test_help_names_groups_keys_codes_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert "precision     bf16 | fp16 | fp8_te | fp8_torchao | no*" in out
+    assert "precision     bf16 | bf16_weights | fp16 | fp8_te | fp8_torchao | no*" in out
     for expected in ("trainer.max_steps", "--multirun", "runner eval RUN_DIR", "75   stopped by"):
         assert expected in out
     assert max(len(line) for line in out.splitlines()) <= help.WIDTH

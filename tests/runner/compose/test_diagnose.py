@@ -30,7 +30,7 @@ REFUSALS = {
     "optimzer.lr=1": ("optimzer.lr=1:", "Did you mean 'optimizer.lr'?"),
     "precision=bf61": (
         "precision=bf61:",
-        "bf16, fp16, fp8_te, fp8_torchao, no",
+        "bf16, bf16_weights, fp16, fp8_te, fp8_torchao, no",
         "Did you mean 'bf16'?",
     ),
     "model.name=cnm": ("model.name='cnm'", "Did you mean 'cnn'?", "@register.model('cnm')"),
