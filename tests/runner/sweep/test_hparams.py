@@ -65,7 +65,11 @@ def test_each_job_is_a_session_group_with_values_and_metrics(tmp_path: Path) -> 
 
 
 def test_values_have_the_types_that_hparams_know() -> None:
-    assert [hparams._typed(value) for value in ("1e-3", "true", "cosine")] == [0.001, True, "cosine"]
+    assert [hparams._typed(value) for value in ("1e-3", "true", "cosine")] == [
+        0.001,
+        True,
+        "cosine",
+    ]
 
 
 def test_nothing_is_written_where_nothing_has_ended(tmp_path: Path) -> None:

@@ -84,7 +84,9 @@ def test_each_job_of_another_launcher_trains_its_own_recipe(tmp_path: Path) -> N
     found = sorted((recipe["seed"], recipe["optimizer"]["lr"]) for recipe in recipes(tmp_path))
     assert found == [(1, 1e-3), (1, 1e30), (2, 1e-3), (2, 1e30)], ended.stdout + ended.stderr
     assert {recipe["name"] for recipe in recipes(tmp_path)} == {"1_2_1"}
-    environments = [json.loads(p.read_text()) for p in tmp_path.glob("runs/*/sweep-*/*/environment.json")]
+    environments = [
+        json.loads(p.read_text()) for p in tmp_path.glob("runs/*/sweep-*/*/environment.json")
+    ]
     assert all("hydra/launcher=joblib" in found["command"] for found in environments)
     # A failed job is a failed exit of the whole.
     assert ended.returncode == 1, ended.stdout + ended.stderr
@@ -168,7 +170,9 @@ def test_a_stop_ends_the_jobs_of_another_launcher(tmp_path: Path, number: signal
     assert sweep.returncode == (75 if number == signal.SIGTERM else 130), output
     assert len(list(tmp_path.glob("runs/*/sweep-*/*/config.yaml"))) == 2  # the third never began
     if number == signal.SIGTERM:
-        stopped = [json.loads(p.read_text()) for p in tmp_path.glob("runs/*/sweep-*/*/summary.json")]
+        stopped = [
+            json.loads(p.read_text()) for p in tmp_path.glob("runs/*/sweep-*/*/summary.json")
+        ]
         assert [summary["stopped"] for summary in stopped] == ["signal", "signal"]
     deadline = time.monotonic() + 30
     while left := [pid for pid in children if Path(f"/proc/{pid}").exists()]:

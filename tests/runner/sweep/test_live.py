@@ -43,7 +43,7 @@ def test_one_job_at_a_time_prints_for_itself(tmp_path: Path) -> None:
 
 
 def test_the_table_has_steps_and_losses_from_the_runs(tmp_path: Path) -> None:
-    live, text = shown(tmp_path, terminal=True)
+    live, _ = shown(tmp_path, terminal=True)
     live.started(0, ["seed=1"], Recipe(trainer=Trainer(max_steps=50)))
     (tmp_path / "0000").mkdir()
     records = [

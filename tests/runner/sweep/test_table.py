@@ -23,7 +23,12 @@ def sweep(tmp_path: Path) -> Sweep:
         code = 0 if objective is not None else 1
         values = {"metric": "accuracy", "mode": "max", "best_step": 7, "seconds": 61.0}
         made.journal.ended(
-            job, attempt, [f"seed={job + 1}"], code, objective=objective, **(values if not code else {})
+            job,
+            attempt,
+            [f"seed={job + 1}"],
+            code,
+            objective=objective,
+            **(values if not code else {}),
         )
     return made
 
