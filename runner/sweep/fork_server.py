@@ -46,6 +46,9 @@ PRELOADED = (
     *("accel.checkpoint.save", "accel.checkpoint.load", "accel.comm.local"),
 )
 HEARD = (*STOP_SIGNALS, signal.SIGINT)
+# With it, looking for GPUs starts no CUDA context, which a fork could not use.
+# Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#device-agnostic-code
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 # How long the server may take to end once its pipe is closed.
 END_SECONDS = 5.0
 
@@ -102,8 +105,9 @@ class ForkServer:
             "path": [str(Path(__file__).resolve().parents[2]), os.getcwd()],
             "pipe": theirs.fileno(),
             "preload": self._preload,
+            "environment": {NVML_CHECK: env.read(NVML_CHECK)},
         }
-        with numerics.sleeping_when_idle():
+        with numerics.sleeping_when_idle(), env.patched(**{NVML_CHECK: "1"}):
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(order)],
                 pass_fds=(theirs.fileno(),),
@@ -171,6 +175,7 @@ def main(settings: Mapping[str, Any]) -> None:
     preload(settings["preload"])
     server, order = os.getpid(), _serve(pipe)
     if order is not None:
+        env.set_values(settings["environment"])
         _be(order, server)
 
 
