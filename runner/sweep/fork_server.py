@@ -97,6 +97,7 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str] = PRELOADED) -> None:
         self._preload = tuple(preload)
+        self._used = False
         self._process, self._pipe = self._start()
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
@@ -128,6 +129,7 @@ class ForkServer:
         Raises:
             ServerDied: if the server has ended; the next call starts another.
         """
+        self._used = True
         try:
             self._pipe.send((order.number, pickle.dumps(order)))
         except OSError as error:
@@ -157,9 +159,11 @@ class ForkServer:
     def close(self) -> None:
         """End the server and every job that still runs."""
         self._pipe.close()
+        if not self._used:  # it may still import: a command that is refused does not wait
+            self._process.kill()
         try:
             self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:  # it may still import
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 

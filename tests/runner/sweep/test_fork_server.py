@@ -138,6 +138,12 @@ def until_ended(pid: int) -> None:
         time.sleep(0.02)
 
 
+def test_a_server_that_had_no_job_ends_at_once() -> None:
+    began = time.monotonic()
+    ForkServer(preload=("time",)).close()
+    assert time.monotonic() - began < fork_server.END_SECONDS
+
+
 def test_signals_of_a_whole_session_leave_the_server(server: ForkServer, tmp_path: Path) -> None:
     server.start(order(1, "report", tmp_path, text="first"))
     events_of(server, 1)
