@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from accel.errors import ConfigError, Problem, Problems
 from runner.compose import composition, diagnose, hydra_setup
 from runner.config import foreign_names
-from runner.sweep import settings
+from runner.sweep import directory, settings
 from runner.sweep.plugins import LOCAL
 from runner.sweep.settings import Settings
 
@@ -90,11 +90,13 @@ def _no_resume(value: str) -> Problem:
 def lists(overrides: Sequence[str], choice: Choice, chosen: Settings) -> list[list[str]]:
     """Return the overrides of each job that is known, inside a Hydra session.
 
-    Of a sweeper that chooses its samples: jobs to check, one for each value that is listed.
+    They have none of the launcher's keys: the same sweep may go on under another launcher. Of a
+    sweeper that chooses its samples: jobs to check, one for each value that is listed.
 
     Raises:
         ConfigError: if a value is a range without steps or values, or would switch a group off.
     """
+    overrides = [override for override in overrides if not directory.is_scheduling(override)]
     if not choice.known:
         return hydra_setup.probes(overrides)
     if chosen.list is None:

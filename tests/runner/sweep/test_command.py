@@ -60,6 +60,15 @@ def test_the_same_command_again_trains_what_is_not_finished(
     assert {row["status"] for row in rows} == {"finished"}
 
 
+def test_a_sweep_goes_on_with_its_keys_in_another_order(server: StandIn) -> None:
+    server.codes = {1: 1}
+    assert cli.main(["-m", "seed=1,2", "hydra/launcher=basic", "optimizer.lr=0.5"]) == 1
+    server.codes = {}
+    numbers(server)
+    assert cli.main(["-m", "optimizer.lr=0.5", "sweep.jobs=2", "seed=1,2"]) == 0
+    assert numbers(server) == [1]
+
+
 def test_a_repeated_command_composes_one_job(
     server: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

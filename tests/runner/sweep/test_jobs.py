@@ -273,6 +273,15 @@ def test_a_list_of_jobs_is_combined_with_listed_values() -> None:
     ]
 
 
+def test_the_launcher_is_no_part_of_a_job() -> None:
+    chosen = settings.Settings()
+    given = ["seed=1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "optimizer.lr=0.1"]
+    with hydra_setup.session():
+        choice = jobs.choose(given, "config", chosen)
+        assert (choice.launcher, choice.is_local) == ("joblib", False)
+        assert jobs.lists(given, choice, chosen) == [["seed=1", "optimizer.lr=0.1"]]
+
+
 def test_the_number_of_a_job_can_stand_in_its_recipe(tmp_path: Path) -> None:
     with hydra_setup.session():
         found = jobs.examine([["seed=${hydra:job.num}"], ["seed=${hydra:job.num}"]], "config")
