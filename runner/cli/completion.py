@@ -20,6 +20,7 @@ from runner.config.serialization import examine
 from runner.factories import static_checks
 from runner.factories.nodes import nodes_of, num_given
 from runner.factories.registry import register
+from runner.sweep import settings
 
 OF_COMMANDS = {
     "eval": ("--split", "--checkpoint", "--help"),
@@ -41,6 +42,7 @@ VALUES = {
     "--checkpoint": ("best", "last"),
 }
 MOST_RUNS = 50
+SWEEP_KEYS = tuple(f"{settings.PREFIX}.{name}=" for name in settings.KEYS)
 
 
 def candidates(line: str) -> list[str]:
@@ -108,6 +110,8 @@ def _overrides(words: Sequence[str], word: str) -> Iterator[str]:
         yield from (f"{prefix}{key}={found}" for found in _values(key, value))
         return
     yield from (f"{prefix}{group}=" for group in hydra_setup.groups())
+    if {"-m", "--multirun"} & set(words):
+        yield from SWEEP_KEYS
     recipe = _recipe([w for w in words if "=" in w and not w.startswith("-")])
     known = keys.known_keys(recipe)
     depth = key.count(".")
@@ -137,7 +141,9 @@ def _arguments(recipe: Mapping[str, object]) -> Iterator[str]:
 
 
 def _values(key: str, value: str) -> Iterator[str]:
-    if key in hydra_setup.groups():
+    if key == "sweep.jobs":
+        yield settings.AUTO
+    elif key in hydra_setup.groups():
         yield from diagnose.options_of(key)
     elif key == "resume":
         yield from ("auto", *_runs(value))
