@@ -262,11 +262,16 @@ def _train_one(examined: Examined, resumes: bool, overrides: Sequence[str]) -> i
 def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Problem]) -> int:
     """Train the jobs of a sweep, each in fresh processes, where Hydra's launcher puts them."""
     from runner.build import parts
-    from runner.compose import hydra_setup
+    from runner.compose import hydra_setup, sweepers
     from runner.sweep import jobs
 
     with hydra_setup.session():
         plan = jobs.plan(overrides, config_name)
+        chosen = hydra_setup.hydra_choices(overrides, config_name)["sweeper"]
+    if chosen in sweepers.OWN:
+        from runner.sweep import optuna_sweeper
+
+        optuna_sweeper.register()
     _require_names(plan.known, missing)
     startup.announce(plan.known[0].recipe.name if plan.known else "")
     parts.require(plan.known, missing)
@@ -316,6 +321,8 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], float | None]) -> i
         # With this variable Hydra raises an error instead of printing it and exiting.
         with env.patched(HYDRA_FULL_ERROR="1"):
             main()
+    except ConfigError:  # of a sweeper of ours
+        raise
     except diagnose.MISTAKES as error:
         raise ConfigError(*diagnose.translate(error, hydra_setup.PRIMARY)) from error
     except SystemExit as end:

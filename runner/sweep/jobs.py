@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from accel import parent_watch
 from accel.errors import ConfigError, Problem, Problems
-from runner.compose import composition, diagnose, hydra_setup
+from runner.compose import composition, diagnose, hydra_setup, sweepers
 from runner.config import foreign_names
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures
@@ -45,6 +45,10 @@ INTERRUPT_SECONDS = 8.0
 
 class JobFailed(Exception):
     """A job of a sweep failed; the error has been printed."""
+
+
+class JobStopped(JobFailed):
+    """A job of a sweep was stopped with its state saved, or was not begun since the sweep ends."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,23 @@ def plan(overrides: Sequence[str], config_name: str) -> Plan:
     chosen = hydra_setup.hydra_choices(overrides, config_name)
     ConfigError.raise_if(_unverified(chosen["launcher"]))
     basic = chosen["sweeper"] == BASIC
-    lists = hydra_setup.expand(overrides) if basic else hydra_setup.probes(overrides)
+    lists = _lists(overrides, config_name, chosen["sweeper"])
     known = [composition.new_run(job, config_name, number) for number, job in enumerate(lists)]
     if any(job.recipe is not None and job.recipe.resume is not None for job in known):
         raise ConfigError(_no_resume("resume: in a file, with --multirun"))
     ConfigError.raise_if(_shared_folders(known))
     return Plan(known, len(known) if basic else None, chosen["launcher"])
+
+
+def _lists(overrides: Sequence[str], config_name: str, sweeper: str) -> list[list[str]]:
+    """Return the overrides of jobs that are known in advance, or those to check."""
+    if sweeper == BASIC:
+        return hydra_setup.expand(overrides)
+    if sweeper in sweepers.OWN:
+        from runner.sweep import study_plan
+
+        return study_plan.probes(overrides, config_name, sweeper)
+    return hydra_setup.probes(overrides)
 
 
 def _shared_folders(jobs: Sequence[Examined]) -> list[Problem]:
@@ -177,7 +192,8 @@ class Task:
         overrides = [hydra_setup.closed(override) for override in job.overrides.task]
         own_process = os.getpid() == self.parent
         if (Path(self.folder) / STOP_FILE).exists():
-            self._raise_to_sweeper("the sweep was stopped before this job")
+            if self.total is None:
+                raise JobStopped("the sweep was stopped before this job")
             return None
         of_how_many = "" if self.total is None else f" of {self.total}"
         print(f"job {number + 1}{of_how_many}: {' '.join(overrides)}", flush=True)
@@ -188,6 +204,8 @@ class Task:
             if own_process:
                 raise SystemExit(code)
             (Path(self.folder) / STOP_FILE).touch()
+            if self.total is None:
+                raise JobStopped(f"job {number + 1} was stopped")
         if code != DONE or run_dir is None:  # printed already
             self._raise_to_sweeper(f"job {number + 1} ended with exit code {code}")
             return None
