@@ -263,7 +263,7 @@ def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Pro
     """Train the jobs of a sweep, each in fresh processes, where Hydra's launcher puts them."""
     from runner.build import parts
     from runner.compose import hydra_setup, sweepers
-    from runner.sweep import jobs
+    from runner.sweep import job_errors, jobs
 
     with hydra_setup.session():
         plan = jobs.plan(overrides, config_name)
@@ -283,7 +283,7 @@ def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Pro
         with jobs.stops_forwarded(folder, plan.launcher):
             ended = _hydra([*line, *_for_hydra(overrides), *where], task)
         return ended or jobs.conclude(folder, plan.total)
-    except jobs.JobFailed:  # the sweeper gave up
+    except job_errors.JobFailed:  # the sweeper gave up
         return jobs.conclude(folder, plan.total) or FAILED
     finally:
         # A launcher's process may be writing its last file there.

@@ -28,6 +28,7 @@ from runner.config import foreign_names
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures
 from runner.run_dir.json_files import write_json
+from runner.sweep.job_errors import JobFailed, JobStopped
 from runner.training.stopping import STOP_SIGNALS, handlers_restored
 
 if TYPE_CHECKING:
@@ -41,14 +42,6 @@ KINDS = ("launcher", "sweeper")
 STOP_FILE = "stop"
 # How long Ctrl-C waits for jobs in other processes to end by themselves.
 INTERRUPT_SECONDS = 8.0
-
-
-class JobFailed(Exception):
-    """A job of a sweep failed; the error has been printed."""
-
-
-class JobStopped(JobFailed):
-    """A job of a sweep was stopped with its state saved, or was not begun since the sweep ends."""
 
 
 @dataclass(frozen=True)

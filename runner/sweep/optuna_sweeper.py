@@ -21,6 +21,7 @@ from typing import Any
 
 import optuna
 from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
@@ -32,7 +33,8 @@ from runner.compose import composition, hydra_setup, sweepers
 from runner.run_dir import study as study_files
 from runner.run_dir.json_files import SUMMARY
 from runner.run_dir.study import StudyFile
-from runner.sweep import jobs, study_plan, study_report
+from runner.sweep import study_plan, study_report
+from runner.sweep.job_errors import JobFailed, JobStopped
 from runner.sweep.search_space import Space
 from runner.sweep.study_settings import BEST, SPLITS, Settings
 from runner.sweep.trial_jobs import Jobs, TrialJob
@@ -55,9 +57,8 @@ def register() -> None:
     if importlib.util.find_spec(package) is None:
         sys.modules[package] = types.ModuleType(package)
         sys.modules[package].__path__ = []
-    module: Any = types.ModuleType(sweepers.MODULE)
-    module.OptunaSweeper = OptunaSweeper
-    sys.modules[sweepers.MODULE] = module
+    sys.modules[sweepers.MODULE] = types.ModuleType(sweepers.MODULE)
+    setattr(sys.modules[sweepers.MODULE], sweepers.CLASS, OptunaSweeper)
 
 
 class OptunaSweeper(Sweeper):
@@ -68,7 +69,7 @@ class OptunaSweeper(Sweeper):
     def __init__(self, **settings: object) -> None:
         sys.modules.pop(sweepers.MODULE, None)
         self._settings = settings
-        self._launcher: Any = None
+        self._launcher: Launcher | None = None
         self._config = OmegaConf.create()
 
     def setup(
@@ -87,8 +88,9 @@ class OptunaSweeper(Sweeper):
             ConfigError: if the study of an earlier command searches another space.
             JobFailed: if too many jobs fail.
         """
+        assert self._launcher is not None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        node: Any = {name: _plain(value) for name, value in self._settings.items()}
+        node = {name: _plain(value) for name, value in self._settings.items()}
         with hydra_setup.session():
             space = Space.read(arguments, node["params"], node["when"])
         settings = Settings.read(node)
@@ -113,7 +115,12 @@ class Search:
     """
 
     def __init__(
-        self, settings: Settings, space: Space, sweep_dir: Path, config_name: str, launcher: Any
+        self,
+        settings: Settings,
+        space: Space,
+        sweep_dir: Path,
+        config_name: str,
+        launcher: Launcher,
     ) -> None:
         self.settings, self.space, self.sweep_dir = settings, space, sweep_dir
         self.config_name, self.launcher = config_name, launcher
@@ -216,7 +223,7 @@ class Search:
             try:
                 with contextlib.redirect_stderr(io.StringIO()):  # Hydra prints it once more
                     value = result.return_value
-            except jobs.JobStopped:
+            except JobStopped:
                 self._stopped = True  # its trial stays: the next command goes on with it
             except Exception as error:
                 found.fail(job, str(error) or type(error).__name__, again=True)
@@ -258,7 +265,7 @@ class Search:
         ended = [trial for trial in newest if trial.state.is_finished()]
         failed = sum(trial.state.name == "FAIL" for trial in ended)
         if ended and failed / len(ended) > self.settings.max_failure_rate:
-            raise jobs.JobFailed(
+            raise JobFailed(
                 f"{failed} of {len(ended)} jobs have failed: more than "
                 f"{sweepers.NODE}.max_failure_rate={self.settings.max_failure_rate}"
             )

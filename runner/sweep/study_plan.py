@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
 
 from accel.errors import ConfigError, Problem, Problems, nearest
 from accel.imports import is_available
 from runner.compose import diagnose, hydra_setup, sweepers
 from runner.config.schema import Recipe
+
+if TYPE_CHECKING:
+    from runner.sweep.search_space import Space
+    from runner.sweep.study_settings import Settings
 
 
 def probes(overrides: Sequence[str], config_name: str, chosen: str) -> list[list[str]]:
@@ -40,15 +46,39 @@ def probes(overrides: Sequence[str], config_name: str, chosen: str) -> list[list
     except diagnose.MISTAKES as error:
         raise ConfigError(*diagnose.translate(error, config_name)) from error
     try:
-        Settings.read(node)
+        settings = Settings.read(node)
     except ConfigError as error:
         problems.take(error)
     try:
-        found = Space.read(overrides, node["params"], node["when"], chosen).probes()
+        space = Space.read(overrides, node["params"], node["when"], chosen)
     except ConfigError as error:
         problems.take(error)
     problems.raise_if()
-    return found
+    _try(settings, space)
+    return space.probes()
+
+
+def _try(settings: Settings, space: Space) -> None:
+    """Raise a ConfigError if the sampler refuses the space, as a sampler of grids an interval."""
+    import optuna
+
+    from runner.training import optuna_study
+
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        sampler = optuna_study.make(optuna_study.SAMPLER, settings.sampler)
+        study = optuna.create_study(directions=["minimize"] * len(settings.metrics))
+        study.sampler = sampler
+        space.sample(study.ask())
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        value = f"{sweepers.NODE}.sampler={settings.sampler['name']}"
+        rule = f"Optuna refuses what is searched ({' '.join(str(error).split())})"
+        raise ConfigError.of(value, rule, "Choose another sampler or other ranges.") from error
+    finally:
+        optuna.logging.set_verbosity(verbosity)
 
 
 def _unknown(overrides: Sequence[str]) -> list[Problem]:
@@ -61,9 +91,9 @@ def _unknown(overrides: Sequence[str]) -> list[Problem]:
         if hydra_setup.key_of(override).startswith(f"{sweepers.NODE}.")
     }
     return [
-        Problem(override, f"{sweepers.NODE} has no such key", nearest(head, sweepers.KEYS))
+        Problem(override, f"{sweepers.NODE} has no such key", nearest(head, sweepers.DEFAULTS))
         for head, override in heads.items()
-        if head not in sweepers.KEYS
+        if head not in sweepers.DEFAULTS
     ]
 
 
@@ -80,14 +110,15 @@ def monitored_mode(recipe: Recipe) -> str | None:
     if recipe.checkpoint.mode is not None:
         return str(recipe.checkpoint.mode)
     step = factory_of("step", recipe.step, register.step).function
-    source: Any = step
+    source: object = step
     if isinstance(step, type) and issubclass(step, SupervisedStep):
         source = factory_of("objective", recipe.objective, register.objective).function
-    mode = getattr(source, "mode", None) if isinstance(source, type) else None
-    known = mode in ("min", "max") and (source is step or issubclass(source, Objective))
-    return str(mode) if known else None
+    if not isinstance(source, type) or not (source is step or issubclass(source, Objective)):
+        return None
+    mode = getattr(source, "mode", None)
+    return str(mode) if mode in ("min", "max") else None
 
 
-def folder_of(config: Any) -> Path:
+def folder_of(config: DictConfig) -> Path:
     """Return the folder of a sweep from Hydra's configuration."""
     return Path(str(config.hydra.sweep.dir)).expanduser().absolute()

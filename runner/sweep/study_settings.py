@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from accel.errors import ConfigError, Problems, nearest
 from accel.imports import is_available
@@ -38,8 +37,8 @@ class Settings:
     n_jobs: int
     metrics: tuple[str, ...]
     modes: tuple[str, ...] | None
-    sampler: Mapping[str, Any]
-    pruner: Mapping[str, Any] | None
+    sampler: Mapping[str, object]
+    pruner: Mapping[str, object] | None
     seed: int | None
     study_name: str | None
     storage: str | None
@@ -130,7 +129,7 @@ def _modes(
     return tuple(DIRECTIONS.get(str(one).lower(), "min") for one in listed_)
 
 
-def _named(kind: str, given: object, problems: Problems) -> dict[str, Any] | None:
+def _named(kind: str, given: object, problems: Problems) -> dict[str, object] | None:
     try:
         spec = optuna_study.normalized(kind, given)
         if spec is not None and spec["name"] == CMAES and not is_available(CMAES):
@@ -146,8 +145,8 @@ def _named(kind: str, given: object, problems: Problems) -> dict[str, Any] | Non
 
 def _check_several(
     metrics: tuple[str, ...],
-    sampler: Mapping[str, Any] | None,
-    pruner: Mapping[str, Any] | None,
+    sampler: Mapping[str, object] | None,
+    pruner: Mapping[str, object] | None,
     problems: Problems,
 ) -> None:
     several = f"{NODE}.metrics={', '.join(metrics)}"

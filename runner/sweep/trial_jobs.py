@@ -61,7 +61,7 @@ class Jobs:
     ) -> None:
         self.study, self.settings, self.space = study, settings, space
         self.sweep_dir = sweep_dir
-        self._storage = storage
+        self.storage = storage
         self._command = secrets.token_hex(4)
         self._stack = contextlib.ExitStack()
         self._failed_before: dict[int, int] = {}
@@ -140,7 +140,7 @@ class Jobs:
     # -- trials ----------------------------------------------------------------------------
 
     def _running(self, number: int) -> optuna.Trial:
-        return optuna_study.trial_numbered(self.study, self._storage, number)
+        return optuna_study.trial_numbered(self.study, self.storage, number)
 
     def _taken_over(self, number: int, trial: FrozenTrial) -> TrialJob:
         job = {**trial.user_attrs[JOB], "command": self._command}

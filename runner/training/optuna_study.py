@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -92,11 +93,11 @@ def names(kind: str) -> list[str]:
 
 def _classes(kind: str) -> dict[str, type]:
     module: Any = optuna.samplers if kind == SAMPLER else optuna.pruners
-    found = {_short(name): getattr(module, name) for name in module.__all__}
+    found = {name: getattr(module, name) for name in module.__all__}
     return {
-        name: value
+        _short(name): value
         for name, value in found.items()
-        if inspect.isclass(value) and name not in _LEFT_OUT
+        if inspect.isclass(value) and _short(name) not in _LEFT_OUT
     }
 
 
@@ -106,7 +107,7 @@ def _short(name: str) -> str:
     return _ALIASES.get(text, text)
 
 
-def normalized(kind: str, given: object) -> dict[str, Any] | None:
+def normalized(kind: str, given: object) -> dict[str, object] | None:
     """Return name and arguments of a sampler or pruner; None where it is null or "none".
 
     Raises:
@@ -143,7 +144,7 @@ def normalized(kind: str, given: object) -> dict[str, Any] | None:
     return {"name": short, **spec}
 
 
-def make(kind: str, spec: Mapping[str, Any] | None, **own: object) -> Any:
+def make(kind: str, spec: Mapping[str, object] | None, **own: object) -> Any:
     """Return a sampler or a pruner from what `normalized` returned; `own` are further arguments.
 
     Raises:
@@ -155,7 +156,9 @@ def make(kind: str, spec: Mapping[str, Any] | None, **own: object) -> Any:
     if WRAPPED in arguments:
         arguments[WRAPPED] = make(kind, normalized(kind, arguments[WRAPPED]))
     try:
-        return _classes(kind)[spec["name"]](**arguments, **own)
+        with warnings.catch_warnings():  # what it says is for people who write Python
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return _classes(kind)[str(spec["name"])](**arguments, **own)
     except (TypeError, ValueError) as error:
         given = ", ".join(f"{name}={value}" for name, value in arguments.items())
         value = f"hydra.sweeper.{kind}={spec['name']}({given})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,7 +89,9 @@ def _report(trial: Trial, step: int, value: float) -> bool:
     frozen = trial.study.get_trials(deepcopy=False)[trial.number]
     if step not in frozen.intermediate_values:  # a resumed run measures some steps again
         trial.report(value, step)
-    return trial.should_prune()
+    with warnings.catch_warnings():  # a trial that has measured no number yet is pruned
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return trial.should_prune()
 
 
 def _running_trial(file: StudyFile, number: int, sweep_dir: Path) -> Trial | None:
