@@ -37,6 +37,7 @@ def _parser() -> _Parser:
     add("-h", "--help", action="store_true")
     add("--version", action="store_true")
     add("-m", "--multirun", action="store_true")
+    add("--dry-run", action="store_true")
     add("-c", "--cfg", choices=["job", "hydra", "all"])
     add("-p", "--package")
     add("--resolve", action="store_true")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.metadata
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel import env
@@ -94,9 +92,12 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return _complete(overrides[0].partition("=")[2])
     if flags.shell_completion or flags.hydra_help or flags.info:
         return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _no_task)
-    if flags.cfg and flags.multirun:
-        raise ConfigError.of("--cfg with --multirun", "a sweep has many recipes", "Drop one.")
     overrides = _last_of_each(overrides)
+    if flags.multirun and flags.cfg in ("hydra", "all"):
+        rule = "of a sweep the jobs are listed"
+        raise ConfigError.of(f"--cfg {flags.cfg} with --multirun", rule, "Write --cfg job.")
+    if flags.dry_run or (flags.cfg and flags.multirun):
+        return _list(overrides, flags)
     if flags.cfg in ("hydra", "all"):
         return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _no_task)
     if flags.cfg:
@@ -173,13 +174,15 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
         raise ConfigError.of("--multirun on processes of a launcher", rule, remedy)
     from runner.build import parts
     from runner.compose import hydra_setup
-    from runner.sweep import jobs
 
     if trust.asked_for():  # packages of the user's import torch
         startup.announce("runner")
     missing = trust.missing_packages()
     if multirun:
         return _train_all(overrides, config_name, missing)
+    from runner.sweep import jobs, settings
+
+    ConfigError.raise_if(settings.misplaced(overrides))
     with hydra_setup.session():
         examined, resumes = _examine(overrides, config_name)
     missing = [*missing, *jobs.misplaced(overrides)]
@@ -260,34 +263,42 @@ def _train_one(examined: Examined, resumes: bool, overrides: Sequence[str]) -> i
 
 
 def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Problem]) -> int:
-    """Train the jobs of a sweep, each in fresh processes, where Hydra's launcher puts them."""
+    """Train the jobs of a sweep, each in processes of its own, where the launcher puts them."""
     from runner.build import parts
-    from runner.compose import hydra_setup, sweepers
-    from runner.sweep import job_errors, jobs
+    from runner.sweep import command
 
-    with hydra_setup.session():
-        plan = jobs.plan(overrides, config_name)
-        chosen = hydra_setup.hydra_choices(overrides, config_name)["sweeper"]
-    if chosen in sweepers.OWN:
-        from runner.sweep import optuna_sweeper
+    request = command.Request.of(overrides, config_name)
 
-        optuna_sweeper.register()
-    _require_names(plan.known, missing)
-    startup.announce(plan.known[0].recipe.name if plan.known else "")
-    parts.require(plan.known, missing)
-    folder = Path(tempfile.mkdtemp(prefix="sweep-"))
-    task = jobs.Task(config_name, str(folder), os.getpid(), tuple(sys.orig_argv), total=plan.total)
-    line = ["--config-name", config_name, "--multirun"]
-    where = [f"hydra.sweep.dir='{folder}'", "hydra.sweep.subdir=."]
-    try:
-        with jobs.stops_forwarded(folder, plan.launcher):
-            ended = _hydra([*line, *_for_hydra(overrides), *where], task)
-        return ended or jobs.conclude(folder, plan.total)
-    except job_errors.JobFailed:  # the sweeper gave up
-        return jobs.conclude(folder, plan.total) or FAILED
-    finally:
-        # A launcher's process may be writing its last file there.
-        shutil.rmtree(folder, ignore_errors=True)
+    def check(examined: Sequence[Examined]) -> None:
+        _require_names(examined, missing)
+        startup.announce(examined[0].recipe.name)
+
+    return command.train(request, check, lambda found: parts.require(found, missing), _hydra)
+
+
+def _list(overrides: Sequence[str], flags: argparse.Namespace) -> int:
+    """Print the jobs of a sweep, or one recipe's check, and start nothing."""
+    from runner.build import parts
+    from runner.compose import hydra_setup
+    from runner.sweep import command, jobs
+
+    if not flags.multirun:
+        with hydra_setup.session():
+            examined, _ = _examine(overrides, flags.config_name)
+        found, also = [examined], jobs.misplaced(overrides)
+    else:
+        found, also = command.examine(command.Request.of(overrides, flags.config_name)), []
+    missing = [*trust.missing_packages(), *also]
+    _require_names(found, missing)
+    if flags.cfg:
+        print("\n".join(command.recipe_lines(found)))
+        return DONE
+    startup.announce(found[0].recipe.name)
+    parts.require(found, missing)
+    if flags.multirun:
+        print("\n".join(command.listing(found)))
+    print("The configuration is valid; nothing was started (--dry-run).")
+    return DONE
 
 
 def _no_task(config: DictConfig) -> None:
@@ -301,12 +312,12 @@ def _for_hydra(overrides: Sequence[str]) -> list[str]:
         return [*hydra_setup.opened(overrides), *hydra_setup.FIXED]
 
 
-def _hydra(line: Sequence[str], task: Callable[[DictConfig], float | None]) -> int:
+def _hydra(line: Sequence[str], task: Callable[[DictConfig], object]) -> int:
     """Run Hydra's own main, which calls `task` with each job; return the code it ends with."""
     import hydra
 
     from runner.compose import diagnose, hydra_setup
-    from runner.sweep import jobs
+    from runner.sweep.task import Task
 
     raised: list[Exception | SystemExit] = []
 
@@ -315,7 +326,7 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], float | None]) -> i
         version_base=hydra_setup.VERSION_BASE,
         config_path=str(paths.conf_folder()),
         config_name=hydra_setup.PRIMARY,
-    )(task if isinstance(task, jobs.Task) else _guarded(task, raised))
+    )(task if isinstance(task, Task) else _guarded(task, raised))
     before, sys.argv = sys.argv, ["runner", *line]
     try:
         # With this variable Hydra raises an error instead of printing it and exiting.
@@ -335,11 +346,11 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], float | None]) -> i
 
 
 def _guarded(
-    task: Callable[[DictConfig], float | None], raised: list[Exception | SystemExit]
-) -> Callable[[DictConfig], float | None]:
+    task: Callable[[DictConfig], object], raised: list[Exception | SystemExit]
+) -> Callable[[DictConfig], object]:
     """Return `task` with its errors added to `raised`: Hydra would reword them."""
 
-    def guarded(config: DictConfig) -> float | None:
+    def guarded(config: DictConfig) -> object:
         try:
             return task(config)
         except (Exception, SystemExit) as error:

@@ -4,7 +4,8 @@ Keys of `hydra.sweeper` with ``hydra/sweeper=optuna`` (``random``: the same with
 Values are checked where the study is planned, all at once.
 
 n_trials: number of jobs of the sweep, over all commands.
-n_jobs: how many are handed to the launcher at once; it returns once all of them have ended.
+n_jobs: how many are handed to the launcher at once; it returns once all of them have ended. null:
+    as many as run at once on this machine (`sweep.jobs`), one under other launchers.
 metrics: objectives: "best", the best value of the monitored validation metric (the default); names
     of numbers in summary.json such as seconds or samples_per_second; "validation/<metric>" and
     "test/<metric>", the last measured value.
@@ -34,7 +35,7 @@ NODE, GROUP = "hydra.sweeper", "hydra/sweeper"
 TARGET = f"{MODULE}.{CLASS}"
 DEFAULTS: dict[str, object] = {
     "n_trials": 20,
-    "n_jobs": 1,
+    "n_jobs": None,
     "metrics": None,
     "direction": None,
     "directions": None,
@@ -52,6 +53,8 @@ OWN: dict[str, dict[str, object]] = {
     "optuna": DEFAULTS,
     "random": {**DEFAULTS, "sampler": {"name": "random"}},
 }
+# They may change while a search goes on.
+SCHEDULING = tuple(f"{NODE}.{k}" for k in ("n_trials", "n_jobs", "timeout", "max_failure_rate"))
 # Mappings that take any key.
 OPEN = ("sampler", "pruner", "params", "when")
 

@@ -11,7 +11,7 @@ from accel.errors import Problem, Problems
 from runner.config.schema import PLUGINS
 
 # These say when one invocation stops; a resumed run does not inherit them.
-PER_INVOCATION = (("resume",), ("trainer", "stop_after"), ("trainer", "max_time"))
+PER_INVOCATION = (("resume",), ("run_dir",), ("trainer", "stop_after"), ("trainer", "max_time"))
 # How far a run goes. They may change from one invocation to the next, also of a finished run.
 LIMITS = (*PER_INVOCATION, ("trainer", "epochs"), ("trainer", "max_steps"))
 # Where a run is computed and told: nothing of what it computes.
@@ -47,6 +47,7 @@ OVERRIDES: dict[str, str | Refused] = {
     "seed": _ORDER,
     "deterministic": TAKES_EFFECT,
     "resume": TAKES_EFFECT,
+    "run_dir": Refused("the run stays where it is", "Leave run_dir out."),
     "tags": TAKES_EFFECT,
     "distributed": TAKES_EFFECT,
     "precision": TAKES_EFFECT,

@@ -364,6 +364,7 @@ class Recipe:
         seed: seed of every random draw.
         deterministic: whether results are bit-equal from run to run (pins threads and algorithms).
         resume: a run directory, or "auto" for the newest run of this name.
+        run_dir: the directory of a new run itself; null: ``<output_dir>/<name>/<time>-<id>``.
         tags: words to find the run by.
         distributed: where the processes live.
         precision: the number format.
@@ -387,6 +388,7 @@ class Recipe:
     seed: int = 0
     deterministic: bool = False
     resume: str | None = None
+    run_dir: str | None = None
     tags: list[str] = field(default_factory=list)
     distributed: Distributed = field(default_factory=Distributed)
     precision: Precision = field(default_factory=Precision)

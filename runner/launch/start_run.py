@@ -12,7 +12,16 @@ from accel.errors import AccelError, ConfigError
 from runner.config import paths, processes, resumed_recipe, trust
 from runner.exit_codes import DONE, REFUSED
 from runner.launch import launcher
-from runner.run_dir import abandoned, atomic_update, directory, environment, job, lock, resumable
+from runner.run_dir import (
+    abandoned,
+    atomic_update,
+    directory,
+    environment,
+    job,
+    lock,
+    previous_attempts,
+    resumable,
+)
 from runner.run_dir.job import Job
 
 if TYPE_CHECKING:
@@ -47,26 +56,68 @@ def start(
         run_dir = Path(recipe.resume)
         origin = directory.fingerprint(run_dir) if origin is None else origin
         requested = _job(run_dir, overrides, config_name)
-        frozen = _placed(replace(recipe, resume=None), Job.read(run_dir)[0].cwd)
+        frozen = replace(recipe, resume=None, run_dir=None)
+        frozen = _placed(frozen, Job.read(run_dir)[0].cwd)
         return _resume(requested, frozen, origin, fresh, auto, on_claimed)
-    run_dir = directory.claim(recipe.output_dir, recipe.name)
-    return _start_new(_job(run_dir, overrides, config_name), recipe, fresh, on_claimed)
+    if recipe.run_dir is None:
+        run_dir = directory.claim(recipe.output_dir, recipe.name)
+    else:
+        run_dir = directory.claim_chosen(recipe.run_dir)
+    with lock.held(run_dir):
+        if recipe.run_dir is not None:
+            directory.require_unused(run_dir)  # another command may have taken it meanwhile
+        code = _start_new(_job(run_dir, overrides, config_name), recipe, fresh, on_claimed)
+    abandoned.remove(run_dir, code, with_parents=recipe.run_dir is None)
+    return code
+
+
+def continue_in(
+    run_dir: Path,
+    recipe: Recipe,
+    overrides: Sequence[str],
+    config_name: str,
+    *,
+    fresh: bool = False,
+) -> int:
+    """Train the run of a directory to its end, whatever an earlier command has left there.
+
+    It is resumed from its newest complete checkpoint. Without one it begins anew, and earlier logs
+    are kept in ``logs/attempt_<n>/``. Requires the run's lock, which this process holds.
+
+    Raises:
+        ConfigError: if the directory holds a run of another recipe.
+    """
+    processes.count(recipe.distributed)
+    atomic_update.recover(run_dir)
+    requested = _job(run_dir, overrides, config_name)
+    if directory.is_run(run_dir):
+        job.mend(run_dir)
+        resumable.require_same(run_dir, recipe)
+        if (reason := resumable.is_finished(run_dir, recipe)) is not None:
+            print(f"{run_dir} is finished: {reason}. Nothing is left to do.", flush=True)
+            return DONE
+        if directory.newest_checkpoint(run_dir) is not None:
+            frozen = replace(recipe, resume=None, run_dir=None)
+            return _train_on(requested, _placed(frozen, Job.read(run_dir)[0].cwd), fresh)
+    previous_attempts.set_aside(run_dir)
+    return _train_new(requested, recipe, fresh)
 
 
 def _start_new(requested: Job, recipe: Recipe, fresh: bool, on_claimed: OnClaimed) -> int:
     """Train a new run in its claimed directory; remove that if nothing worth keeping is left."""
-    run_dir = requested.run_dir
     try:
-        with lock.held(run_dir):
-            on_claimed(run_dir)
-            frozen = _placed(replace(recipe, resume=None), requested.cwd)
-            atomic_update.commit(_staged(requested, frozen).place)
-            code = launcher.launch(requested, frozen, fresh=fresh)
+        on_claimed(requested.run_dir)
+        return _train_new(requested, recipe, fresh)
     except (AccelError, OSError):
-        abandoned.remove(run_dir, REFUSED)
+        abandoned.remove(requested.run_dir, REFUSED, with_parents=recipe.run_dir is None)
         raise
-    abandoned.remove(run_dir, code)
-    return code
+
+
+def _train_new(requested: Job, recipe: Recipe, fresh: bool) -> int:
+    """Freeze a new run in its directory and train it."""
+    frozen = _placed(replace(recipe, resume=None, run_dir=None), requested.cwd)
+    atomic_update.commit(_staged(requested, frozen).place)
+    return launcher.launch(requested, frozen, fresh=fresh)
 
 
 def _placed(recipe: Recipe, cwd: str) -> Recipe:
@@ -95,14 +146,24 @@ def _resume(
             raise ConfigError.of(str(run_dir), rule, "Give the command again.")
         atomic_update.recover(run_dir)
         job.mend(run_dir)
-        checkpoint = _checkpoint(run_dir)
-        resumable.require_reach(run_dir, checkpoint, recipe)
-        on_claimed(run_dir)
-        staged = _staged(replace(requested, resume_from=str(checkpoint)), recipe)
-        try:
-            return launcher.launch(staged, recipe, fresh=fresh)
-        finally:
-            atomic_update.discard(staged.place)
+        return _train_on(requested, recipe, fresh, on_claimed)
+
+
+def _train_on(
+    requested: Job,
+    recipe: Recipe,
+    fresh: bool,
+    on_claimed: OnClaimed = lambda run_dir: None,
+) -> int:
+    """Resume a run from its newest checkpoint."""
+    checkpoint = _checkpoint(requested.run_dir)
+    resumable.require_reach(requested.run_dir, checkpoint, recipe)
+    on_claimed(requested.run_dir)
+    staged = _staged(replace(requested, resume_from=str(checkpoint)), recipe)
+    try:
+        return launcher.launch(staged, recipe, fresh=fresh)
+    finally:
+        atomic_update.discard(staged.place)
 
 
 def _checkpoint(run_dir: Path) -> Path:

@@ -34,17 +34,20 @@ def worth_keeping(run_dir: Path, code: int) -> bool:
     return bool(checkpoints) or logs or any(path.name not in known for path in found)
 
 
-def remove(run_dir: Path, code: int) -> None:
+def remove(run_dir: Path, code: int, *, with_parents: bool = True) -> None:
     """Remove the directory of a new run that ended with `code`, unless it is worth keeping.
 
-    Folders that held nothing else go along. It is out of sight at once: another rank that is about
-    to write a word of its end there finds no directory, and makes none.
+    Folders above that held nothing else go along, unless a person has chosen the directory. It is
+    out of sight at once: another rank that is about to write a word of its end there finds no
+    directory, and makes none.
     """
     if not run_dir.is_dir() or worth_keeping(run_dir, code):
         return
     hidden = run_dir.with_name(f".{run_dir.name}.removed-{secrets.token_hex(4)}")
     run_dir.rename(hidden)
     shutil.rmtree(hidden)
+    if not with_parents:
+        return
     with contextlib.suppress(OSError):  # other runs lie there
         run_dir.parent.rmdir()
         run_dir.parent.parent.rmdir()

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import secrets
+import shlex
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +21,9 @@ from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import JOB, Job
 
 logger = logging.getLogger(__name__)
+
+# A sweep's folder lies beside runs, ``sweep-<time>-<digest>``, and is described by this file.
+SWEEPS, SWEEP = "sweep-", "sweep.json"
 
 
 def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
@@ -35,7 +39,7 @@ def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
-            path = folder / f"{_stamp()}-{secrets.token_hex(2)}"
+            path = folder / f"{stamp()}-{secrets.token_hex(2)}"
             with contextlib.suppress(FileExistsError):
                 path.mkdir()
                 return path
@@ -45,7 +49,35 @@ def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
         raise ConfigError.of(f"output_dir={str(output_dir)!r}", rule, remedy) from error
 
 
-def _stamp() -> str:
+def claim_chosen(run_dir: str | os.PathLike[str]) -> Path:
+    """Create the directory that a person has chosen for a new run, and return its absolute path.
+
+    Raises:
+        ConfigError: if it holds a run, or cannot be written.
+    """
+    path = Path(run_dir).expanduser().absolute()
+    require_unused(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        rule = f"a run is written there, and that failed ({paths.failure(error)})"
+        raise ConfigError.of(f"run_dir={str(run_dir)!r}", rule, "Name another folder.") from error
+    return path
+
+
+def require_unused(path: Path) -> None:
+    """Raise a ConfigError if a directory that is to be a new run's holds a run or a sweep."""
+    value = f"run_dir={str(path)!r}"
+    if is_run(path):
+        remedy = f"Resume it with resume={shlex.quote(str(path))}, or name another directory."
+        raise ConfigError.of(value, "the directory holds another run", remedy)
+    if (path / SWEEP).exists():
+        rule, remedy = "the directory holds a sweep", "Name another directory."
+        raise ConfigError.of(value, rule, remedy)
+
+
+def stamp() -> str:
+    """Return the time as names of directories have it."""
     return f"{datetime.now():%Y%m%d-%H%M%S}"
 
 
@@ -53,7 +85,8 @@ def claimed(output_dir: str | os.PathLike[str], name: str) -> list[Path]:
     """Return all directories of runs called `name`, oldest first."""
     folder = Path(output_dir).expanduser().absolute() / name
     found = folder.iterdir() if folder.is_dir() else iter(())
-    return sorted((path for path in found if path.is_dir() and path.name[0] != "."), key=_sort_key)
+    runs = (path for path in found if path.name[0] != "." and not path.name.startswith(SWEEPS))
+    return sorted((path for path in runs if path.is_dir()), key=_sort_key)
 
 
 def _sort_key(run_dir: Path) -> tuple[str, int]:

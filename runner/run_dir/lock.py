@@ -66,6 +66,10 @@ class Holder:
         return f"process {self.pid} on {self.host} since {self.since}: {self.command}"
 
 
+class HeldError(ConfigError):
+    """Another command trains in a run directory."""
+
+
 # Files that this process has locked, with its id, which differs in a forked child. Record locks do
 # not exclude threads of one process, and closing any file descriptor of the file drops them: so
 # this module opens a locked file once.
@@ -251,7 +255,7 @@ def _acquire(descriptor: int, run_dir: Path) -> None:
             raise _refusal(run_dir, _read_holder(descriptor))
         if not _try_lock(descriptor, WORKERS, True, WORKER_SECONDS):
             rule = f"workers of an earlier command have not ended ({_read_holder(descriptor)})"
-            raise ConfigError.of(str(run_dir), rule, "Wait for them, or end them.")
+            raise HeldError.of(str(run_dir), rule, "Wait for them, or end them.")
         _lock(descriptor, "F_UNLCK", WORKERS)  # for its own workers
     except OSError as error:
         if error.errno not in NOT_OFFERED:
@@ -317,4 +321,4 @@ def _read_holder(descriptor: int) -> Holder:
 
 def _refusal(run_dir: Path, other: Holder) -> ConfigError:
     rule = f"another command trains in it ({other})"
-    return ConfigError(Problem(str(run_dir), rule, "Wait for its end, or stop it first."))
+    return HeldError(Problem(str(run_dir), rule, "Wait for its end, or stop it first."))

@@ -33,7 +33,7 @@ def newest(wanted: Recipe) -> Path | None:
     """
     passed: list[str] = []
     found = None
-    for run_dir in reversed(directory.claimed(wanted.output_dir, wanted.name)):
+    for run_dir in _candidates(wanted):
         reason = _reason_to_skip(run_dir, wanted)
         if reason is None:
             found = run_dir
@@ -46,6 +46,14 @@ def newest(wanted: Recipe) -> Path | None:
     if passed and found is None:
         logger.warning("resume=auto finds no run to resume: it starts a new one.")
     return found
+
+
+def _candidates(wanted: Recipe) -> list[Path]:
+    """Return the runs that `resume=auto` may mean, newest first."""
+    if wanted.run_dir is not None:
+        chosen = Path(wanted.run_dir).expanduser().absolute()
+        return [chosen] if directory.is_run(chosen) else []
+    return directory.claimed(wanted.output_dir, wanted.name)[::-1]
 
 
 def _reason_to_skip(run_dir: Path, wanted: Recipe) -> str | None:
@@ -103,6 +111,21 @@ def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
     if summary.get("stopped") in ("callback", "pruned") and not _changed(run_dir, wanted):
         return f"{summary.get('reason')} (step {step})"
     return None
+
+
+def require_same(run_dir: Path, wanted: Recipe) -> None:
+    """Raise a ConfigError with the differences if a run has another recipe than `wanted`."""
+    different = _differences(run_dir, wanted, (("resume",), ("run_dir",)))
+    ConfigError.raise_if(
+        [
+            Problem(
+                f"{key}={here}",
+                f"the run in {run_dir} has {key}={there}",
+                "Undo the change, or train in another directory.",
+            )
+            for key, there, here in different
+        ]
+    )
 
 
 def require_effect(run_dir: Path, wanted: Recipe, reason: str, auto: bool = False) -> None:

@@ -16,6 +16,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,15 @@ from optuna.study import StudyDirection
 
 from accel.errors import ConfigError, nearest
 from runner.compose import composition, hydra_setup, sweepers
+from runner.config import processes
+from runner.run_dir import numerics
 from runner.run_dir import study as study_files
 from runner.run_dir.json_files import SUMMARY
 from runner.run_dir.study import StudyFile
 from runner.sweep import study_plan, study_report
 from runner.sweep.job_errors import JobFailed, JobStopped
 from runner.sweep.search_space import Space
+from runner.sweep.settings import AUTO
 from runner.sweep.study_settings import BEST, SPLITS, Settings
 from runner.sweep.trial_jobs import Jobs, TrialJob
 from runner.training import optuna_study
@@ -71,12 +75,14 @@ class OptunaSweeper(Sweeper):
         self._settings = settings
         self._launcher: Launcher | None = None
         self._config = OmegaConf.create()
+        self._at_once = 1
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         """Take what Hydra gives, and make its launcher."""
         self._config = config
+        self._at_once = _at_once(task_function)
         self._launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -96,7 +102,19 @@ class OptunaSweeper(Sweeper):
         settings = Settings.read(node)
         folder = study_plan.folder_of(self._config)
         config_name = str(self._config.hydra.job.config_name)
+        if settings.n_jobs is None:
+            settings = replace(settings, n_jobs=self._at_once)
         Search(settings, space, folder, config_name, self._launcher).run()
+
+
+def _at_once(task: object) -> int:
+    """Return how many jobs run at once on this machine; 1 under other launchers."""
+    local = getattr(task, "local", None)
+    if local is None:
+        return 1
+    if local.jobs == AUTO:
+        return processes.num_accelerators() or numerics.cores()
+    return int(local.jobs)
 
 
 def _plain(value: object) -> object:
@@ -134,7 +152,7 @@ class Search:
         with Jobs(study, storage, self.settings, self.space, self.sweep_dir) as found:
             self._note_continued(found)
             while not self._stopped and not self._time_is_up():
-                batch = found.take(self.settings.n_jobs)
+                batch = found.take(self.settings.n_jobs or 1)
                 if not batch:
                     break
                 for group in _consecutive(batch):
@@ -255,7 +273,11 @@ class Search:
     def _values(self, job: TrialJob, returned: object) -> list[float]:
         """Return the objectives of a job that has ended."""
         if self.settings.metrics == (BEST,):
-            return [float(returned) if isinstance(returned, int | float) else math.nan]
+            if isinstance(returned, int | float):
+                return [float(returned)]
+            rule = "the search needs a validation metric, and the run has measured none"
+            remedy = f"Give the data a validation split, or set {sweepers.NODE}.metrics."
+            raise ConfigError.of(f"job {job.number:04}", rule, remedy)
         folder = study_files.job_folder(self.sweep_dir, job.number)
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         return [_value(summary, metric) for metric in self.settings.metrics]

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from runner.compose import hydra_setup
+from runner.sweep.study_settings import BEST
 from runner.training.optuna_study import JOB
 
 # Importances of fewer trials say nothing.
@@ -22,7 +23,7 @@ LEAST_FOR_IMPORTANCE = 5
 def show(
     study: optuna.Study,
     newest: Mapping[int, FrozenTrial],
-    metrics: Sequence[str],
+    metrics: tuple[str, ...],
     config_name: str,
     console: Console | None = None,
 ) -> None:
@@ -60,7 +61,8 @@ def show(
         console.print(
             f"{'best' if len(metrics) == 1 else 'Pareto-optimal'} trial {number}: {values}"
         )
-        console.print(f"  {command(trial.user_attrs[JOB]['overrides'], config_name)}")
+        if metrics != (BEST,):  # else the table of the sweep names it
+            console.print(f"  {command(trial.user_attrs[JOB]['overrides'], config_name)}")
     for index, metric in enumerate(metrics):
         table = _importances(study, index, metric)
         if table is not None:

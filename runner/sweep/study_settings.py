@@ -34,7 +34,7 @@ class Settings:
     """
 
     n_trials: int
-    n_jobs: int
+    n_jobs: int | None
     metrics: tuple[str, ...]
     modes: tuple[str, ...] | None
     sampler: Mapping[str, object]
@@ -60,7 +60,8 @@ class Settings:
             rule, remedy = "a sampler chooses the jobs", "Choose sampler=tpe or sampler=random."
             problems.add(f"{NODE}.sampler={node['sampler']}", rule, remedy)
         _check_several(metrics, sampler, pruner, problems)
-        n_trials, n_jobs = (_whole(key, node[key], 1, problems) for key in ("n_trials", "n_jobs"))
+        n_trials = _whole("n_trials", node["n_trials"], 1, problems)
+        n_jobs = None if node["n_jobs"] is None else _whole("n_jobs", node["n_jobs"], 1, problems)
         seed = None if node["seed"] is None else _whole("seed", node["seed"], 0, problems)
         name, storage = (_text(key, node[key], problems) for key in ("study_name", "storage"))
         rate = _rate(node["max_failure_rate"], problems)

@@ -201,6 +201,7 @@ def summary_of(loop: Run) -> dict[str, object]:
         "num_processes": loop.accelerator.num_processes,
         "num_parameters": loop.num_parameters[0],
         "monitor": loop.monitor,
+        "mode": loop.mode,
         "best": best,
         "metrics": loop.metrics,
         "checkpoint": loop.saver.last,

@@ -51,7 +51,7 @@ def test_a_directory_is_claimed_by_one_run(tmp_path: Path) -> None:
 def test_a_taken_name_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = iter(["0000", "0000", "0000", "1111"])
     monkeypatch.setattr(directory.secrets, "token_hex", lambda size: next(tokens))
-    monkeypatch.setattr(directory, "_stamp", lambda: "20260101-000000")
+    monkeypatch.setattr(directory, "stamp", lambda: "20260101-000000")
     names = [directory.claim(tmp_path, "digits").name for _ in range(2)]
     assert names == ["20260101-000000-0000", "20260101-000000-1111"]
 

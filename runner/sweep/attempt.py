@@ -1,0 +1,147 @@
+"""One attempt at one job of a sweep, in the process that trains it or starts its workers.
+
+The job's run directory is locked from before the journal says "started" until after it says
+"ended", so that no two commands train a job at once. Whatever is killed, the next attempt finds out
+from the journal and the run directory what is left to do. Free of torch until the job is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
+from runner.launch import failures, start_run
+from runner.run_dir import atomic_update, lock
+from runner.run_dir.json_files import SUMMARY
+from runner.sweep.journal import FINISHED, PRUNED, Journal
+from runner.training import state
+
+if TYPE_CHECKING:
+    from runner.config.schema import Recipe
+
+# Of a process in which another command's lock kept the job from being started.
+BUSY = 76
+# Limits that end a run before its schedule: it has come as far as its recipe says.
+EARLY_LIMITS = ("max_time", "stop_after")
+
+
+def run(
+    folder: Path,
+    number: int,
+    overrides: Sequence[str],
+    config_name: str,
+    recipe: Recipe,
+    *,
+    fresh: bool = False,
+) -> int:
+    """Train a job of the sweep in `folder` to its end, and record that in the journal.
+
+    With `fresh` it gets processes of its own in any case. An error is printed.
+
+    Returns:
+        The exit code of the job; 0 also where it was finished already. `BUSY`: another command
+        trains it.
+    """
+    run_dir = folder / f"{number:04}"
+    try:
+        run_dir.mkdir(exist_ok=True)
+        with lock.held(run_dir):
+            return _locked(folder, number, overrides, config_name, recipe, fresh)
+    except lock.HeldError:
+        return BUSY
+    except Exception as error:
+        return failures.report(error)
+
+
+def _locked(
+    folder: Path,
+    number: int,
+    overrides: Sequence[str],
+    config_name: str,
+    recipe: Recipe,
+    fresh: bool,
+) -> int:
+    journal, run_dir = Journal(folder), folder / f"{number:04}"
+    before = journal.state(number)
+    if before.is_complete:
+        return DONE
+    summary = summary_of(run_dir)
+    if is_finished(summary):  # its process was killed before it could say so
+        journal.ended(number, before.attempt, overrides, DONE, **_values(summary))
+        return DONE
+    attempt = journal.started(number, overrides)
+    code = _train(run_dir, overrides, config_name, recipe, fresh)
+    values = _values(summary_of(run_dir)) if code == DONE else {}
+    journal.ended(number, attempt, overrides, code, **values)
+    return code
+
+
+def _train(
+    run_dir: Path, overrides: Sequence[str], config_name: str, recipe: Recipe, fresh: bool
+) -> int:
+    try:
+        return start_run.continue_in(run_dir, recipe, overrides, config_name, fresh=fresh)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as end:
+        return STOPPED if end.code == STOPPED else FAILED  # not even 0: it is not complete
+    except Exception as error:
+        return failures.report(error)
+
+
+def recorded_death(folder: Path, number: int, overrides: Sequence[str], code: int) -> None:
+    """Record the end of a job whose process died without a word, unless it is trained again."""
+    run_dir, journal = folder / f"{number:04}", Journal(folder)
+    try:
+        with lock.held(run_dir):
+            state = journal.state(number)
+            if state.is_complete or state.ended or not state.attempt:
+                return
+            summary = summary_of(run_dir)
+            done = is_finished(summary)
+            values = _values(summary) if done else {}
+            journal.ended(number, state.attempt, overrides, DONE if done else code, **values)
+    except lock.HeldError:
+        return
+
+
+def summary_of(run_dir: Path) -> Mapping[str, Any]:
+    """Return the summary of a run; empty: there is none, or it is damaged."""
+    content = atomic_update.read(run_dir, SUMMARY)
+    try:
+        found = json.loads(content or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def is_finished(summary: Mapping[str, Any]) -> bool:
+    """Return whether a run has come to an end of its own."""
+    return summary.get("complete") is True or summary.get("stopped") in EARLY_LIMITS
+
+
+def objective(summary: Mapping[str, Any]) -> float | None:
+    """Return the best value of a run's monitored validation metric, else its last; None: none."""
+    if summary.get("best") is not None:
+        return float(summary["best"]["value"])
+    validation = summary.get("metrics", {}).get("validation", {})
+    value = validation.get(summary.get("monitor"))
+    return None if value is None else float(value)
+
+
+def _values(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the journal records of a finished run, for the table."""
+    best = summary.get("best") or {}
+    return {
+        "status": PRUNED if summary.get("stopped") == state.PRUNED else FINISHED,
+        "objective": objective(summary),
+        "metric": summary.get("monitor"),
+        "mode": summary.get("mode"),
+        "step": summary.get("step"),
+        "best_step": best.get("step"),
+        "seconds": summary.get("seconds"),
+        "metrics": summary.get("metrics"),
+    }

@@ -1,0 +1,402 @@
+"""``runner -m``: from a command line to a sweep that has run, and its table."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from accel.errors import ConfigError, Problem
+from runner.compose import conf_files, hydra_setup
+from runner.compose.composition import Examined
+from runner.config import paths, serialization
+from runner.config.schema import Recipe
+from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
+from runner.sweep import directory, hparams, jobs, plugins, settings, table, task
+from runner.sweep.directory import Description, Sweep
+from runner.sweep.job_errors import JobFailed
+from runner.sweep.jobs import Choice
+from runner.sweep.journal import FINISHED, INTERRUPT, PRUNED, STOP, JobState
+from runner.sweep.live import Live
+from runner.sweep.settings import Settings
+
+CONTROL = ".command-"
+# Interpolations whose values are not in the files of a recipe.
+RESOLVER = re.compile(rb"\$\{[^}]*:")
+Require = Callable[[Sequence[Examined]], object]
+Hydra = Callable[[Sequence[str], task.Task], int]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command line of a sweep: overrides of the recipes, and settings of the sweep."""
+
+    overrides: tuple[str, ...]
+    given: tuple[str, ...]
+    config_name: str
+    settings: Settings
+
+    @classmethod
+    def of(cls, overrides: Sequence[str], config_name: str) -> Request:
+        """Return the request of a command line; raises a ConfigError for wrong settings."""
+        found, rest = settings.take(overrides)
+        return cls(tuple(rest), tuple(overrides), config_name, found)
+
+
+def examine(request: Request) -> list[Examined]:
+    """Compose the jobs of a sweep that are known in advance.
+
+    Raises:
+        ConfigError: if the launcher or the sweeper cannot be used, or the sweep resumes a run.
+    """
+    with hydra_setup.session():
+        choice = jobs.choose(request.overrides, request.config_name, request.settings)
+        lists = jobs.lists(request.overrides, request.config_name, choice, request.settings)
+        return jobs.examine(lists, request.config_name)
+
+
+# -- a sweep that is begun, or continued ---------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The jobs of a command; `sweep`: an earlier command has begun it."""
+
+    choice: Choice
+    first: Examined
+    examined: list[Examined] | None
+    description: Description | None
+    sweep: Sweep | None
+
+
+def train(request: Request, check: Require, require: Require, hydra: Hydra) -> int:
+    """Run a sweep to its end, and return the exit code of the command.
+
+    Args:
+        request: the command.
+        check: raises what is wrong with jobs that can be found without torch.
+        require: raises everything that is wrong with jobs.
+        hydra: runs Hydra's main with a command line and a task.
+    """
+    with contextlib.ExitStack() as stack:
+        server = _Server(stack)
+        known = _known(request, check, server)
+        sweep = known.sweep
+        states = {} if sweep is None else sweep.journal.states()
+        numbers = _pending(sweep, known, states)
+        if known.choice.known and sweep is not None and not numbers:
+            return _nothing_left(sweep, request)
+        require(_to_require(known, sweep, numbers))
+        if sweep is None:
+            assert known.description is not None
+            recipe = known.first.recipe
+            sweep = directory.create(request.settings.dir, recipe, known.description)
+            states = sweep.journal.states()
+            numbers = _pending(sweep, known, states)
+        print(f"sweep: {sweep.path}{_of_how_many(known, states, numbers)}", flush=True)
+        return _run(request, known.choice, sweep, numbers, server, hydra)
+
+
+class _Server:
+    """The fork server of a command, started when it is known that there are jobs for it."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._server: Any = None
+
+    def get(self) -> Any:
+        """Start it, unless it is running; it ends with the command."""
+        if self._server is None:
+            from runner.sweep.fork_server import ForkServer
+
+            self._server = ForkServer()
+            self._stack.callback(self._server.close)
+        return self._server
+
+
+def _known(request: Request, check: Require, server: _Server) -> _Known:
+    """Compose the jobs, unless an earlier command has done so from the same files."""
+    chosen, name = request.settings, request.config_name
+    digest = directory.digest_of(name, request.given)
+    with hydra_setup.session():
+        choice = jobs.choose(request.overrides, name, chosen)
+        lists = jobs.lists(request.overrides, name, choice, chosen)
+        if not lists:
+            raise ConfigError.of("--multirun", "the sweep has no jobs", "Give key=a,b,c.")
+        (first,) = jobs.examine(lists[:1], name)
+        sources = _sources()
+        found = None if first.problems else directory.place_of(chosen.dir, first.recipe, digest)
+        sweep = None if found is None else directory.read(found)
+        if sweep is not None and sources is not None and _is_current(sweep, sources, lists, choice):
+            check([first])
+            return _Known(choice, first, None, None, sweep)
+        if choice.is_local and not first.problems:
+            server.get()  # it imports while the other jobs are composed
+        examined = jobs.examine(lists, name)
+    check(examined)
+    described = _described(request, choice, examined, digest, sources)
+    if sweep is not None:
+        directory.require_unchanged(sweep, described)
+    return _Known(choice, first, examined, described, sweep)
+
+
+def _is_current(sweep: Sweep, sources: str, lists: Sequence[Sequence[str]], choice: Choice) -> bool:
+    """Return whether the recipes of a sweep are what would be composed now."""
+    there = sweep.description
+    if not choice.known or there.sources != sources or there.version != _version():
+        return False
+    return [list(job.overrides) for job in there.jobs] == [list(one) for one in lists]
+
+
+def _sources() -> str | None:
+    """Return a fingerprint of all files of recipes; None: values come from elsewhere, too."""
+    found = hashlib.sha256()
+    for folder in conf_files.folders():
+        for path in sorted(folder.rglob("*.yaml")) if folder.is_dir() else ():
+            content = path.read_bytes()
+            if RESOLVER.search(content):
+                return None
+            found.update(f"{path}\0".encode(errors="replace") + content + b"\0")
+    for package in ("hydra-core", "omegaconf"):
+        found.update(importlib.metadata.version(package).encode())
+    return found.hexdigest()
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("accel-runner")
+    except importlib.metadata.PackageNotFoundError:
+        return str(paths.conf_folder().parent)
+
+
+def _described(
+    request: Request,
+    choice: Choice,
+    examined: Sequence[Examined],
+    digest: str,
+    sources: str | None,
+) -> Description:
+    plain = [serialization.frozen_plain(job.recipe) for job in examined]
+    if any("${" in override for override in request.given):
+        sources = None
+    listed = [
+        directory.known_job(number, job.overrides, recipe, plain[0])
+        for number, (job, recipe) in enumerate(zip(examined, plain, strict=True))
+    ]
+    return Description(
+        command=list(sys.orig_argv),
+        cwd=os.getcwd(),
+        config_name=request.config_name,
+        overrides=list(request.given),
+        sweeper=choice.sweeper,
+        launcher=choice.launcher,
+        digest=digest,
+        version=_version(),
+        sources=sources,
+        time=time.time(),
+        recipe=plain[0],
+        jobs=listed if choice.known else [],
+    )
+
+
+def _pending(sweep: Sweep | None, known: _Known, states: dict[int, JobState]) -> tuple[int, ...]:
+    total = len(sweep.description.jobs) if sweep is not None else len(known.examined or ())
+    done = {number for number, state in states.items() if state.is_complete}
+    return tuple(number for number in range(total) if number not in done)
+
+
+def _to_require(known: _Known, sweep: Sweep | None, numbers: Sequence[int]) -> list[Examined]:
+    if known.examined is not None:
+        return known.examined
+    assert sweep is not None
+    listed = sweep.description.jobs
+    recipes = ((number, sweep.recipe(number)) for number in numbers)
+    name = sweep.description.config_name
+    return [
+        Examined(recipe, [], listed[number].overrides, name) for number, recipe in recipes if recipe
+    ]
+
+
+def _of_how_many(known: _Known, states: dict[int, JobState], numbers: Sequence[int]) -> str:
+    if not known.choice.known:
+        return ""
+    done = sum(state.is_complete for state in states.values())
+    before = f", {done} are finished" if done else ""
+    return f" ({len(numbers) + done} jobs{before})"
+
+
+def _nothing_left(sweep: Sweep, request: Request) -> int:
+    found = table.results(sweep)
+    table.write_csv(sweep, found)
+    table.show(found, request.config_name, Console(highlight=False))
+    print(f"{sweep.path} is finished. Nothing is left to do; sweep.dir=DIR begins a new one.")
+    return DONE
+
+
+# -- running -------------------------------------------------------------------------------
+
+
+def _run(
+    request: Request,
+    choice: Choice,
+    sweep: Sweep,
+    numbers: tuple[int, ...],
+    server: _Server,
+    hydra: Hydra,
+) -> int:
+    before = sweep.journal.states()
+    done = sum(state.is_complete for state in before.values())
+    total = len(sweep.description.jobs) if choice.known else None
+    with _control(sweep.path) as control, contextlib.ExitStack() as stack:
+        local = None
+        if choice.is_local:
+            live = Live(sweep.path, total, done, alone=request.settings.jobs == 1)
+            stack.callback(live.close)
+            local = task.Local(server.get(), live, request.settings.jobs)
+        else:
+            stack.enter_context(task.stops_forwarded(control))
+        called = task.Task(
+            folder=str(sweep.path),
+            control=str(control),
+            config_name=request.config_name,
+            parent=os.getpid(),
+            host=platform.node(),
+            launcher=choice.launcher,
+            command=tuple(sys.orig_argv),
+            numbers=numbers if choice.known else None,
+            local=local,
+        )
+        code = FAILED
+        try:
+            code = hydra(_line(request, choice, sweep), called)
+        except JobFailed:  # the sweeper gave up
+            code = FAILED
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        stack.close()
+        stopped = code in (STOPPED, INTERRUPTED) or (control / task.STOP_FILE).exists()
+        ended = _conclude(request, choice, sweep, () if stopped else numbers, before)
+        if code in (STOPPED, INTERRUPTED):
+            return code
+        return STOPPED if stopped else code or ended
+
+
+@contextlib.contextmanager
+def _control(folder: Path) -> Iterator[Path]:
+    """Make the folder of one command in a sweep directory; it is removed at the end."""
+    control = Path(tempfile.mkdtemp(prefix=CONTROL, dir=folder))
+    try:
+        yield control
+    finally:
+        # A launcher's process may be writing its last file there.
+        shutil.rmtree(control, ignore_errors=True)
+
+
+def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:
+    """Return Hydra's command line."""
+    plugins.register()
+    if choice.is_search:
+        from runner.sweep import optuna_sweeper
+
+        optuna_sweeper.register()
+    given = [one for one in request.overrides if not _names_plugin(one)]
+    line = ["--config-name", request.config_name, "--multirun"]
+    launcher = plugins.LOCAL if choice.is_local else choice.launcher
+    sweeper = plugins.KNOWN if choice.known else choice.sweeper
+    chosen = [f"hydra/launcher={launcher}", f"hydra/sweeper={sweeper}"]
+    with hydra_setup.session():
+        opened = [*hydra_setup.opened(given), *hydra_setup.FIXED]
+    where = [f"hydra.sweep.dir='{sweep.path}'", "hydra.sweep.subdir=."]
+    return [*line, *opened, *chosen, *where]
+
+
+def _names_plugin(override: str) -> bool:
+    return hydra_setup.key_of(override) in ("hydra/launcher", "hydra/sweeper")
+
+
+def _conclude(
+    request: Request,
+    choice: Choice,
+    sweep: Sweep,
+    numbers: Sequence[int],
+    before: dict[int, JobState],
+) -> int:
+    """Write and show the results; print which jobs failed, and return the code of the sweep."""
+    begun = [n for n, state in sweep.journal.states().items() if _is_new(state, before.get(n))]
+    task.record_deaths(sweep.path, begun)
+    found = table.results(sweep)
+    table.write_csv(sweep, found)
+    states = {row.job: row.state for row in found.rows}
+    mine = sorted({*numbers, *begun})
+    hparams.write(sweep.path, found, begun)
+    table.show(found, request.config_name, Console(highlight=False))
+    codes = [_code_of(states.get(number, JobState())) for number in mine]
+    failed = [number for number in mine if states.get(number, JobState()).status not in _GOOD]
+    if failed:
+        names = ", ".join(f"{number:04}" for number in failed)
+        print(f"{len(failed)} of {len(mine)} jobs failed: {names}", file=sys.stderr)
+    return max(codes, default=DONE if choice.known else FAILED)
+
+
+_GOOD = (FINISHED, PRUNED, STOP, INTERRUPT)
+
+
+def _is_new(state: JobState, before: JobState | None) -> bool:
+    return before is None or state.attempt != before.attempt or state.status != before.status
+
+
+def _code_of(state: JobState) -> int:
+    if state.is_complete:
+        return DONE
+    code = state.ended.get("code")
+    return code if isinstance(code, int) and code != DONE else FAILED
+
+
+# -- listing -------------------------------------------------------------------------------
+
+
+def listing(examined: Sequence[Examined], problems: Sequence[Problem] = ()) -> list[str]:
+    """Return a line for each job: its number, and the overrides that differ between jobs."""
+    ConfigError.raise_if(list(problems))
+    common = set.intersection(*(set(job.overrides) for job in examined)) if examined else set()
+    lines = [
+        f"{len(examined)} jobs; all have: {' '.join(_in_order(examined, common)) or 'nothing'}"
+    ]
+    for number, job in enumerate(examined):
+        own = [hydra_setup.closed(one) for one in job.overrides if one not in common]
+        lines.append(f"{number:04}  {' '.join(own)}".rstrip())
+    return lines
+
+
+def _in_order(examined: Sequence[Examined], common: set[str]) -> list[str]:
+    return [hydra_setup.closed(one) for one in examined[0].overrides if one in common]
+
+
+def recipe_lines(examined: Sequence[Examined]) -> Iterator[str]:
+    """Yield the first job's recipe, and for each other job the keys whose values differ."""
+    from runner.config import resumed_recipe
+
+    first = serialization.to_plain(_recipe(examined[0]))
+    for number, job in enumerate(examined):
+        here = serialization.to_plain(_recipe(job))
+        found = resumed_recipe.differences(first, here)
+        yield f"# {number:04}  {' '.join(map(hydra_setup.closed, job.overrides))}".rstrip()
+        yield from (f"{key}: {value}" for key, _, value in found)
+
+
+def _recipe(examined: Examined) -> Recipe:
+    ConfigError.raise_if(examined.problems)
+    return examined.recipe

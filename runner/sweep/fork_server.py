@@ -1,0 +1,273 @@
+"""Warm workers: a server that has imported torch, and forks a process for each job of a sweep.
+
+The server is a fresh interpreter that imports and does nothing else: it computes nothing, starts no
+thread and touches no device, so that a fork is like a fresh process that has its imports behind it.
+Each job is a process of its own, which leaves no state to the next. When the server's parent ends,
+however it ends, the pipe closes, and the server kills the jobs; when the server ends, each job
+notices and ends its process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+from accel import env, parent_watch
+from accel.imports import is_available
+from runner.launch import rank_logs
+from runner.run_dir import numerics
+from runner.training.stopping import STOP_SIGNALS
+
+BOOTSTRAP = (
+    "import json, sys; order = json.loads(sys.argv[1]); "
+    "sys.path.extend(path for path in order['path'] if path not in sys.path); "
+    "from runner.sweep.fork_server import main; main(order)"
+)
+# What a run of the built-in parts imports. None of it starts a thread or asks for devices.
+PRELOADED = (
+    *("torch", "torch._dynamo", "torch.utils.data", "torch.utils.tensorboard", "sklearn.datasets"),
+    *("accel.accelerator", "accel.checkpoint.session", "accel.strategies.single"),
+    *("runner.build.parts", "runner.build.accelerator", "runner.training.loop"),
+    *("runner.launch.worker", "runner.launch.watchdog", "runner.compose.hydra_setup"),
+    *("runner.builtin.digits", "runner.builtin.optimizers", "runner.sweep.attempt"),
+    *("runner.build.deferred_init_check", "runner.data.train_eval_batches", "rich.progress"),
+    *("accel.checkpoint.save", "accel.checkpoint.load", "accel.comm.local"),
+)
+HEARD = (*STOP_SIGNALS, signal.SIGINT)
+# How long the server may take to end once its pipe is closed.
+END_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """A job to be forked.
+
+    Args:
+        number: of the job.
+        target: "module:function", called with `arguments`; returns the exit code.
+        arguments: by name.
+        log: file that gets the job's output; None: the server's own.
+        environment: variables of the job; None removes one.
+        cwd: its working directory.
+        command: the command line that it belongs to.
+    """
+
+    number: int
+    target: str
+    arguments: Mapping[str, Any]
+    log: str | None = None
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    cwd: str = "."
+    command: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Event:
+    """A job was started in process `pid` (`status` is None), or ended with an exit status.
+
+    The status is negative for a signal, as that of `subprocess`.
+    """
+
+    number: int
+    pid: int
+    status: int | None = None
+
+
+class ServerDied(Exception):
+    """The server was killed, and its jobs with it."""
+
+
+class ForkServer:
+    """The parent's side of a server; starts it at once, and does not wait for its imports."""
+
+    def __init__(self, preload: Sequence[str] = PRELOADED) -> None:
+        self._preload = tuple(preload)
+        self._process, self._pipe = self._start()
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        pipe, theirs = Pipe()
+        order = {
+            "path": [str(Path(__file__).resolve().parents[2]), os.getcwd()],
+            "pipe": theirs.fileno(),
+            "preload": self._preload,
+        }
+        with numerics.sleeping_when_idle():
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(order)],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # the terminal's Ctrl-C is for the parent
+            )
+        theirs.close()
+        return process, pipe
+
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        return self._process.pid
+
+    def start(self, order: Order) -> None:
+        """Have a job forked; an `Event` tells its process id.
+
+        Raises:
+            ServerDied: if the server has ended; the next call starts another.
+        """
+        try:
+            self._pipe.send((order.number, pickle.dumps(order)))
+        except OSError as error:
+            raise self._restarted() from error
+
+    def events(self, seconds: float) -> list[Event]:
+        """Return what has happened, after at most so many seconds.
+
+        Raises:
+            ServerDied: if the server has ended; another is started.
+        """
+        found: list[Event] = []
+        try:
+            while self._pipe.poll(0.0 if found else seconds):
+                found.append(self._pipe.recv())
+        except (EOFError, OSError) as error:
+            if not found:
+                raise self._restarted() from error
+        return found
+
+    def _restarted(self) -> ServerDied:
+        status = self._process.wait()
+        self._pipe.close()
+        self._process, self._pipe = self._start()
+        return ServerDied(f"the server of the sweep's processes ended with status {status}")
+
+    def close(self) -> None:
+        """End the server and every job that still runs."""
+        self._pipe.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:  # it may still import
+            self._process.kill()
+            self._process.wait()
+
+
+# -- the server ----------------------------------------------------------------------------
+
+
+def main(settings: Mapping[str, Any]) -> None:
+    """Serve until the parent closes the pipe; in a fork, be the job and exit with its code."""
+    for number in HEARD:
+        signal.signal(number, signal.SIG_IGN)
+    pipe = Connection(settings["pipe"])
+    preload(settings["preload"])
+    server, order = os.getpid(), _serve(pipe)
+    if order is not None:
+        _be(order, server)
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Import modules, those that are installed, and keep the collector away from them."""
+    for name in modules:
+        if is_available(name.partition(".")[0]):
+            importlib.import_module(name)
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first imports much more
+    gc.collect()
+    gc.freeze()  # it writes to the objects that it looks at, which would be copied
+
+
+def _serve(pipe: Connection) -> bytes | None:
+    """Fork jobs; return None at the end, and in each fork its pickled order.
+
+    Nothing of an order is imported here, where every later job would have it.
+    """
+    wake, woken = os.pipe()
+    for descriptor in (wake, woken):
+        os.set_blocking(descriptor, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(woken)
+    jobs: dict[int, int] = {}
+    try:
+        while True:
+            if pipe in wait([pipe, wake]):
+                number, pickled = pipe.recv()
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for descriptor in (wake, woken):
+                        os.close(descriptor)
+                    pipe.close()
+                    return pickled
+                with contextlib.suppress(OSError):  # it has done so itself
+                    os.setpgid(pid, pid)
+                jobs[pid] = number
+                pipe.send(Event(number, pid))
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake, 1 << 12)
+            for pid, status in _ended(jobs):
+                pipe.send(Event(jobs.pop(pid), pid, status))
+    except (EOFError, OSError):  # the parent has ended
+        for pid in jobs:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        return None
+
+
+def _ended(jobs: Mapping[int, int]) -> list[tuple[int, int]]:
+    found = []
+    for pid in jobs:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            found.append((pid, os.waitstatus_to_exitcode(status)))
+    return found
+
+
+def _be(pickled: bytes, server: int) -> None:
+    """Be the process of a job, and exit with its code."""
+    parent_watch.die_with(server)
+    order: Order = pickle.loads(pickled)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if order.log is not None:
+        _redirect(Path(order.log))
+    rank_logs.close_input()
+    os.chdir(order.cwd)
+    env.set_values(order.environment)
+    _forget_random_state()
+    sys.orig_argv[:] = order.command
+    from accel.imports import load_attribute
+    from runner.config import paths, trust
+    from runner.launch import worker
+
+    paths.move_project_last()
+    trust.import_packages()
+    worker.end_process(load_attribute(order.target)(**order.arguments))
+
+
+def _redirect(log: Path) -> None:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for number in (1, 2):
+        os.dup2(file, number)
+    os.close(file)
+
+
+def _forget_random_state() -> None:
+    """Draw other random numbers than every other fork, as a fresh process does."""
+    import random
+
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()

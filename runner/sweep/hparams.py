@@ -1,0 +1,110 @@
+"""TensorBoard's HParams: the swept values of each job with its metrics, one session group a job.
+
+Written to ``<sweep directory>/tensorboard/<job>/`` with the API of TensorBoard's plugin: the values
+and the status of a session, and its metrics as scalars.
+Source: https://www.tensorflow.org/tensorboard/hyperparameter_tuning_with_hparams
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.sweep.journal import FAILED, FINISHED
+from runner.sweep.table import Results, Row
+
+FOLDER = "tensorboard"
+
+
+def write(folder: Path, found: Results, jobs: Sequence[int]) -> None:
+    """Write the sessions of `jobs` that have ended, in place of earlier ones, and the experiment.
+
+    `folder` is the sweep directory.
+    """
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    rows = [row for row in found.rows if row.job in set(jobs) and row.state.ended]
+    if not rows:
+        return
+    root = folder / FOLDER
+    for old in root.glob("events.*"):
+        old.unlink()
+    writer = EventFileWriter(str(root))
+    _add(writer, _experiment(found), 0)
+    writer.close()
+    for row in rows:
+        place = root / row.run_dir
+        shutil.rmtree(place, ignore_errors=True)
+        writer = EventFileWriter(str(place))
+        step = int(str(row.field("best_step") or row.field("step") or 0))
+        _add(writer, _session_start(row, found), 0)
+        for tag, value in _metrics(row).items():
+            _add(writer, _scalar(tag, value), step)
+        _add(writer, _session_end(row), step)
+        writer.close()
+
+
+def _add(writer: Any, summary: Any, step: int) -> None:
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+
+def _metrics(row: Row) -> dict[str, float]:
+    """Return the metrics of a job: the objective, and those of each split."""
+    values: dict[str, float] = {}
+    objective = row.state.objective
+    for index, value in enumerate(objective if isinstance(objective, list) else [objective]):
+        if value is not None:
+            values["objective" if not index else f"objective_{index}"] = value
+    metrics = row.state.ended.get("metrics")
+    for split, named in (metrics if isinstance(metrics, dict) else {}).items():
+        values |= {f"{split}/{name}": float(value) for name, value in named.items()}
+    return values
+
+
+def _typed(value: str) -> float | str | bool:
+    """Return an override's value as HParams has it: a number, true or false, or text."""
+    if value in ("true", "false"):
+        return value == "true"
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _experiment(found: Results) -> Any:
+    from tensorboard.plugins.hparams import summary_v2 as api
+
+    hparams = [api.HParam(key) for key in found.swept]
+    tags = dict.fromkeys(tag for row in found.rows for tag in _metrics(row))
+    return api.hparams_config_pb(hparams=hparams, metrics=[api.Metric(tag) for tag in tags])
+
+
+def _session_start(row: Row, found: Results) -> Any:
+    from tensorboard.plugins.hparams import summary_v2 as api
+
+    values = {key: _typed(row.values[key]) for key in found.swept if key in row.values}
+    return api.hparams_pb(values or {"job": float(row.job)}, trial_id=f"{row.job:04}")
+
+
+def _session_end(row: Row) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+    known = {FINISHED: api_pb2.STATUS_SUCCESS, FAILED: api_pb2.STATUS_FAILURE}
+    status = known.get(row.state.status, api_pb2.STATUS_UNKNOWN)
+    ended = float(str(row.field("time") or 0.0))
+    info = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=ended)
+    data = plugin_data_pb2.HParamsPluginData(session_end_info=info)
+    described = metadata.create_summary_metadata(data)
+    return Summary(value=[Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=described)])
+
+
+def _scalar(tag: str, value: float) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    return Summary(value=[Summary.Value(tag=tag, simple_value=value)])

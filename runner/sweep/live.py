@@ -1,0 +1,164 @@
+"""A sweep while it runs: a table on a terminal, plain lines elsewhere.
+
+Where a job's own output goes to the terminal (one job at a time), only a line before each job is
+printed. Steps and losses are read from the end of each running job's metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live as RichLive
+from rich.table import Table
+from rich.text import Text
+
+from runner.config.schema import Recipe
+from runner.exit_codes import DONE
+from runner.reporting.console import clock, number
+from runner.run_dir.json_files import METRICS
+from runner.run_dir.outcomes import describe_exit
+from runner.sweep.journal import Journal, status_of
+
+REFRESH_SECONDS = 1.0
+TAIL_BYTES = 8192
+STYLES = {"finished": "green", "failed": "red", "running": "cyan"}
+
+
+@dataclass
+class _Job:
+    overrides: str
+    total: int | None
+    began: float
+    status: str = "running"
+    step: str = ""
+    loss: str = ""
+    objective: str = ""
+    seconds: float | None = None
+
+
+class Live:
+    """Shows the jobs of the sweep in `folder`, `total` of them (None: the sweeper decides).
+
+    `done` were finished before this command. With `alone`, one job runs at a time and prints for
+    itself.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        total: int | None,
+        done: int = 0,
+        *,
+        alone: bool = True,
+        console: Console | None = None,
+    ) -> None:
+        self._folder, self._total, self._done, self._alone = folder, total, done, alone
+        self._console = console or Console(highlight=False)
+        self._jobs: dict[int, _Job] = {}
+        self._next = 0.0
+        self._failed = 0
+        self._rich: RichLive | None = None
+        if not alone and self._console.is_terminal:
+            self._rich = RichLive(console=self._console, auto_refresh=False, transient=True)
+            self._rich.start()
+
+    def started(self, job: int, overrides: Sequence[str], recipe: Recipe) -> None:
+        """Show that a job starts."""
+        text = " ".join(overrides)
+        self._jobs[job] = _Job(text, recipe.trainer.max_steps, time.monotonic())
+        if self._rich is None:
+            of = "" if self._total is None else f" of {self._total}"
+            self.note(f"job {job:04}{of}: {text}".rstrip())
+        self._draw()
+
+    def ended(self, job: int, code: int, status: int) -> None:
+        """Show how a job ended."""
+        shown = self._jobs.pop(job, None) or _Job("", None, time.monotonic())
+        self._done += code == DONE
+        self._failed += code != DONE
+        if self._alone:
+            return
+        shown.status, shown.seconds = status_of(code), time.monotonic() - shown.began
+        value = Journal(self._folder).state(job).objective if code == DONE else None
+        objective = "" if value is None else f"  objective {_objective(value)}"
+        how = "" if status >= 0 else f" (its process {describe_exit(status)})"
+        log = "" if code == DONE else f"  see {self._folder / f'{job:04}' / 'logs'}"
+        text = f"job {job:04} {shown.status}{how}  {clock(shown.seconds)}{objective}{log}"
+        self.note(f"{text}  {shown.overrides}".rstrip())
+        self._draw()
+
+    def elsewhere(self, job: int, holder: str) -> None:
+        """Show that another command trains a job, which is waited for."""
+        self.note(f"job {job:04} is waited for: another command trains it ({holder})")
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def update(self) -> None:
+        """Draw the table again, if it is time."""
+        if self._rich is not None and time.monotonic() >= self._next:
+            self._next = time.monotonic() + REFRESH_SECONDS
+            for job, shown in self._jobs.items():
+                _read_position(self._folder / f"{job:04}" / METRICS, shown)
+            self._draw()
+
+    def close(self) -> None:
+        """Stop drawing; printed lines stay."""
+        if self._rich is not None:
+            self._rich.stop()
+            self._rich = None
+
+    def _draw(self) -> None:
+        if self._rich is not None:
+            self._rich.update(self.table(), refresh=True)
+
+    def table(self) -> Group:
+        """Return the jobs that run, and how many there are of each kind."""
+        table = Table(box=None, pad_edge=False)
+        for name in ("job", "status", "step", "loss", "objective", "time"):
+            table.add_column(name, justify="left" if name in ("job", "status") else "right")
+        table.add_column("overrides", no_wrap=True, overflow="ellipsis")
+        for job, one in sorted(self._jobs.items()):
+            seconds = clock(time.monotonic() - one.began)
+            style = STYLES.get(one.status, "")
+            cells = (one.step, one.loss, one.objective, seconds, Text(one.overrides))
+            table.add_row(f"{job:04}", Text(one.status, style=style), *cells)
+        total = "" if self._total is None else f" of {self._total}"
+        failed = f", {self._failed} failed" if self._failed else ""
+        left = f"{self._done} finished{total}{failed}, {len(self._jobs)} running"
+        return Group(table, Text(left, style="bold"))
+
+
+def _objective(value: float | list[float]) -> str:
+    return ", ".join(map(number, value)) if isinstance(value, list) else number(value)
+
+
+def _read_position(path: Path, job: _Job) -> None:
+    """Fill in step, loss and metric from the last records of a run."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:  # it has not begun
+        return
+    for line in lines:
+        try:
+            record = json.loads(line)
+            job.step = str(record["step"]) + (f"/{job.total}" if job.total else "")
+            if record["split"] == "train":
+                job.loss = number(record.get("loss", ""))
+            elif record["split"] == "validation":
+                values = {k: v for k, v in record.items() if k not in _PLACE}
+                job.objective = "  ".join(f"{k} {number(v)}" for k, v in list(values.items())[:2])
+        except (ValueError, KeyError, TypeError):  # the first of these lines is cut off
+            continue
+
+
+_PLACE = ("step", "epoch", "samples", "split", "time")

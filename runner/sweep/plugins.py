@@ -1,0 +1,111 @@
+"""Hydra's plugins of a sweep: our launcher for this machine, and the sweeper of known jobs.
+
+Hydra takes plugins from modules called ``hydra_plugins.…`` alone, so this module has such a name,
+too, while the runner is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+if TYPE_CHECKING:
+    from runner.sweep.task import Task
+
+LOCAL, KNOWN = "local", "known"
+PLACE = "hydra_plugins.runner_sweep"
+
+
+class LocalLauncher(Launcher):
+    """Runs jobs on this machine, in forks of the server of the task."""
+
+    __module__ = PLACE
+    task_function: Task
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        """Keep the task; Hydra's configuration is not needed."""
+        self.task_function = task_function  # type: ignore[assignment]
+
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        """Run jobs to their ends; their objectives are the results."""
+        return self.task_function.run_here(job_overrides, initial_job_idx)
+
+
+class KnownJobs(Sweeper):
+    """Launches the jobs of the task that are not finished; a failed one stops no other."""
+
+    __module__ = PLACE
+    _task: Task
+
+    def __init__(self, max_batch_size: int | None = None, params: None = None) -> None:
+        """Launch at most `max_batch_size` jobs at a time; `params` is refused in files."""
+        self._size = max_batch_size
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        """Keep the task, and set up the launcher."""
+        self._task = task_function  # type: ignore[assignment]
+        self._launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Launch the jobs; the arguments are in their overrides."""
+        jobs = self._task.pending_overrides()
+        size = self._size or max(1, len(jobs))
+        for start in range(0, len(jobs), size):
+            self._task.launch_with(self._launcher, jobs[start : start + size], start)
+
+
+@dataclass
+class LocalConf:
+    """Configuration of the launcher."""
+
+    _target_: str = f"{PLACE}.LocalLauncher"
+
+
+@dataclass
+class KnownConf:
+    """Configuration of the sweeper: the keys of Hydra's basic one."""
+
+    _target_: str = f"{PLACE}.KnownJobs"
+    max_batch_size: int | None = None
+    params: dict[str, str] | None = None
+
+
+def _alias() -> None:
+    """Let this module be found under the name that Hydra wants."""
+    package, _, _ = PLACE.partition(".")
+    try:
+        importlib.import_module(package)
+    except ModuleNotFoundError:  # no other plugin is installed
+        sys.modules[package] = types.ModuleType(package)
+        sys.modules[package].__path__ = []
+    sys.modules[PLACE] = sys.modules[__name__]
+
+
+def register() -> None:
+    """Make the plugins known to Hydra."""
+    store = ConfigStore.instance()
+    store.store(group="hydra/launcher", name=LOCAL, node=LocalConf, provider="runner")
+    store.store(group="hydra/sweeper", name=KNOWN, node=KnownConf, provider="runner")
+    _alias()
+    for plugin in (LocalLauncher, KnownJobs):
+        Plugins.instance().register(plugin)

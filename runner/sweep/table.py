@@ -1,0 +1,171 @@
+"""The results of a sweep: `results.csv`, a table, the best job's command. Free of torch.
+
+All of it comes from `sweep.json` and the journal: two files, however many jobs there are.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from accel.checkpoint import directory as checkpoints
+from runner.compose import hydra_setup
+from runner.reporting.console import clock, number
+from runner.sweep.directory import Sweep
+from runner.sweep.journal import FINISHED, JobState, Objective
+from runner.sweep.settings import is_setting
+
+FILE = "results.csv"
+MOST_ROWS = 40
+STYLES = {"finished": "green", "failed": "red", "stopped": "yellow", "interrupted": "yellow"}
+COLUMNS = ("status", "objective", "best_step", "step", "seconds", "attempts", "run_dir")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One job of a sweep; `values` are its overrides by key."""
+
+    job: int
+    values: Mapping[str, str]
+    overrides: tuple[str, ...]
+    state: JobState
+    run_dir: str
+
+    def field(self, name: str) -> object:
+        """Return a value that the journal has of the job's end; "" without one."""
+        value = self.state.ended.get(name)
+        return "" if value is None else value
+
+
+@dataclass(frozen=True)
+class Results:
+    """The rows of a sweep, best first, and the keys that differ between them."""
+
+    rows: list[Row]
+    swept: list[str]
+    metric: str
+    mode: str
+    folder: str
+
+    @property
+    def best(self) -> Row | None:
+        """The finished job with the best objective; None: no single objective was measured."""
+        scored = (row for row in self.rows if _rank(row.state.objective, self.mode)[0] == 0)
+        return next((row for row in scored if row.state.status == FINISHED), None)
+
+
+def results(sweep: Sweep) -> Results:
+    """Return the results of a sweep so far."""
+    states = sweep.journal.states()
+    overrides = {job.number: job.overrides for job in sweep.description.jobs}
+    for job, state in states.items():
+        overrides.setdefault(job, tuple(state.overrides))
+    rows = [
+        Row(job, _values(given), given, states.get(job, JobState()), f"{job:04}")
+        for job, given in sorted(overrides.items())
+    ]
+    ends = [row.state.ended for row in rows if row.state.ended]
+    metric = next((str(end["metric"]) for end in ends if end.get("metric")), "")
+    mode = next((str(end["mode"]) for end in ends if end.get("mode")), "min")
+    rows.sort(key=lambda row: (_rank(row.state.objective, mode), row.job))
+    return Results(rows, _swept(rows), metric, mode, str(sweep.path))
+
+
+def _values(overrides: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for override in overrides:
+        key = hydra_setup.key_of(override)
+        if not key.startswith("hydra") and not is_setting(override):
+            taken_out = override.startswith("~")
+            found[key] = "null" if taken_out else override.partition("=")[2]
+    return found
+
+
+def _swept(rows: Sequence[Row]) -> list[str]:
+    """Return the keys that have not one value in all jobs."""
+    keys = dict.fromkeys(key for row in rows for key in row.values)
+    return [key for key in keys if len({row.values.get(key) for row in rows}) > 1]
+
+
+def _rank(objective: Objective, mode: str) -> tuple[int, float]:
+    if not isinstance(objective, float):
+        return (1 if isinstance(objective, list) else 3), 0.0
+    if math.isnan(objective):
+        return 2, 0.0
+    return 0, -objective if mode == "max" else objective
+
+
+def write_csv(sweep: Sweep, found: Results) -> None:
+    """Write the rows of a sweep, by number, to its `results.csv`."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["job", *found.swept, *COLUMNS])
+    for row in sorted(found.rows, key=lambda row: row.job):
+        state = row.state
+        objective = state.objective
+        shown = " ".join(map(repr, objective)) if isinstance(objective, list) else objective
+        values = [row.values.get(key, "") for key in found.swept]
+        numbers = [row.field(name) for name in ("best_step", "step", "seconds")]
+        end = [state.status, "" if shown is None else shown, *numbers, state.attempts, row.run_dir]
+        writer.writerow([row.job, *values, *end])
+    checkpoints.write_atomically(sweep.path / FILE, text.getvalue().encode(errors="replace"))
+
+
+def table(found: Results) -> Table:
+    """Return the best rows as a table: the swept keys, objective, step, time."""
+    shown = found.rows[:MOST_ROWS]
+    name = found.metric or "objective"
+    title = f"{name} ({found.mode})" if found.metric else name
+    result = Table(box=box.SIMPLE, title=found.folder, title_justify="left", title_style="dim")
+    result.add_column("job")
+    for key in found.swept:
+        result.add_column(key, overflow="fold")
+    for column in ("status", title, "best step", "time"):
+        result.add_column(column, justify="left" if column == "status" else "right")
+    for row in shown:
+        value = row.state.objective
+        values = [value] if isinstance(value, float) else value or []
+        seconds = row.field("seconds")
+        result.add_row(
+            f"{row.job:04}",
+            *(Text(row.values.get(key, "")) for key in found.swept),
+            Text(row.state.status, style=STYLES.get(row.state.status, "")),
+            "  ".join(map(number, values)),
+            str(row.field("best_step")),
+            clock(float(seconds)) if isinstance(seconds, (int, float)) else "",
+        )
+    return result
+
+
+def show(found: Results, command: str, console: Console) -> None:
+    """Print the table, and the command that trains the best job alone."""
+    console.print(table(found))
+    left = len(found.rows) - MOST_ROWS
+    if left > 0:
+        console.print(f"and {left} more in {found.folder}/{FILE}", markup=False, soft_wrap=True)
+    if found.best is not None:
+        console.print(f"best: job {found.best.job:04}", markup=False, highlight=False)
+        console.print(
+            f"  {command_of(found.best, command)}", markup=False, highlight=False, soft_wrap=True
+        )
+
+
+def command_of(row: Row, config_name: str) -> str:
+    """Return the command line that trains a job's recipe alone."""
+    flags = [] if config_name == hydra_setup.PRIMARY else ["--config-name", config_name]
+    kept = [hydra_setup.closed(one) for one in row.overrides if not _is_of_launchers(one)]
+    return shlex.join(["python", "-m", "runner", *flags, *kept])
+
+
+def _is_of_launchers(override: str) -> bool:
+    key = hydra_setup.key_of(override).replace("/", ".")
+    return key.startswith(("hydra.launcher", "hydra.sweeper")) or is_setting(override)

@@ -1,0 +1,326 @@
+"""The task that Hydra's launchers call with each job, wherever they put it.
+
+A launcher may call it in another process, or on another machine, which knows nothing of the command
+that began the sweep. So the task is a plain value: it finds the job's recipe in the sweep directory
+(or composes and checks it, where a sweeper has chosen the values), trains, and records the end in
+the journal. Free of torch until a job starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from accel import parent_watch
+from accel.errors import Problem
+from runner.compose import composition, hydra_setup
+from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
+from runner.launch import failures
+from runner.run_dir import lock, study
+from runner.sweep import attempt, directory, pool
+from runner.sweep.devices import Machine
+from runner.sweep.job_errors import JobFailed, JobStopped
+from runner.sweep.journal import PENDING, Journal, Objective
+from runner.sweep.settings import Jobs
+from runner.training.stopping import STOP_SIGNALS, handlers_restored
+
+if TYPE_CHECKING:
+    from hydra.core.utils import JobReturn
+    from hydra.plugins.launcher import Launcher
+    from omegaconf import DictConfig
+
+    from runner.config.schema import Recipe
+    from runner.sweep.fork_server import ForkServer
+    from runner.sweep.live import Live
+
+STOP_FILE = "stop"
+# Launchers whose jobs are to end with the command that began them.
+ENDING_WITH_PARENT = ("joblib", "submitit_local")
+
+
+@dataclass(frozen=True)
+class Local:
+    """What jobs on this machine need of the command's process; never pickled."""
+
+    server: ForkServer
+    live: Live
+    jobs: Jobs
+
+
+@dataclass(frozen=True)
+class Task:
+    """The task that Hydra calls with each job; it can be pickled to another process.
+
+    Args:
+        folder: the sweep directory.
+        control: folder of this command in it: process ids of its jobs, and whether it is stopped.
+        config_name: the primary file.
+        parent: process id of the command.
+        host: its machine.
+        launcher: the launcher's name.
+        command: the command line.
+        numbers: numbers of the jobs to run, in the order that the launcher gets them; None: a
+            sweeper chooses the jobs and their numbers, and gets their objectives.
+        local: for jobs on this machine.
+    """
+
+    folder: str
+    control: str
+    config_name: str
+    parent: int
+    host: str
+    launcher: str
+    command: tuple[str, ...] = ()
+    numbers: tuple[int, ...] | None = None
+    local: Local | None = field(default=None, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "local": None}
+
+    # -- by the sweeper of known jobs ------------------------------------------------------
+
+    def pending_overrides(self) -> list[list[str]]:
+        """Return the overrides of the jobs to run, as Hydra wants them."""
+        jobs = directory.read(Path(self.folder)).description.jobs
+        with hydra_setup.session():
+            return [_of_recipe(jobs[number].overrides) for number in self.numbers or ()]
+
+    def launch_with(self, launcher: Launcher, jobs: Sequence[Sequence[str]], start: int) -> None:
+        """Launch known jobs; where the launcher gives up, the ones not started are launched again.
+
+        A process of joblib's that is killed takes all the others with it.
+        """
+        left = list(range(start, start + len(jobs)))
+        while left:
+            task = replace(self, numbers=tuple((self.numbers or ())[index] for index in left))
+            launcher.task_function = task  # type: ignore[attr-defined]
+            try:
+                launcher.launch([jobs[index - start] for index in left], 0)
+                return
+            except Exception as error:  # whatever a launcher raises
+                print(f"hydra/launcher={self.launcher}: {error}", file=sys.stderr)
+                states = Journal(Path(self.folder)).states()
+                begun = {number for number, one in states.items() if one.status != PENDING}
+                still = [index for index in left if (self.numbers or ())[index] not in begun]
+                if len(still) == len(left):
+                    raise
+                left = still
+
+    # -- on this machine -------------------------------------------------------------------
+
+    def run_here(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
+        """Run jobs in forks of the command's server; return their objectives."""
+        from hydra.core.utils import JobReturn, JobStatus
+
+        assert self.local is not None
+        machine = Machine.here(self.local.jobs)
+        workers = pool.Pool(
+            self.local.server,
+            Path(self.folder),
+            self.config_name,
+            machine,
+            self.local.live,
+            self.command,
+        )
+        tasks, refused = [], {}
+        for index, opened in enumerate(job_overrides):
+            number, overrides = self._number(first + index), _closed(opened)
+            try:
+                recipe = self._recipe_later(number, overrides)
+            except Exception as error:
+                refused[number] = failures.report(error)
+                continue
+            tasks.append(pool.Task(number, tuple(overrides), recipe))
+        codes = {**refused, **workers.run(tasks)}
+        if workers.stopped_by is not None:
+            raise SystemExit(STOPPED)
+        returned = []
+        for index, opened in enumerate(job_overrides):
+            number = self._number(first + index)
+            answer = JobReturn(overrides=list(opened))
+            try:
+                answer.return_value = self._answer(number, codes.get(number, FAILED))
+                answer.status = JobStatus.COMPLETED
+            except JobFailed as error:
+                answer.return_value = error
+                answer.status = JobStatus.FAILED
+            returned.append(answer)
+        return returned
+
+    def _number(self, index: int) -> int:
+        return index if self.numbers is None else self.numbers[index]
+
+    def _recipe_later(self, number: int, overrides: Sequence[str]) -> Any:
+        """Return a function that returns the recipe of a job; a sampled one is composed now."""
+        if self.numbers is not None:
+            return partial(self._recipe, number, overrides)
+        found = self._recipe(number, overrides)
+        return lambda: found
+
+    # -- anywhere --------------------------------------------------------------------------
+
+    def __call__(self, config: DictConfig) -> Objective:
+        """Train the job that Hydra has composed, in a process of the launcher's.
+
+        The config is not read: the recipe is the one that was composed and checked when the sweep
+        began, else it is composed from the job's overrides, and checked, in the same way.
+
+        Returns:
+            The objective of the run.
+
+        Raises:
+            JobFailed: to a sweeper that chooses its own samples.
+        """
+        from hydra.core.hydra_config import HydraConfig
+
+        job = HydraConfig.get()
+        number = self._number(int(job.job.num))
+        overrides = _closed(job.overrides.task)
+        if (Path(self.control) / STOP_FILE).exists():
+            return self._answer(number, STOPPED)
+        print(f"job {number:04}: {' '.join(overrides)}", flush=True)
+        with self._in_launcher_process(number):
+            code = self._attempt(number, overrides)
+        return self._answer(number, code)
+
+    def _attempt(self, number: int, overrides: Sequence[str]) -> int:
+        try:
+            return self._train(number, overrides)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        except SystemExit as end:
+            return STOPPED if end.code == STOPPED else FAILED
+        except Exception as error:
+            return failures.report(error)
+
+    def _train(self, number: int, overrides: Sequence[str]) -> int:
+        recipe, place = self._recipe(number, overrides), Path(self.folder)
+        while True:
+            code = attempt.run(place, number, overrides, self.config_name, recipe, fresh=True)
+            if code != attempt.BUSY:
+                return code
+            time.sleep(pool.BUSY_SECONDS)  # another command trains it, and may be killed
+            if (Path(self.control) / STOP_FILE).exists():
+                return STOPPED
+
+    def _recipe(self, number: int, overrides: Sequence[str]) -> Recipe:
+        """Return the recipe of a job; raises what is wrong with one that a sweeper has chosen."""
+        from runner.build import parts
+        from runner.config import trust
+
+        sweep = directory.read(Path(self.folder))
+        known = sweep.recipe(number) if self.numbers is not None else None
+        if known is not None:
+            return known
+        missing = trust.missing_packages()
+        with hydra_setup.session():
+            examined = composition.new_run(overrides, self.config_name, number)
+        parts.require([examined], missing)
+        return examined.recipe
+
+    def _answer(self, number: int, code: int) -> Objective:
+        """Return a job's objective; raise to a sweeper that chooses its samples if there is none.
+
+        The other one starts the next job, whatever becomes of this.
+        """
+        state = Journal(Path(self.folder)).state(number)
+        if self.numbers is not None:
+            return state.objective
+        if code in (STOPPED, INTERRUPTED):
+            raise JobStopped(f"job {number:04} was stopped")
+        if code != DONE:
+            raise JobFailed(f"job {number:04} ended with exit code {code}")
+        # A search may have other objectives, and knows what none means.
+        if state.objective is None and not (Path(self.folder) / study.FILE).exists():
+            run_dir = Path(self.folder) / f"{number:04}"
+            problem = Problem(
+                str(run_dir),
+                "the sweeper chooses by a validation metric, and the run has measured none",
+                "Give the data a validation split, or sweep over lists with the basic sweeper.",
+            )
+            print(problem, file=sys.stderr)
+            raise JobFailed(str(problem))
+        return state.objective
+
+    @contextlib.contextmanager
+    def _in_launcher_process(self, number: int) -> Iterator[None]:
+        """Be a process of the launcher's: end with the parent, and stop when it says so."""
+        if self.launcher in ENDING_WITH_PARENT and self.host == platform.node():
+            parent_watch.die_with_ancestor(self.parent)
+        sys.orig_argv[:] = self.command or sys.orig_argv
+        note = Path(self.control, f"{number}.pid")
+        with handlers_restored((*STOP_SIGNALS, signal.SIGINT)):
+            for name in STOP_SIGNALS:
+                signal.signal(name, _stop_here)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            with contextlib.suppress(OSError):  # the command has ended, and its folder with it
+                note.write_text(f"{os.getpid()} {platform.node()}", encoding="utf-8")
+            try:
+                yield
+            finally:
+                note.unlink(missing_ok=True)
+
+
+def _stop_here(number: int, frame: FrameType | None) -> None:
+    # While a job trains, signals go to its workers; this is before and after that.
+    raise SystemExit(STOPPED)
+
+
+def _closed(overrides: Sequence[str]) -> list[str]:
+    return [hydra_setup.closed(str(override)) for override in overrides]
+
+
+def _of_recipe(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of a job's recipe, without those of Hydra's own node."""
+    own = [one for one in overrides if not hydra_setup.key_of(one).startswith("hydra")]
+    return hydra_setup.opened(own)
+
+
+# -- stopping ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def stops_forwarded(control: Path) -> Iterator[None]:
+    """Hand stop signals and Ctrl-C on to jobs in other processes, and let no further one begin."""
+
+    def forward(number: int, frame: FrameType | None = None) -> None:
+        (control / STOP_FILE).touch()
+        for note in control.glob("*.pid"):
+            with contextlib.suppress(OSError, ValueError):  # it has just ended
+                pid, host = note.read_text(encoding="utf-8").split()
+                if host == platform.node():
+                    os.kill(int(pid), number)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        forward(number)
+        deadline = time.monotonic() + pool.INTERRUPT_SECONDS
+        while any(control.glob("*.pid")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    with handlers_restored((*STOP_SIGNALS, signal.SIGINT)) as before:
+        for number in STOP_SIGNALS:
+            signal.signal(number, forward)
+        # A background job of a shell ignores Ctrl-C.
+        if before[signal.SIGINT] is signal.default_int_handler:
+            signal.signal(signal.SIGINT, interrupt)
+        yield
+
+
+def record_deaths(folder: Path, jobs: Sequence[int]) -> None:
+    """Record the ends of jobs whose processes died without a word."""
+    for number, state in Journal(folder).states().items():
+        died = number in jobs and state.attempt and not state.ended
+        if died and lock.holder(folder / f"{number:04}") is None:
+            attempt.recorded_death(folder, number, state.overrides, FAILED)

@@ -1,0 +1,115 @@
+"""A sweep that is killed again and again, and started again: each job is completed exactly once."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.helpers import python
+
+ROOT = Path(__file__).resolve().parents[3]
+START_SECONDS = 240.0
+
+
+@dataclass
+class Outcome:
+    """What a sweep looks like after the kills, and after it was started once more."""
+
+    killed: list[str]
+    code: int
+    output: str
+    folder: Path
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    def require_complete(self, num_jobs: int) -> None:
+        """Assert that each job was completed exactly once, in one directory, with a full table."""
+        assert self.code == 0, self.output
+        finished = [one["job"] for one in self.records if one.get("status") == "finished"]
+        assert sorted(finished) == list(range(num_jobs)), self.killed
+        names = sorted(path.name for path in self.folder.glob("[0-9]*"))
+        assert names == [f"{job:04}" for job in range(num_jobs)]
+        for name in names:
+            summary = json.loads((self.folder / name / "summary.json").read_text())
+            assert summary["complete"] is True
+            steps = _train_steps(self.folder / name / "metrics.jsonl")
+            assert steps == sorted(set(steps)), (name, steps)  # none twice, none lost
+            assert steps[-1] == summary["step"]
+        with (self.folder / "results.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert [row["status"] for row in rows] == ["finished"] * num_jobs
+        assert all(float(row["objective"]) > 0 for row in rows)
+
+
+def _train_steps(path: Path) -> list[int]:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [record["step"] for record in records if record["split"] == "train"]
+
+
+def descendants(root: int) -> list[int]:
+    """Return the ids of the processes below one."""
+    found = []
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{root}/task/{root}/children").read_text().split():
+            found += [int(child), *descendants(int(child))]
+    return found
+
+
+def killed_sweep(
+    line: Sequence[str], cwd: Path, kills: int, longest: float, seed: int = 0
+) -> Outcome:
+    """Start a sweep, kill a process of it at a random time, `kills` times; start it once more.
+
+    Args:
+        line: the command line behind ``runner -m``.
+        cwd: where it is given.
+        kills: how often it is killed: the command itself, or any process below it.
+        longest: seconds from the start of a job to the latest kill.
+        seed: of times and victims.
+    """
+    draw = random.Random(seed)
+    command = python("-m", "runner", "-m", *line)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    killed = []
+    for number in range(kills):
+        before = _num_started(cwd)
+        sweep = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + START_SECONDS
+        while _num_started(cwd) == before and sweep.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(draw.uniform(0.0, longest))
+        below = descendants(sweep.pid)
+        victim = sweep.pid if number % 2 == 0 else draw.choice([sweep.pid, *below])
+        killed.append("parent" if victim == sweep.pid else f"{below.index(victim)} of {below}")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+        sweep.wait(START_SECONDS)
+    ended = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900
+    )
+    (folder,) = [path.parent for path in cwd.glob("runs/*/sweep-*/sweep.json")]
+    lines = (folder / "journal.jsonl").read_text().splitlines()
+    records = [json.loads(one) for one in lines if one]
+    return Outcome(killed, ended.returncode, ended.stdout + ended.stderr, folder, records)
+
+
+def _num_started(cwd: Path) -> int:
+    journals = list(cwd.glob("runs/*/sweep-*/journal.jsonl"))
+    return sum(path.read_text().count('"started"') for path in journals)
