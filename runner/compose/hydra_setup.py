@@ -365,8 +365,8 @@ def _forbidden_settings(hydra: DictConfig) -> Iterator[Problem]:
     if params and not sweepers.is_own(sweeper):
         yield Problem(
             f"hydra.sweeper.params={params}",
-            "the values of a sweep are given on its command line",
-            "Take it out of the file, and start with -m key=a,b.",
+            "the values of a sweep are given on its command line, or belong to a search",
+            "Start with -m key=a,b; or write `- override /hydra/sweeper: optuna` in its defaults.",
         )
     found = {
         "hydra.callbacks": node.get("callbacks"),

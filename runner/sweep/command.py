@@ -348,7 +348,7 @@ def _conclude(
     if failed:
         names = ", ".join(f"{number:04}" for number in failed)
         print(f"{len(failed)} of {len(mine)} jobs failed: {names}", file=sys.stderr)
-    return max(codes, default=DONE if choice.known else FAILED)
+    return max(codes, default=DONE if choice.known or choice.is_search else FAILED)
 
 
 _GOOD = (FINISHED, PRUNED, STOP, INTERRUPT)

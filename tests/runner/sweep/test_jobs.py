@@ -196,7 +196,7 @@ def _descendants(root: int) -> list[int]:
         (["-m", "hydra/launcher=ray", "seed=1,2"], "basic and joblib"),
         (["-m", "hydra/launcher=submitit_slurm", "seed=1,2"], "basic and joblib"),
         (["-m", "hydra/launcher=jobblib", "seed=1,2"], "basic and joblib"),
-        (["-m", "hydra/sweeper=optuna", "seed=1,2"], "pip install hydra-optuna-sweeper"),
+        (["-m", "hydra/sweeper=optuna", "seed=1"], "the sweep searches no key"),
         (["hydra/launcher=joblib", "seed=1"], "Add -m"),
         (["hydra.launcher.n_jobs=2"], "Add -m"),
         (["-m", "resume=auto", "seed=1,2"], "a sweep starts new runs"),
