@@ -63,11 +63,19 @@ def start(
         run_dir = directory.claim(recipe.output_dir, recipe.name)
     else:
         run_dir = directory.claim_chosen(recipe.run_dir)
-    with lock.held(run_dir):
-        if recipe.run_dir is not None:
-            directory.require_unused(run_dir)  # another command may have taken it meanwhile
-        code = _start_new(_job(run_dir, overrides, config_name), recipe, fresh, on_claimed)
-    abandoned.remove(run_dir, code, with_parents=recipe.run_dir is None)
+    is_claimed = recipe.run_dir is None
+    try:
+        with lock.held(run_dir):
+            if not is_claimed:
+                directory.require_unused(run_dir)  # another command may have taken it meanwhile
+            on_claimed(run_dir)
+            code = _train_new(_job(run_dir, overrides, config_name), recipe, fresh)
+    except (directory.UsedError, lock.HeldError):
+        raise
+    except (AccelError, OSError):
+        abandoned.remove(run_dir, REFUSED, with_parents=is_claimed)
+        raise
+    abandoned.remove(run_dir, code, with_parents=is_claimed)
     return code
 
 
@@ -101,16 +109,6 @@ def continue_in(
             return _train_on(requested, _placed(frozen, Job.read(run_dir)[0].cwd), fresh)
     previous_attempts.set_aside(run_dir)
     return _train_new(requested, recipe, fresh)
-
-
-def _start_new(requested: Job, recipe: Recipe, fresh: bool, on_claimed: OnClaimed) -> int:
-    """Train a new run in its claimed directory; remove that if nothing worth keeping is left."""
-    try:
-        on_claimed(requested.run_dir)
-        return _train_new(requested, recipe, fresh)
-    except (AccelError, OSError):
-        abandoned.remove(requested.run_dir, REFUSED, with_parents=recipe.run_dir is None)
-        raise
 
 
 def _train_new(requested: Job, recipe: Recipe, fresh: bool) -> int:

@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 SWEEPS, SWEEP = "sweep-", "sweep.json"
 
 
+class UsedError(ConfigError):
+    """The directory that a new run should have holds something else."""
+
+
 def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
     """Create and return a directory that no other run has: ``<output_dir>/<name>/<time>-<id>``.
 
@@ -66,14 +70,14 @@ def claim_chosen(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def require_unused(path: Path) -> None:
-    """Raise a ConfigError if a directory that is to be a new run's holds a run or a sweep."""
+    """Raise a UsedError if a directory that is to be a new run's holds a run or a sweep."""
     value = f"run_dir={str(path)!r}"
     if is_run(path):
         remedy = f"Resume it with resume={shlex.quote(str(path))}, or name another directory."
-        raise ConfigError.of(value, "the directory holds another run", remedy)
+        raise UsedError.of(value, "the directory holds another run", remedy)
     if (path / SWEEP).exists():
         rule, remedy = "the directory holds a sweep", "Name another directory."
-        raise ConfigError.of(value, rule, remedy)
+        raise UsedError.of(value, rule, remedy)
 
 
 def stamp() -> str:

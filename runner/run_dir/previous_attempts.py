@@ -16,8 +16,8 @@ PREFIX = "attempt_"
 def set_aside(run_dir: Path) -> None:
     """Move the files of earlier attempts to ``logs/attempt_<n>/``, so that a run begins anew.
 
-    Logs stay where they are, and are appended to. Incomplete checkpoints are removed. Requires the run's lock. If the process is killed meanwhile,
-    the next call moves the rest.
+    Logs stay where they are, and are appended to. Incomplete checkpoints are removed. Requires the
+    run's lock. If the process is killed meanwhile, the next call moves the rest.
     """
     kept = ("logs", ".lock")
     left = sorted(path for path in run_dir.iterdir() if path.name not in kept)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -32,6 +32,9 @@ from runner.sweep.jobs import Choice
 from runner.sweep.journal import FINISHED, INTERRUPT, PRUNED, STOP, JobState
 from runner.sweep.live import Live
 from runner.sweep.settings import Settings
+
+if TYPE_CHECKING:
+    from runner.sweep.fork_server import ForkServer
 
 CONTROL = ".command-"
 # Interpolations whose values are not in the files of a recipe.
@@ -115,9 +118,9 @@ class _Server:
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
-        self._server: Any = None
+        self._server: ForkServer | None = None
 
-    def get(self) -> Any:
+    def get(self) -> ForkServer:
         """Start it, unless it is running; it ends with the command."""
         if self._server is None:
             from runner.sweep.fork_server import ForkServer
@@ -263,7 +266,8 @@ def _run(
     with _control(sweep.path) as control, contextlib.ExitStack() as stack:
         local = None
         if choice.is_local:
-            live = Live(sweep.path, total, done, alone=request.settings.jobs == 1)
+            alone, common = request.settings.jobs == 1, _common(sweep)
+            live = Live(sweep.path, total, done, alone=alone, common=common)
             stack.callback(live.close)
             local = task.Local(server.get(), live, request.settings.jobs)
         else:
@@ -292,6 +296,12 @@ def _run(
         if code in (STOPPED, INTERRUPTED):
             return code
         return STOPPED if stopped else code or ended
+
+
+def _common(sweep: Sweep) -> set[str]:
+    """Return the overrides that all known jobs have."""
+    own = [set(job.overrides) for job in sweep.description.jobs]
+    return set.intersection(*own) if len(own) > 1 else set()
 
 
 @contextlib.contextmanager

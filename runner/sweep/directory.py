@@ -8,6 +8,7 @@ those that only say where jobs run. Free of torch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -31,6 +32,7 @@ from runner.sweep.journal import Journal
 from runner.sweep.settings import is_setting
 
 FORMAT = 1
+Plain = Mapping[str, Any]  # a recipe as plain containers
 # How long another command may take to write `sweep.json`.
 CREATE_SECONDS = 30.0
 MOST_DIFFERENCES = 12
@@ -135,9 +137,7 @@ def _sha256(content: object) -> str:
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 
-def known_job(
-    number: int, overrides: Sequence[str], recipe: Mapping[str, Any], base: Mapping[str, Any]
-) -> KnownJob:
+def known_job(number: int, overrides: Sequence[str], recipe: Plain, base: Plain) -> KnownJob:
     """Return the entry of a job, whose recipe is frozen as plain containers."""
     changes = None
     if _has_text_keys(recipe):
@@ -151,10 +151,8 @@ def _has_text_keys(content: object) -> bool:
     return not isinstance(content, list) or all(map(_has_text_keys, content))
 
 
-def _changes(
-    base: Mapping[str, Any], plain: Mapping[str, Any], path: tuple[str, ...] = ()
-) -> list[tuple[Any, ...]]:
-    found: list[tuple[Any, ...]] = [([*path, key],) for key in base if key not in plain]
+def _changes(base: Plain, plain: Plain, path: tuple[str, ...] = ()) -> list[tuple[object, ...]]:
+    found: list[tuple[object, ...]] = [([*path, key],) for key in base if key not in plain]
     for key, value in plain.items():
         if key in base and base[key] == value and type(base[key]) is type(value):
             continue
@@ -165,8 +163,8 @@ def _changes(
     return found
 
 
-def _applied(base: Mapping[str, Any], changes: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(json.dumps(base))
+def _applied(base: Plain, changes: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    result = json.loads(json.dumps(base))
     for (*parents, leaf), *value in changes:
         node = result
         for parent in parents:
@@ -258,7 +256,7 @@ def create(chosen: str | None, recipe: Recipe, description: Description) -> Swee
         raise ConfigError.of(str(parent / name), rule, remedy) from error
 
 
-def _creating(parent: Path) -> Any:
+def _creating(parent: Path) -> contextlib.AbstractContextManager[None]:
     """Return the lock of a folder, in which one command at a time begins a sweep."""
     deadline = time.monotonic() + CREATE_SECONDS
     while (other := lock.holder(parent)) is not None and time.monotonic() < deadline:

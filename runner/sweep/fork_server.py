@@ -66,7 +66,7 @@ class Order:
 
     number: int
     target: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     log: str | None = None
     environment: Mapping[str, str | None] = field(default_factory=dict)
     cwd: str = "."

@@ -11,10 +11,14 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from runner.sweep.journal import FAILED, FINISHED
 from runner.sweep.table import Results, Row
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 FOLDER = "tensorboard"
 
@@ -47,7 +51,7 @@ def write(folder: Path, found: Results, jobs: Sequence[int]) -> None:
         writer.close()
 
 
-def _add(writer: Any, summary: Any, step: int) -> None:
+def _add(writer: EventFileWriter, summary: Summary, step: int) -> None:
     from tensorboard.compat.proto.event_pb2 import Event
 
     writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
@@ -76,7 +80,7 @@ def _typed(value: str) -> float | str | bool:
         return value
 
 
-def _experiment(found: Results) -> Any:
+def _experiment(found: Results) -> Summary:
     from tensorboard.plugins.hparams import summary_v2 as api
 
     hparams = [api.HParam(key) for key in found.swept]
@@ -84,14 +88,14 @@ def _experiment(found: Results) -> Any:
     return api.hparams_config_pb(hparams=hparams, metrics=[api.Metric(tag) for tag in tags])
 
 
-def _session_start(row: Row, found: Results) -> Any:
+def _session_start(row: Row, found: Results) -> Summary:
     from tensorboard.plugins.hparams import summary_v2 as api
 
     values = {key: _typed(row.values[key]) for key in found.swept if key in row.values}
     return api.hparams_pb(values or {"job": float(row.job)}, trial_id=f"{row.job:04}")
 
 
-def _session_end(row: Row) -> Any:
+def _session_end(row: Row) -> Summary:
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
@@ -104,7 +108,7 @@ def _session_end(row: Row) -> Any:
     return Summary(value=[Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=described)])
 
 
-def _scalar(tag: str, value: float) -> Any:
+def _scalar(tag: str, value: float) -> Summary:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     return Summary(value=[Summary.Value(tag=tag, simple_value=value)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +46,7 @@ class Live:
     """Shows the jobs of the sweep in `folder`, `total` of them (None: the sweeper decides).
 
     `done` were finished before this command. With `alone`, one job runs at a time and prints for
-    itself.
+    itself. Overrides that all jobs have, `common`, are left out.
     """
 
     def __init__(
@@ -56,10 +56,12 @@ class Live:
         done: int = 0,
         *,
         alone: bool = True,
+        common: Collection[str] = (),
         console: Console | None = None,
     ) -> None:
         self._folder, self._total, self._done, self._alone = folder, total, done, alone
         self._console = console or Console(highlight=False)
+        self._common = frozenset(common)
         self._jobs: dict[int, _Job] = {}
         self._next = 0.0
         self._failed = 0
@@ -70,11 +72,11 @@ class Live:
 
     def started(self, job: int, overrides: Sequence[str], recipe: Recipe) -> None:
         """Show that a job starts."""
-        text = " ".join(overrides)
+        text = " ".join(one for one in overrides if one not in self._common)
         self._jobs[job] = _Job(text, recipe.trainer.max_steps, time.monotonic())
         if self._rich is None:
             of = "" if self._total is None else f" of {self._total}"
-            self.note(f"job {job:04}{of}: {text}".rstrip())
+            self.note(f"job {job:04}{of} starts  {text}".rstrip())
         self._draw()
 
     def ended(self, job: int, code: int, status: int) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from runner.config.schema import Recipe
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
@@ -132,7 +131,7 @@ class Pool:
         self._not_before[task.number] = time.monotonic() + BUSY_SECONDS
 
     def _start(self, task: Task, recipe: Recipe, share: Share) -> None:
-        arguments: Mapping[str, Any] = {
+        arguments: Mapping[str, object] = {
             "folder": str(self._folder),
             "number": task.number,
             "overrides": task.overrides,

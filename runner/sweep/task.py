@@ -14,12 +14,12 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel import parent_watch
 from accel.errors import Problem
@@ -84,7 +84,7 @@ class Task:
     numbers: tuple[int, ...] | None = None
     local: Local | None = field(default=None, compare=False)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "local": None}
 
     # -- by the sweeper of known jobs ------------------------------------------------------
@@ -160,7 +160,7 @@ class Task:
     def _number(self, index: int) -> int:
         return index if self.numbers is None else self.numbers[index]
 
-    def _recipe_later(self, number: int, overrides: Sequence[str]) -> Any:
+    def _recipe_later(self, number: int, overrides: Sequence[str]) -> Callable[[], Recipe]:
         """Return a function that returns the recipe of a job; a sampled one is composed now."""
         if self.numbers is not None:
             return partial(self._recipe, number, overrides)

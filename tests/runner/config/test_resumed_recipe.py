@@ -47,7 +47,8 @@ def test_a_new_group_replaces_a_node_of_other_shape() -> None:
 def test_limits_of_one_invocation_are_not_inherited() -> None:
     frozen = {"resume": "x", "trainer": {"stop_after": 5, "max_time": 3, "epochs": 2}}
     kept = without_limits(frozen)
-    assert kept == {"resume": None, "trainer": {"stop_after": None, "max_time": None, "epochs": 2}}
+    trainer = {"stop_after": None, "max_time": None, "epochs": 2}
+    assert kept == {"resume": None, "run_dir": None, "trainer": trainer}
     assert frozen["trainer"]["stop_after"] == 5
 
 
