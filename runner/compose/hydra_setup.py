@@ -252,7 +252,8 @@ def hydra_choices(overrides: Sequence[str], config_name: str) -> dict[str, str]:
     """
     single = [o for o in overrides if "," not in o]
     of_hydra = [o for o in overrides if re.match(r"hydra[./]", key_of(o))]
-    for some in (single, of_hydra):
+    files = [o for o in of_hydra if key_of(o).startswith("hydra/")]
+    for some in (single, of_hydra, files):
         with contextlib.suppress(Exception):
             choices = _compose(some, config_name).hydra.runtime.choices
             return {kind: str(choices[f"hydra/{kind}"]) for kind in ("launcher", "sweeper")}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accel.errors import ConfigError, Problem, Problems
+from accel.errors import ConfigError, Problem, Problems, nearest
 from runner.compose import composition, diagnose, hydra_setup, sweepers
 from runner.config import foreign_names
 from runner.sweep import settings
@@ -177,8 +177,8 @@ def _not_installed(overrides: Sequence[str]) -> list[Problem]:
         if kind == "launcher" and name not in LAUNCHERS:
             problems += _unverified(name)
             continue
-        remedy = f"Choose one of {', '.join(sorted(known))}."
-        unknown = Problem(override, f"there is no such {kind} here", remedy)
+        rule = f"there is no such {kind} here, but {', '.join(sorted(known))}"
+        unknown = Problem(override, rule, nearest(name, known))
         problems.append(foreign_names.plugin(key, name) or unknown)
     return [*problems, *hydra_setup.hydra_problems(overrides)]
 

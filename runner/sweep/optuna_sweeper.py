@@ -15,10 +15,9 @@ import math
 import sys
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import optuna
 from hydra.core.plugins import Plugins
@@ -29,18 +28,18 @@ from omegaconf import DictConfig, OmegaConf
 from optuna.distributions import check_distribution_compatibility
 from optuna.study import StudyDirection
 
-from accel.errors import ConfigError, nearest
+from accel.errors import ConfigError
 from runner.compose import composition, hydra_setup, sweepers
 from runner.config import processes
 from runner.run_dir import numerics
 from runner.run_dir import study as study_files
 from runner.run_dir.json_files import SUMMARY
-from runner.run_dir.study import StudyFile
+from runner.run_dir.study import BEST, StudyFile
 from runner.sweep import study_plan, study_report
 from runner.sweep.job_errors import JobFailed, JobStopped
 from runner.sweep.search_space import Space
 from runner.sweep.settings import AUTO
-from runner.sweep.study_settings import BEST, SPLITS, Settings
+from runner.sweep.study_settings import Settings
 from runner.sweep.trial_jobs import Jobs, TrialJob
 from runner.training import optuna_study
 from runner.training.optuna_study import PRUNER
@@ -174,6 +173,8 @@ class Search:
             metric=None if reported == BEST else reported,
             mode=None if reported is None else modes[0],
             pruner=settings.pruner or {},
+            metrics=settings.metrics,
+            modes=modes,
         )
         here = Path.cwd() if settings.storage else self.sweep_dir
         if settings.storage and "://" not in settings.storage:
@@ -280,7 +281,7 @@ class Search:
             raise ConfigError.of(f"job {job.number:04}", rule, remedy)
         folder = study_files.job_folder(self.sweep_dir, job.number)
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-        return [_value(summary, metric) for metric in self.settings.metrics]
+        return [study_files.value_of(summary, metric) for metric in self.settings.metrics]
 
     def _check_failures(self, found: Jobs) -> None:
         newest = found.newest().values()
@@ -307,28 +308,3 @@ def _consecutive(batch: Sequence[TrialJob]) -> Iterator[list[TrialJob]]:
     """Yield runs of jobs whose numbers follow each other, as launchers count."""
     for _, group in itertools.groupby(enumerate(batch), lambda pair: pair[1].number - pair[0]):
         yield [job for _, job in group]
-
-
-def _value(summary: Mapping[str, Any], metric: str) -> float:
-    """Return an objective from `summary.json`; NaN where the run has measured nothing.
-
-    Raises:
-        ConfigError: if the run measures no such metric.
-    """
-    split, slash, name = metric.partition("/")
-    if metric == BEST:
-        value = None if summary["best"] is None else summary["best"]["value"]
-    elif slash and split in SPLITS:
-        measured = summary["metrics"].get(split)
-        if not measured or name not in measured:
-            rule = f"the run measures {', '.join(_measured(summary)) or 'nothing'}"
-            value_ = f"{sweepers.NODE}.metrics={metric}"
-            raise ConfigError.of(value_, rule, nearest(metric, _measured(summary)))
-        value = measured[name]
-    else:
-        value = summary[metric]
-    return math.nan if value is None else float(value)
-
-
-def _measured(summary: Mapping[str, Any]) -> list[str]:
-    return [f"{split}/{name}" for split, values in summary["metrics"].items() for name in values]

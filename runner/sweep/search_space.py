@@ -16,10 +16,12 @@ from optuna.trial import Trial
 
 from accel.errors import ConfigError, Problems
 from runner.compose import hydra_setup
+from runner.config import keys
 from runner.sweep import conditions, ranges
 from runner.sweep.conditions import Condition
 
 PARAMS = "hydra.sweeper.params"
+WHOLE = (int, int | None)
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,11 @@ class Space:
             except ConfigError as error:
                 problems += error.problems
                 continue
+            if _is_fraction(distribution) and keys.hint_of(parsed.key_or_group) in WHOLE:
+                value = parsed.get_value_string()
+                shown, rule = hydra_setup.closed(line), "it is a whole number"
+                problems.add(shown, rule, f"Write {parsed.key_or_group}='int({value})'.")
+                continue
             prefix = parsed.get_key_element().removesuffix(parsed.key_or_group)
             found[parsed.key_or_group] = Parameter(parsed.key_or_group, prefix, distribution)
         values = {hydra_setup.key_of(line): line.partition("=")[2] for line in fixed}
@@ -160,6 +167,10 @@ class Space:
         prefixes = {one.key: one.prefix for one in self.parameters}
         swept = [f"{prefixes[key]}{key}={value}" for key, value in chosen.items()]
         return [*self.fixed, *hydra_setup.opened(swept)]
+
+
+def _is_fraction(distribution: BaseDistribution) -> bool:
+    return isinstance(distribution, FloatDistribution) and distribution.step is None
 
 
 def _flat(params: object, problems: Problems, above: str = "") -> Iterator[tuple[str, str]]:

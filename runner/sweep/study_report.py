@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from runner.compose import hydra_setup
-from runner.sweep.study_settings import BEST
+from runner.run_dir.study import BEST
 from runner.training.optuna_study import JOB
 
 # Importances of fewer trials say nothing.

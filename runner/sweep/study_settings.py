@@ -9,12 +9,11 @@ from accel.errors import ConfigError, Problems, nearest
 from accel.imports import is_available
 from runner.compose.sweepers import NODE
 from runner.config.durations import parse_duration
+from runner.run_dir.study import BEST, SPLITS
 from runner.training import optuna_study
 from runner.training.optuna_study import PRUNER, SAMPLER
 
-BEST = "best"
 CMAES = "cmaes"
-SPLITS = ("validation", "test")
 # Numbers of summary.json.
 NUMBERS = ("seconds", "samples_per_second", "num_parameters", "step", "epoch", "samples")
 DIRECTIONS = {"minimize": "min", "maximize": "max", "min": "min", "max": "max"}

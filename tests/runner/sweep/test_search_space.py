@@ -70,6 +70,7 @@ def test_a_group_may_be_switched_off() -> None:
     ("overrides", "params", "message"),
     [
         (["seed=1"], {}, "searches no key"),
+        (["seed=interval(1,9)"], {}, r"Write seed='int\(interval\(1,9\)\)'"),
         (["optimizer.lr=interval(1,0)", "seed=tag(log, choice(1,2))"], {}, "scale"),
         ([], {"optimizer": ["adamw", "sgd"]}, r"choice\(adamw, sgd\)"),
         ([], "optimizer", "maps keys of the recipe"),
