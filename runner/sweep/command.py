@@ -71,6 +71,13 @@ def examine(request: Request) -> list[Examined]:
         return jobs.examine(lists, request.config_name)
 
 
+def note(request: Request) -> str:
+    """Return what to know of jobs that `examine` returns; empty: they are those of the sweep."""
+    with hydra_setup.session():
+        choice = jobs.choose(request.overrides, request.config_name, request.settings)
+    return "" if choice.known else f"{choice.sweeper} chooses the jobs; these have been checked."
+
+
 # -- a sweep that is begun, or continued ---------------------------------------------------
 
 
