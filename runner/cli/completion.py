@@ -21,6 +21,7 @@ from runner.config.serialization import examine
 from runner.factories import static_checks
 from runner.factories.nodes import nodes_of, num_given
 from runner.factories.registry import register
+from runner.sweep import settings
 
 OF_COMMANDS = {
     "eval": ("--split", "--checkpoint", "--help"),
@@ -44,6 +45,7 @@ VALUES = {
 HYDRA_GROUPS = ("hydra/launcher", "hydra/sweeper")
 OF_OPTUNA = {f"{sweepers.NODE}.{kind}": kind for kind in ("sampler", "pruner")}
 MOST_RUNS = 50
+SWEEP_KEYS = tuple(f"{settings.PREFIX}.{name}=" for name in settings.KEYS)
 
 
 def candidates(line: str) -> list[str]:
@@ -115,6 +117,8 @@ def _overrides(words: Sequence[str], word: str) -> Iterator[str]:
         yield from (f"{group}=" for group in HYDRA_GROUPS)
         yield from (f"{sweepers.NODE}.{name}=" for name in sweepers.DEFAULTS)
         return
+    if {"-m", "--multirun"} & set(words):
+        yield from SWEEP_KEYS
     recipe = _recipe([w for w in words if "=" in w and not w.startswith("-")])
     known = keys.known_keys(recipe)
     depth = key.count(".")
@@ -144,7 +148,9 @@ def _arguments(recipe: Mapping[str, object]) -> Iterator[str]:
 
 
 def _values(key: str, value: str) -> Iterator[str]:
-    if key in (*hydra_setup.groups(), *HYDRA_GROUPS):
+    if key == "sweep.jobs":
+        yield settings.AUTO
+    elif key in (*hydra_setup.groups(), *HYDRA_GROUPS):
         yield from diagnose.options_of(key)
     elif key in OF_OPTUNA and is_available("optuna"):
         from runner.training import optuna_study

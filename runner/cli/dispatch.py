@@ -269,11 +269,11 @@ def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Pro
 
     request = command.Request.of(overrides, config_name)
 
-    def check(examined: Sequence[Examined]) -> None:
-        _require_names(examined, missing)
-        startup.announce(examined[0].recipe.name)
+    def require(examined: Sequence[Examined]) -> None:
+        startup.announce(examined[0].recipe.name if examined else "")
+        parts.require(examined, missing)
 
-    return command.train(request, check, lambda found: parts.require(found, missing), _hydra)
+    return command.train(request, lambda found: _require_names(found, missing), require, _hydra)
 
 
 def _list(overrides: Sequence[str], flags: argparse.Namespace) -> int:

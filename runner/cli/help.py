@@ -13,7 +13,7 @@ from runner.config.schema import PLUGINS, Checkpoint, Distributed, Precision, Re
 
 WIDTH = 100
 MAIN_KEYS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
-    ("", Recipe, ("name", "output_dir", "seed", "deterministic", "resume")),
+    ("", Recipe, ("name", "output_dir", "seed", "deterministic", "resume", "run_dir")),
     ("distributed", Distributed, ("num_processes", "num_threads")),
     ("precision", Precision, ("mode",)),
     (
@@ -37,7 +37,8 @@ USAGE = """\
 runner trains a PyTorch model that a recipe describes.
 
   runner [flags] [group=file ...] [key=value ...]     train
-  runner -m key=a,b,c ...                             train once for each combination of values
+  runner -m key=a,b,c ...                             train once for each combination of values;
+                                                      the same command again goes on with the sweep
   runner -m hydra/sweeper=optuna 'key=interval(a,b)'  search with Optuna (hydra.sweeper.n_trials=20)
   runner eval RUN_DIR [key=value ...]                 evaluate the best state of a run
   runner predict RUN_DIR --split test --output FILE   write predictions
@@ -48,10 +49,18 @@ runner trains a PyTorch model that a recipe describes.
   runner estimate-memory MODEL [key=value ...]        bytes of weights, gradients and optimizer
   python -m runner ...                                the same
 """
+SWEEP = """\
+Keys of a sweep (with -m; they are no part of a recipe)
+  sweep.jobs=N | auto     jobs at once on this machine (1); auto: as GPUs or CPU cores allow
+  sweep.dir=DIR           its directory; null: <output_dir>/<name>/sweep-<time>-<digest>
+  sweep.list=FILE         the overrides of each job: YAML or a line each; or [[a=1,b=2],[a=3]]
+  hydra/launcher=NAME     basic | joblib | submitit_local | submitit_slurm
+"""
 FLAGS = """\
 Flags
   -m, --multirun          a job for each combination of values, which are separated by commas
-  -c, --cfg job           print the recipe that would run, and stop
+  -c, --cfg job           print the recipe that would run; with -m: what differs in each job
+  --dry-run               check everything, list the jobs of -m, and start nothing
   -cn, --config-name FILE start from another file than config.yaml
   -cd, --config-dir DIR   read files of this folder, too (./conf is read anyway)
   --import PACKAGE        trust this package and import it, as [tool.runner] imports does
@@ -65,7 +74,7 @@ Examples
   runner precision=bf16 optimizer.lr=3e-3 trainer.epochs=5
   runner distributed=multi_cpu distributed.num_processes=2
   runner experiment=bytes_gpt
-  runner -m optimizer.lr=1e-3,3e-3 seed=0,1
+  runner -m optimizer.lr=1e-3,3e-3 seed=0,1 sweep.jobs=auto
   runner resume=runs/digits/20260101-120000-1a2b            resume a run
   runner debug=fdr                                          one step of everything
 """
@@ -80,7 +89,7 @@ EXIT_CODES = "\n".join(
 
 def text() -> str:
     """Return the help, with the groups of the working directory's own `conf/`."""
-    return "\n".join([USAGE, _groups(), _main_keys(), FLAGS, EXAMPLES, EXIT_CODES]).rstrip("\n")
+    return "\n".join([USAGE, _groups(), _main_keys(), SWEEP, FLAGS, EXAMPLES, EXIT_CODES]).rstrip("\n")
 
 
 def _groups() -> str:

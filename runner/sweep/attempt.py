@@ -8,6 +8,7 @@ from the journal and the run directory what is left to do. Free of torch until t
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,7 @@ def recorded_death(folder: Path, number: int, overrides: Sequence[str], code: in
     """Record the end of a job whose process died without a word, unless it is trained again."""
     run_dir, journal = folder / f"{number:04}", Journal(folder)
     try:
+        run_dir.mkdir(exist_ok=True)
         with lock.held(run_dir):
             state = journal.state(number)
             if state.is_complete or state.ended or not state.attempt:
@@ -106,8 +108,10 @@ def recorded_death(folder: Path, number: int, overrides: Sequence[str], code: in
             done = is_finished(summary)
             values = _values(summary, folder) if done else {}
             journal.ended(number, state.attempt, overrides, DONE if done else code, **values)
-    except lock.HeldError:
+    except lock.HeldError:  # it is trained again
         return
+    except (ConfigError, OSError) as error:  # the next command finds out from the run directory
+        print(f"job {number:04}: its end could not be recorded: {error}", file=sys.stderr)
 
 
 def summary_of(run_dir: Path) -> Mapping[str, Any]:

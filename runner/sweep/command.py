@@ -108,7 +108,7 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
         states = {} if sweep is None else sweep.journal.states()
         numbers = _pending(sweep, known, states)
         if known.choice.known and sweep is not None and not numbers:
-            return _nothing_left(sweep, request)
+            return _nothing_left(sweep, request, states)
         require(_to_require(known, sweep, numbers))
         if sweep is None:
             assert known.description is not None
@@ -248,8 +248,8 @@ def _of_how_many(known: _Known, states: dict[int, JobState], numbers: Sequence[i
     return f" ({len(numbers) + done} jobs{before})"
 
 
-def _nothing_left(sweep: Sweep, request: Request) -> int:
-    found = table.results(sweep)
+def _nothing_left(sweep: Sweep, request: Request, states: dict[int, JobState]) -> int:
+    found = table.results(sweep, states)
     table.write_csv(sweep, found)
     table.show(found, request.config_name, Console(highlight=False))
     print(f"{sweep.path} is finished. Nothing is left to do; sweep.dir=DIR begins a new one.")
@@ -354,9 +354,9 @@ def _conclude(
     """Write and show the results; print which jobs failed, and return the code of the sweep."""
     begun = [n for n, state in sweep.journal.states().items() if _is_new(state, before.get(n))]
     task.record_deaths(sweep.path, begun)
-    found = table.results(sweep)
+    states = sweep.journal.states()
+    found = table.results(sweep, states)
     table.write_csv(sweep, found)
-    states = {row.job: row.state for row in found.rows}
     mine = sorted({*numbers, *begun})
     hparams.write(sweep.path, found, begun)
     table.show(found, request.config_name, Console(highlight=False))

@@ -63,9 +63,8 @@ class Results:
         return next((row for row in scored if row.state.status == FINISHED), None)
 
 
-def results(sweep: Sweep) -> Results:
-    """Return the results of a sweep so far."""
-    states = sweep.journal.states()
+def results(sweep: Sweep, states: Mapping[int, JobState]) -> Results:
+    """Return the results of a sweep, whose journal has these states."""
     overrides = {job.number: job.overrides for job in sweep.description.jobs}
     for job, state in states.items():
         overrides.setdefault(job, tuple(state.overrides))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.benchmarks import bench_import, bench_step
+from tests.benchmarks import bench_import, bench_step, bench_sweep
 
 bench_step.main()
 bench_import.main()
+bench_sweep.main()

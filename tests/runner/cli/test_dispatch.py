@@ -18,6 +18,7 @@ from runner.config.schema import Recipe
 from runner.launch import start_run
 from runner.run_dir.job import Job
 from tests.helpers import python
+from tests.runner.sweep import stand_ins
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -121,8 +122,9 @@ def test_the_code_of_a_job_is_that_of_the_command(started: list[Started], code: 
 
 
 def test_a_sweep_runs_every_combination(
-    started: list[Started], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    server = stand_ins.installed(monkeypatch)
     arguments = [
         "optimizer.lr=0.1,0.2",
         "-m",
@@ -131,29 +133,70 @@ def test_a_sweep_runs_every_combination(
         "model.width=3",
     ]
     assert cli.main(arguments) == 0
-    found = [(job.recipe.optimizer["lr"], job.recipe.precision.mode) for job in started]
+    found = [(job.optimizer["lr"], job.precision.mode) for job in server.recipes]
     assert found == [(0.1, "no"), (0.1, "bf16"), (0.2, "no"), (0.2, "bf16")]
-    assert all(job.fresh and job.recipe.scheduler is None for job in started)
-    assert {job.recipe.model["width"] for job in started} == {3}
-    assert started[1].overrides[:2] == ("optimizer.lr=0.1", "precision=bf16")
-    assert "job 4 of 4: optimizer.lr=0.2 precision=bf16" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
+    assert all(job.scheduler is None and job.model["width"] == 3 for job in server.recipes)
+    assert list(server.orders[1].arguments["overrides"])[:2] == [  # type: ignore[call-overload]
+        "optimizer.lr=0.1",
+        "precision=bf16",
+    ]
+    assert "job 0003 of 4 starts  optimizer.lr=0.2 precision=bf16" in capsys.readouterr().out
+    assert server.closed
+    (folder,) = tmp_path.glob("runs/digits/sweep-*")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("journal.jsonl", "results.csv", "sweep.json", "tensorboard")
+    ]
 
 
 def test_a_sweep_goes_on_after_a_failed_job(
-    started: list[Started], capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    CODES[2] = 1
+    server = stand_ins.installed(monkeypatch)
+    server.codes[1] = 1
     assert cli.main(["-m", "seed=1,2,3"]) == 1
-    assert [job.recipe.seed for job in started] == [1, 2, 3]
-    assert "1 of 3 jobs failed: 2" in capsys.readouterr().err
+    assert [recipe.seed for recipe in server.recipes] == [1, 2, 3]
+    assert "1 of 3 jobs failed: 0001" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("code", [75, pytest.param(130, marks=pytest.mark.slow)])
-def test_a_sweep_ends_where_it_is_stopped(started: list[Started], code: int) -> None:
-    CODES[2] = code
+@pytest.mark.parametrize("code", [75, 130])
+def test_a_job_that_is_stopped_alone_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    server = stand_ins.installed(monkeypatch)
+    server.codes[1] = code
     assert cli.main(["-m", "seed=1,2,3"]) == code
-    assert len(started) == 2
+    assert len(server.orders) == 3
+
+
+@pytest.mark.parametrize("flags", [["--dry-run"], ["--cfg", "job"]])
+def test_jobs_are_listed_with_what_differs(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["-m", *flags, "seed=1,2", "optimizer.lr=0.5"]) == 0
+    out = capsys.readouterr().out
+    expected = {
+        "--dry-run": ["2 jobs; all have: optimizer.lr=0.5", "0000  seed=1", "0001  seed=2"],
+        "--cfg": ["# 0000  seed=1 optimizer.lr=0.5", "# 0001  seed=2 optimizer.lr=0.5", "seed: 2"],
+    }[flags[0]]
+    assert out.splitlines()[:3] == expected
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_of_one_job_checks_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["--dry-run", "seed=1"]) == 0
+    assert "nothing was started" in capsys.readouterr().out
+    assert cli.main(["--dry-run", "trainer.epochs=-1"]) == 2
+    assert cli.main(["--dry-run", "distributed.num_processes=3"]) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_whole_of_hydras_config_is_not_shown_of_a_sweep(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["-m", "--cfg", "all", "seed=1,2"]) == 2
+    assert "Write --cfg job." in capsys.readouterr().err
 
 
 def test_an_unexpected_error_keeps_its_traceback(

@@ -1,0 +1,51 @@
+"""A finished sweep of many jobs, made without training."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from runner.compose import hydra_setup
+from runner.sweep import command, directory, jobs
+from runner.sweep.directory import KnownJob, _sha256
+
+
+def make_large(folder: Path, number: int, *, pending: int = 0) -> list[str]:
+    """Make a sweep of `number` jobs, all but the last `pending` finished; return its command line.
+
+    `sweep.json` and the journal are what such a command would have left; `folder` is the working
+    directory of the command.
+    """
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        return _make(folder, number, pending)
+    finally:
+        os.chdir(before)
+
+
+def _make(folder: Path, number: int, pending: int) -> list[str]:
+    given = [f"seed=range({number})", "optimizer.lr=0.1"]
+    request = command.Request.of(given, "config")
+    with hydra_setup.session():
+        choice = jobs.choose(given, "config", request.settings)
+        examined = jobs.examine([["seed=0", "optimizer.lr=0.1"]], "config")
+        sources = command._sources()
+    digest = directory.digest_of("config", given)
+    described = command._described(request, choice, examined, digest, sources)
+    for seed in range(1, number):
+        recipe = {**described.recipe, "seed": seed}
+        overrides = (f"seed={seed}", "optimizer.lr=0.1")
+        job = KnownJob(seed, overrides, _sha256(recipe)[:16], [[["seed"], seed]])
+        described.jobs.append(job)
+    sweep = directory.create(None, examined[0].recipe, described)
+    with sweep.journal.path.open("w") as file:
+        for job in range(number - pending):
+            common = {"job": job, "overrides": [f"seed={job}", "optimizer.lr=0.1"], "time": 1.0}
+            place = {"host": "here", "pid": 1, "attempt": f"{job:012x}"}
+            file.write(json.dumps({"event": "started", **common, **place}) + "\n")
+            end = {"code": 0, "status": "finished", "objective": 1 / (job + 1), "mode": "min"}
+            more = {"metric": "loss", "step": 9, "best_step": 7, "seconds": 1.5}
+            file.write(json.dumps({"event": "ended", **common, **end, **place, **more}) + "\n")
+    return ["-m", *given]

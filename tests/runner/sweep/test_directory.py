@@ -1,0 +1,122 @@
+"""The directory of a sweep: found again, described, compared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from accel.errors import ConfigError
+from runner.config import serialization
+from runner.config.schema import Recipe
+from runner.sweep import directory
+from runner.sweep.directory import Description
+from tests.runner.runs import make_run
+
+
+def described(*seeds: int, digest: str = "abcd1234", **changed: object) -> Description:
+    """Return the description of a sweep over seeds."""
+    plain = [
+        serialization.frozen_plain(replace(Recipe(), seed=seed, **changed))  # type: ignore[arg-type]
+        for seed in seeds
+    ]
+    jobs = [
+        directory.known_job(number, (f"seed={seed}",), recipe, plain[0])
+        for number, (seed, recipe) in enumerate(zip(seeds, plain, strict=True))
+    ]
+    return Description(
+        ["runner"], ".", "config", ["seed=…"], "basic", "basic", digest, "1", "s", 0.0, plain[0], jobs
+    )
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> directory.Sweep:
+    recipe = Recipe(output_dir=str(tmp_path / "runs"))
+    return directory.create(None, recipe, described(3, 4))
+
+
+def test_the_digest_ignores_where_and_how_many_jobs_run() -> None:
+    digest = directory.digest_of("config", ["seed=1,2", "optimizer.lr=0.1"])
+    where = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "sweep.jobs=4", "sweep.dir=x"]
+    assert directory.digest_of("config", ["optimizer.lr=0.1", *where, "seed=1,2"]) == digest
+    for other in (["seed=1,3", "optimizer.lr=0.1"], ["seed=1,2", "optimizer.lr=0.1", "sweep.list=a"]):
+        assert directory.digest_of("config", other) != digest
+    assert directory.digest_of("other", ["seed=1,2", "optimizer.lr=0.1"]) != digest
+
+
+def test_a_sweep_is_read_as_it_was_written(made: directory.Sweep, tmp_path: Path) -> None:
+    assert made.path.parent == tmp_path / "runs" / "run"
+    assert made.path.name.startswith("sweep-")
+    assert made.path.name.endswith("-abcd1234")
+    again = directory.read(made.path)
+    assert again == made
+    recipes = [again.recipe(number) for number in (0, 1, 2)]
+    assert [recipe and recipe.seed for recipe in recipes] == [3, 4, None]
+    assert recipes[1] == replace(Recipe(), seed=4)
+    assert made.run_dir(7).name == "0007"
+
+
+def test_the_same_command_finds_it_and_another_does_not(
+    made: directory.Sweep, tmp_path: Path
+) -> None:
+    assert directory.find(str(tmp_path / "runs"), "run", "abcd1234") == made.path
+    assert directory.find(str(tmp_path / "runs"), "run", "ffffffff") is None
+    recipe = Recipe(output_dir=str(tmp_path / "runs"))
+    assert directory.create(None, recipe, described(3, 4)) == made  # a command just before
+
+
+def test_a_chosen_directory(tmp_path: Path) -> None:
+    place = str(tmp_path / "mine")
+    assert directory.place_of(place, Recipe(), "abcd1234") is None
+    made = directory.create(place, Recipe(), described(3))
+    assert made.path == tmp_path / "mine"
+    assert directory.place_of(place, Recipe(), "abcd1234") == made.path
+    with pytest.raises(ConfigError, match="holds another sweep"):
+        directory.place_of(place, Recipe(), "ffffffff")
+    (tmp_path / "empty").mkdir()
+    assert directory.create(str(tmp_path / "empty"), Recipe(), described(3)).path.name == "empty"
+    run_dir = make_run(tmp_path / "runs", checkpoints=0)
+    with pytest.raises(ConfigError, match="holds a run"):
+        directory.place_of(str(run_dir), Recipe(), "abcd1234")
+
+
+def test_a_changed_recipe_is_refused_with_the_difference(made: directory.Sweep) -> None:
+    directory.require_unchanged(made, described(3, 4))
+    with pytest.raises(ConfigError) as raised:
+        directory.require_unchanged(made, described(3, 4, deterministic=True))
+    text = str(raised.value)
+    assert "deterministic=True in jobs 0, 1: deterministic=False in" in text
+    assert "Undo the change" in text
+    with pytest.raises(ConfigError, match="has 2 jobs, and this command has 3"):
+        directory.require_unchanged(made, described(3, 4, 5))
+    with pytest.raises(ConfigError, match="other overrides"):
+        directory.require_unchanged(made, described(3, 5))
+    sampled = directory.Sweep(made.path, replace(made.description, jobs=[]))
+    with pytest.raises(ConfigError, match="name=other"):
+        directory.require_unchanged(sampled, replace(described(3, name="other"), jobs=[]))
+
+
+def test_recipes_that_json_cannot_hold_are_composed_again() -> None:
+    job = directory.known_job(0, (), {"model": {1: 2}}, {})
+    assert job.changes is None
+    assert job.digest != directory.known_job(0, (), {"model": {1: 3}}, {}).digest
+
+
+def test_differences_of_recipes_are_all_kept() -> None:
+    base = {"a": {"b": 1, "c": 2}, "d": None, "e": True}
+    other = {"a": {"b": 1.0, "x": [1]}, "d": {"k": 1}, "e": 1}
+    changes = directory.known_job(1, (), other, base).changes
+    assert changes is not None
+    assert json.dumps(directory._applied(base, changes)) == json.dumps(
+        {"a": {"b": 1.0, "x": [1]}, "d": {"k": 1}, "e": 1}
+    )
+
+
+def test_a_damaged_or_missing_description(made: directory.Sweep, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds a sweep\.json"):
+        directory.read(tmp_path)
+    (made.path / "sweep.json").write_text("{}")
+    with pytest.raises(ConfigError, match="it is damaged"):
+        directory.read(made.path)

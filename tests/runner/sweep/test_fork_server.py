@@ -1,0 +1,136 @@
+"""The server that forks warm processes: separate, told apart, never orphaned."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.sweep import fork_server
+from runner.sweep.fork_server import Event, ForkServer, Order, ServerDied
+from tests.helpers import SECONDS, alive
+
+HERE = "tests.runner.sweep.test_fork_server"
+
+
+def report(path: str, text: str, code: int = 0) -> int:
+    """Run in a fork: say what is seen there."""
+    import random
+
+    seen = [os.getcwd(), os.environ.get("OF_THE_JOB"), text, str(random.random())]
+    print("output of the job", flush=True)
+    Path(path).write_text("\n".join(map(str, seen)))
+    return code
+
+
+def wait(path: str) -> int:
+    """Run in a fork: wait to be killed."""
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(SECONDS)
+    return 0
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    monkeypatch.setenv("RUNNER_IMPORTS", "")
+    found = ForkServer(preload=("json", "not_installed_anywhere"))
+    yield found
+    found.close()
+    assert not alive(found.pid)
+
+
+def events_of(server: ForkServer, number: int) -> list[Event]:
+    """Return the events of a job, to its end."""
+    found: list[Event] = []
+    deadline = time.monotonic() + SECONDS
+    while not any(event.status is not None for event in found):
+        assert time.monotonic() < deadline
+        found += [event for event in server.events(0.1) if event.number == number]
+    return found
+
+
+def order(number: int, function: str, folder: Path, **arguments: object) -> Order:
+    return Order(
+        number,
+        f"{HERE}:{function}",
+        {"path": str(folder / str(number)), **arguments},
+        log=str(folder / f"{number}.log"),
+        environment={"OF_THE_JOB": str(number)},
+        cwd=str(folder),
+        command=("runner", "-m"),
+    )
+
+
+def appeared(path: Path) -> int:
+    deadline = time.monotonic() + SECONDS
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return int(path.read_text())
+
+
+def test_each_job_is_a_process_of_its_own(server: ForkServer, tmp_path: Path) -> None:
+    for number, code in ((1, 0), (2, 3)):
+        server.start(order(number, "report", tmp_path, text="hello", code=code))
+        started, ended = events_of(server, number)
+        assert (started.status, ended.status) == (None, code)
+    seen = [(tmp_path / str(number)).read_text().splitlines() for number in (1, 2)]
+    assert [one[:3] for one in seen] == [[str(tmp_path), str(n), "hello"] for n in (1, 2)]
+    assert seen[0][3] != seen[1][3]  # other random numbers
+    assert (tmp_path / "1.log").read_text() == "output of the job\n"
+    assert "OF_THE_JOB" not in os.environ
+
+
+def test_a_job_that_is_killed_is_told_with_its_signal(server: ForkServer, tmp_path: Path) -> None:
+    server.start(order(1, "wait", tmp_path))
+    pid = appeared(tmp_path / "1")
+    os.kill(pid, signal.SIGKILL)
+    assert events_of(server, 1)[-1] == Event(1, pid, -signal.SIGKILL)
+
+
+def test_the_end_of_the_server_ends_its_jobs(server: ForkServer, tmp_path: Path) -> None:
+    server.start(order(1, "wait", tmp_path))
+    pid = appeared(tmp_path / "1")
+    os.kill(server.pid, signal.SIGKILL)
+    with pytest.raises(ServerDied, match="ended with status -9"):
+        events_of(server, 1)
+    until_ended(pid)
+    server.start(order(2, "report", tmp_path, text="the next server"))
+    assert events_of(server, 2)[-1].status == 0
+
+
+def test_closing_the_pipe_kills_the_jobs(server: ForkServer, tmp_path: Path) -> None:
+    server.start(order(1, "wait", tmp_path))
+    pid = appeared(tmp_path / "1")
+    server._pipe.close()  # as the end of the parent does, however it ends
+    until_ended(pid)
+
+
+def until_ended(pid: int) -> None:
+    deadline = time.monotonic() + SECONDS
+    while alive(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_signals_of_a_whole_session_leave_the_server(server: ForkServer, tmp_path: Path) -> None:
+    server.start(order(1, "report", tmp_path, text="first"))
+    events_of(server, 1)
+    for number in fork_server.HEARD:
+        os.kill(server.pid, number)
+    server.start(order(2, "report", tmp_path, text="second"))
+    assert events_of(server, 2)[-1].status == 0
+
+
+def test_what_is_preloaded_starts_no_thread(tmp_path: Path, server: ForkServer) -> None:
+    warm = ForkServer()
+    try:
+        warm.start(order(1, "report", tmp_path, text="warm"))
+        assert events_of(warm, 1)[-1].status == 0
+        assert len(list(Path(f"/proc/{warm.pid}/task").iterdir())) == 1
+    finally:
+        warm.close()
