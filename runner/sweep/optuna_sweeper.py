@@ -150,6 +150,7 @@ class Search:
         study, storage = self._open()
         with Jobs(study, storage, self.settings, self.space, self.sweep_dir) as found:
             self._note_continued(found)
+            self._note_random_keys()
             while not self._stopped and not self._time_is_up():
                 batch = found.take(self.settings.n_jobs or 1)
                 if not batch:
@@ -302,6 +303,12 @@ class Search:
         if newest:
             ended = sum(trial.state.is_finished() for trial in newest.values())
             print(f"The study goes on: {ended} of {self.settings.n_trials} trials have ended.")
+
+    def _note_random_keys(self) -> None:
+        name = self.settings.sampler["name"]
+        found = [one.key for one in self.space.parameters if one.conditions or one.is_categorical]
+        if name in optuna_study.NUMERIC and found:
+            print(f"{name} samples {', '.join(found)} at random: lists and conditional keys.")
 
 
 def _consecutive(batch: Sequence[TrialJob]) -> Iterator[list[TrialJob]]:

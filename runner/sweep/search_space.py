@@ -37,6 +37,11 @@ class Parameter:
     distribution: BaseDistribution
     conditions: tuple[Condition, ...] = ()
 
+    @property
+    def is_categorical(self) -> bool:
+        """Whether the values are a list, without order or distances."""
+        return isinstance(self.distribution, CategoricalDistribution)
+
     def suggest(self, trial: Trial) -> str:
         """Return the sampler's choice, as it is written on a command line."""
         chosen = self.distribution

@@ -33,6 +33,9 @@ _ALIASES = {"asha": "successivehalving", "cma": "cmaes", "sobol": "qmc", "nsga2"
 # They optimize one objective.
 SINGLE_OBJECTIVE = ("cmaes",)
 WRAPPED = "wrapped_pruner"
+QUIET = "warn_independent_sampling"
+# They sample together only keys that have distances and are always set; others at random.
+NUMERIC = ("cmaes", "qmc")
 
 
 class Lock(JournalFileSymlinkLock):
@@ -155,10 +158,13 @@ def make(kind: str, spec: Mapping[str, object] | None, **own: object) -> Any:
     arguments = {name: value for name, value in spec.items() if name != "name"}
     if WRAPPED in arguments:
         arguments[WRAPPED] = make(kind, normalized(kind, arguments[WRAPPED]))
+    found = _classes(kind)[str(spec["name"])]
+    if spec["name"] in NUMERIC:  # the sweep tells it, once
+        arguments.setdefault(QUIET, False)
     try:
         with warnings.catch_warnings():  # what it says is for people who write Python
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return _classes(kind)[str(spec["name"])](**arguments, **own)
+            return found(**arguments, **own)
     except (TypeError, ValueError) as error:
         given = ", ".join(f"{name}={value}" for name, value in arguments.items())
         value = f"hydra.sweeper.{kind}={spec['name']}({given})"

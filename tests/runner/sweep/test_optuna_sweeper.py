@@ -93,6 +93,14 @@ def test_jobs_go_to_the_launcher_in_batches(
     assert "Importance for best" in shown
 
 
+@pytest.mark.parametrize(("sampler", "told"), [("cmaes", True), ("tpe", False)])
+def test_keys_that_a_sampler_cannot_search_are_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sampler: str, told: bool
+) -> None:
+    search(tmp_path, distance, sampler=sampler)
+    assert capsys.readouterr().out.count("cmaes samples seed at random") == told
+
+
 def test_more_trials_go_on_with_the_study(tmp_path: Path) -> None:
     search(tmp_path, distance, n_trials=2)
     assert search(tmp_path, distance, n_trials=3).batches == [[2]]
