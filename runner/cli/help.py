@@ -89,7 +89,9 @@ EXIT_CODES = "\n".join(
 
 def text() -> str:
     """Return the help, with the groups of the working directory's own `conf/`."""
-    return "\n".join([USAGE, _groups(), _main_keys(), SWEEP, FLAGS, EXAMPLES, EXIT_CODES]).rstrip("\n")
+    return "\n".join([USAGE, _groups(), _main_keys(), SWEEP, FLAGS, EXAMPLES, EXIT_CODES]).rstrip(
+        "\n"
+    )
 
 
 def _groups() -> str:

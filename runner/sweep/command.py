@@ -150,6 +150,9 @@ def _known(request: Request, check: Require, server: _Server) -> _Known:
         sources = _sources()
         found = None if first.problems else directory.place_of(chosen.dir, first.recipe, digest)
         sweep = None if found is None else directory.read(found)
+        if sweep is not None:
+            ordered = _in_the_order_of(sweep, request)
+            lists = jobs.lists(ordered.overrides, choice, ordered.settings)
         if sweep is not None and sources is not None and _is_current(sweep, sources, lists, choice):
             check([first])
             return _Known(choice, first, None, None, sweep)
@@ -161,6 +164,13 @@ def _known(request: Request, check: Require, server: _Server) -> _Known:
     if sweep is not None:
         directory.require_unchanged(sweep, described)
     return _Known(choice, first, examined, described, sweep)
+
+
+def _in_the_order_of(sweep: Sweep, request: Request) -> Request:
+    """Return the request with its overrides as they stood in the command that began the sweep."""
+    there = [one for one in sweep.description.overrides if not directory.is_scheduling(one)]
+    here = [one for one in request.given if directory.is_scheduling(one)]
+    return Request.of([*there, *here], request.config_name)
 
 
 def _is_current(sweep: Sweep, sources: str, lists: Sequence[Sequence[str]], choice: Choice) -> bool:

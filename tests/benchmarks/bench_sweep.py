@@ -111,7 +111,9 @@ def main() -> None:
                 for made in folder.glob("runs/debug/sweep-*"):
                     made.rename(folder / f"done-{made.name}-{at_once}")
         for at_once in ("auto", "1"):
-            ratio = statistics.median(a / b for a, b in zip(each[at_once], each["bare"], strict=True))
+            ratio = statistics.median(
+                a / b for a, b in zip(each[at_once], each["bare"], strict=True)
+            )
             show(
                 f"sweep.jobs={at_once}: {statistics.median(each[at_once]):.2f} s a job against "
                 f"{statistics.median(each['bare']):.2f} s of python train.py: {ratio:.2f} × "

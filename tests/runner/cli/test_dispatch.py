@@ -182,9 +182,7 @@ def test_jobs_are_listed_with_what_differs(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_of_one_job_checks_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_of_one_job_checks_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--dry-run", "seed=1"]) == 0
     assert "nothing was started" in capsys.readouterr().out
     assert cli.main(["--dry-run", "trainer.epochs=-1"]) == 2

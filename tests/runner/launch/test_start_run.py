@@ -254,3 +254,70 @@ def test_a_relative_folder_of_states_stays_where_it_was(
     assert cli.main([f"resume={run_dir}"]) == 75
     assert cli.main([f"resume={run_dir}", "checkpoint.project.project_dir=../cks"]) == 75
     assert seen == [str(tmp_path / "cks")] * 3
+
+
+# -- a directory of one's own --------------------------------------------------------------
+
+
+def test_a_chosen_directory_is_the_run_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(job: Job) -> int:
+        add_checkpoint(job.run_dir / "checkpoints", 0)
+        return 0
+
+    launched(monkeypatch, train)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("kept")
+    assert cli.main([*LITTLE, "run_dir=mine"]) == 0
+    job, plain = Job.read(tmp_path / "mine")
+    assert (job.run_dir, plain["run_dir"]) == (tmp_path / "mine", None)
+    assert (tmp_path / "mine" / "notes.txt").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_directory_that_holds_a_run_or_a_sweep_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = one_run(tmp_path, monkeypatch)
+    before = tree(run_dir)
+    assert cli.main([*LITTLE, f"run_dir={run_dir}"]) == 2
+    assert f"Resume it with resume={run_dir}" in capsys.readouterr().err
+    assert tree(run_dir) == before
+    (tmp_path / "sweep.json").touch()
+    assert cli.main([*LITTLE, f"run_dir={tmp_path}"]) == 2
+    assert "holds a sweep" in capsys.readouterr().err
+
+
+def test_a_chosen_directory_is_resumed_automatically(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumed: list[str | None] = []
+
+    def train(job: Job) -> int:
+        resumed.append(job.resume_from)
+        add_checkpoint(job.run_dir / "checkpoints", 0)
+        return 75
+
+    launched(monkeypatch, train)
+    line = [*LITTLE, "run_dir=a/b", "resume=auto"]
+    assert [cli.main(line), cli.main(line)] == [75, 75]
+    assert resumed == [None, str(tmp_path / "a" / "b" / "checkpoints" / "checkpoint_0")]
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_chosen_directory_goes_if_nothing_was_started_and_its_parent_stays(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(monkeypatch, lambda job: code)
+    (tmp_path / "a").mkdir()
+    assert cli.main([*LITTLE, "run_dir=a/b"]) == code
+    assert [path.name for path in tmp_path.rglob("*")] == ["a"]
+
+
+def test_a_run_stays_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = one_run(tmp_path, monkeypatch)
+    assert cli.main([f"resume={run_dir}", "run_dir=elsewhere"]) == 2
+    assert "Leave run_dir out." in capsys.readouterr().err

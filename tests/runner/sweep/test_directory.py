@@ -27,7 +27,18 @@ def described(*seeds: int, digest: str = "abcd1234", **changed: object) -> Descr
         for number, (seed, recipe) in enumerate(zip(seeds, plain, strict=True))
     ]
     return Description(
-        ["runner"], ".", "config", ["seed=…"], "basic", "basic", digest, "1", "s", 0.0, plain[0], jobs
+        ["runner"],
+        ".",
+        "config",
+        ["seed=…"],
+        "basic",
+        "basic",
+        digest,
+        "1",
+        "s",
+        0.0,
+        plain[0],
+        jobs,
     )
 
 
@@ -41,7 +52,10 @@ def test_the_digest_ignores_where_and_how_many_jobs_run() -> None:
     digest = directory.digest_of("config", ["seed=1,2", "optimizer.lr=0.1"])
     where = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "sweep.jobs=4", "sweep.dir=x"]
     assert directory.digest_of("config", ["optimizer.lr=0.1", *where, "seed=1,2"]) == digest
-    for other in (["seed=1,3", "optimizer.lr=0.1"], ["seed=1,2", "optimizer.lr=0.1", "sweep.list=a"]):
+    for other in (
+        ["seed=1,3", "optimizer.lr=0.1"],
+        ["seed=1,2", "optimizer.lr=0.1", "sweep.list=a"],
+    ):
         assert directory.digest_of("config", other) != digest
     assert directory.digest_of("other", ["seed=1,2", "optimizer.lr=0.1"]) != digest
 

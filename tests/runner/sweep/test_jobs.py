@@ -14,7 +14,7 @@ import pytest
 
 from runner import cli
 from runner.compose import hydra_setup
-from runner.sweep import jobs
+from runner.sweep import jobs, settings
 from tests.helpers import python
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -69,7 +69,7 @@ def runner(*arguments: str, cwd: Path, **variables: str) -> subprocess.Completed
 def recipes(folder: Path) -> list[dict[str, Any]]:
     from omegaconf import OmegaConf
 
-    found = [OmegaConf.load(path) for path in folder.glob("runs/*/*/config.yaml")]
+    found = [OmegaConf.load(path) for path in folder.glob("runs/*/sweep-*/*/config.yaml")]
     return [OmegaConf.to_container(recipe) for recipe in found]  # type: ignore[misc]
 
 
@@ -84,11 +84,13 @@ def test_each_job_of_another_launcher_trains_its_own_recipe(tmp_path: Path) -> N
     found = sorted((recipe["seed"], recipe["optimizer"]["lr"]) for recipe in recipes(tmp_path))
     assert found == [(1, 1e-3), (1, 1e30), (2, 1e-3), (2, 1e30)], ended.stdout + ended.stderr
     assert {recipe["name"] for recipe in recipes(tmp_path)} == {"1_2_1"}
-    environments = [json.loads(p.read_text()) for p in tmp_path.glob("runs/*/*/environment.json")]
+    environments = [
+        json.loads(p.read_text()) for p in tmp_path.glob("runs/*/sweep-*/*/environment.json")
+    ]
     assert all("hydra/launcher=joblib" in found["command"] for found in environments)
     # A failed job is a failed exit of the whole.
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "2 of 4 jobs failed: 2, 4" in ended.stderr
+    assert "2 of 4 jobs failed: 0001, 0003" in ended.stderr
 
 
 @pytest.fixture
@@ -112,7 +114,7 @@ def test_another_sweeper_gets_the_metric_of_its_samples(three: Path, tmp_path: P
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     measured = {}
-    for summary in tmp_path.glob("runs/*/*/summary.json"):
+    for summary in tmp_path.glob("runs/*/sweep-*/*/summary.json"):
         rate = _recipe_of(summary)["optimizer"]["lr"]
         measured[str(rate)] = json.loads(summary.read_text())["metrics"]["validation"]["accuracy"]
     assert json.loads(worth.read_text()) == measured
@@ -158,7 +160,7 @@ def test_a_stop_ends_the_jobs_of_another_launcher(tmp_path: Path, number: signal
         start_new_session=True,
     )
     deadline = time.monotonic() + 1200  # two minutes at a load of 14
-    while len(list(tmp_path.glob("runs/*/*/checkpoints/checkpoint_*"))) < 2:
+    while len(list(tmp_path.glob("runs/*/sweep-*/*/checkpoints/checkpoint_*"))) < 2:
         assert sweep.poll() is None, sweep.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -166,9 +168,11 @@ def test_a_stop_ends_the_jobs_of_another_launcher(tmp_path: Path, number: signal
     os.kill(sweep.pid, number)
     output, _ = sweep.communicate(timeout=200)
     assert sweep.returncode == (75 if number == signal.SIGTERM else 130), output
-    assert len(list(tmp_path.glob("runs/*/*/config.yaml"))) == 2  # the third never began
+    assert len(list(tmp_path.glob("runs/*/sweep-*/*/config.yaml"))) == 2  # the third never began
     if number == signal.SIGTERM:
-        stopped = [json.loads(p.read_text()) for p in tmp_path.glob("runs/*/*/summary.json")]
+        stopped = [
+            json.loads(p.read_text()) for p in tmp_path.glob("runs/*/sweep-*/*/summary.json")
+        ]
         assert [summary["stopped"] for summary in stopped] == ["signal", "signal"]
     deadline = time.monotonic() + 30
     while left := [pid for pid in children if Path(f"/proc/{pid}").exists()]:
@@ -193,13 +197,17 @@ def _descendants(root: int) -> list[int]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (["-m", "hydra/launcher=ray", "seed=1,2"], "basic and joblib"),
-        (["-m", "hydra/launcher=submitit_slurm", "seed=1,2"], "basic and joblib"),
-        (["-m", "hydra/launcher=jobblib", "seed=1,2"], "basic and joblib"),
+        (["-m", "hydra/launcher=ray", "seed=1,2"], "basic, joblib, submitit_local"),
+        (["-m", "hydra/launcher=jobblib", "seed=1,2"], "basic, joblib, submitit_local"),
+        (["-m", "hydra/launcher=joblib", "sweep.jobs=2", "seed=1,2"], "Leave one of them out"),
+        (["-m", "run_dir=here", "seed=1,2"], "Give sweep.dir=DIR."),
+        (["sweep.jobs=2", "seed=1"], "Add -m"),
+        (["-m", "sweep.jbos=2", "seed=1"], "sweep.jobs"),
+        (["-m", "sweep.list=[[seed=1],[nonsense]]"], "neither a command nor key=value"),
         (["-m", "hydra/sweeper=optuna", "seed=1"], "the sweep searches no key"),
         (["hydra/launcher=joblib", "seed=1"], "Add -m"),
         (["hydra.launcher.n_jobs=2"], "Add -m"),
-        (["-m", "resume=auto", "seed=1,2"], "a sweep starts new runs"),
+        (["-m", "resume=auto", "seed=1,2"], "the same command again goes on"),
     ],
 )
 def test_what_does_not_work_is_refused_by_name(
@@ -248,19 +256,19 @@ def test_overrides_come_back_as_a_person_writes_them() -> None:
     assert closed == [*lines, "scheduler=null"]
 
 
-def test_jobs_that_left_no_word_have_failed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "0.json").write_text("0")
-    assert jobs.conclude(tmp_path, 2) == 1
-    assert "1 of 2 jobs failed: 2" in capsys.readouterr().err
-    assert jobs.conclude(tmp_path, None) == 0
-    (tmp_path / jobs.STOP_FILE).touch()
-    assert jobs.conclude(tmp_path, 2) == 75
+def test_a_list_of_jobs_is_combined_with_listed_values() -> None:
+    chosen = settings.take(["sweep.list=[[optimizer.lr=0.1,seed=5],[model.width=4]]"])[0]
+    with hydra_setup.session():
+        choice = jobs.choose(["seed=1,2"], "config", chosen)
+        found = jobs.lists(["seed=1,2"], choice, chosen)
+    assert found == [
+        ["seed=5", "optimizer.lr=0.1"],
+        ["seed=1", "model.width=4"],
+        ["seed=2", "model.width=4"],
+    ]
 
 
-def test_the_task_is_a_plain_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    import pickle
-
-    task = jobs.Task("config", "/tmp", 1, ("runner",), total=3)
-    assert pickle.loads(pickle.dumps(task)) == task
+def test_the_number_of_a_job_can_stand_in_its_recipe(tmp_path: Path) -> None:
+    with hydra_setup.session():
+        found = jobs.examine([["seed=${hydra:job.num}"], ["seed=${hydra:job.num}"]], "config")
+    assert [job.recipe.seed for job in found] == [0, 1]

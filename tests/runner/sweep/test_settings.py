@@ -49,7 +49,10 @@ def test_a_list_on_the_command_line() -> None:
     ("name", "text"),
     [
         ("jobs.yaml", "- [model.width=4, 'tags=[a,b]']\n- {seed: 2, scheduler: null}\n"),
-        ("jobs.txt", "# two jobs\nmodel.width=4 tags=[a,b]\n\nseed=2 scheduler=null  # the other\n"),
+        (
+            "jobs.txt",
+            "# two jobs\nmodel.width=4 tags=[a,b]\n\nseed=2 scheduler=null  # the other\n",
+        ),
         ("jobs.json", '[["model.width=4", "tags=[a,b]"], {"seed": 2, "scheduler": null}]'),
     ],
 )

@@ -1,0 +1,68 @@
+"""The display of a sweep while it runs."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+
+from runner.config.schema import Recipe, Trainer
+from runner.sweep.journal import Journal
+from runner.sweep.live import Live
+
+
+def shown(folder: Path, *, terminal: bool = False, alone: bool = False) -> tuple[Live, StringIO]:
+    text = StringIO()
+    console = Console(file=text, width=100, force_terminal=terminal)
+    return Live(folder, 3, 1, alone=alone, common=["a=1"], console=console), text
+
+
+def test_plain_lines_without_a_terminal(tmp_path: Path) -> None:
+    live, text = shown(tmp_path)
+    live.started(2, ["a=1", "seed=[1]"], Recipe())
+    Journal(tmp_path).ended(2, "", [], 0, objective=0.5)
+    live.ended(2, 0, 0)
+    live.started(1, ["seed=2"], Recipe())
+    live.ended(1, 1, -9)
+    live.update()
+    live.close()
+    lines = text.getvalue().splitlines()
+    assert lines[0] == "job 0002 of 3 starts  seed=[1]"
+    assert lines[1] == "job 0002 finished  0:00  objective 0.5000  seed=[1]"
+    assert "job 0001 failed (its process was ended by SIGKILL" in lines[3]
+    assert str(tmp_path / "0001" / "logs") in lines[3]
+
+
+def test_one_job_at_a_time_prints_for_itself(tmp_path: Path) -> None:
+    live, text = shown(tmp_path, terminal=True, alone=True)
+    live.started(0, ["seed=1"], Recipe())
+    live.ended(0, 0, 0)
+    assert text.getvalue().splitlines() == ["job 0000 of 3 starts  seed=1"]
+
+
+def test_the_table_has_steps_and_losses_from_the_runs(tmp_path: Path) -> None:
+    live, _ = shown(tmp_path, terminal=True)
+    live.started(0, ["seed=1"], Recipe(trainer=Trainer(max_steps=50)))
+    (tmp_path / "0000").mkdir()
+    records = [
+        {"step": 10, "split": "train", "loss": 0.5, "time": 1.0},
+        {"step": 10, "split": "validation", "accuracy": 0.75, "epoch": 1, "samples": 5},
+    ]
+    text_of = "cut off\n" + "".join(json.dumps(one) + "\n" for one in records)
+    (tmp_path / "0000" / "metrics.jsonl").write_text(text_of)
+    live.update()
+    live.close()
+    console = Console(width=100, file=StringIO(), record=True)
+    console.print(live.table())
+    drawn = console.export_text()
+    for expected in ("0000", "running", "10/50", "0.5000", "accuracy 0.7500", "seed=1"):
+        assert expected in drawn
+    assert "1 finished of 3, 1 running" in drawn
+
+
+def test_a_job_elsewhere_is_named(tmp_path: Path) -> None:
+    live, text = shown(tmp_path)
+    live.elsewhere(1, "process 7 on b")
+    assert "another command trains it (process 7 on b)" in text.getvalue()
