@@ -67,7 +67,7 @@ def examine(request: Request) -> list[Examined]:
     """
     with hydra_setup.session():
         choice = jobs.choose(request.overrides, request.config_name, request.settings)
-        lists = jobs.lists(request.overrides, request.config_name, choice, request.settings)
+        lists = jobs.lists(request.overrides, choice, request.settings)
         return jobs.examine(lists, request.config_name)
 
 
@@ -143,7 +143,7 @@ def _known(request: Request, check: Require, server: _Server) -> _Known:
     digest = directory.digest_of(name, request.given)
     with hydra_setup.session():
         choice = jobs.choose(request.overrides, name, chosen)
-        lists = jobs.lists(request.overrides, name, choice, chosen)
+        lists = jobs.lists(request.overrides, choice, chosen)
         if not lists:
             raise ConfigError.of("--multirun", "the sweep has no jobs", "Give key=a,b,c.")
         (first,) = jobs.examine(lists[:1], name)

@@ -30,6 +30,7 @@ class Choice:
 
     launcher: str
     sweeper: str
+    config_name: str = hydra_setup.PRIMARY
 
     @property
     def known(self) -> bool:
@@ -58,7 +59,7 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
     ConfigError.raise_if(diagnose.unreadable(overrides))
     ConfigError.raise_if(_not_installed(overrides))
     names = hydra_setup.hydra_choices(overrides, config_name)
-    found = Choice(names["launcher"], names["sweeper"])
+    found = Choice(names["launcher"], names["sweeper"], config_name)
     problems += _unverified(found.launcher)
     if chosen.jobs != 1 and not found.is_local:
         problems.add(
@@ -92,9 +93,7 @@ def _no_resume(value: str) -> Problem:
     return Problem(value, rule, "Leave it out. Resume each run by itself.")
 
 
-def lists(
-    overrides: Sequence[str], config_name: str, choice: Choice, chosen: Settings
-) -> list[list[str]]:
+def lists(overrides: Sequence[str], choice: Choice, chosen: Settings) -> list[list[str]]:
     """Return the overrides of each job that is known, inside a Hydra session.
 
     Of a sweeper that chooses its samples: jobs to check, one for each value that is listed.
@@ -105,7 +104,7 @@ def lists(
     if choice.is_search:
         from runner.sweep import study_plan  # needs Optuna
 
-        return study_plan.probes(overrides, config_name, choice.sweeper)
+        return study_plan.probes(overrides, choice.config_name, choice.sweeper)
     if not choice.known:
         return hydra_setup.probes(overrides)
     if chosen.list is None:
