@@ -27,6 +27,8 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from runner.run_dir import lock
+from runner.run_dir import study as study_files
+from runner.sweep import attempt
 from runner.sweep.search_space import Space
 from runner.sweep.study_settings import Settings
 from runner.training import optuna_study
@@ -134,8 +136,10 @@ class Jobs:
         self._tell(job, None, TrialState.FAIL)
 
     def pruned(self, job: TrialJob) -> bool:
-        """Return whether the run of a job has been pruned."""
-        return PRUNED in self._running(job.trial).user_attrs
+        """Return whether the run of a job has been pruned, perhaps under an earlier trial."""
+        summary = attempt.summary_of(study_files.job_folder(self.sweep_dir, job.number))
+        decided = PRUNED in self._running(job.trial).user_attrs
+        return decided if not summary else summary.get("stopped") == PRUNED
 
     # -- trials ----------------------------------------------------------------------------
 
@@ -152,7 +156,7 @@ class Jobs:
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             random = optuna.samplers.RandomSampler()
             self.study.sampler = optuna.samplers.PartialFixedSampler(failed.params, random)
-        return self._asked(number, failed.user_attrs[JOB]["overrides"])
+        return self._asked(number, failed)
 
     def _new(self, number: int) -> TrialJob:
         # Sweeps that share a study must not draw the same.
@@ -161,10 +165,16 @@ class Jobs:
         self.study.sampler = self._sampler(trial)
         return self._asked(number, None)
 
-    def _asked(self, number: int, overrides: Sequence[str] | None) -> TrialJob:
+    def _asked(self, number: int, before: FrozenTrial | None) -> TrialJob:
+        """Begin a trial; where the job failed `before`, with what its run has reported so far."""
         trial = self.study.ask()
-        chosen = self.space.sample(trial)
-        overrides = chosen if overrides is None else overrides
+        overrides = self.space.sample(trial)
+        if before is not None:
+            overrides = before.user_attrs[JOB]["overrides"]
+            for step, value in before.intermediate_values.items():
+                trial.report(value, step)
+            if PRUNED in before.user_attrs:
+                trial.set_user_attr(PRUNED, before.user_attrs[PRUNED])
         job = {
             **{"number": number, "sweep": self.settings_name, "command": self._command},
             "overrides": list(overrides),

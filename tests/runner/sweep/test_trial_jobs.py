@@ -116,6 +116,30 @@ def test_a_failed_job_is_tried_again_by_the_next_command_only(tmp_path: Path) ->
     assert newest[0].params == jobs.study.trials[0].params
 
 
+def test_a_job_that_is_tried_again_keeps_what_its_run_has_reported(tmp_path: Path) -> None:
+    with jobs_in(tmp_path) as jobs:
+        (job,) = jobs.take(1)
+        trial = optuna_study.running_trial(jobs.study, jobs.storage, tmp_path.name, 0)
+        assert trial is not None
+        trial.report(0.25, 10)
+        trial.set_user_attr("pruned", 10)
+        jobs.fail(job, "it was killed", again=True)
+    with jobs_in(tmp_path) as jobs:
+        (job,) = jobs.take(1)
+        assert jobs.newest()[0].intermediate_values == {10: 0.25}
+        assert jobs.pruned(job)
+
+
+def test_a_run_whose_end_was_not_told_in_time_is_pruned_by_its_summary(tmp_path: Path) -> None:
+    with jobs_in(tmp_path) as jobs:
+        first, second = jobs.take(2)
+        for job, stopped in ((first, "pruned"), (second, "max_steps")):
+            folder = study_files.job_folder(tmp_path, job.number)
+            folder.mkdir()
+            (folder / "summary.json").write_text(f'{{"stopped": "{stopped}"}}')
+        assert (jobs.pruned(first), jobs.pruned(second)) == (True, False)
+
+
 def test_a_trial_that_was_being_asked_for_is_no_job(tmp_path: Path) -> None:
     with jobs_in(tmp_path) as jobs:
         jobs.study.ask()
