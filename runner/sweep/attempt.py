@@ -95,6 +95,12 @@ def _train(
         return failures.report(error)
 
 
+def record_refusal(folder: Path, number: int, overrides: Sequence[str], code: int) -> None:
+    """Record that values which a sweeper has chosen are no valid recipe."""
+    journal = Journal(folder)
+    journal.ended(number, journal.started(number, overrides), overrides, code)
+
+
 def recorded_death(folder: Path, number: int, overrides: Sequence[str], code: int) -> None:
     """Record the end of a job whose process died without a word, unless it is trained again."""
     run_dir, journal = folder / f"{number:04}", Journal(folder)

@@ -25,6 +25,7 @@ from runner.compose.composition import Examined
 from runner.config import paths, serialization
 from runner.config.schema import Recipe
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
+from runner.launch import failures
 from runner.sweep import directory, hparams, jobs, plugins, settings, table, task
 from runner.sweep.directory import Description, Sweep
 from runner.sweep.job_errors import JobFailed
@@ -307,12 +308,14 @@ def _run(
             code = FAILED
         except KeyboardInterrupt:
             code = INTERRUPTED
+        except Exception as error:  # of the launcher or the sweeper
+            code = failures.report(error)
         stack.close()
         stopped = code in (STOPPED, INTERRUPTED) or (control / task.STOP_FILE).exists()
         ended = _conclude(request, choice, sweep, () if stopped else numbers, before)
         if code in (STOPPED, INTERRUPTED):
             return code
-        return STOPPED if stopped else code or ended
+        return STOPPED if stopped else max(code, ended)
 
 
 def _common(sweep: Sweep) -> set[str]:

@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -256,15 +256,20 @@ def create(chosen: str | None, recipe: Recipe, description: Description) -> Swee
         raise ConfigError.of(str(parent / name), rule, remedy) from error
 
 
-def _creating(parent: Path) -> contextlib.AbstractContextManager[None]:
-    """Return the lock of a folder, in which one command at a time begins a sweep."""
+@contextlib.contextmanager
+def _creating(parent: Path) -> Iterator[None]:
+    """Hold the lock of a folder, in which one command at a time begins a sweep."""
     deadline = time.monotonic() + CREATE_SECONDS
-    while (other := lock.holder(parent)) is not None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if other is not None:
-        rule = f"another command begins a sweep there ({other})"
-        raise lock.HeldError.of(str(parent), rule, "Wait for it, or end it.")
-    return lock.held(parent)
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(lock.held(parent))
+                break
+            except lock.HeldError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+        yield
 
 
 def _write(path: Path, description: Description) -> Sweep:

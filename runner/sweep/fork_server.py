@@ -46,6 +46,9 @@ PRELOADED = (
     *("accel.checkpoint.save", "accel.checkpoint.load", "accel.comm.local"),
 )
 HEARD = (*STOP_SIGNALS, signal.SIGINT)
+# With it, looking for GPUs starts no CUDA context, which a fork could not use.
+# Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#device-agnostic-code
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 # How long the server may take to end once its pipe is closed.
 END_SECONDS = 5.0
 
@@ -94,6 +97,7 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str] = PRELOADED) -> None:
         self._preload = tuple(preload)
+        self._used = False
         self._process, self._pipe = self._start()
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
@@ -102,8 +106,9 @@ class ForkServer:
             "path": [str(Path(__file__).resolve().parents[2]), os.getcwd()],
             "pipe": theirs.fileno(),
             "preload": self._preload,
+            "environment": {NVML_CHECK: env.read(NVML_CHECK)},
         }
-        with numerics.sleeping_when_idle():
+        with numerics.sleeping_when_idle(), env.patched(**{NVML_CHECK: "1"}):
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(order)],
                 pass_fds=(theirs.fileno(),),
@@ -124,6 +129,7 @@ class ForkServer:
         Raises:
             ServerDied: if the server has ended; the next call starts another.
         """
+        self._used = True
         try:
             self._pipe.send((order.number, pickle.dumps(order)))
         except OSError as error:
@@ -153,9 +159,11 @@ class ForkServer:
     def close(self) -> None:
         """End the server and every job that still runs."""
         self._pipe.close()
+        if not self._used:  # it may still import: a command that is refused does not wait
+            self._process.kill()
         try:
             self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:  # it may still import
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
@@ -171,6 +179,7 @@ def main(settings: Mapping[str, Any]) -> None:
     preload(settings["preload"])
     server, order = os.getpid(), _serve(pipe)
     if order is not None:
+        env.set_values(settings["environment"])
         _be(order, server)
 
 

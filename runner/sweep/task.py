@@ -22,7 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from accel import parent_watch
-from accel.errors import Problem
+from accel.errors import ConfigError, MissingPackageError, Problem
 from runner.compose import composition, hydra_setup
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures
@@ -139,6 +139,7 @@ class Task:
                 recipe = self._recipe_later(number, overrides)
             except Exception as error:
                 refused[number] = failures.report(error)
+                attempt.record_refusal(Path(self.folder), number, overrides, refused[number])
                 continue
             tasks.append(pool.Task(number, tuple(overrides), recipe))
         codes = {**refused, **workers.run(tasks)}
@@ -204,7 +205,13 @@ class Task:
             return failures.report(error)
 
     def _train(self, number: int, overrides: Sequence[str]) -> int:
-        recipe, place = self._recipe(number, overrides), Path(self.folder)
+        place = Path(self.folder)
+        try:
+            recipe = self._recipe(number, overrides)
+        except (ConfigError, MissingPackageError) as error:
+            code = failures.report(error)
+            attempt.record_refusal(place, number, overrides, code)
+            return code
         while True:
             code = attempt.run(place, number, overrides, self.config_name, recipe, fresh=True)
             if code != attempt.BUSY:

@@ -21,6 +21,7 @@ def report(path: str, text: str, code: int = 0) -> int:
     """Run in a fork: say what is seen there."""
     import random
 
+    assert fork_server.NVML_CHECK not in os.environ
     seen = [os.getcwd(), os.environ.get("OF_THE_JOB"), text, str(random.random())]
     print("output of the job", flush=True)
     Path(path).write_text("\n".join(map(str, seen)))
@@ -41,6 +42,26 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
     yield found
     found.close()
     assert not alive(found.pid)
+
+
+def on_gpu(path: str) -> int:
+    """Run in a fork: compute on the first GPU that it sees."""
+    import torch
+
+    Path(path).write_text(str(int(torch.ones(3, device="cuda").sum())))
+    return 0
+
+
+@pytest.mark.gpu
+def test_a_fork_of_the_warm_server_uses_a_gpu(tmp_path: Path) -> None:
+    warm = ForkServer()
+    try:
+        for number in (1, 2):
+            warm.start(order(number, "on_gpu", tmp_path))
+            assert events_of(warm, number)[-1].status == 0
+            assert (tmp_path / str(number)).read_text() == "3"
+    finally:
+        warm.close()
 
 
 def events_of(server: ForkServer, number: int) -> list[Event]:
@@ -115,6 +136,12 @@ def until_ended(pid: int) -> None:
     while alive(pid):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_server_that_had_no_job_ends_at_once() -> None:
+    began = time.monotonic()
+    ForkServer(preload=("time",)).close()
+    assert time.monotonic() - began < fork_server.END_SECONDS
 
 
 def test_signals_of_a_whole_session_leave_the_server(server: ForkServer, tmp_path: Path) -> None:

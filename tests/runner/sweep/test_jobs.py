@@ -144,9 +144,14 @@ def test_a_sample_that_is_no_recipe_is_refused_where_it_runs(three: Path, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_ends_the_jobs_of_another_launcher(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "where", [("hydra/launcher=joblib", "hydra.launcher.n_jobs=2"), ("sweep.jobs=2",)]
+)
+def test_a_stop_ends_the_jobs(
+    tmp_path: Path, where: tuple[str, ...], number: signal.Signals
+) -> None:
     command = python(
-        *("-m", "runner", "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
+        *("-m", "runner", "-m", *where),
         *("seed=1,2,3", "trainer.epochs=100000", "tracker.log_with=[]"),
     )
     sweep = subprocess.Popen(

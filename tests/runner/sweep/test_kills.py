@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.runner.sweep.kills import killed_sweep
+from tests.helpers import SECONDS, alive, python
+from tests.runner.sweep.kills import ROOT, Outcome, descendants, killed_sweep
 
 QUICK = (
     *("tracker.log_with=[]", "data.augment=false", "checkpoint.every_steps=5", "model.width=4"),
@@ -31,3 +36,26 @@ def test_twelve_jobs_two_at_once_killed_three_times(
     line = ("seed=0,1,2,3,4,5", "optimizer.lr=1e-3,1e-2", *where, "trainer.max_steps=120", *QUICK)
     ended = killed_sweep(line, tmp_path, kills=3, longest=8.0, seed=seed)
     ended.require_complete(12)
+
+
+@pytest.mark.slow  # four starts of PyTorch
+def test_two_commands_share_the_jobs_and_one_takes_over_from_the_other(tmp_path: Path) -> None:
+    line = ("seed=0,1,2,3", "sweep.jobs=1", "trainer.max_steps=100", *QUICK)
+    command = python("-m", "runner", "-m", *line)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    commands = [
+        subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    deadline = time.monotonic() + SECONDS
+    while len(list(tmp_path.glob("runs/*/sweep-*/0*/checkpoints/checkpoint_*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    below = descendants(commands[0].pid)
+    commands[0].kill()
+    output, _ = commands[1].communicate(timeout=SECONDS)
+    commands[0].communicate()
+    (folder,) = tmp_path.glob("runs/*/sweep-*")
+    records = [json.loads(one) for one in (folder / "journal.jsonl").read_text().splitlines()]
+    Outcome([], commands[1].returncode, output, folder, records).require_complete(4)
+    assert not any(alive(pid) for pid in below)
