@@ -212,7 +212,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "launch": (
         *("config", "run_dir", "factories", "compose", "data", "reporting", "training", "build"),
     ),
-    "sweep": ("config", "run_dir", "compose", "reporting", "training", "build", "launch"),
+    "sweep": (
+        *("config", "run_dir", "factories", "compose", "reporting", "training", "build", "launch"),
+    ),
     "cli": (
         *("config", "run_dir", "factories", "compose", "data", "reporting", "training", "build"),
         *("inference", "launch", "sweep"),

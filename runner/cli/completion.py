@@ -11,8 +11,9 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from accel.imports import is_available
 from runner.cli.arguments import INFO, long_flags
-from runner.compose import diagnose, hydra_setup
+from runner.compose import diagnose, hydra_setup, sweepers
 from runner.config import keys, trust
 from runner.config.override_mistakes import COMMANDS
 from runner.config.schema import SPLITS
@@ -41,6 +42,8 @@ VALUES = {
     "--split": SPLITS,
     "--checkpoint": ("best", "last"),
 }
+HYDRA_GROUPS = ("hydra/launcher", "hydra/sweeper")
+OF_OPTUNA = {f"{sweepers.NODE}.{kind}": kind for kind in ("sampler", "pruner")}
 MOST_RUNS = 50
 SWEEP_KEYS = tuple(f"{settings.PREFIX}.{name}=" for name in settings.KEYS)
 
@@ -110,6 +113,10 @@ def _overrides(words: Sequence[str], word: str) -> Iterator[str]:
         yield from (f"{prefix}{key}={found}" for found in _values(key, value))
         return
     yield from (f"{prefix}{group}=" for group in hydra_setup.groups())
+    if key.startswith("hydra"):
+        yield from (f"{group}=" for group in HYDRA_GROUPS)
+        yield from (f"{sweepers.NODE}.{name}=" for name in sweepers.DEFAULTS)
+        return
     if {"-m", "--multirun"} & set(words):
         yield from SWEEP_KEYS
     recipe = _recipe([w for w in words if "=" in w and not w.startswith("-")])
@@ -143,8 +150,12 @@ def _arguments(recipe: Mapping[str, object]) -> Iterator[str]:
 def _values(key: str, value: str) -> Iterator[str]:
     if key == "sweep.jobs":
         yield settings.AUTO
-    elif key in hydra_setup.groups():
+    elif key in (*hydra_setup.groups(), *HYDRA_GROUPS):
         yield from diagnose.options_of(key)
+    elif key in OF_OPTUNA and is_available("optuna"):
+        from runner.training import optuna_study
+
+        yield from optuna_study.names(OF_OPTUNA[key])
     elif key == "resume":
         yield from ("auto", *_runs(value))
     elif key.endswith(".name"):

@@ -287,7 +287,8 @@ def _list(overrides: Sequence[str], flags: argparse.Namespace) -> int:
             examined, _ = _examine(overrides, flags.config_name)
         found, also = [examined], jobs.misplaced(overrides)
     else:
-        found, also = command.examine(command.Request.of(overrides, flags.config_name)), []
+        request = command.Request.of(overrides, flags.config_name)
+        found, also = command.examine(request), []
     missing = [*trust.missing_packages(), *also]
     _require_names(found, missing)
     if flags.cfg:
@@ -296,7 +297,7 @@ def _list(overrides: Sequence[str], flags: argparse.Namespace) -> int:
     startup.announce(found[0].recipe.name)
     parts.require(found, missing)
     if flags.multirun:
-        print("\n".join(command.listing(found)))
+        print("\n".join(filter(None, [*command.listing(found), command.note(request)])))
     print("The configuration is valid; nothing was started (--dry-run).")
     return DONE
 
@@ -332,6 +333,8 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], object]) -> int:
         # With this variable Hydra raises an error instead of printing it and exiting.
         with env.patched(HYDRA_FULL_ERROR="1"):
             main()
+    except ConfigError:  # of a sweeper of ours
+        raise
     except diagnose.MISTAKES as error:
         raise ConfigError(*diagnose.translate(error, hydra_setup.PRIMARY)) from error
     except SystemExit as end:

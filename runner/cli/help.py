@@ -39,6 +39,7 @@ runner trains a PyTorch model that a recipe describes.
   runner [flags] [group=file ...] [key=value ...]     train
   runner -m key=a,b,c ...                             train once for each combination of values;
                                                       the same command again goes on with the sweep
+  runner -m hydra/sweeper=optuna 'key=interval(a,b)'  search with Optuna (hydra.sweeper.n_trials=20)
   runner eval RUN_DIR [key=value ...]                 evaluate the best state of a run
   runner predict RUN_DIR --split test --output FILE   write predictions
   runner predict RUN_DIR --device-map auto …          of a model that is larger than the GPU

@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from accel.errors import ConfigError, Problem, Problems
-from runner.compose import conf_files
+from runner.compose import conf_files, sweepers
 from runner.config import keys, paths, verbatim_text
 from runner.config.schema import PLUGINS, Recipe
 from runner.config.serialization import to_plain
@@ -65,6 +65,7 @@ def prepare() -> None:
     store.store(name=TYPES, node=schema(), provider="runner")
     store.store(name=SCHEMA, node={"defaults": places}, provider="runner")
     Plugins.instance().register(ProjectConf)
+    sweepers.store()  # after the plugins, one of which may have such a name
 
 
 def schema() -> DictConfig:
@@ -222,6 +223,9 @@ def opened(overrides: Sequence[str]) -> list[str]:
 
 def _opened(override: str) -> str:
     key, _, value = override.partition("=")
+    of_sweeper = sweepers.opened(key, value)
+    if of_sweeper is not None:
+        return of_sweeper
     if value == "null" and key in groups():
         return f"{key}=[]" if key == "callbacks" else f"~{key}"
     mapping = value.startswith("{") and "." in key and keys.node_of(key) is None
@@ -248,11 +252,31 @@ def hydra_choices(overrides: Sequence[str], config_name: str) -> dict[str, str]:
     """
     single = [o for o in overrides if "," not in o]
     of_hydra = [o for o in overrides if re.match(r"hydra[./]", key_of(o))]
-    for some in (single, of_hydra):
+    files = [o for o in of_hydra if key_of(o).startswith("hydra/")]
+    for some in (single, of_hydra, files):
         with contextlib.suppress(Exception):
             choices = _compose(some, config_name).hydra.runtime.choices
             return {kind: str(choices[f"hydra/{kind}"]) for kind in ("launcher", "sweeper")}
     return {"launcher": "basic", "sweeper": "basic"}
+
+
+def sweeper_settings(overrides: Sequence[str], config_name: str) -> dict[str, Any]:
+    """Return `hydra.sweeper` as plain containers, composed without the swept keys.
+
+    Where the recipe does not compose, only from Hydra's own overrides.
+
+    Raises:
+        Exception: Hydra's and OmegaConf's own; `diagnose` translates them.
+    """
+    fixed = [o for o in overrides if not any(one.is_sweep_override() for one in parse([o]))]
+    of_hydra = [o for o in overrides if re.match(r"hydra[./]", key_of(o))]
+    node: Any = None
+    with contextlib.suppress(Exception):
+        node = _compose(fixed, config_name).hydra.sweeper
+    if node is None:
+        node = _compose(of_hydra, config_name).hydra.sweeper
+    plain: Any = OmegaConf.to_container(node, resolve=False)
+    return dict(plain)
 
 
 def probes(overrides: Sequence[str]) -> list[list[str]]:
@@ -337,12 +361,13 @@ def hydra_problems(overrides: Sequence[str]) -> list[Problem]:
 def _forbidden_settings(hydra: DictConfig) -> Iterator[Problem]:
     """Yield settings of Hydra's node in files that would run code or change the process."""
     node: Any = OmegaConf.to_container(hydra, resolve=False)
-    params = (node.get("sweeper") or {}).get("params")
-    if params:
+    sweeper = node.get("sweeper") or {}
+    params = sweeper.get("params")
+    if params and not sweepers.is_own(sweeper):
         yield Problem(
             f"hydra.sweeper.params={params}",
-            "the values of a sweep are given on its command line",
-            "Take it out of the file, and start with -m key=a,b.",
+            "the values of a sweep are given on its command line, or belong to a search",
+            "Start with -m key=a,b; or write `- override /hydra/sweeper: optuna` in its defaults.",
         )
     found = {
         "hydra.callbacks": node.get("callbacks"),

@@ -67,7 +67,6 @@ _PLUGINS = {
     "hydra/sweeper": {
         "ax": "hydra-ax-sweeper",
         "nevergrad": "hydra-nevergrad-sweeper",
-        "optuna": "hydra-optuna-sweeper",
     },
 }
 

@@ -132,6 +132,7 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     from runner.config import processes
     from runner.config.batch_plan import plan_batches
     from runner.launch import watchdog
+    from runner.training import pruning
     from runner.training.loop import Loop
 
     here = Environment.read()
@@ -153,7 +154,7 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
             accelerator,
             parts.step,
             parts.data,
-            parts.callbacks,
+            {**parts.callbacks, **pruning.callbacks_of(job.run_dir)},
             resume_from=job.resume_from,
             stop_flag=stop,
             on_begin=lambda: _commit(job, accelerator),

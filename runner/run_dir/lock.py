@@ -146,6 +146,39 @@ def shared(run_dir: Path) -> Iterator[None]:
                 _close(descriptor)
 
 
+@contextlib.contextmanager
+def waited_for(path: Path) -> Iterator[None]:
+    """Hold the lock of a file in the context, once nobody else does.
+
+    Threads of one process must not ask for the same file at the same time.
+
+    Raises:
+        OSError: if the file cannot be written, or there are no locks (errno in `NOT_OFFERED`).
+    """
+    descriptor = _close_in_children(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+    try:
+        while not _try_lock(descriptor, COMMAND, True, LOOK_SECONDS):
+            logger.debug("%s: waiting for its lock", path)
+        yield
+    finally:
+        _close(descriptor)
+
+
+def is_held(path: Path) -> bool:
+    """Return whether a process holds the lock of a file that `waited_for` gives."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _try_lock(descriptor, COMMAND, False, 0.0)
+    except OSError as error:
+        logger.debug("%s: %s", path, error)  # locks are not offered: nobody holds one
+        return False
+    finally:
+        os.close(descriptor)
+
+
 def _shared(path: str) -> int | None:
     """Return the file descriptor that holds a worker's lock; None where there is none to have."""
     try:

@@ -108,7 +108,7 @@ def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
         if wanted_by is not None and isinstance(reached, int) and reached >= wanted_by:
             past = f" and passed: the run is at {at}, epoch {epoch}"
             return f"{limit} at {at}" if reached == wanted_by else limit + past
-    if summary.get("stopped") == "callback" and not _changed(run_dir, wanted):
+    if summary.get("stopped") in ("callback", "pruned") and not _changed(run_dir, wanted):
         return f"{summary.get('reason')} (step {step})"
     return None
 

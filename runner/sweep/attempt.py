@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 from accel.errors import ConfigError
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, start_run
-from runner.run_dir import atomic_update, lock
+from runner.run_dir import atomic_update, lock, study
 from runner.run_dir.json_files import SUMMARY
+from runner.run_dir.study import StudyFile
 from runner.sweep.journal import FINISHED, PRUNED, Journal
+from runner.training import state
 
 if TYPE_CHECKING:
     from runner.config.schema import Recipe
@@ -71,11 +73,11 @@ def _locked(
         return DONE
     summary = summary_of(run_dir)
     if is_finished(summary):  # its process was killed before it could say so
-        journal.ended(number, before.attempt, overrides, DONE, **_values(summary))
+        journal.ended(number, before.attempt, overrides, DONE, **_values(summary, folder))
         return DONE
     attempt = journal.started(number, overrides)
     code = _train(run_dir, overrides, config_name, recipe, fresh)
-    values = _values(summary_of(run_dir)) if code == DONE else {}
+    values = _values(summary_of(run_dir), folder) if code == DONE else {}
     journal.ended(number, attempt, overrides, code, **values)
     return code
 
@@ -110,7 +112,7 @@ def recorded_death(folder: Path, number: int, overrides: Sequence[str], code: in
                 return
             summary = summary_of(run_dir)
             done = is_finished(summary)
-            values = _values(summary) if done else {}
+            values = _values(summary, folder) if done else {}
             journal.ended(number, state.attempt, overrides, DONE if done else code, **values)
     except lock.HeldError:  # it is trained again
         return
@@ -142,11 +144,11 @@ def objective(summary: Mapping[str, Any]) -> float | None:
     return None if value is None else float(value)
 
 
-def _values(summary: Mapping[str, Any]) -> dict[str, Any]:
+def _values(summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return what the journal records of a finished run, for the table."""
     best = summary.get("best") or {}
-    return {
-        "status": PRUNED if summary.get("pruned") is True else FINISHED,
+    found = {
+        "status": PRUNED if summary.get("stopped") == state.PRUNED else FINISHED,
         "objective": objective(summary),
         "metric": summary.get("monitor"),
         "mode": summary.get("mode"),
@@ -155,3 +157,19 @@ def _values(summary: Mapping[str, Any]) -> dict[str, Any]:
         "seconds": summary.get("seconds"),
         "metrics": summary.get("metrics"),
     }
+    searched = study.of_sweep(folder)
+    return found if searched is None else found | _searched(summary, searched)
+
+
+def _searched(summary: Mapping[str, Any], searched: StudyFile) -> dict[str, object]:
+    """Return the objectives of a search, where they are others than the monitored metric."""
+    metrics = list(searched.metrics)
+    if metrics == [study.BEST]:
+        return {}
+    try:
+        values = [study.value_of(summary, metric) for metric in metrics]
+    except ConfigError:  # told by the search
+        return {"objective": None}
+    if len(metrics) > 1:
+        return {"objective": values, "metric": None, "mode": None}
+    return {"objective": values[0], "metric": metrics[0], "mode": searched.modes[0]}

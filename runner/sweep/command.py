@@ -28,6 +28,7 @@ from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures
 from runner.sweep import directory, hparams, jobs, plugins, settings, table, task
 from runner.sweep.directory import Description, Sweep
+from runner.sweep.job_errors import JobFailed
 from runner.sweep.jobs import Choice
 from runner.sweep.journal import FINISHED, INTERRUPT, PRUNED, STOP, JobState
 from runner.sweep.live import Live
@@ -69,6 +70,13 @@ def examine(request: Request) -> list[Examined]:
         choice = jobs.choose(request.overrides, request.config_name, request.settings)
         lists = jobs.lists(request.overrides, choice, request.settings)
         return jobs.examine(lists, request.config_name)
+
+
+def note(request: Request) -> str:
+    """Return what to know of jobs that `examine` returns; empty: they are those of the sweep."""
+    with hydra_setup.session():
+        choice = jobs.choose(request.overrides, request.config_name, request.settings)
+    return "" if choice.known else f"{choice.sweeper} chooses the jobs; these have been checked."
 
 
 # -- a sweep that is begun, or continued ---------------------------------------------------
@@ -296,7 +304,7 @@ def _run(
         code = FAILED
         try:
             code = hydra(_line(request, choice, sweep), called)
-        except task.JobFailed:  # the sweeper gave up
+        except JobFailed:  # the sweeper gave up
             code = FAILED
         except KeyboardInterrupt:
             code = INTERRUPTED
@@ -330,6 +338,10 @@ def _control(folder: Path) -> Iterator[Path]:
 def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:
     """Return Hydra's command line."""
     plugins.register()
+    if choice.is_search:
+        from runner.sweep import optuna_sweeper
+
+        optuna_sweeper.register()
     given = [one for one in request.overrides if not _names_plugin(one)]
     line = ["--config-name", request.config_name, "--multirun"]
     launcher = plugins.LOCAL if choice.is_local else choice.launcher
@@ -366,7 +378,7 @@ def _conclude(
     if failed:
         names = ", ".join(f"{number:04}" for number in failed)
         print(f"{len(failed)} of {len(mine)} jobs failed: {names}", file=sys.stderr)
-    return max(codes, default=DONE if choice.known else FAILED)
+    return max(codes, default=DONE if choice.known or choice.is_search else FAILED)
 
 
 _GOOD = (FINISHED, PRUNED, STOP, INTERRUPT)

@@ -22,7 +22,7 @@ from typing import Any
 
 from accel.checkpoint import directory as checkpoints
 from accel.errors import ConfigError, Problem
-from runner.compose import hydra_setup
+from runner.compose import hydra_setup, sweepers
 from runner.config import paths, resumed_recipe, serialization
 from runner.config.schema import Recipe
 from runner.run_dir import directory as run_directory
@@ -119,6 +119,8 @@ def is_scheduling(override: str) -> bool:
     key = hydra_setup.key_of(override).replace("/", ".")
     if is_setting(override):
         return key != "sweep.list"
+    if key in sweepers.SCHEDULING:
+        return True
     return key == "hydra.launcher" or key.startswith("hydra.launcher.")
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accel.errors import ConfigError, Problem, Problems
-from runner.compose import composition, diagnose, hydra_setup
+from accel.errors import ConfigError, Problem, Problems, nearest
+from runner.compose import composition, diagnose, hydra_setup, sweepers
 from runner.config import foreign_names
 from runner.sweep import directory, settings
 from runner.sweep.plugins import LOCAL
@@ -30,11 +30,17 @@ class Choice:
 
     launcher: str
     sweeper: str
+    config_name: str = hydra_setup.PRIMARY
 
     @property
     def known(self) -> bool:
         """Whether the jobs are the combinations of listed values, known in advance."""
         return self.sweeper == BASIC
+
+    @property
+    def is_search(self) -> bool:
+        """Whether the sweeper is one of the runner's own that search with Optuna."""
+        return self.sweeper in sweepers.OWN
 
     @property
     def is_local(self) -> bool:
@@ -53,7 +59,7 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
     ConfigError.raise_if(diagnose.unreadable(overrides))
     ConfigError.raise_if(_not_installed(overrides))
     names = hydra_setup.hydra_choices(overrides, config_name)
-    found = Choice(names["launcher"], names["sweeper"])
+    found = Choice(names["launcher"], names["sweeper"], config_name)
     problems += _unverified(found.launcher)
     if chosen.jobs != 1 and not found.is_local:
         problems.add(
@@ -96,6 +102,10 @@ def lists(overrides: Sequence[str], choice: Choice, chosen: Settings) -> list[li
     Raises:
         ConfigError: if a value is a range without steps or values, or would switch a group off.
     """
+    if choice.is_search:
+        from runner.sweep import study_plan  # needs Optuna
+
+        return study_plan.probes(overrides, choice.config_name, choice.sweeper)
     overrides = [override for override in overrides if not directory.is_scheduling(override)]
     if not choice.known:
         return hydra_setup.probes(overrides)
@@ -168,8 +178,8 @@ def _not_installed(overrides: Sequence[str]) -> list[Problem]:
         if kind == "launcher" and name not in LAUNCHERS:
             problems += _unverified(name)
             continue
-        remedy = f"Choose one of {', '.join(sorted(known))}."
-        unknown = Problem(override, f"there is no such {kind} here", remedy)
+        rule = f"there is no such {kind} here, but {', '.join(sorted(known))}"
+        unknown = Problem(override, rule, nearest(name, known))
         problems.append(foreign_names.plugin(key, name) or unknown)
     return [*problems, *hydra_setup.hydra_problems(overrides)]
 

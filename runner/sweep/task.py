@@ -26,9 +26,10 @@ from accel.errors import ConfigError, MissingPackageError, Problem
 from runner.compose import composition, hydra_setup
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures
-from runner.run_dir import lock
+from runner.run_dir import lock, study
 from runner.sweep import attempt, directory, pool
 from runner.sweep.devices import Machine
+from runner.sweep.job_errors import JobFailed, JobStopped
 from runner.sweep.journal import PENDING, Journal, Objective
 from runner.sweep.settings import Jobs
 from runner.training.stopping import STOP_SIGNALS, handlers_restored
@@ -45,10 +46,6 @@ if TYPE_CHECKING:
 STOP_FILE = "stop"
 # Launchers whose jobs are to end with the command that began them.
 ENDING_WITH_PARENT = ("joblib", "submitit_local")
-
-
-class JobFailed(Exception):
-    """A job of a sweep failed; the error has been printed."""
 
 
 @dataclass(frozen=True)
@@ -246,9 +243,12 @@ class Task:
         state = Journal(Path(self.folder)).state(number)
         if self.numbers is not None:
             return state.objective
+        if code in (STOPPED, INTERRUPTED):
+            raise JobStopped(f"job {number:04} was stopped")
         if code != DONE:
             raise JobFailed(f"job {number:04} ended with exit code {code}")
-        if state.objective is None:
+        # A search may have other objectives, and knows what none means.
+        if state.objective is None and not (Path(self.folder) / study.FILE).exists():
             run_dir = Path(self.folder) / f"{number:04}"
             problem = Problem(
                 str(run_dir),

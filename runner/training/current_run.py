@@ -83,9 +83,10 @@ class Run(Protocol):
     def samples_here(self) -> int:
         """Samples trained on in this invocation, over all processes."""
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, kind: str = "callback") -> None:
         """End training at this step boundary. Every process must call this together.
 
         Args:
             reason: one sentence, for the summary.
+            kind: `stopped` of the summary.
         """

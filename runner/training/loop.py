@@ -104,9 +104,9 @@ class Loop:
         max_time = parse_duration(recipe.trainer.max_time)
         self.deadline = None if max_time is None else time.monotonic() + max_time
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, kind: str = "callback") -> None:
         """End training at this step boundary. Every process must call this together."""
-        self._end("callback", reason)
+        self._end(kind, reason)
 
     @property
     def complete(self) -> bool:
@@ -128,8 +128,8 @@ class Loop:
     def run(self) -> dict[str, object]:
         """Train until the end and return the content of `summary.json`.
 
-        Its `stopped` names why the run ended: max_steps, epochs, max_time or callback when it is
-        complete, stop_after or signal when it is to be resumed.
+        Its `stopped` names why the run ended: max_steps, epochs, max_time, callback or pruned when
+        it is complete, stop_after or signal when it is to be resumed.
         """
         try:
             self._prepare()
@@ -353,7 +353,7 @@ class Loop:
                 self._notify("on_log", self._log.write())
             self._evaluations.validate()
         self._save_last()
-        if self.complete:
+        if self.stopped is not None and self.stopped.tested:
             self._evaluations.test(self.saver.load_best())
         self._notify("on_end")
         summary = summaries.summary_of(self)

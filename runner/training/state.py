@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 
 from accel.errors import CheckpointError, ConfigError
 
+PRUNED = "pruned"  # why a trial of a study ended before its time
 FORMERLY = "best_checkpoint"  # in checkpoints of earlier versions, and never set
 
 
@@ -118,8 +119,8 @@ class Stop:
     """Why training ended.
 
     Attributes:
-        kind: max_steps, epochs, max_time, callback (the run is complete), stop_after or signal
-            (it is to be resumed).
+        kind: max_steps, epochs, max_time, callback, pruned (the run is complete), stop_after or
+            signal (it is to be resumed).
         reason: one sentence, for the summary.
     """
 
@@ -128,5 +129,10 @@ class Stop:
 
     @property
     def complete(self) -> bool:
-        """Whether the run has reached its end, so that the best state is tested."""
+        """Whether the run has reached its end, and is not only interrupted."""
         return self.kind not in ("stop_after", "signal")
+
+    @property
+    def tested(self) -> bool:
+        """Whether the best state is tested at the end."""
+        return self.complete and self.kind != PRUNED

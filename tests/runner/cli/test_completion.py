@@ -35,6 +35,11 @@ LINES = {
     "runner --cfg j": ["job"],
     "runner --import x trainer.log": ["trainer.log_every="],
     "runner -m precision=b": ["precision=bf16", "precision=bf16_weights"],
+    "runner -m hydra/sweeper=o": ["hydra/sweeper=optuna"],
+    "runner -m hydra.sweeper.n_t": ["hydra.sweeper.n_trials="],
+    "runner -m hydra.sweeper.sampler=ns": [
+        *("hydra.sweeper.sampler=nsgaii", "hydra.sweeper.sampler=nsgaiii"),
+    ],
     "runner model=byte_gpt model.num": ["model.num_heads=", "model.num_layers="],
     "runner model.name=c": ["model.name=cnn"],
     "runner optimizer=sgd optimizer.mom": ["optimizer.momentum="],

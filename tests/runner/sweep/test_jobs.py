@@ -209,7 +209,7 @@ def _descendants(root: int) -> list[int]:
         (["sweep.jobs=2", "seed=1"], "Add -m"),
         (["-m", "sweep.jbos=2", "seed=1"], "sweep.jobs"),
         (["-m", "sweep.list=[[seed=1],[nonsense]]"], "neither a command nor key=value"),
-        (["-m", "hydra/sweeper=optuna", "seed=1,2"], "pip install hydra-optuna-sweeper"),
+        (["-m", "hydra/sweeper=optuna", "seed=1"], "the sweep searches no key"),
         (["hydra/launcher=joblib", "seed=1"], "Add -m"),
         (["hydra.launcher.n_jobs=2"], "Add -m"),
         (["-m", "resume=auto", "seed=1,2"], "the same command again goes on"),

@@ -1,0 +1,110 @@
+"""The study that the runs of a sweep belong to: `optuna.json` in the sweep's folder. Free of torch.
+
+A run of such a sweep lies in ``<sweep>/<job number>``; its process finds its trial by that number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from accel.errors import ConfigError, nearest
+from runner.run_dir.json_files import write_json
+
+FILE = "optuna.json"
+JOURNAL = "optuna.journal"
+BEST = "best"  # the best value of the monitored validation metric
+SPLITS = ("validation", "test")
+
+
+@dataclass(frozen=True)
+class StudyFile:
+    """Where the study of a sweep is stored, and what its runs report.
+
+    Attributes:
+        storage: URL of a database, or path of a journal, from the sweep's folder.
+        name: of the study in its storage.
+        sweep: name of the sweep's folder, by which its trials are marked in a shared storage.
+        metric: the validation metric that runs report at each evaluation; None: the monitored one.
+        mode: whether its best is the "max" or the "min"; None: runs report nothing, since the
+            objective is no such metric, or there are several.
+        pruner: name and arguments of the pruner; empty: none.
+        metrics: the objectives of the search, as `value_of` reads them.
+        modes: "min" or "max" of each.
+    """
+
+    storage: str
+    name: str
+    sweep: str
+    metric: str | None = None
+    mode: str | None = None
+    pruner: Mapping[str, object] = field(default_factory=dict)
+    metrics: Sequence[str] = (BEST,)
+    modes: Sequence[str] = ()
+
+    def write(self, sweep_dir: Path) -> None:
+        """Write this to the sweep's folder, in one piece."""
+        write_json(sweep_dir / FILE, asdict(self))
+
+
+def job_folder(sweep_dir: Path, number: int) -> Path:
+    """Return the run directory of a job, which counts from 0."""
+    return sweep_dir / f"{number:04d}"
+
+
+def of_run(run_dir: Path) -> tuple[StudyFile, int] | None:
+    """Return the study that a run belongs to and its job number; None: it belongs to none.
+
+    Raises:
+        ConfigError: if the file of the study is damaged.
+    """
+    found = of_sweep(run_dir.parent) if run_dir.name.isdigit() else None
+    return None if found is None else (found, int(run_dir.name))
+
+
+def of_sweep(sweep_dir: Path) -> StudyFile | None:
+    """Return the study of a sweep; None: it has none.
+
+    Raises:
+        ConfigError: if its file is damaged.
+    """
+    path = sweep_dir / FILE
+    if not path.exists():
+        return None
+    try:
+        return StudyFile(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        rule = f"it describes the study of a sweep, and is damaged ({error})"
+        raise ConfigError.of(str(path), rule, "Give the command of the sweep again.") from error
+
+
+def value_of(summary: Mapping[str, object], metric: str) -> float:
+    """Return an objective from `summary.json`; NaN where the run has measured nothing.
+
+    Raises:
+        ConfigError: if the run measures no such metric.
+    """
+    split, slash, _ = metric.partition("/")
+    value = summary.get(metric)
+    if metric == BEST:
+        value = value.get("value") if isinstance(value, Mapping) else None
+    elif slash and split in SPLITS:
+        measured = _measured(summary)
+        if metric not in measured:
+            rule = f"the run measures {', '.join(measured) or 'nothing'}"
+            raise ConfigError.of(f"hydra.sweeper.metrics={metric}", rule, nearest(metric, measured))
+        value = measured[metric]
+    return math.nan if value is None else float(str(value))
+
+
+def _measured(summary: Mapping[str, object]) -> dict[str, object]:
+    """Return the metrics of all splits, by "<split>/<metric>"."""
+    splits = summary.get("metrics")
+    return {
+        f"{split}/{name}": value
+        for split, values in (splits.items() if isinstance(splits, Mapping) else ())
+        for name, value in values.items()
+    }

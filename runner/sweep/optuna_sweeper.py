@@ -1,0 +1,317 @@
+"""The sweeper `hydra/sweeper=optuna`: a search with Optuna over any of Hydra's launchers.
+
+Jobs go to the launcher in batches of `n_jobs`; the number of a job is the one that Hydra gives it.
+Free of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import itertools
+import json
+import math
+import sys
+import time
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import optuna
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+from optuna.distributions import check_distribution_compatibility
+from optuna.study import StudyDirection
+
+from accel.errors import ConfigError
+from runner.compose import composition, hydra_setup, sweepers
+from runner.config import processes
+from runner.run_dir import numerics
+from runner.run_dir import study as study_files
+from runner.run_dir.json_files import SUMMARY
+from runner.run_dir.study import BEST, StudyFile
+from runner.sweep import study_plan, study_report
+from runner.sweep.job_errors import JobFailed, JobStopped
+from runner.sweep.search_space import Space
+from runner.sweep.settings import AUTO
+from runner.sweep.study_settings import Settings
+from runner.sweep.trial_jobs import Jobs, TrialJob
+from runner.training import optuna_study
+from runner.training.optuna_study import PRUNER
+
+STUDY = "sweep"
+DIRECTIONS = {"min": StudyDirection.MINIMIZE, "max": StudyDirection.MAXIMIZE}
+
+
+def register() -> None:
+    """Make the sweeper known to Hydra, which then makes one.
+
+    Hydra takes plugins from the package `hydra_plugins` only, by name. The module of that name is
+    there until the sweeper has been made: launchers pickle the list of plugins, and a class whose
+    module is not there goes by value, so that their processes need not have the module.
+    """
+    Plugins.instance().register(OptunaSweeper)
+    package = sweepers.MODULE.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        sys.modules[package] = types.ModuleType(package)
+        sys.modules[package].__path__ = []
+    sys.modules[sweepers.MODULE] = types.ModuleType(sweepers.MODULE)
+    setattr(sys.modules[sweepers.MODULE], sweepers.CLASS, OptunaSweeper)
+
+
+class OptunaSweeper(Sweeper):
+    """Hydra's interface to a search; its arguments are the keys of `hydra.sweeper`."""
+
+    __module__ = sweepers.MODULE  # Hydra refuses plugins of other packages
+
+    def __init__(self, **settings: object) -> None:
+        sys.modules.pop(sweepers.MODULE, None)
+        self._settings = settings
+        self._launcher: Launcher | None = None
+        self._config = OmegaConf.create()
+        self._at_once = 1
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        """Take what Hydra gives, and make its launcher."""
+        self._config = config
+        self._at_once = _at_once(task_function)
+        self._launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Search, from where an earlier command has left off.
+
+        Raises:
+            ConfigError: if the study of an earlier command searches another space.
+            JobFailed: if too many jobs fail.
+        """
+        assert self._launcher is not None
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        node = {name: _plain(value) for name, value in self._settings.items()}
+        with hydra_setup.session():
+            space = Space.read(arguments, node["params"], node["when"])
+        settings = Settings.read(node)
+        folder = study_plan.folder_of(self._config)
+        config_name = str(self._config.hydra.job.config_name)
+        if settings.n_jobs is None:
+            settings = replace(settings, n_jobs=self._at_once)
+        Search(settings, space, folder, config_name, self._launcher).run()
+
+
+def _at_once(task: object) -> int:
+    """Return how many jobs run at once on this machine; 1 under other launchers."""
+    local = getattr(task, "local", None)
+    if local is None:
+        return 1
+    if local.jobs == AUTO:
+        return processes.num_accelerators() or numerics.cores()
+    return int(local.jobs)
+
+
+def _plain(value: object) -> object:
+    return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
+
+
+class Search:
+    """One command's work on a study: batches of jobs until the study has as many as it wants.
+
+    Args:
+        settings: `hydra.sweeper`.
+        space: what is searched.
+        sweep_dir: folder of the sweep; it holds the journal of the study and the run directories.
+        config_name: of the recipes.
+        launcher: Hydra's, ready to launch.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        space: Space,
+        sweep_dir: Path,
+        config_name: str,
+        launcher: Launcher,
+    ) -> None:
+        self.settings, self.space, self.sweep_dir = settings, space, sweep_dir
+        self.config_name, self.launcher = config_name, launcher
+        self._stopped = False
+        self._begin = time.monotonic()
+
+    def run(self) -> None:
+        """Run jobs until the study is complete, and print what was found."""
+        self.sweep_dir.mkdir(parents=True, exist_ok=True)
+        study, storage = self._open()
+        with Jobs(study, storage, self.settings, self.space, self.sweep_dir) as found:
+            self._note_continued(found)
+            self._note_random_keys()
+            while not self._stopped and not self._time_is_up():
+                batch = found.take(self.settings.n_jobs or 1)
+                if not batch:
+                    break
+                for group in _consecutive(batch):
+                    self._launch(found, group)
+                self._check_failures(found)
+        if not self._stopped:
+            study_report.show(study, found.newest(), self.settings.metrics, self.config_name)
+
+    # -- the study -------------------------------------------------------------------------
+
+    def _open(self) -> tuple[optuna.Study, optuna.storages.BaseStorage]:
+        """Create the study, or open that of an earlier command."""
+        settings, modes = self.settings, self._modes()
+        reported = settings.reported
+        file = StudyFile(
+            storage=settings.storage or study_files.JOURNAL,
+            name=settings.study_name or (self.sweep_dir.name if settings.storage else STUDY),
+            sweep=self.sweep_dir.name,
+            metric=None if reported == BEST else reported,
+            mode=None if reported is None else modes[0],
+            pruner=settings.pruner or {},
+            metrics=settings.metrics,
+            modes=modes,
+        )
+        here = Path.cwd() if settings.storage else self.sweep_dir
+        if settings.storage and "://" not in settings.storage:
+            file = StudyFile(**{**vars(file), "storage": str(here / settings.storage)})
+        storage = optuna_study.storage_of(file.storage, self.sweep_dir)
+        study = optuna.create_study(
+            study_name=file.name,
+            storage=storage,
+            directions=[DIRECTIONS[mode] for mode in modes],
+            pruner=optuna_study.make(PRUNER, settings.pruner),
+            load_if_exists=True,
+        )
+        self._require_same(study, modes)
+        file.write(self.sweep_dir)
+        return study, storage
+
+    def _modes(self) -> tuple[str, ...]:
+        """Return "min" or "max" of each objective."""
+        given = self.settings.modes
+        if self.settings.metrics[0] != BEST:
+            assert given is not None
+            return given
+        with hydra_setup.session():
+            probe = composition.new_run(self.space.probes()[0], self.config_name)
+        known = study_plan.monitored_mode(composition.require(probe))
+        if given is None and known is None:
+            raise ConfigError.of(
+                f"{sweepers.NODE}.direction",
+                "the step decides whether less or more of its metric is better",
+                f"Give {sweepers.NODE}.direction=minimize or maximize.",
+            )
+        if given is not None and known is not None and given[0] != known:
+            raise ConfigError.of(
+                f"{sweepers.NODE}.direction={given[0]}imize",
+                f"the best of the monitored metric is the {known}imum",
+                "Leave it out, or set checkpoint.monitor and checkpoint.mode.",
+            )
+        return given or (str(known),)
+
+    def _require_same(self, study: optuna.Study, modes: Sequence[str]) -> None:
+        """Raise if the study searches another space, or in another direction."""
+        if study.directions != [DIRECTIONS[mode] for mode in modes]:
+            rule = f"the study {study.study_name!r} has other directions"
+            remedy = f"Give another {sweepers.NODE}.study_name, or the directions of that study."
+            raise ConfigError.of(f"{sweepers.NODE}.directions={', '.join(modes)}", rule, remedy)
+        wanted = {one.key: one.distribution for one in self.space.parameters}
+        for trial in study.get_trials(deepcopy=False):
+            for key, earlier in trial.distributions.items():
+                if key not in wanted:
+                    continue
+                try:
+                    check_distribution_compatibility(earlier, wanted[key])
+                except ValueError as error:
+                    rule = f"trials of {study.study_name!r} have {earlier}"
+                    remedy = "Search the same values, or start another sweep."
+                    raise ConfigError.of(f"{key}: {wanted[key]}", rule, remedy) from error
+
+    # -- jobs ------------------------------------------------------------------------------
+
+    def _launch(self, found: Jobs, group: Sequence[TrialJob]) -> None:
+        """Run jobs with consecutive numbers, and record how they have ended."""
+        overrides = [list(job.overrides) for job in group]
+        ended = self.launcher.launch(overrides, initial_job_idx=group[0].number)
+        for job, result in zip(group, ended, strict=True):
+            try:
+                with contextlib.redirect_stderr(io.StringIO()):  # Hydra prints it once more
+                    value = result.return_value
+            except JobStopped:
+                self._stopped = True  # its trial stays: the next command goes on with it
+            except Exception as error:
+                found.fail(job, str(error) or type(error).__name__, again=True)
+                print(f"trial {job.number}: failed ({error})", flush=True)
+            else:
+                self._record(found, job, value)
+
+    def _record(self, found: Jobs, job: TrialJob, returned: object) -> None:
+        if found.pruned(job):
+            found.prune(job)
+            print(f"trial {job.number}: pruned", flush=True)
+            return
+        try:
+            values = self._values(job, returned)
+        except ConfigError as error:
+            found.fail(job, str(error), again=True)
+            raise
+        named = ", ".join(
+            f"{metric} {value:.6g}"
+            for metric, value in zip(self.settings.metrics, values, strict=True)
+        )
+        if all(map(math.isfinite, values)):
+            found.complete(job, values)
+            print(f"trial {job.number}: {named}", flush=True)
+        else:
+            found.fail(job, f"an objective is no finite number ({named})", again=False)
+            print(f"trial {job.number}: failed, {named} is no finite number", flush=True)
+
+    def _values(self, job: TrialJob, returned: object) -> list[float]:
+        """Return the objectives of a job that has ended."""
+        if self.settings.metrics == (BEST,):
+            if isinstance(returned, int | float):
+                return [float(returned)]
+            rule = "the search needs a validation metric, and the run has measured none"
+            remedy = f"Give the data a validation split, or set {sweepers.NODE}.metrics."
+            raise ConfigError.of(f"job {job.number:04}", rule, remedy)
+        folder = study_files.job_folder(self.sweep_dir, job.number)
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        return [study_files.value_of(summary, metric) for metric in self.settings.metrics]
+
+    def _check_failures(self, found: Jobs) -> None:
+        newest = found.newest().values()
+        ended = [trial for trial in newest if trial.state.is_finished()]
+        failed = sum(trial.state.name == "FAIL" for trial in ended)
+        if ended and failed / len(ended) > self.settings.max_failure_rate:
+            raise JobFailed(
+                f"{failed} of {len(ended)} jobs have failed: more than "
+                f"{sweepers.NODE}.max_failure_rate={self.settings.max_failure_rate}"
+            )
+
+    def _time_is_up(self) -> bool:
+        limit = self.settings.timeout
+        return limit is not None and time.monotonic() - self._begin >= limit
+
+    def _note_continued(self, found: Jobs) -> None:
+        newest = found.newest()
+        if newest:
+            ended = sum(trial.state.is_finished() for trial in newest.values())
+            print(f"The study goes on: {ended} of {self.settings.n_trials} trials have ended.")
+
+    def _note_random_keys(self) -> None:
+        name = self.settings.sampler["name"]
+        found = [one.key for one in self.space.parameters if one.conditions or one.is_categorical]
+        if name in optuna_study.NUMERIC and found:
+            print(f"{name} samples {', '.join(found)} at random: lists and conditional keys.")
+
+
+def _consecutive(batch: Sequence[TrialJob]) -> Iterator[list[TrialJob]]:
+    """Yield runs of jobs whose numbers follow each other, as launchers count."""
+    for _, group in itertools.groupby(enumerate(batch), lambda pair: pair[1].number - pair[0]):
+        yield [job for _, job in group]

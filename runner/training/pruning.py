@@ -1,0 +1,113 @@
+"""Trials of a study: a run reports its evaluations, and ends when the pruner decides so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel.errors import ConfigError
+from accel.imports import require
+from accel.ops import broadcast_object_list
+from runner.run_dir import study
+from runner.run_dir.study import StudyFile
+from runner.training.callback import Callback
+from runner.training.evaluation import monitored_value
+from runner.training.state import PRUNED
+
+if TYPE_CHECKING:
+    from optuna.trial import Trial
+
+    from runner.training.current_run import Run
+
+NAME = "hydra.sweeper"
+
+
+def callbacks_of(run_dir: Path) -> dict[str, Callback]:
+    """Return the callback of a run that reports to a study; none for any other run."""
+    found = study.of_run(run_dir)
+    if found is None or found[0].mode is None:
+        return {}
+    return {NAME: TrialReport(*found, run_dir.parent)}
+
+
+class TrialReport(Callback):
+    """Reports validation metrics to the trial of the run, and prunes it.
+
+    Rank 0 asks the pruner; all ranks follow its decision. The decision is written to the study
+    before it takes effect: a run that is killed in between is pruned when it is resumed.
+
+    Args:
+        file: describes the study.
+        number: of the job, whose trial is found by it; without a running one nothing is reported.
+        sweep_dir: folder of the sweep.
+    """
+
+    def __init__(self, file: StudyFile, number: int, sweep_dir: Path) -> None:
+        self.file, self.number, self.sweep_dir = file, number, sweep_dir
+        self._trial: Trial | None = None
+
+    def on_start(self, loop: Run) -> None:
+        """Open the study, and stop at once if the trial has been pruned before."""
+        if self.file.metric is None and self.file.mode != loop.mode:
+            raise ConfigError.of(
+                f"hydra.sweeper.direction={self.file.mode}imize",
+                f"the best {loop.monitor} of this run is the {loop.mode}imum",
+                f"Set hydra.sweeper.direction={loop.mode}imize, or checkpoint.mode.",
+            )
+        if loop.accelerator.is_main_process:
+            self._trial = _running_trial(self.file, self.number, self.sweep_dir)
+        decided = self._trial is not None and PRUNED in self._trial.user_attrs
+        if self._agreed(loop, decided):
+            loop.stop("pruned before", PRUNED)
+
+    def on_evaluate(self, loop: Run, split: str, metrics: Mapping[str, float]) -> None:
+        """Report the metric, and stop if the pruner decides so."""
+        if split != "validation":
+            return
+        metric = self.file.metric or loop.monitor
+        value = monitored_value(metrics, metric, "hydra.sweeper.metrics")
+        step = loop.state.step
+        prune = self._trial is not None and _report(self._trial, step, value)
+        # A run at its end has lost nothing any more.
+        if loop.stopped is None and self._agreed(loop, prune):
+            if self._trial is not None:
+                self._trial.set_user_attr(PRUNED, step)
+            loop.stop(f"pruned at {metric} {value:.6g}", PRUNED)
+
+    def _agreed(self, loop: Run, decision: bool) -> bool:
+        """Return the decision of rank 0."""
+        shared = [decision]
+        if loop.accelerator.num_processes > 1:
+            broadcast_object_list(shared)
+        return shared[0]
+
+
+def _report(trial: Trial, step: int, value: float) -> bool:
+    """Report a value of a step, once; return whether the trial is to be pruned."""
+    frozen = trial.study.get_trials(deepcopy=False)[trial.number]
+    if step not in frozen.intermediate_values:  # a resumed run measures some steps again
+        trial.report(value, step)
+    with warnings.catch_warnings():  # a trial that has measured no number yet is pruned
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return trial.should_prune()
+
+
+def _running_trial(file: StudyFile, number: int, sweep_dir: Path) -> Trial | None:
+    """Return the running trial of a job."""
+    require("optuna", "a run of an Optuna study", extra="optuna")
+    import optuna
+
+    from runner.training import optuna_study
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = optuna_study.storage_of(file.storage, sweep_dir)
+    opened = optuna.load_study(
+        study_name=file.name,
+        storage=storage,
+        # It draws nothing: the parameters of the trial are there.
+        sampler=optuna.samplers.RandomSampler(),
+        pruner=optuna_study.make(optuna_study.PRUNER, file.pruner),
+    )
+    return optuna_study.running_trial(opened, storage, file.sweep, number)

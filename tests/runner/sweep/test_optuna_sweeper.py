@@ -1,0 +1,256 @@
+"""Searches with Optuna: from a command line to the trials of a study."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from optuna.trial import TrialState
+
+from accel.errors import ConfigError
+from runner.compose import hydra_setup, sweepers
+from runner.run_dir import study as study_files
+from runner.run_dir.json_files import SUMMARY
+from runner.sweep.job_errors import JobFailed, JobStopped
+from runner.sweep.optuna_sweeper import STUDY, Search
+from runner.sweep.search_space import Space
+from runner.sweep.study_settings import Settings
+from runner.training import optuna_study
+from tests.runner.sweep.kills import killed_sweep
+
+SPACE = ("optimizer.lr=tag(log, interval(1e-4,1e-1))", "seed=1,2")
+Objective = Callable[[int, dict[str, str]], Any]
+QUICK = (
+    *("tracker.log_with=[]", "data.augment=false", "checkpoint.every_steps=5", "model.width=4"),
+    *("trainer.epochs=null", "trainer.log_every=5", "trainer.eval_every=5"),
+)
+
+
+class Launched(Launcher):
+    """Calls a function with number and overrides of each job, and keeps the numbers."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+        self.batches: list[list[int]] = []
+
+    def setup(self, **_: object) -> None:
+        raise AssertionError("the search gets a launcher that is ready")
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[Any]:
+        numbers = [initial_job_idx + index for index in range(len(job_overrides))]
+        self.batches.append(numbers)
+        answers = []
+        for number, overrides in zip(numbers, job_overrides, strict=True):
+            given = dict(one.lstrip("+").split("=", 1) for one in overrides)
+            answer = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
+            try:
+                answer.return_value = self.objective(number, given)
+            except JobFailed as error:
+                answer.return_value, answer.status = error, JobStatus.FAILED
+            answers.append(answer)
+        return answers
+
+
+def search(folder: Path, objective: Objective, *space: str, **changes: object) -> Launched:
+    launcher = Launched(objective)
+    with hydra_setup.session():
+        read = Space.read(space or SPACE, {}, {})
+    settings = Settings.read({**sweepers.DEFAULTS, "n_trials": 6, **changes})
+    Search(settings, read, folder, "config", launcher).run()
+    return launcher
+
+
+def study_of(folder: Path) -> optuna.Study:
+    storage = optuna_study.storage_of(study_files.JOURNAL, folder)
+    return optuna.load_study(study_name=STUDY, storage=storage)
+
+
+def states(folder: Path) -> list[str]:
+    newest = optuna_study.trials_of(study_of(folder), folder.name)
+    return [newest[number].state.name for number in sorted(newest)]
+
+
+def distance(number: int, given: dict[str, str]) -> float:
+    return abs(math.log10(float(given["optimizer.lr"])) + 2)
+
+
+def test_jobs_go_to_the_launcher_in_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched = search(tmp_path, distance, n_jobs=4)
+    assert launched.batches == [[0, 1, 2, 3], [4, 5]]
+    assert states(tmp_path) == ["COMPLETE"] * 6
+    shown = capsys.readouterr().out
+    assert "6 trials: 6 complete" in shown
+    assert f"best trial {study_of(tmp_path).best_trial.number}: best" in shown
+    assert "Importance for best" in shown
+
+
+@pytest.mark.parametrize(("sampler", "told"), [("cmaes", True), ("tpe", False)])
+def test_keys_that_a_sampler_cannot_search_are_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sampler: str, told: bool
+) -> None:
+    search(tmp_path, distance, sampler=sampler)
+    assert capsys.readouterr().out.count("cmaes samples seed at random") == told
+
+
+def test_more_trials_go_on_with_the_study(tmp_path: Path) -> None:
+    search(tmp_path, distance, n_trials=2)
+    assert search(tmp_path, distance, n_trials=3).batches == [[2]]
+    assert search(tmp_path, distance, n_trials=3).batches == []
+
+
+def test_a_failed_job_stops_no_other_and_is_tried_again_once(tmp_path: Path) -> None:
+    def failing(number: int, given: dict[str, str]) -> float:
+        if number == 1:
+            raise JobFailed("job 0001 ended with exit code 1")
+        return distance(number, given)
+
+    assert search(tmp_path, failing).batches == [[n] for n in range(6)]
+    assert states(tmp_path) == ["COMPLETE", "FAIL", *["COMPLETE"] * 4]
+    assert search(tmp_path, distance).batches == [[1]]
+    assert states(tmp_path) == ["COMPLETE"] * 6
+
+
+def test_an_objective_that_is_no_number_fails_with_the_reason(tmp_path: Path) -> None:
+    search(tmp_path, lambda number, given: math.nan if number else math.inf, n_trials=2)
+    assert states(tmp_path) == ["FAIL", "FAIL"]
+    reasons = [trial.user_attrs["failure"]["reason"] for trial in study_of(tmp_path).trials]
+    assert reasons == [f"an objective is no finite number (best {x})" for x in ("inf", "nan")]
+    assert search(tmp_path, distance, n_trials=2).batches == []
+
+
+def test_a_stopped_job_keeps_its_trial(tmp_path: Path) -> None:
+    def stopping(number: int, given: dict[str, str]) -> float:
+        if number == 1:
+            raise JobStopped("job 0001 was stopped")
+        return distance(number, given)
+
+    assert search(tmp_path, stopping).batches == [[0], [1]]
+    before = study_of(tmp_path).trials[1]
+    assert before.state is TrialState.RUNNING
+    assert search(tmp_path, distance).batches == [[n] for n in range(1, 6)]
+    assert study_of(tmp_path).trials[1].params == before.params
+    assert len(study_of(tmp_path).trials) == 6
+
+
+def test_jobs_that_do_not_follow_each_other_are_launched_apart(tmp_path: Path) -> None:
+    def failing(number: int, given: dict[str, str]) -> float:
+        if number in (1, 2, 4):
+            raise JobFailed("it broke")
+        return distance(number, given)
+
+    search(tmp_path, failing)
+    assert search(tmp_path, distance, n_jobs=6).batches == [[1, 2], [4]]
+
+
+def test_too_many_failures_end_the_search(tmp_path: Path) -> None:
+    def failing(number: int, given: dict[str, str]) -> float:
+        raise JobFailed("it broke")
+
+    with pytest.raises(JobFailed, match=r"1 of 1 jobs have failed: .*max_failure_rate=0.5"):
+        search(tmp_path, failing, max_failure_rate=0.5)
+
+
+def test_no_job_starts_after_the_timeout(tmp_path: Path) -> None:
+    assert len(search(tmp_path, distance, timeout=1e-9).batches) == 0
+    assert len(search(tmp_path, distance, timeout=3600).batches) == 6
+
+
+def measured(folder: Path) -> Objective:
+    def objective(number: int, given: dict[str, str]) -> None:
+        run_dir = study_files.job_folder(folder, number)
+        run_dir.mkdir()
+        rate = float(given["optimizer.lr"])
+        metrics = {"validation": {"loss": rate, "accuracy": 1.0}}
+        summary = {"best": None, "metrics": metrics, "seconds": 1 / rate}
+        (run_dir / SUMMARY).write_text(json.dumps(summary))
+
+    return objective
+
+
+def test_several_objectives_end_in_a_pareto_front(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics, directions = ["validation/loss", "seconds"], ["minimize", "minimize"]
+    search(tmp_path, measured(tmp_path), metrics=metrics, directions=directions)
+    shown = capsys.readouterr().out
+    assert "Pareto front" in shown
+    assert shown.count("Pareto-optimal trial") == 6  # faster is worse
+    assert "python -m runner" in shown
+
+
+def test_a_metric_that_is_not_measured_is_told_after_one_job(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'validation/loss'"):
+        search(tmp_path, measured(tmp_path), metrics=["validation/los"], directions=["minimize"])
+    assert len(study_of(tmp_path).trials) == 1
+
+
+@pytest.mark.parametrize(
+    ("space", "changes", "message"),
+    [
+        (("seed=1,2,3", SPACE[0]), {}, "Search the same values"),
+        ((), {"metrics": "seconds", "direction": "maximize"}, "other directions"),
+        ((), {"direction": "maximize"}, "the best of the monitored metric is the minimum"),
+    ],
+)
+def test_a_study_of_something_else_is_refused(
+    tmp_path: Path, space: tuple[str, ...], changes: dict[str, object], message: str
+) -> None:
+    search(tmp_path, distance, n_trials=2)
+    with pytest.raises(ConfigError, match=message):
+        search(tmp_path, distance, *space, **changes)
+
+
+def test_sweeps_may_share_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        launched = search(tmp_path / name, distance, storage="shared.journal", study_name="s")
+        assert launched.batches == [[n] for n in range(6)]
+    storage = optuna_study.storage_of("shared.journal", tmp_path)
+    shared = optuna.load_study(study_name="s", storage=storage)
+    assert len({trial.params["optimizer.lr"] for trial in shared.trials}) == 12
+
+
+def killed_search(tmp_path: Path, count: int, steps: int, kills: int, longest: float) -> None:
+    """Kill a search with a pruner, and assert that no trial was lost or doubled."""
+    line = (
+        *("hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(1e-5,1.0))", *QUICK),
+        *("hydra.sweeper.pruner=median", "hydra.sweeper.pruner.n_startup_trials=2"),
+        *(f"hydra.sweeper.n_trials={count}", "sweep.jobs=2", f"trainer.max_steps={steps}"),
+    )
+    ended = killed_sweep(line, tmp_path, kills=kills, longest=longest)
+    if ended.code:  # a job that was killed by itself is tried again by the next command
+        ended = killed_sweep(line, tmp_path, kills=0, longest=0.0)
+    assert ended.code == 0, ended.output
+    done = [one["job"] for one in ended.records if one.get("status") in ("finished", "pruned")]
+    assert sorted(done) == list(range(count)), ended.killed
+    names = sorted(path.name for path in ended.folder.glob("[0-9]*"))
+    assert names == [f"{job:04}" for job in range(count)]
+    newest = optuna_study.trials_of(study_of(ended.folder), ended.folder.name)
+    kept = {"COMPLETE": "finished", "PRUNED": "pruned"}
+    by_job = {one["job"]: one["status"] for one in ended.records if one["event"] == "ended"}
+    assert {n: kept[trial.state.name] for n, trial in newest.items()} == by_job
+    for number, trial in newest.items():
+        summary = json.loads((ended.folder / f"{number:04}" / SUMMARY).read_text())
+        assert summary["complete"] is True
+        if trial.state is TrialState.COMPLETE:
+            assert trial.value == summary["best"]["value"]
+        else:
+            assert summary["stopped"] == "pruned"
+
+
+def test_a_search_that_is_killed_goes_on(tmp_path: Path) -> None:
+    killed_search(tmp_path, count=4, steps=20, kills=1, longest=1.0)
+
+
+@pytest.mark.slow
+def test_twenty_trials_with_pruning_killed_three_times(tmp_path: Path) -> None:
+    killed_search(tmp_path, count=20, steps=120, kills=3, longest=8.0)

@@ -1,0 +1,90 @@
+"""The storage of a study survives what a machine does to it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+
+from accel.errors import ConfigError
+from runner.training import optuna_study
+from tests.helpers import python
+
+HOLDER = """
+import os, signal, sys
+from pathlib import Path
+from runner.training.optuna_study import Lock
+Lock(sys.argv[1]).acquire()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def opened(folder: Path) -> optuna.Study:
+    storage = optuna_study.storage_of("study.journal", folder)
+    return optuna.create_study(storage=storage, study_name="s", load_if_exists=True)
+
+
+def test_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    first.tell(first.ask(), 1.0)
+    path = tmp_path / "study.journal"
+    path.write_bytes(path.read_bytes() + b'{"op_code": 4, "worke')
+    again = opened(tmp_path)
+    assert len(again.trials) == 1
+    again.tell(again.ask(), 2.0)
+    first.tell(first.ask(), 3.0)
+    assert [trial.value for trial in opened(tmp_path).trials] == [1.0, 2.0, 3.0]
+
+
+def test_a_killed_holder_of_the_lock_keeps_nobody_waiting(tmp_path: Path) -> None:
+    found = opened(tmp_path)
+    path = str(tmp_path / "study.journal")
+    ended = subprocess.run(python("-c", HOLDER, path), timeout=120)
+    assert ended.returncode < 0
+    begin = time.monotonic()
+    found.tell(found.ask(), 1.0)
+    assert time.monotonic() - begin < 5.0
+
+
+def test_processes_write_one_after_the_other(tmp_path: Path) -> None:
+    opened(tmp_path)
+    code = (
+        "import sys; from pathlib import Path; "
+        "from tests.runner.training.test_optuna_study import opened\n"
+        "study = opened(Path(sys.argv[1]))\n"
+        "for _ in range(20): study.tell(study.ask(), 0.5)"
+    )
+    started = [subprocess.Popen(python("-c", code, str(tmp_path))) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in started] == [0, 0]
+    assert len(opened(tmp_path).trials) == 40
+
+
+def test_without_locks_of_the_kernel_there_is_optunas_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_here(path: Path) -> None:
+        raise OSError(optuna_study.lock.NOT_OFFERED[0], "no locks here")
+
+    monkeypatch.setattr(optuna_study.lock, "waited_for", none_here)
+    found = opened(tmp_path)
+    found.tell(found.ask(), 1.0)
+    assert not list(tmp_path.glob("*.lock"))
+
+
+def test_samplers_and_pruners_have_short_names() -> None:
+    assert {"tpe", "random", "cmaes", "gp", "nsgaii", "qmc"} <= set(optuna_study.names("sampler"))
+    assert {"median", "hyperband", "successivehalving"} <= set(optuna_study.names("pruner"))
+    spec = optuna_study.normalized("pruner", {"name": "MedianPruner", "n_startup_trials": 1})
+    assert isinstance(optuna_study.make("pruner", spec), optuna.pruners.MedianPruner)
+    assert isinstance(optuna_study.make("pruner", None), optuna.pruners.NopPruner)
+
+
+def test_a_wrapped_pruner_is_made_as_well() -> None:
+    spec = {"name": "patient", "patience": 2, "wrapped_pruner": {"name": "median"}}
+    made = optuna_study.make("pruner", optuna_study.normalized("pruner", spec))
+    assert isinstance(made, optuna.pruners.PatientPruner)
+    with pytest.raises(ConfigError, match="Did you mean 'median'"):
+        optuna_study.make("pruner", {**spec, "wrapped_pruner": "medain"})
