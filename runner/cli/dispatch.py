@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 DISTRIBUTION = "accel-runner"
 TOOLS = {
+    "list": "runner.cli.look:list_runs",
+    "show": "runner.cli.look:show_run",
+    "compare": "runner.cli.look:compare_runs",
+    "report": "runner.cli.report:main",
     "launch": "runner.cli.launch_script:main",
     "env": "runner.cli.tools:show_environment",
     "config": "runner.cli.tools:configure",

@@ -129,7 +129,7 @@ def _staged(requested: Job, recipe: Recipe) -> Job:
     try:
         staged = requested.stage(recipe)
         try:
-            environment.write_environment(staged.place)
+            environment.write_environment(staged.place, recipe.data)
             resumable.mark_incomplete(requested.run_dir, staged.place)
         except BaseException:
             atomic_update.discard(staged.place)
