@@ -128,7 +128,7 @@ def require_keys(names: Iterable[str], runs: Sequence[RunRecord]) -> None:
         if name not in known:
             known |= {".".join(key) for run in runs for key, _ in leaves(run.recipe)}
             rule = "neither a run nor a recipe has such a key"
-            near = closest(name, [*FIELDS, *TIMES])
+            near = closest(name, [*FIELDS, *TIMES, *sorted(known)])
             remedy = did_you_mean(near) if near else keys.suggestion(name, sorted(known))
             problems.append(Problem(name, rule, remedy))
     ConfigError.raise_if(problems)
