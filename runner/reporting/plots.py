@@ -26,7 +26,7 @@ INK = "#010203"
 COLOURS = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B59F00", "#7F7F7F"),
 )
-MOST_LABELLED = 12
+MOST_COLOURED = len(COLOURS)  # groups, the best; the others are drawn thin
 LOG_RATIO = 30.0  # between the largest and the smallest value, from which on an axis is logarithmic
 
 
@@ -114,24 +114,24 @@ def file_name(text: str) -> str:
 
 
 def learning_curves(metric: str, bands: Mapping[str, Band]) -> Picture:
-    """Draw a metric over steps: a line for each group, a band over its seeds."""
+    """Draw a metric over steps: a line for each group, the best first, a band over its seeds."""
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot(xlabel="step", ylabel=metric.partition("/")[2])
-        for number, (label, found) in enumerate(bands.items()):
-            colour = COLOURS[number % len(COLOURS)]
-            style = ("-", "--", ":", "-.")[number // len(COLOURS) % 4]
+        for number, (label, found) in reversed(list(enumerate(bands.items()))):
+            best = number < MOST_COLOURED
+            colour = COLOURS[number] if best else INK
             marker = "o" if len(found.steps) < 3 else None
-            line = {"color": colour, "linestyle": style, "linewidth": 1.4, "marker": marker}
-            named = _label(label, found) if len(bands) <= MOST_LABELLED else None
-            axes.plot(found.steps, found.mean, label=named, **line)
-            if found.num_runs > 1:
+            line = {"color": colour, "linewidth": 1.5 if best else 0.7, "marker": marker}
+            named = _label(label, found) if best else None
+            axes.plot(found.steps, found.mean, label=named, alpha=1.0 if best else 0.25, **line)
+            if found.num_runs > 1 and best:
                 axes.fill_between(
                     found.steps, found.low, found.high, color=colour, alpha=0.18, linewidth=0
                 )
         _log_if_wide(axes, [v for found in bands.values() for v in found.mean])
-        if len(bands) <= MOST_LABELLED and (len(bands) > 1 or next(iter(bands.values())).num_runs):
-            axes.legend(fontsize=8)
+        lines, labels = axes.get_legend_handles_labels()
+        axes.legend(lines[::-1], labels[::-1], fontsize=7.5)
 
     return _picture(f"curve-{file_name(metric)}", metric, draw)
 
@@ -174,7 +174,7 @@ def objective_by_key(key: str, runs: Sequence[RunRecord]) -> Picture:
             axes.plot(at, [sum(means[x]) / len(means[x]) for x in at], color=COLOURS[3], alpha=0.7)
         places.label(axes)
 
-    return _picture(f"objective-{file_name(key)}", f"objective against {key}", draw, (4.2, 3.0))
+    return _picture(f"objective-{file_name(key)}", f"objective against {key}", draw)
 
 
 class _Places:
@@ -232,18 +232,20 @@ def parallel_coordinates(keys: Sequence[str], runs: Sequence[RunRecord]) -> Pict
             heights = [places.share(run.value(key)) for key, places in columns]
             heights.append(goals.share(run.objective.value))
             share = rank / max(1, len(judged) - 1)
-            colour = colormaps["viridis"](0.05 + 0.85 * share)
+            colour = colormaps["plasma"](0.15 + 0.6 * share)
             axes.plot(range(len(heights)), heights, color=colour, alpha=0.45 + 0.5 * share)
         names = [*(_plain(key) for key in keys), f"{first.metric} (objective)"]
         axes.set_xticks(range(len(names)), names, rotation=20 if len(names) > 4 else 0)
         axes.set_yticks([])
         axes.grid(False)
-        axes.spines["left"].set_visible(False)
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.set_ylim(-0.15, 1.15)
+        axes.tick_params(axis="x", length=0)
         for at, places in enumerate([*(places for _, places in columns), goals]):
             _axis(axes, at, places)
 
     width = min(12.0, 3.0 + 1.4 * len(keys))
-    title = "parallel coordinates, the best runs brightest"
+    title = "parallel coordinates (yellow: the best runs)"
     return _picture("parallel-coordinates", title, draw, (width, 3.4))
 
 
@@ -260,7 +262,10 @@ def _axis(axes: Axes, at: int, places: _Places) -> None:
         ends = [(number / last, word[:18]) for number, word in enumerate(places.words)]
         ends = ends if len(ends) > 1 else [(0.5, ends[0][1])]
     for height, text in ends:
-        axes.text(at + 0.03, height, _plain(text), fontsize=7.5, va="center")
+        beyond = -0.04 if height == 0.0 else 0.04 if height == 1.0 else 0.0
+        side = {0.0: "center", -0.04: "top", 0.04: "bottom"}[beyond]
+        where = {"ha": "center" if beyond else "left", "va": side, "fontsize": 7.5}
+        axes.text(at if beyond else at + 0.03, height + beyond, _plain(text), **where)
 
 
 def bars(name: str, title: str, values: Mapping[str, float], label: str) -> Picture:

@@ -93,7 +93,7 @@ class RunRecord:
     def _places(self) -> dict[str, tuple[int, int]]:
         """Begin and end of the text of each node of the recipe."""
         found = [(match[1], match.start()) for match in _NODE.finditer(self.recipe_text)]
-        ends = [*(start for _, start in found[1:]), len(self.recipe_text)]
+        ends = [*(start for _, start in found), len(self.recipe_text)][1:]
         return {name: (at, end) for (name, at), end in zip(found, ends, strict=True)}
 
     def node(self, name: str) -> Any:
