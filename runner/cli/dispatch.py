@@ -253,11 +253,13 @@ def _train_one(examined: Examined, resumes: bool, overrides: Sequence[str]) -> i
             examined.config_name,
             origin=examined.origin,
             auto=examined.auto,
+            log_levels=examined.log_levels,
         )
     codes: list[int] = []
 
     def task(_: DictConfig) -> None:  # Hydra composes the recipe that has been examined
-        codes.append(start_run.start(examined.recipe, examined.overrides, examined.config_name))
+        given = examined.recipe, examined.overrides, examined.config_name
+        codes.append(start_run.start(*given, log_levels=examined.log_levels))
 
     line = ["--config-name", examined.config_name, *_for_hydra(overrides)]
     return _hydra(line, task) or codes[0]
@@ -275,7 +277,9 @@ def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Pro
     startup.announce(plan.known[0].recipe.name if plan.known else "")
     parts.require(plan.known, missing)
     folder = Path(tempfile.mkdtemp(prefix="sweep-"))
-    task = jobs.Task(config_name, str(folder), os.getpid(), tuple(sys.orig_argv), total=plan.total)
+    levels = tuple(plan.known[0].log_levels.items()) if plan.known else ()
+    command = tuple(sys.orig_argv)
+    task = jobs.Task(config_name, str(folder), os.getpid(), command, plan.total, levels)
     line = ["--config-name", config_name, "--multirun"]
     where = [f"hydra.sweep.dir='{folder}'", "hydra.sweep.subdir=."]
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ def start(
     origin: bytes | None = None,
     auto: bool = False,
     on_claimed: OnClaimed = lambda run_dir: None,
+    log_levels: Mapping[str, str] | None = None,
 ) -> int:
     """Claim a run directory, or lock that of the run to resume; freeze the job there and launch it.
 
@@ -37,6 +38,7 @@ def start(
     Where `resume` of the recipe is set, that run is resumed; `origin` is its
     `directory.fingerprint` when the recipe was composed (None: the present one), and `auto` tells
     whether `resume=auto` has found it. With `fresh` the job gets processes of its own in any case.
+    `log_levels` are those of loggers by name, in each process of the job.
 
     Raises:
         ConfigError: if the number of processes contradicts the machine, another command trains in
@@ -46,11 +48,12 @@ def start(
     if recipe.resume is not None:
         run_dir = Path(recipe.resume)
         origin = directory.fingerprint(run_dir) if origin is None else origin
-        requested = _job(run_dir, overrides, config_name)
+        requested = _job(run_dir, overrides, config_name, log_levels)
         frozen = _placed(replace(recipe, resume=None), Job.read(run_dir)[0].cwd)
         return _resume(requested, frozen, origin, fresh, auto, on_claimed)
     run_dir = directory.claim(recipe.output_dir, recipe.name)
-    return _start_new(_job(run_dir, overrides, config_name), recipe, fresh, on_claimed)
+    requested = _job(run_dir, overrides, config_name, log_levels)
+    return _start_new(requested, recipe, fresh, on_claimed)
 
 
 def _start_new(requested: Job, recipe: Recipe, fresh: bool, on_claimed: OnClaimed) -> int:
@@ -114,13 +117,16 @@ def _checkpoint(run_dir: Path) -> Path:
     return found
 
 
-def _job(run_dir: Path, overrides: Sequence[str], config_name: str) -> Job:
+def _job(
+    run_dir: Path, overrides: Sequence[str], config_name: str, levels: Mapping[str, str] | None
+) -> Job:
     return Job(
         run_dir=run_dir,
         overrides=tuple(overrides),
         imports=tuple(trust.trusted()),
         cwd=os.getcwd(),
         config_name=config_name,
+        log_levels=dict(levels or {}),
     )
 
 

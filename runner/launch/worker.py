@@ -22,7 +22,7 @@ from accel.imports import load_attribute
 from runner.config.error_keys import of_the_recipe
 from runner.config.schema import Recipe
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
-from runner.launch import exit_guards, failures, rank_logs
+from runner.launch import exit_guards, failures, log_levels, rank_logs
 from runner.reporting import run_log
 from runner.run_dir import atomic_update, lock
 from runner.run_dir.atomic_update import run_dir_of
@@ -123,10 +123,11 @@ def run(folder: Path, stop: StopFlag | None = None) -> int:
     with lock.shared(run_dir_of(folder)), numerics.exported():  # before a numeric library is loaded
         job, recipe = Job.load(folder)
         numerics.apply()
-        if stop is not None:
-            return _train(job, recipe, stop)
-        with StopFlag().installed() as own, exit_guards.explained(own):
-            return _train(job, recipe, own)
+        with log_levels.applied(job.log_levels):
+            if stop is not None:
+                return _train(job, recipe, stop)
+            with StopFlag().installed() as own, exit_guards.explained(own):
+                return _train(job, recipe, own)
 
 
 def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:

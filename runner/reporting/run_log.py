@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +25,7 @@ BEGIN = "--- process"
 # Sequences of ANSI X3.64: colours and the like, titles of windows, single escapes.
 _CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\^_]")
 _ERASE = re.compile(r"\x1b\[[012]?K")
+_UP = re.compile(r"\x1b\[1?A")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 MOST_WAITING = 1 << 16  # characters of a line without an end
 
@@ -39,6 +40,7 @@ class RunLog:
         )
         self._lock = threading.Lock()
         self._waiting: dict[int, str] = {}
+        self._drawn: dict[int, str] = {}  # a redrawn line that the cursor may yet go back to
         _OPEN.add(self)
 
     def feed(self, source: int, text: str) -> str:
@@ -51,8 +53,25 @@ class RunLog:
             # The end of a redrawn line is where the next drawing begins.
             waiting = self._waiting.get(source, "") + _ERASE.sub("\r", text)
             *lines, rest = waiting.split("\n")
+            kept = self._complete(source, lines)
+            if rest and self._drawn.get(source):
+                kept += [] if _UP.search(rest) else [self._drawn[source]]
+                self._drawn[source] = ""
             self._waiting[source] = _redrawn(rest)[-MOST_WAITING:]
-            return self._write("".join(f"{_plain(line)}\n" for line in lines if _kept(line)))
+            return self._write("".join(f"{line}\n" for line in kept))
+
+    def _complete(self, source: int, lines: Sequence[str]) -> list[str]:
+        """Return complete lines as they are to be kept; a drawing is held back for the next text."""
+        kept = []
+        for line in lines:
+            drawn, self._drawn[source] = self._drawn.get(source, ""), ""
+            kept += [drawn] if drawn and not _UP.search(line) else []
+            redrawn = "\r" in line.rstrip("\r")
+            if redrawn and _plain(line) and line.startswith("\r"):
+                self._drawn[source] = _plain(line)
+            elif not redrawn or _plain(line):
+                kept.append(_plain(line))
+        return kept
 
     def line(self, text: str) -> str:
         """Write a line that is on no stream; return as `feed`."""
@@ -73,10 +92,11 @@ class RunLog:
     def close(self) -> None:
         """Write what is left of a line, and close the file."""
         with self._lock:
-            for rest in self._waiting.values():
+            for rest in [*self._drawn.values(), *self._waiting.values()]:
                 if _plain(rest).strip():
                     self._write(f"{_plain(rest)}\n")
             self._waiting.clear()
+            self._drawn.clear()
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
@@ -84,7 +104,7 @@ class RunLog:
     def after_fork(self) -> None:
         """Forget in a child what the parent has begun to write."""
         self._lock = threading.Lock()
-        self._waiting = {}
+        self._waiting, self._drawn = {}, {}
 
 
 _OPEN: weakref.WeakSet[RunLog] = weakref.WeakSet()
@@ -108,11 +128,6 @@ def _plain(line: str) -> str:
     """Return a line as it is last seen: without what was drawn over, and without codes."""
     last = next((part for part in reversed(line.split("\r")) if _CODES.sub("", part)), "")
     return _CONTROLS.sub("", _CODES.sub("", last)).rstrip()
-
-
-def _kept(line: str) -> bool:
-    """Return whether a line is more than the place of a progress bar that was cleared."""
-    return "\r" not in line.rstrip("\r") or bool(_plain(line))
 
 
 class Tee:

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -148,7 +148,7 @@ class Task:
 
     Jobs leave their exit codes in `folder`. `parent` is the id of the process that began the sweep,
     `command` its command line. `total` is None where the sweeper decides, which then gets each
-    job's metric.
+    job's metric. `log_levels` are those of loggers by name.
     """
 
     config_name: str
@@ -156,6 +156,7 @@ class Task:
     parent: int
     command: tuple[str, ...] = ()
     total: int | None = None
+    log_levels: tuple[tuple[str, str], ...] = ()
 
     def __call__(self, config: DictConfig) -> float | None:
         """Train the job that Hydra has composed.
@@ -182,7 +183,7 @@ class Task:
         of_how_many = "" if self.total is None else f" of {self.total}"
         print(f"job {number + 1}{of_how_many}: {' '.join(overrides)}", flush=True)
         with contextlib.nullcontext() if own_process else self._in_launcher_process(number):
-            code, run_dir = _attempt(overrides, self.config_name, number)
+            code, run_dir = _attempt(overrides, self.config_name, number, dict(self.log_levels))
         self._write_code(number, code)
         if code in (STOPPED, INTERRUPTED):
             if own_process:
@@ -238,7 +239,9 @@ def _stop_here(number: int, frame: FrameType | None) -> None:
     raise SystemExit(STOPPED)
 
 
-def _attempt(overrides: Sequence[str], config_name: str, number: int) -> tuple[int, Path | None]:
+def _attempt(
+    overrides: Sequence[str], config_name: str, number: int, log_levels: Mapping[str, str]
+) -> tuple[int, Path | None]:
     from runner.build import parts
     from runner.config import trust
     from runner.launch import start_run
@@ -255,6 +258,7 @@ def _attempt(overrides: Sequence[str], config_name: str, number: int) -> tuple[i
             examined.config_name,
             fresh=True,
             on_claimed=claimed.append,
+            log_levels=log_levels,
         )
     except KeyboardInterrupt:
         code = INTERRUPTED
