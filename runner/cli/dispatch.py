@@ -84,6 +84,10 @@ def _dispatch(arguments: Sequence[str]) -> int:
         from runner.cli import estimate_memory
 
         return estimate_memory.main(arguments[1:])
+    if command == "again":
+        from runner.cli import again
+
+        return again.main(arguments[1:])
     if command is not None:
         from runner.cli import evaluate_predict
 

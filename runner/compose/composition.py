@@ -80,14 +80,33 @@ def resumed(run_dir: str | Path, overrides: Sequence[str] = (), *, trains: bool 
     return found if found.problems else replace(found, log_levels=hydra_setup.log_levels(overrides))
 
 
+def again(run_dir: str | Path, overrides: Sequence[str] = ()) -> Examined:
+    """Return the recipe of a new run that does as `run_dir` describes, limits included.
+
+    As `resumed`, but any key may change. Call it inside a session.
+
+    Raises:
+        ConfigError: if the directory is no run.
+    """
+    job, plain = Job.read(run_dir)
+    found = _changed(job, plain, list(job.overrides), overrides, trains=False)
+    return found if found.problems else replace(found, log_levels=hydra_setup.log_levels(overrides))
+
+
 def _resumed(run_dir: str | Path, overrides: Sequence[str], trains: bool) -> Examined:
     job, plain = Job.read(run_dir)
-    frozen = resumed_recipe.without_limits(plain)
+    limits = {".".join(path) for path in resumed_recipe.PER_INVOCATION}
+    own = [o for o in job.overrides if hydra_setup.key_of(o) not in limits]
+    return _changed(job, resumed_recipe.without_limits(plain), own, overrides, trains)
+
+
+def _changed(
+    job: Job, frozen: dict[str, object], own: list[str], overrides: Sequence[str], trains: bool
+) -> Examined:
+    """Return a frozen recipe, composed from a job's `own` overrides, with new ones."""
     if not overrides:
         found, problems = serialization.examine(frozen)
         return Examined(found, problems, job.overrides, job.config_name)
-    limits = {".".join(path) for path in resumed_recipe.PER_INVOCATION}
-    own = [o for o in job.overrides if hydra_setup.key_of(o) not in limits]
     merged = hydra_setup.merge(own, overrides)
     before, lost = diagnose.examine(own, job.config_name)
     if lost:  # a file that the run was composed from is missing: its frozen recipe is the base

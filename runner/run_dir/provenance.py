@@ -277,7 +277,9 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -> b
 
 
 def _changes(git: Mapping[str, Any]) -> str:
-    return f"uncommitted changes ({git.get('diff_bytes', '?')} bytes)" if git["dirty"] else "none"
+    if not git["dirty"]:
+        return "no uncommitted changes"
+    return f"uncommitted changes ({git.get('diff_bytes', '?')} bytes)"
 
 
 def short_sha(git: Mapping[str, Any]) -> str:
@@ -291,8 +293,8 @@ def described_git(git: Mapping[str, Any] | None) -> str:
         return (git or {}).get("reason") or "no git work tree"
     parts = [f"{short_sha(git)} on {git.get('branch')}"]
     if git["dirty"]:
-        whole = git.get("diff_complete", True)
-        parts.append(f"with uncommitted changes ({DIFF}{'' if whole else ', names only'})")
+        only = "" if git.get("diff_complete", True) else ", names only"
+        parts.append(f"with uncommitted changes ({DIFF}{only})")
     if git.get("num_untracked"):
         parts.append(f"{git['num_untracked']} untracked files")
     return ", ".join(parts)
