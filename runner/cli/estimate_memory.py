@@ -74,8 +74,7 @@ def _show(
     from rich.console import Console
     from rich.table import Table
 
-    from runner.config.format_counts import counted
-    from runner.config.format_counts import size
+    from runner.config.format_counts import counted, size
 
     def shown(num_bytes: int | None) -> str:
         return "?" if num_bytes is None else "–" if num_bytes == 0 else size(num_bytes)

@@ -38,7 +38,11 @@ runner trains a PyTorch model that a recipe describes.
 
   runner [flags] [group=file ...] [key=value ...]     train
   runner -m key=a,b,c ...                             train once for each combination of values
-  runner eval RUN_DIR [key=value ...]                 evaluate the best state of a run
+  runner list [DIR ...] [status=failed since=2d ...]  runs, newest first; their status and objective
+  runner show RUN_DIR | compare RUN_DIR RUN_DIR ...   one run in full | what differs between runs
+  runner report DIR ... [--terminal]                  curves, swept keys, importance: an HTML page
+  runner again RUN_DIR [key=value ...]                a new run of what a directory describes
+  runner eval RUN_DIR ... [key=value ...]             evaluate the best state of runs
   runner predict RUN_DIR --split test --output FILE   write predictions
   runner predict RUN_DIR --device-map auto …          of a model that is larger than the GPU
   runner launch [flags] SCRIPT ...                    start a script of accel's on all devices
@@ -57,6 +61,7 @@ Flags
   -sc install=bash        shell completion: eval "$(runner -sc install=bash)"
   -i, --info              how the recipe is composed
   --version, -h, --help
+  hydra.verbose=true      debug messages; hydra.verbose=[a,b] those of loggers a and b
 """
 EXAMPLES = """\
 Examples

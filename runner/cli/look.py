@@ -10,6 +10,7 @@ from accel.errors import ConfigError
 from runner.cli.arguments import CommandParser
 from runner.exit_codes import DONE
 from runner.run_dir import discovery
+from runner.run_dir.record import RunRecord
 
 MOST_ROWS = 50
 
@@ -67,7 +68,7 @@ def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return folders, [word for word in words if word not in folders]
 
 
-def _found(folders: Sequence[str]) -> list[discovery.RunRecord]:
+def _found(folders: Sequence[str]) -> list[RunRecord]:
     if not folders and not Path(discovery.DEFAULT_FOLDER).is_dir():
         return []
     return discovery.find_runs(folders or [discovery.DEFAULT_FOLDER])
@@ -107,7 +108,7 @@ def show_run(arguments: Sequence[str]) -> int:
     return DONE
 
 
-def _defaults(run: discovery.RunRecord) -> dict[str, object] | None:
+def _defaults(run: RunRecord) -> dict[str, object] | None:
     """Return the recipe that the run's file gives without overrides; None: it does not compose."""
     name = str(run.job.get("config_name") or "config")
     if name not in _DEFAULTS:

@@ -242,7 +242,7 @@ def log_levels(overrides: Sequence[str]) -> dict[str, str]:
     Inside a session. Where the command line has no `hydra.verbose`, that of the recipe's files
     holds, if one has been composed.
     """
-    composed = HydraConfig.instance().cfg
+    composed: Any = HydraConfig.instance().cfg
     verbose: object = False if composed is None else composed.hydra.verbose
     levels: dict[str, str] = {}
     for override in overrides:

@@ -22,8 +22,8 @@ from accel.imports import load_attribute
 from runner.config.error_keys import of_the_recipe
 from runner.config.schema import Recipe
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
-from runner.launch import exit_guards, failures, log_levels, rank_logs
-from runner.reporting import run_log
+from runner.launch import exit_guards, failures, rank_logs
+from runner.reporting import log_levels, run_log
 from runner.run_dir import atomic_update, lock
 from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.job import Job

@@ -187,7 +187,9 @@ def sparkline(values: Sequence[float] | Array, width: int = 40) -> str:
     low, high = float(finite.min()), float(finite.max())
     span = high - low
     return "".join(
-        " " if not math.isfinite(value) else BLOCKS[int((value - low) / span * 7.999)]
+        " "
+        if not math.isfinite(value)
+        else BLOCKS[int((value - low) / span * 7.999)]
         if span > 0
         else BLOCKS[0]
         for value in thin.values

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,11 @@ from runner.config import resumed_recipe
 from runner.config.format_counts import size
 from runner.reporting.console import clock, number
 from runner.reporting.run_table import STYLES, cell, described, relative
-from runner.run_dir import atomic_update, directory, provenance
+from runner.run_dir import atomic_update, directory, evaluations, provenance
 from runner.run_dir import record as records
 from runner.run_dir.json_files import finite
 from runner.run_dir.record import RunRecord
 
-EVAL = "eval.json"
 MOST_LINES = 12  # of a traceback
 
 
@@ -55,7 +53,7 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> dict[str,
         "metrics": dict(run.summary.get("metrics") or {}),
         "best": run.summary.get("best"),
         "last": dict(run.last),
-        "evaluations": evaluations(run.path),
+        "evaluations": evaluations.read(run.path),
         "checkpoints": list(_checkpoints(run.path)),
         "failure": dict(run.failure) if run.status == records.FAILED else None,
         "resume": _resume(run),
@@ -67,15 +65,6 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> dict[str,
 def _changes(defaults: Mapping[str, object], recipe: Mapping[str, object]) -> list[dict[str, Any]]:
     found = resumed_recipe.differences(defaults, recipe)
     return [{"key": key, "default": there, "value": here} for key, there, here in found]
-
-
-def evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Return what `runner eval` has measured of a run, oldest first."""
-    try:
-        found = json.loads((run_dir / EVAL).read_text(encoding="utf-8"))["evaluations"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return [dict(one) for one in found if isinstance(one, Mapping)]
 
 
 def _checkpoints(run_dir: Path) -> Iterator[dict[str, Any]]:
@@ -185,8 +174,9 @@ def _code_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     code, machine = found["code"], found["machine"]
     yield "code", provenance.described_git(code.get("git"))
     if code.get("runner_git"):
-        yield "runner", provenance.described_git(code["runner_git"]).replace(
-            f" ({provenance.DIFF})", ""
+        yield (
+            "runner",
+            provenance.described_git(code["runner_git"]).replace(f" ({provenance.DIFF})", ""),
         )
     packages = found["packages"]
     if packages:
@@ -250,5 +240,3 @@ def _failure(found: Mapping[str, Any]) -> list[str]:
         return []
     lines = text[-MOST_LINES:]
     return [*(["…"] if len(text) > len(lines) else []), *lines]
-
-

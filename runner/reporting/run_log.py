@@ -2,9 +2,9 @@
 
 Standard output and standard error of the process are copied line by line as they are written: the
 run's own lines, the user's prints and warnings. A line that is redrawn on a terminal, as a progress
-bar, is kept as it was last; control codes are left out. A resumed run adds to the file. The launcher
-of several processes writes into the same file (how they ended), whole lines at a time. Output that
-native code writes past Python (a crash in C++) is on the terminal alone.
+bar, is kept as it was last; control codes are left out. A resumed run adds to the file. The
+launcher of several processes writes into the same file (how they ended), complete lines at a time.
+Output that native code writes past Python (a crash in C++) is on the terminal only.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RunLog:
             return self._write("".join(f"{line}\n" for line in kept))
 
     def _complete(self, source: int, lines: Sequence[str]) -> list[str]:
-        """Return complete lines as they are to be kept; a drawing is held back for the next text."""
+        """Return complete lines as they are to be kept; a drawing waits for the text behind it."""
         kept = []
         for line in lines:
             drawn, self._drawn[source] = self._drawn.get(source, ""), ""
@@ -179,7 +179,7 @@ def captured(run_dir: Path, what: str = "") -> Iterator[None]:
     log.line(f"{BEGIN} {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')} {what}".rstrip())
     streams = sys.stdout, sys.stderr
     tees = Tee(sys.stdout, log, 1), Tee(sys.stderr, log, 2)
-    sys.stdout, sys.stderr = tees  # type: ignore[assignment]
+    sys.stdout, sys.stderr = tees
     _ACTIVE.append(log)
     try:
         yield

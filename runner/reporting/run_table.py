@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,9 @@ def as_csv(runs: Sequence[RunRecord]) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def show(runs: Sequence[RunRecord], keys: Sequence[str] = (), console: Console | None = None) -> None:
+def show(
+    runs: Sequence[RunRecord], keys: Sequence[str] = (), console: Console | None = None
+) -> None:
     """Print runs as a table, with a column for each of the dotted `keys` of their recipes."""
     console = console or console_for_tables()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
@@ -164,5 +166,3 @@ def console_for_tables() -> Console:
     if not console.is_terminal:
         console = Console(highlight=False, soft_wrap=False, width=UNLIMITED_COLUMNS)
     return console
-
-

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel.errors import ConfigError
+from accel.errors import ConfigError, Problem
 from runner.run_dir import atomic_update
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import JOB
@@ -30,7 +30,8 @@ def find_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunRecord]:
     Raises:
         ConfigError: naming each folder that is not there.
     """
-    problems, found = [], {}
+    problems: list[Problem] = []
+    found: dict[str, RunRecord] = {}
     for folder in folders:
         path = Path(os.path.abspath(os.path.expanduser(folder)))
         if not path.is_dir():
@@ -51,7 +52,7 @@ def require_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunRecord]:
         ConfigError: naming each folder that is not there, or has no run.
     """
     found: dict[str, RunRecord] = {}
-    problems = []
+    problems: list[Problem] = []
     for folder in folders:
         runs = find_runs([folder])
         if not runs:

@@ -28,9 +28,7 @@ PACKAGES = (
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "SLURM_JOB_ID")
 
 
-def write_environment(
-    run_dir: str | os.PathLike[str], data: object = None
-) -> dict[str, object]:
+def write_environment(run_dir: str | os.PathLike[str], data: object = None) -> dict[str, object]:
     """Write `environment.json` and any `git.diff` to a run, or an attempt in it; return it.
 
     `data` is the recipe's node of the data factory, whose files are noted.
@@ -50,7 +48,7 @@ def describe(data: object = None, diff_to: Path | None = None) -> dict[str, obje
         "hostname": platform.node(),
         "command": sys.orig_argv,  # Hydra is given another line
         "cwd": os.getcwd(),
-        "packages": _versions(),
+        "packages": versions(),
         "device": _device(),
         "cpu": _cpu(),
         "cpu_count": os.cpu_count(),
@@ -62,7 +60,8 @@ def describe(data: object = None, diff_to: Path | None = None) -> dict[str, obje
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that a run depends on, as far as they are installed."""
     found = {}
     for name in PACKAGES:
         try:

@@ -32,7 +32,8 @@ class Job:
 
     It resumes from the checkpoint `resume_from`; None: from the beginning. It needs the user's
     packages `imports`; code in `cwd`, where it was started, can be imported. `log_levels` are those
-    of loggers by name. Its files are in `folder` until they are committed; None: in the run directory.
+    of loggers by name. Its files are in `folder` until they are committed; None: in the run
+    directory.
     """
 
     run_dir: Path

@@ -32,7 +32,7 @@ class Comparison:
         return not any(self.differences.values())
 
     def lines(self) -> list[tuple[str, str]]:
-        """Return (subject, sentence) of each difference; of a subject without one, what was compared."""
+        """Return (subject, sentence): of each difference, or of what was found to be equal."""
         found = []
         for subject, compared in self.compared.items():
             sentences = self.differences.get(subject) or [compared]
@@ -131,7 +131,5 @@ def _named(run_dir: Path) -> str:
 
 def _weights(manifest: checkpoints.Manifest) -> dict[str, str]:
     return {
-        name: entry.sha256
-        for name, entry in manifest.files.items()
-        if name.startswith(WEIGHTS)
+        name: entry.sha256 for name, entry in manifest.files.items() if name.startswith(WEIGHTS)
     }
