@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         The exit code of the run; of several, the highest.
 
     Raises:
-        ConfigError: if a directory is no run, a recipe is refused here, or a package is not trusted.
+        ConfigError: if a directory is no run, its recipe is refused, or a package is not trusted.
     """
     from runner.run_dir import discovery
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml  # type: ignore[import-untyped]
 
@@ -14,6 +14,7 @@ from accel.errors import ConfigError
 from accel.imports import require
 from runner.cli.arguments import CommandParser
 from runner.config import trust
+from runner.run_dir.json_files import JsonObject
 
 if TYPE_CHECKING:
     from torch import nn
@@ -124,7 +125,7 @@ def _model(name: str, arguments: Sequence[str]) -> nn.Module:
     return made
 
 
-def _parsed(arguments: Sequence[str]) -> dict[str, Any]:
+def _parsed(arguments: Sequence[str]) -> JsonObject:
     found = {}
     for argument in arguments:
         key, given, value = argument.partition("=")

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from accel.errors import AccelError, ConfigError
 from runner.cli.arguments import CommandParser
@@ -23,6 +22,7 @@ from runner.exit_codes import DONE
 from runner.inference import worker
 from runner.inference.placement import WORDS, Placement, parse_limits
 from runner.inference.session import Request, evaluate, is_stream, write_predictions
+from runner.run_dir.json_files import Fields, JsonObject
 
 WORKER = "runner.inference.worker:run"
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -73,7 +73,7 @@ def evaluate_runs(arguments: Sequence[str]) -> int:
     return max(codes, default=DONE)
 
 
-def _tried(request: Request) -> Mapping[str, Any] | Failed:
+def _tried(request: Request) -> Fields | Failed:
     """Evaluate one run of several: a failure does not keep the others from it."""
     from runner.launch import failures
 
@@ -85,10 +85,10 @@ def _tried(request: Request) -> Mapping[str, Any] | Failed:
         return Failed(failures.report(error), str(error).splitlines()[0])
 
 
-def _evaluated(request: Request) -> Mapping[str, Any]:
+def _evaluated(request: Request) -> Fields:
     """Measure a run, write the result to its eval.json, and return it."""
     if request.num_processes > 1 and processes.adopted() is None:
-        found: Mapping[str, Any] = _by_processes(request)
+        found: Fields = _by_processes(request)
     else:
         found = worker.plain(evaluate(request))
     if _is_main():
@@ -96,7 +96,7 @@ def _evaluated(request: Request) -> Mapping[str, Any]:
     return found
 
 
-def _record(request: Request, found: Mapping[str, Any]) -> None:
+def _record(request: Request, found: Fields) -> None:
     from runner.run_dir import environment, evaluations
 
     checkpoint = os.path.relpath(found["checkpoint"], os.path.realpath(request.run_dir))
@@ -123,7 +123,7 @@ def _record(request: Request, found: Mapping[str, Any]) -> None:
         print(f"{place} is not written ({error.strerror}).", file=sys.stderr)
 
 
-def _show_one(request: Request, found: Mapping[str, Any]) -> None:
+def _show_one(request: Request, found: Fields) -> None:
     from runner.reporting.console import Display, number
 
     for split, metrics in found["metrics"].items():
@@ -131,9 +131,7 @@ def _show_one(request: Request, found: Mapping[str, Any]) -> None:
         Display(enabled=_is_main()).final(f"{request.run_dir.name} · {split}", rows)
 
 
-def _show_table(
-    requests: Sequence[Request], results: Mapping[Path, Mapping[str, Any] | Failed]
-) -> None:
+def _show_table(requests: Sequence[Request], results: Mapping[Path, Fields | Failed]) -> None:
     from runner.reporting import evaluation_table, run_table
 
     rows = [
@@ -170,7 +168,7 @@ def predict(arguments: Sequence[str]) -> int:
     return DONE
 
 
-def _by_processes(request: Request) -> dict[str, Any]:
+def _by_processes(request: Request) -> JsonObject:
     """Let fresh processes do what a request asks for, and return what rank 0 has found.
 
     Raises:

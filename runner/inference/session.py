@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from accel.checkpoint import directory as checkpoints
 from accel.errors import ConfigError, Problem
@@ -31,6 +31,7 @@ from runner.inference.placement import Placement
 from runner.reporting import log_levels, startup
 from runner.run_dir import directory, json_files
 from runner.run_dir.job import Job
+from runner.run_dir.json_files import JsonObject
 from runner.run_dir.numerics import Numerics, choose
 
 if TYPE_CHECKING:
@@ -299,7 +300,7 @@ def for_inference(recipe: Recipe, request: Request) -> Recipe:
         remedy = "Leave it out, give --processes 2, or choose the device: distributed.device=cpu."
         raise ConfigError.of(f"distributed={distributed.kind}", rule, remedy)
     device = "cpu" if distributed.kind == "multi_cpu" else distributed.device
-    off: dict[str, Any] = dict.fromkeys(PLUGINS)  # a checkpoint holds full tensors
+    off: JsonObject = dict.fromkeys(PLUGINS)  # a checkpoint holds full tensors
     own = Distributed(device=device, init=distributed.init)
     if number == 1:
         return replace(recipe, distributed=own, **off)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from accel.env import Environment
 from runner.exit_codes import DONE
@@ -16,7 +15,7 @@ from runner.inference.session import (
     predictions_dropped,
     write_predictions,
 )
-from runner.run_dir.json_files import write_json
+from runner.run_dir.json_files import JsonObject, write_json
 
 REQUEST, RESULT = "request.json", "result.json"
 
@@ -49,7 +48,7 @@ def run(folder: Path, stop: object = None) -> int:
     return DONE
 
 
-def attempt(request: Request, rank: int) -> dict[str, Any] | None:
+def attempt(request: Request, rank: int) -> JsonObject | None:
     """Evaluate or predict as one of several processes; return the result on rank 0, else None."""
     if request.output is None:
         found = evaluate(request)
@@ -60,12 +59,12 @@ def attempt(request: Request, rank: int) -> dict[str, Any] | None:
     return {"count": write_predictions(request)}
 
 
-def plain(found: Evaluation) -> dict[str, Any]:
+def plain(found: Evaluation) -> JsonObject:
     """Return an evaluation as plain containers."""
     return {**asdict(found), "checkpoint": str(found.checkpoint)}
 
 
-def read_result(folder: Path) -> dict[str, Any]:
+def read_result(folder: Path) -> JsonObject:
     """Return the result that rank 0 has written."""
-    found: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    found: JsonObject = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from runner.reporting.console import clock, number
 from runner.reporting.filters import leaves
 from runner.reporting.run_table import STYLES, cell
 from runner.run_dir import provenance
-from runner.run_dir.json_files import finite
+from runner.run_dir.json_files import Fields, JsonObject, finite
 from runner.run_dir.record import MISSING, RunRecord
 
 # With more runs than these, a run is a row.
@@ -44,7 +44,7 @@ class Compared:
 
 def compare(runs: Sequence[RunRecord]) -> Compared:
     """Return what differs between runs; keys that are equal in all are counted."""
-    read: dict[str, Callable[[RunRecord], Mapping[str, Any]]] = {
+    read: dict[str, Callable[[RunRecord], Fields]] = {
         "recipe": _recipe,
         "code": _code,
         "versions": lambda run: dict(run.environment.get("packages") or {}),
@@ -65,12 +65,12 @@ def _same(values: Sequence[Any]) -> bool:
     return all(value == values[0] for value in values)
 
 
-def _recipe(run: RunRecord) -> Mapping[str, Any]:
+def _recipe(run: RunRecord) -> Fields:
     return {".".join(key): value for key, value in leaves(run.recipe)}
 
 
-def _code(run: RunRecord) -> Mapping[str, Any]:
-    found: dict[str, Any] = {}
+def _code(run: RunRecord) -> Fields:
+    found: JsonObject = {}
     for key, whose in (("git", "project"), ("runner_git", "runner")):
         git = run.environment.get(key)
         if not git or "dirty" not in git:
@@ -86,7 +86,7 @@ def _code(run: RunRecord) -> Mapping[str, Any]:
     return found
 
 
-def _machine(run: RunRecord) -> Mapping[str, Any]:
+def _machine(run: RunRecord) -> Fields:
     names = ("hostname", "platform", "python", "cpu", "cpu_count", "device")
     found = {name: run.environment.get(name) for name in names if name in run.environment}
     if "num_processes" in run.summary:
@@ -94,8 +94,8 @@ def _machine(run: RunRecord) -> Mapping[str, Any]:
     return found
 
 
-def _result(run: RunRecord) -> Mapping[str, Any]:
-    found: dict[str, Any] = {"status": run.status, "step": run.step}
+def _result(run: RunRecord) -> Fields:
+    found: JsonObject = {"status": run.status, "step": run.step}
     if run.objective is not None:
         found[f"best validation {run.objective.metric}"] = run.objective.value
     for split, metrics in (run.summary.get("metrics") or {}).items():

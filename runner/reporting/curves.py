@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runner.reporting.filters import leaves
-from runner.run_dir.json_files import METRICS
+from runner.run_dir.json_files import METRICS, Fields, JsonObject
 from runner.run_dir.record import MISSING, RunRecord, number
 
 # Values of a record that are no metric.
@@ -78,7 +78,7 @@ def read_curves(run: RunRecord) -> dict[str, Curve]:
     return {name: Curve(np.array(s), np.array(v)) for name, (s, v) in found.items()}
 
 
-def _records(run: RunRecord) -> Iterator[Mapping[str, Any]]:
+def _records(run: RunRecord) -> Iterator[Fields]:
     with contextlib.suppress(OSError), (run.path / METRICS).open(encoding="utf-8") as file:
         for line in file:
             with contextlib.suppress(ValueError):
@@ -136,7 +136,7 @@ def swept_keys(runs: Sequence[RunRecord]) -> list[str]:
     return [name for name in names if len({_hashed(r.get(name, MISSING)) for r in recipes}) > 1]
 
 
-def _flat(run: RunRecord) -> dict[str, Any]:
+def _flat(run: RunRecord) -> JsonObject:
     found = {".".join(key): value for key, value in leaves(run.recipe)}
     return {
         key: value

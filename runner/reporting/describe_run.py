@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -22,13 +21,13 @@ from runner.reporting.console import clock, number
 from runner.reporting.run_table import STYLES, cell, described, relative
 from runner.run_dir import atomic_update, directory, evaluations, provenance
 from runner.run_dir import record as records
-from runner.run_dir.json_files import finite
+from runner.run_dir.json_files import Fields, JsonObject, finite
 from runner.run_dir.record import RunRecord
 
 MOST_LINES = 12  # of a traceback
 
 
-def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> dict[str, Any]:
+def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObject:
     """Return everything that is known of a run as plain containers.
 
     Args:
@@ -62,12 +61,12 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> dict[str,
     }
 
 
-def _changes(defaults: Mapping[str, object], recipe: Mapping[str, object]) -> list[dict[str, Any]]:
+def _changes(defaults: Mapping[str, object], recipe: Mapping[str, object]) -> list[JsonObject]:
     found = resumed_recipe.differences(defaults, recipe)
     return [{"key": key, "default": there, "value": here} for key, there, here in found]
 
 
-def _checkpoints(run_dir: Path) -> Iterator[dict[str, Any]]:
+def _checkpoints(run_dir: Path) -> Iterator[JsonObject]:
     try:
         found = directory.own_checkpoints(run_dir)
     except (OSError, AccelError):
@@ -112,13 +111,13 @@ def _resume(run: RunRecord) -> str:
 # -- for people ----------------------------------------------------------------------------
 
 
-def as_json(found: Sequence[Mapping[str, Any]]) -> str:
+def as_json(found: Sequence[Fields]) -> str:
     """Return descriptions as JSON: one object, or a list of several."""
     content: object = found[0] if len(found) == 1 else list(found)
     return json.dumps(finite(content), indent=2, ensure_ascii=False, default=str)
 
 
-def show(found: Mapping[str, Any], console: Console) -> None:
+def show(found: Fields, console: Console) -> None:
     """Print the description of one run."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -134,7 +133,7 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         console.print()
 
 
-def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str | Text]]:
+def _rows(found: Fields) -> Iterator[tuple[str, str | Text]]:
     status = Text(found["status"], style=STYLES[found["status"]])
     reason = found["reason"]
     yield "status", status.append(f"  {reason}" if reason else "", style="default")
@@ -157,7 +156,7 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str | Text]]:
         yield "again", f"runner again {shlex.quote(relative(Path(found['directory'])))}"
 
 
-def _recipe_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _recipe_rows(found: Fields) -> Iterator[tuple[str, str]]:
     if found["overrides"]:
         yield "overrides", shlex.join(found["overrides"])
     if found["changes"] is None:
@@ -170,7 +169,7 @@ def _recipe_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "resumed", f"with another recipe; those before: {names}"
 
 
-def _code_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _code_rows(found: Fields) -> Iterator[tuple[str, str]]:
     code, machine = found["code"], found["machine"]
     yield "code", provenance.described_git(code.get("git"))
     if code.get("runner_git"):
@@ -192,7 +191,7 @@ def _code_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "data", f"{key}: {files['path']} ({files['files']} files, {size(files['bytes'])})"
 
 
-def _metric_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _metric_rows(found: Fields) -> Iterator[tuple[str, str]]:
     best = found["best"]
     if isinstance(best, Mapping):
         yield "best", f"{best['metric']} {number(best['value'])} at step {best['step']}"
@@ -218,11 +217,11 @@ def _metric_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "speed", " · ".join(parts)
 
 
-def _listed(metrics: Mapping[str, Any]) -> str:
+def _listed(metrics: Fields) -> str:
     return "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
 
 
-def _checkpoint_lines(found: Mapping[str, Any]) -> list[str]:
+def _checkpoint_lines(found: Fields) -> list[str]:
     best = (found["best"] or {}).get("checkpoint")
     lines = []
     for one in found["checkpoints"]:
@@ -233,7 +232,7 @@ def _checkpoint_lines(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _failure(found: Mapping[str, Any]) -> list[str]:
+def _failure(found: Fields) -> list[str]:
     failure = found["failure"] or {}
     text = str(failure.get("traceback") or "").rstrip().splitlines()
     if not text:

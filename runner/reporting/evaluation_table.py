@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -13,9 +12,10 @@ from rich.text import Text
 
 from runner.reporting.console import number
 from runner.reporting.run_table import relative
+from runner.run_dir.json_files import Fields
 
 
-def show(rows: Sequence[tuple[Path, Mapping[str, Any] | str]], console: Console) -> None:
+def show(rows: Sequence[tuple[Path, Fields | str]], console: Console) -> None:
     """Print evaluations; of a run that could not be measured, the reason in place of its metrics.
 
     Args:
@@ -43,9 +43,7 @@ def show(rows: Sequence[tuple[Path, Mapping[str, Any] | str]], console: Console)
     console.print(table)
 
 
-def _cells(
-    run_dir: Path, found: Mapping[str, Any] | str, names: Sequence[tuple[str, str]]
-) -> list[Text]:
+def _cells(run_dir: Path, found: Fields | str, names: Sequence[tuple[str, str]]) -> list[Text]:
     if isinstance(found, str):
         empty = [Text("")] * (1 + len(names))
         return [Text(relative(run_dir)), *empty, Text(f"failed: {found}", style="red")]

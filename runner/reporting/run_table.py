@@ -21,7 +21,7 @@ from accel.errors import ConfigError, nearest
 from runner.reporting import filters
 from runner.reporting.console import clock, number
 from runner.run_dir import record as records
-from runner.run_dir.json_files import finite
+from runner.run_dir.json_files import JsonObject, finite
 from runner.run_dir.record import MISSING, RunRecord
 
 STYLES = {
@@ -71,7 +71,7 @@ def _sort_key(run: RunRecord, key: str, value: Any) -> tuple[int, Any]:
     return 1, str(value)
 
 
-def described(run: RunRecord) -> dict[str, Any]:
+def described(run: RunRecord) -> JsonObject:
     """Return a run as plain containers, for programs."""
     objective = run.objective
     return {

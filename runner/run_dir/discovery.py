@@ -7,12 +7,12 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from accel.errors import ConfigError, Problem
 from runner.run_dir import atomic_update
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import JOB
+from runner.run_dir.json_files import JsonObject
 from runner.run_dir.record import RunRecord
 
 SWEEP, SWEEP_PREFIX, JOURNAL = "sweep.json", "sweep-", "journal.jsonl"
@@ -92,15 +92,15 @@ def _walk(path: Path, depth: int) -> Iterator[RunRecord]:
             yield from _walk(Path(entry.path), depth - 1)
 
 
-def _of_sweep(path: Path) -> tuple[str | None, dict[str, Any] | None]:
+def _of_sweep(path: Path) -> tuple[str | None, JsonObject | None]:
     if not _NUMBERED.fullmatch(path.name) or not is_sweep(path.parent):
         return None, None
     return path.parent.name, read_journal(path.parent).get(int(path.name))
 
 
-def read_journal(sweep_dir: Path) -> dict[int, dict[str, Any]]:
+def read_journal(sweep_dir: Path) -> dict[int, JsonObject]:
     """Return the last record of each job in a sweep's journal, a torn line left out."""
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, JsonObject] = {}
     try:
         lines = (sweep_dir / JOURNAL).read_bytes().splitlines()
     except OSError:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from runner.run_dir.json_files import write_json
+from runner.run_dir.json_files import Fields, JsonObject, write_json
 
 EVAL = "eval.json"
 # What tells one evaluation from another: a later one of the same replaces the earlier.
 IDENTITY = ("checkpoint", "step", "overrides")
 
 
-def read(run_dir: Path) -> list[dict[str, Any]]:
+def read(run_dir: Path) -> list[JsonObject]:
     """Return the evaluations of a run, oldest first; a damaged file holds none."""
     try:
         found = json.loads((run_dir / EVAL).read_text(encoding="utf-8"))["evaluations"]
@@ -25,7 +24,7 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
         return []
 
 
-def add(run_dir: Path, evaluation: Mapping[str, Any]) -> None:
+def add(run_dir: Path, evaluation: Fields) -> None:
     """Add an evaluation to a run's, in one piece.
 
     Splits that it has measured replace those of the same checkpoint under the same overrides.
@@ -34,8 +33,8 @@ def add(run_dir: Path, evaluation: Mapping[str, Any]) -> None:
         OSError: if the run directory cannot be written.
     """
     with _one_at_a_time(run_dir):
-        others: list[dict[str, Any]] = []
-        same: dict[str, Any] = {}
+        others: list[JsonObject] = []
+        same: JsonObject = {}
         for one in read(run_dir):
             if all(one.get(key) == evaluation.get(key) for key in IDENTITY):
                 same |= one.get("metrics") or {}

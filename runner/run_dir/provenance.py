@@ -15,7 +15,8 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+from runner.run_dir.json_files import Fields, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ MOST_DATA_FILES = 2_000
 PACKAGE = Path(__file__).resolve().parents[2]
 
 
-def git_state(folder: str | os.PathLike[str], diff_to: Path | None = None) -> dict[str, Any]:
+def git_state(folder: str | os.PathLike[str], diff_to: Path | None = None) -> JsonObject:
     """Return commit, branch and uncommitted changes of the work tree that a folder lies in.
 
     Args:
@@ -84,12 +85,12 @@ def _output(process: subprocess.Popen[bytes]) -> str | None:
     return None if process.returncode else out.decode("utf-8", errors="surrogateescape")
 
 
-def _parsed(entries: Sequence[str]) -> dict[str, Any]:
+def _parsed(entries: Sequence[str]) -> JsonObject:
     """Return what `git status --porcelain=v2 --branch -z` lists.
 
     Source: https://git-scm.com/docs/git-status#_porcelain_format_version_2
     """
-    found: dict[str, Any] = {"sha": None, "branch": None, "dirty": False, "untracked": []}
+    found: JsonObject = {"sha": None, "branch": None, "dirty": False, "untracked": []}
     for entry in entries:
         kind, _, rest = entry.partition(" ")
         if entry.startswith("# branch.oid "):
@@ -104,7 +105,7 @@ def _parsed(entries: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _diff(folder: str | os.PathLike[str], diff_to: Path | None) -> dict[str, Any]:
+def _diff(folder: str | os.PathLike[str], diff_to: Path | None) -> JsonObject:
     """Return digest and size of the uncommitted changes, and write them as a patch."""
     plain = ("--no-color", "--no-ext-diff", "--no-textconv")
     process = _start(folder, "diff", "HEAD", "--binary", *plain)
@@ -125,7 +126,7 @@ def _diff(folder: str | os.PathLike[str], diff_to: Path | None) -> dict[str, Any
     return {"diff_sha256": digest, "diff_bytes": len(patch), "diff_complete": complete}
 
 
-def runner_checkout() -> dict[str, Any] | None:
+def runner_checkout() -> JsonObject | None:
     """Return the state of the checkout that `runner` and `accel` come from; None: installed."""
     if not (PACKAGE / ".git").exists():
         return None
@@ -185,7 +186,7 @@ def _digest_of_sources(root: Path, names: Iterable[str]) -> str | None:
 # -- data ----------------------------------------------------------------------------------
 
 
-def data_files(node: object, key: str = "data", cwd: str = ".") -> dict[str, dict[str, Any]]:
+def data_files(node: object, key: str = "data", cwd: str = ".") -> dict[str, JsonObject]:
     """Return by dotted key the files and folders that the arguments of a data factory name.
 
     Sizes and times of change are recorded, no content is read. What a factory reads without being
@@ -208,7 +209,7 @@ def _paths(node: object, key: str, cwd: str) -> Iterator[tuple[str, str]]:
                 yield key, os.path.abspath(path)
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
+def _fingerprint(path: Path) -> JsonObject:
     """Return number, bytes and newest change (seconds since the epoch) of a file or a folder."""
     number = total = 0
     newest, complete = 0.0, True
@@ -235,7 +236,7 @@ def _files(folder: Path) -> Iterator[Path]:
 # -- differences ---------------------------------------------------------------------------
 
 
-def code_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def code_differences(then: Fields, now: Fields) -> list[str]:
     """Return how the code of two recorded environments differs, a sentence each; [] if it does not.
 
     Args:
@@ -251,9 +252,7 @@ def code_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     return lines
 
 
-def _git_differences(
-    then: Mapping[str, Any], now: Mapping[str, Any], key: str, whose: str
-) -> list[str]:
+def _git_differences(then: Fields, now: Fields, key: str, whose: str) -> list[str]:
     before, after = then.get(key) or {}, now.get(key) or {}
     known = "dirty" in before, "dirty" in after
     if known == (False, False):
@@ -271,23 +270,23 @@ def _git_differences(
     return lines
 
 
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -> bool:
+def _changed(before: Fields, after: Fields, key: str) -> bool:
     # Runs of earlier versions have not recorded it.
     return key in before and key in after and before[key] != after[key]
 
 
-def _changes(git: Mapping[str, Any]) -> str:
+def _changes(git: Fields) -> str:
     if not git["dirty"]:
         return "no uncommitted changes"
     return f"uncommitted changes ({git.get('diff_bytes', '?')} bytes)"
 
 
-def short_sha(git: Mapping[str, Any]) -> str:
+def short_sha(git: Fields) -> str:
     """Return the first digits of a recorded commit, or that there was none."""
     return str(git["sha"])[:10] if git.get("sha") else "no commit"
 
 
-def described_git(git: Mapping[str, Any] | None) -> str:
+def described_git(git: Fields | None) -> str:
     """Return e.g. "1a2b3c4d5e on main, with uncommitted changes (git.diff)"."""
     if not git or "dirty" not in git:
         return (git or {}).get("reason") or "no git work tree"
@@ -300,7 +299,7 @@ def described_git(git: Mapping[str, Any] | None) -> str:
     return ", ".join(parts)
 
 
-def data_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def data_differences(then: Fields, now: Fields) -> list[str]:
     """Return how files that a data factory is given differ between two recorded environments."""
     before, after = then.get("data") or {}, now.get("data") or {}
     lines = []
@@ -315,12 +314,12 @@ def data_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     return lines
 
 
-def _size(found: Mapping[str, Any]) -> str:
+def _size(found: Fields) -> str:
     more = "" if found.get("complete", True) else " or more"
     return f"{found.get('files')} files of {found.get('bytes')} bytes{more}"
 
 
-def machine_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def machine_differences(then: Fields, now: Fields) -> list[str]:
     """Return how versions and machine of two recorded environments differ."""
     lines = []
     before, after = then.get("packages") or {}, now.get("packages") or {}

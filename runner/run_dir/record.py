@@ -24,7 +24,7 @@ from runner.exit_codes import CLEAN, INTERRUPTED
 from runner.run_dir import atomic_update, lock
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import ENVIRONMENT, JOB, RECIPE
-from runner.run_dir.json_files import METRICS, SUMMARY
+from runner.run_dir.json_files import METRICS, SUMMARY, Fields, JsonObject
 
 RUNNING, FINISHED, STOPPED = "running", "finished", "stopped"
 FAILED, CUT_OFF, PRUNED, BROKEN = "failed", "interrupted", "pruned", "broken"
@@ -61,19 +61,17 @@ class RunRecord:
         problems: what could not be read, a sentence each.
     """
 
-    def __init__(
-        self, path: Path, sweep: str | None = None, journal: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, path: Path, sweep: str | None = None, journal: Fields | None = None) -> None:
         self.path = path
         self.sweep = sweep
         self.journal = dict(journal or {})
         self.problems: list[str] = []
-        self._nodes: dict[str, Any] = {}
+        self._nodes: JsonObject = {}
 
     # -- the recipe ------------------------------------------------------------------------
 
     @cached_property
-    def job(self) -> Mapping[str, Any]:
+    def job(self) -> Fields:
         """The content of job.json; empty where it is damaged."""
         return self._json(JOB)
 
@@ -122,7 +120,7 @@ class RunRecord:
         return found
 
     @cached_property
-    def recipe(self) -> dict[str, Any]:
+    def recipe(self) -> JsonObject:
         """The recipe as plain containers, as far as it can be read."""
         nodes = {name: self.node(name) for name in self._places}
         return {name: node for name, node in nodes.items() if node is not MISSING}
@@ -142,12 +140,12 @@ class RunRecord:
     # -- its course ------------------------------------------------------------------------
 
     @cached_property
-    def summary(self) -> Mapping[str, Any]:
+    def summary(self) -> Fields:
         """The content of summary.json; empty where there is none."""
         return self._json(SUMMARY)
 
     @cached_property
-    def environment(self) -> Mapping[str, Any]:
+    def environment(self) -> Fields:
         """The content of environment.json; empty where there is none."""
         return self._json(ENVIRONMENT)
 
@@ -163,9 +161,9 @@ class RunRecord:
         return float(found) if isinstance(found, int | float) else self._written(JOB, CONFIG)
 
     @cached_property
-    def failure(self) -> Mapping[str, Any]:
+    def failure(self) -> Fields:
         """How the first process that failed ended, of the last launch in which one did."""
-        found: dict[str, Any] = {}
+        found: JsonObject = {}
         with contextlib.suppress(OSError):
             for file in os.scandir(self.path / "logs"):
                 if file.name.startswith("launch_") and "_rank_" in file.name:
@@ -217,7 +215,7 @@ class RunRecord:
         return str(self.summary.get("reason") or "")
 
     @cached_property
-    def last(self) -> Mapping[str, Any]:
+    def last(self) -> Fields:
         """The newest record of metrics.jsonl; empty where there is none."""
         return next(iter(self._tail()), {})
 
@@ -264,7 +262,7 @@ class RunRecord:
 
     # -- files -----------------------------------------------------------------------------
 
-    def _tail(self) -> list[Mapping[str, Any]]:
+    def _tail(self) -> list[Fields]:
         """Return the last records of metrics.jsonl, newest first."""
         try:
             with (self.path / METRICS).open("rb") as file:
@@ -288,7 +286,7 @@ class RunRecord:
             return self.path.stat().st_mtime
         return 0.0
 
-    def _json(self, name: str) -> Mapping[str, Any]:
+    def _json(self, name: str) -> Fields:
         try:
             content = atomic_update.read(self.path, name)
         except OSError as error:
@@ -326,7 +324,7 @@ def number(value: object) -> float | None:
     return None
 
 
-def _loaded(path: Path) -> dict[str, Any]:
+def _loaded(path: Path) -> JsonObject:
     """Return the mapping that a JSON file holds; empty where it holds none."""
     try:
         found = json.loads(path.read_bytes())
@@ -335,7 +333,7 @@ def _loaded(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _newer(outcome: Mapping[str, Any], than: Mapping[str, Any]) -> bool:
+def _newer(outcome: Fields, than: Fields) -> bool:
     """Return whether an outcome is of a later launch, or the earlier cause in the same one."""
     if not than:
         return True

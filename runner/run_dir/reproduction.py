@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from accel.checkpoint import directory as checkpoints
 from accel.errors import AccelError
 from runner.run_dir import atomic_update, directory, provenance
+from runner.run_dir.json_files import Fields
 
 WEIGHTS = ("model", "pytorch_model")
 
@@ -40,7 +39,7 @@ class Comparison:
         return found
 
 
-def compare(run_dir: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
+def compare(run_dir: Path, then: Fields, now: Fields) -> Comparison:
     """Compare the recorded environment of a run with that of this process.
 
     Args:
@@ -66,7 +65,7 @@ def compare(run_dir: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> C
     return Comparison(compared, differences)
 
 
-def _code_compared(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _code_compared(then: Fields, now: Fields) -> str:
     parts = []
     git, before = now.get("git") or {}, then.get("git") or {}
     if "dirty" in git and "dirty" in before:
@@ -82,14 +81,14 @@ def _code_compared(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"not compared: {reason}, and no package of the project is recorded"
 
 
-def _data_compared(then: Mapping[str, Any]) -> str:
+def _data_compared(then: Fields) -> str:
     files = then.get("data") or {}
     if not files:
         return "not compared: the recipe gives the data factory no file or folder"
     return f"the same sizes and times of {', '.join(files)} (contents are not read)"
 
 
-def _recipe_notes(run_dir: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _recipe_notes(run_dir: Path, then: Fields, now: Fields) -> list[str]:
     notes = []
     earlier = atomic_update.kept_recipes(run_dir)
     if earlier:
