@@ -26,7 +26,7 @@ from runner.compose import composition, diagnose, hydra_setup
 from runner.config import processes
 from runner.config.batch_plan import plan_batches
 from runner.config.schema import PLUGINS, Distributed, Recipe, Trainer
-from runner.inference.load import described, find_checkpoint, restored_step
+from runner.inference.load import described, find_checkpoint, restored_step, step_of
 from runner.inference.placement import Placement
 from runner.reporting import log_levels, startup
 from runner.run_dir import directory, json_files
@@ -121,7 +121,7 @@ def evaluate(request: Request) -> Evaluation:
             )
             for split, batches in session.batches.items()
         }
-        step = checkpoints.read_manifest(session.checkpoint).metadata.get("step")
+        step = step_of(session.checkpoint)
         number = session.accelerator.num_processes
         return Evaluation(metrics, session.checkpoint, step, time.monotonic() - began, number)
 

@@ -26,6 +26,7 @@ INK = "#010203"
 COLOURS = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B59F00", "#7F7F7F"),
 )
+_ROUNDED = re.compile(r"(\.\d\d)\d+")  # hundredths of a point
 MOST_COLOURED = len(COLOURS)  # groups, the best; the others are drawn thin
 LOG_RATIO = 30.0  # between the largest and the smallest value, from which on an axis is logarithmic
 
@@ -97,6 +98,7 @@ def _for_page(svg: str, name: str, title: str) -> str:
     body = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", body)
     body = re.sub(r"font: ([^;\"]*?)'[^\"]*?sans-serif[^\";]*", r"font: \1sans-serif", body)
     body = re.sub(r'\s(width|height)="[\d.]+pt"', "", body, count=2)
+    body = re.sub(r' d="[^"]*"', lambda path: _ROUNDED.sub(r"\1", path[0]), body)
     body = body.replace(INK, "currentColor")
     return body.replace("<svg", f'<svg role="img" aria-label="{_attribute(title)}"', 1)
 

@@ -67,7 +67,7 @@ class RunLog:
             drawn, self._drawn[source] = self._drawn.get(source, ""), ""
             kept += [drawn] if drawn and not _UP.search(line) else []
             redrawn = "\r" in line.rstrip("\r")
-            if redrawn and _plain(line) and line.startswith("\r"):
+            if redrawn and _plain(line):
                 self._drawn[source] = _plain(line)
             elif not redrawn or _plain(line):
                 kept.append(_plain(line))
