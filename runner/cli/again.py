@@ -59,7 +59,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def _prepared(run: RunRecord, overrides: Sequence[str]) -> Examined:
     from runner.compose import composition, diagnose, hydra_setup
-    from runner.run_dir import numerics
     from runner.run_dir.job import Job
 
     refused = [o for o in overrides if hydra_setup.key_of(o) == "resume"]
@@ -71,12 +70,7 @@ def _prepared(run: RunRecord, overrides: Sequence[str]) -> Examined:
         print(line, file=sys.stderr)
     with hydra_setup.session():
         examined = composition.again(run.path, diagnose.unique(overrides))
-    recipe = replace(examined.recipe, resume=None)
-    threads = numerics.read(run.path).num_threads
-    if recipe.distributed.num_threads is None and threads is not None and not overrides:
-        # Sums depend on how they are divided over threads.
-        recipe = replace(recipe, distributed=replace(recipe.distributed, num_threads=threads))
-    return replace(examined, recipe=recipe)
+    return replace(examined, recipe=replace(examined.recipe, resume=None))
 
 
 def _require(prepared: Sequence[Examined]) -> None:
@@ -107,19 +101,20 @@ def _tell(run: RunRecord, examined: Examined, overrides: Sequence[str]) -> None:
 
 def _start(run: RunRecord, examined: Examined, overrides: Sequence[str], fresh: bool) -> int:
     from runner.launch import start_run
-    from runner.run_dir import reproduction
+    from runner.run_dir import numerics, reproduction
 
     claimed: list[Path] = []
-    code = start_run.start(
-        examined.recipe,
-        examined.overrides,
-        examined.config_name,
-        fresh=fresh,
-        on_claimed=claimed.append,
-        log_levels=examined.log_levels,
-    )
+    with numerics.read(run.path).threads_exported():
+        code = start_run.start(
+            examined.recipe,
+            examined.overrides,
+            examined.config_name,
+            fresh=fresh,
+            on_claimed=claimed.append,
+            log_levels=examined.log_levels,
+        )
     verdict = ""
-    if code == DONE and not overrides:
+    if code == DONE and claimed and not overrides:
         verdict = reproduction.weights_verdict(run.path, claimed[0])
     if verdict:
         print(verdict)

@@ -12,7 +12,7 @@ from tests.runner.written_runs import write_sweep
 def test_the_key_that_matters_is_the_most_important(tmp_path: Path) -> None:
     runs = discovery.find_runs([write_sweep(tmp_path, (1e-4, 3e-4, 1e-3, 3e-3))])
     found = importance(runs, ["model.width", "optimizer.lr", "model.name"])
-    assert list(found.shares)[0] == "optimizer.lr"
+    assert next(iter(found.shares)) == "optimizer.lr"
     assert found.shares["optimizer.lr"] > 0.8
     assert found.shares["model.name"] == 0
     assert abs(sum(found.shares.values()) - 1) < 1e-9

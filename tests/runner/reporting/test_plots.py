@@ -32,7 +32,7 @@ def check(picture: plots.Picture, *texts: str) -> None:
     assert picture.png.startswith(PNG)
     assert plots.INK not in picture.svg
     assert "currentColor" in picture.svg
-    assert len(picture.svg) < 60_000
+    assert len(picture.svg) < 80_000
     assert "http" not in picture.svg.replace("http://www.w3.org/", "")
 
 

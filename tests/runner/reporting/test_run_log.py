@@ -28,7 +28,7 @@ def lines(folder: Path) -> list[str]:
         (["line\r\nnext\r\n"], ["line", "next"]),
         (["\x1b]0;title\x07text\x08\n\n"], ["text", ""]),
         (["bar 1", "\r\x1b[2Kbar 2", "\r\x1b[2Kprinted\nbar 2"], ["printed", "bar 2"]),
-        (["bar\r\x1b[2Kbar 9\n", "\r\x1b[1A\x1b[2K", "end\n"], ["bar 9", "end"]),
+        (["bar\r\x1b[2Kbar 9\n", "\r\x1b[1A\x1b[2K", "end\n"], ["end"]),
         (["\r\x1b[2Kbar 9\n", "\r\x1b[1A\x1b[2Kend\n"], ["end"]),
         (["\r\x1b[2Kbar 9\n", "end\n"], ["bar 9", "end"]),
         (["größer \ud800\n"], ["größer ?"]),
