@@ -21,11 +21,17 @@ from runner.config.serialization import examine
 from runner.factories import static_checks
 from runner.factories.nodes import nodes_of, num_given
 from runner.factories.registry import register
+from runner.run_dir.record import STATUSES
 from runner.sweep import settings
 
 OF_COMMANDS = {
-    "eval": ("--split", "--checkpoint", "--help"),
-    "predict": ("--split", "--checkpoint", "--output", "--help"),
+    "eval": ("--split", "--checkpoint", "--processes", "--help"),
+    "predict": ("--split", "--checkpoint", "--output", "--processes", "--help"),
+    "list": (*("--sort", "--reverse", "--limit", "--columns", "--json", "--csv", "--help"),),
+    "show": ("--json", "--help"),
+    "compare": ("--json", "--help"),
+    "report": ("--output", "--terminal", "--help"),
+    "again": ("--dry-run", "--help"),
     "launch": ("--config_file", "--num_processes", "--cpu", "--mixed_precision", "--help"),
     "env": ("--config_file", "--help"),
     "config": ("--config_file", "--mixed_precision", "--help"),
@@ -46,6 +52,8 @@ HYDRA_GROUPS = ("hydra/launcher", "hydra/sweeper")
 OF_OPTUNA = {f"{sweepers.NODE}.{kind}": kind for kind in ("sampler", "pruner")}
 MOST_RUNS = 50
 SWEEP_KEYS = tuple(f"{settings.PREFIX}.{name}=" for name in settings.KEYS)
+OF_RUNS = ("eval", "list", "show", "compare", "report")  # each of their words may be a run
+FILTERS = ("name=", "since=", "status=", "tag=")
 
 
 def candidates(line: str) -> list[str]:
@@ -96,6 +104,13 @@ def _candidates(words: Sequence[str], word: str) -> Iterator[str]:
         return
     if word.startswith("-"):
         yield from OF_COMMANDS[command] if command else long_flags()
+        return
+    if command in ("list", "report") and word:
+        yield from FILTERS
+        yield from (f"status={status}" for status in STATUSES)
+    if command in OF_RUNS and "=" not in word:
+        yield from _runs(word)
+    if command in OF_RUNS[1:]:
         return
     if command and len([w for w in words[1:] if "=" not in w and not w.startswith("-")]) == 0:
         yield from register.model.names() if command == "estimate-memory" else _runs(word)

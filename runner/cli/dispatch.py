@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 DISTRIBUTION = "accel-runner"
 TOOLS = {
+    "list": "runner.cli.look:list_runs",
+    "show": "runner.cli.look:show_run",
+    "compare": "runner.cli.look:compare_runs",
+    "report": "runner.cli.report:main",
     "launch": "runner.cli.launch_script:main",
     "env": "runner.cli.tools:show_environment",
     "config": "runner.cli.tools:configure",
@@ -78,6 +82,10 @@ def _dispatch(arguments: Sequence[str]) -> int:
         from runner.cli import estimate_memory
 
         return estimate_memory.main(arguments[1:])
+    if command == "again":
+        from runner.cli import again
+
+        return again.main(arguments[1:])
     if command is not None:
         from runner.cli import evaluate_predict
 
@@ -252,11 +260,13 @@ def _train_one(examined: Examined, resumes: bool, overrides: Sequence[str]) -> i
             examined.config_name,
             origin=examined.origin,
             auto=examined.auto,
+            log_levels=examined.log_levels,
         )
     codes: list[int] = []
 
     def task(_: DictConfig) -> None:  # Hydra composes the recipe that has been examined
-        codes.append(start_run.start(examined.recipe, examined.overrides, examined.config_name))
+        given = examined.recipe, examined.overrides, examined.config_name
+        codes.append(start_run.start(*given, log_levels=examined.log_levels))
 
     line = ["--config-name", examined.config_name, *_for_hydra(overrides)]
     return _hydra(line, task) or codes[0]

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml  # type: ignore[import-untyped]
 
@@ -14,6 +14,7 @@ from accel.errors import ConfigError, text_of
 from accel.imports import require
 from runner.cli.arguments import CommandParser
 from runner.config import trust
+from runner.run_dir.json_files import JsonObject
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,8 +75,7 @@ def _show(
     from rich.console import Console
     from rich.table import Table
 
-    from runner.config.format_counts import counted
-    from runner.training.summary import size
+    from runner.config.format_counts import counted, size
 
     def shown(num_bytes: int | None) -> str:
         return "?" if num_bytes is None else "–" if num_bytes == 0 else size(num_bytes)
@@ -125,7 +125,7 @@ def _model(name: str, arguments: Sequence[str]) -> nn.Module:
     return made
 
 
-def _parsed(arguments: Sequence[str]) -> dict[str, Any]:
+def _parsed(arguments: Sequence[str]) -> JsonObject:
     found = {}
     for argument in arguments:
         key, given, value = argument.partition("=")

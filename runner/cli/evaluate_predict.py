@@ -3,36 +3,143 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import os
+import shutil
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from accel.errors import ConfigError
+from accel.errors import AccelError, ConfigError
 from runner.cli.arguments import CommandParser
+from runner.config import processes
 from runner.config.schema import SPLITS
+from runner.exit_codes import DONE
+from runner.inference import worker
 from runner.inference.placement import WORDS, Placement, parse_limits
-from runner.inference.session import Request, is_stream, measure, write_predictions
+from runner.inference.session import Request, evaluate, is_stream, write_predictions
+from runner.run_dir.json_files import Fields, JsonObject
+
+WORKER = "runner.inference.worker:run"
+READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The exit code and the cause of an evaluation that failed, among several."""
+
+    code: int
+    cause: str
+
+
+class _GroupFailed(Exception):
+    """Processes of an evaluation have failed with this exit code; the cause has been printed."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 def main(command: str, arguments: Sequence[str]) -> int:
     """Run ``runner <command> <arguments>`` and return the exit code."""
-    return {"eval": evaluate, "predict": predict}[command](arguments)
+    try:
+        return {"eval": evaluate_runs, "predict": predict}[command](arguments)
+    except _GroupFailed as failure:
+        return failure.code
 
 
-def evaluate(arguments: Sequence[str]) -> int:
-    """Measure a run on its data sets and print a table.
+def evaluate_runs(arguments: Sequence[str]) -> int:
+    """Measure runs on their data sets, print a table, and write it to eval.json of each.
 
     Raises:
-        ConfigError: if the run or an override is refused.
-        CheckpointError: if the checkpoint is missing or incomplete.
+        ConfigError: if the only run or an override is refused.
+        CheckpointError: if its checkpoint is missing or incomplete.
     """
+    from runner.run_dir import discovery
+
+    request, folders = _parse_evaluate(arguments)
+    requests = [replace(request, run_dir=run.path) for run in discovery.require_runs(folders)]
+    if len(requests) == 1:
+        _show_one(requests[0], _evaluated(requests[0]))
+        return DONE
+    results = {one.run_dir: _tried(one) for one in requests}
+    if _is_main():
+        _show_table(requests, results)
+    codes = [one.code for one in results.values() if isinstance(one, Failed)]
+    return max(codes, default=DONE)
+
+
+def _tried(request: Request) -> Fields | Failed:
+    """Evaluate one run of several: a failure does not keep the others from it."""
+    from runner.launch import failures
+
+    try:
+        return _evaluated(request)
+    except _GroupFailed as failure:
+        return Failed(failure.code, "its processes failed")
+    except AccelError as error:
+        return Failed(failures.report(error), str(error).splitlines()[0])
+
+
+def _evaluated(request: Request) -> Fields:
+    """Measure a run, write the result to its eval.json, and return it."""
+    if request.num_processes > 1 and processes.adopted() is None:
+        found: Fields = _by_processes(request)
+    else:
+        found = worker.plain(evaluate(request))
+    if _is_main():
+        _record(request, found)
+    return found
+
+
+def _record(request: Request, found: Fields) -> None:
+    from runner.run_dir import environment, evaluations
+
+    checkpoint = os.path.relpath(found["checkpoint"], os.path.realpath(request.run_dir))
+    inside = not checkpoint.startswith("..")
+    try:
+        evaluations.add(
+            request.run_dir,
+            {
+                "checkpoint": checkpoint if inside else found["checkpoint"],
+                "step": found["step"],
+                "metrics": found["metrics"],
+                "overrides": list(request.overrides),
+                "num_processes": found["num_processes"],
+                "seconds": round(found["seconds"], 3),
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+                "versions": environment.versions(),
+            },
+        )
+    except OSError as error:
+        if error.errno not in READ_ONLY:
+            raise
+        # Somebody else's run.
+        place = request.run_dir / evaluations.EVAL
+        print(f"{place} is not written ({error.strerror}).", file=sys.stderr)
+
+
+def _show_one(request: Request, found: Fields) -> None:
     from runner.reporting.console import Display, number
 
-    request = _parse_evaluate(arguments)
-    for split, metrics in measure(request).items():
+    for split, metrics in found["metrics"].items():
         rows = [(name, number(value)) for name, value in metrics.items()]
-        Display().final(f"{request.run_dir.name} · {split}", rows)
-    return 0
+        Display(enabled=_is_main()).final(f"{request.run_dir.name} · {split}", rows)
+
+
+def _show_table(requests: Sequence[Request], results: Mapping[Path, Fields | Failed]) -> None:
+    from runner.reporting import evaluation_table, run_table
+
+    rows = [
+        (one.run_dir, found.cause if isinstance(found, Failed) else found)
+        for one in requests
+        for found in (results[one.run_dir],)
+    ]
+    evaluation_table.show(rows, run_table.console_for_tables())
 
 
 def predict(arguments: Sequence[str]) -> int:
@@ -43,18 +150,81 @@ def predict(arguments: Sequence[str]) -> int:
         CheckpointError: if the checkpoint is missing or incomplete.
     """
     request = _parse_predict(arguments)
-    count = write_predictions(request)
     streamed = request.output is not None and is_stream(request.output)  # perhaps standard output
+    if request.num_processes > 1 and streamed:
+        rule = "several processes write a file, not a pipe"
+        raise ConfigError.of(f"--output {request.output}", rule, "Leave --processes out.")
+    if request.num_processes > 1 and processes.adopted() is None:
+        count = _by_processes(request)["count"]
+    elif request.num_processes > 1:
+        place = processes.adopted()
+        result = worker.attempt(request, 0 if place is None else place.rank)
+        count = None if result is None else result["count"]
+    else:
+        count = write_predictions(request)
     stream = sys.stderr if streamed else sys.stdout
-    print(f"{count} predictions written to {request.output}", file=stream)
-    return 0
+    if _is_main():
+        print(f"{count} predictions written to {request.output}", file=stream)
+    return DONE
+
+
+def _by_processes(request: Request) -> JsonObject:
+    """Let fresh processes do what a request asks for, and return what rank 0 has found.
+
+    Raises:
+        _GroupFailed: if one of them fails, which has been reported.
+        ConfigError: if the request is refused.
+    """
+    from runner.launch import launcher
+    from runner.reporting import startup
+
+    startup.announce(request.run_dir.name)
+    with _folder() as folder:
+        output = None if request.output is None else Path(os.path.abspath(request.output))
+        run_dir = Path(os.path.abspath(request.run_dir))
+        worker.write_request(folder, replace(request, run_dir=run_dir, output=output))
+        code = launcher.run_group(folder, request.num_processes, Path.cwd(), WORKER)
+        if code != DONE:
+            raise _GroupFailed(code)
+        return worker.read_result(folder)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """Give a folder for the request, the result and the logs of processes."""
+    folder = Path(tempfile.mkdtemp(prefix="runner-inference-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_main() -> bool:
+    """Return whether this process prints and writes: of a launcher's, rank 0."""
+    place = processes.adopted()
+    return place is None or place.rank == 0
+
+
+def _run_dirs(words: Sequence[str]) -> list[str]:
+    return [word for word in words if "=" not in word or os.path.isdir(word)]
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = CommandParser(prog=f"runner {command}", description=description, allow_abbrev=False)
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run directory")
+    if command == "eval":
+        what = "run directories, a sweep's, or folders of them; and changes to their recipes"
+        parser.add_argument("words", metavar="RUN_DIR|KEY=VALUE", nargs="+", help=what)
+    else:
+        parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run directory")
+        parser.add_argument(
+            "overrides", metavar="KEY=VALUE", nargs="*", help="changes to the run's recipe"
+        )
     parser.add_argument(
-        "overrides", metavar="KEY=VALUE", nargs="*", help="changes to the run's recipe"
+        "--processes",
+        type=int,
+        default=None,
+        metavar="N",
+        help="compute on N processes: one per GPU, or on the CPU (default: 1)",
     )
     parser.add_argument(
         "--checkpoint", help="best, last, or a checkpoint's name or path (default: best, else last)"
@@ -82,7 +252,18 @@ def _placement(found: argparse.Namespace) -> Placement | None:
     return None if found.device_map is None else Placement(found.device_map, limits)
 
 
-def _parse_evaluate(arguments: Sequence[str]) -> Request:
+def _num_processes(found: argparse.Namespace) -> int:
+    """Return how many processes compute: as --processes says, or as a launcher has started."""
+    place, asked = processes.adopted(), found.processes
+    if asked is not None and asked < 1:
+        raise ConfigError.of(f"--processes {asked}", "it is at least 1", "Give --processes 2.")
+    if place is not None and asked not in (None, place.world_size):
+        rule = f"the launcher has started {place.world_size} processes"
+        raise ConfigError.of(f"--processes {asked}", rule, "Leave --processes out.")
+    return place.world_size if place is not None else asked or 1
+
+
+def _parse_evaluate(arguments: Sequence[str]) -> tuple[Request, list[str]]:
     parser = _parser("eval", "Measure a trained run.")
     parser.add_argument(
         "--split",
@@ -92,13 +273,18 @@ def _parse_evaluate(arguments: Sequence[str]) -> Request:
         help="data set to measure, may be repeated (default: validation and test)",
     )
     found = parser.parse_intermixed_args(list(arguments))
-    return Request(
-        run_dir=found.run_dir,
-        overrides=tuple(found.overrides),
+    folders = _run_dirs(found.words)
+    if not folders:
+        parser.error("the following arguments are required: RUN_DIR")
+    request = Request(
+        run_dir=Path(),
+        overrides=tuple(word for word in found.words if word not in folders),
         splits=tuple(found.split),
         checkpoint=found.checkpoint,
         placement=_placement(found),
+        num_processes=_num_processes(found),
     )
+    return request, folders
 
 
 def _parse_predict(arguments: Sequence[str]) -> Request:
@@ -119,4 +305,5 @@ def _parse_predict(arguments: Sequence[str]) -> Request:
         checkpoint=found.checkpoint,
         output=found.output,
         placement=_placement(found),
+        num_processes=_num_processes(found),
     )

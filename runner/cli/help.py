@@ -40,7 +40,11 @@ runner trains a PyTorch model that a recipe describes.
   runner -m key=a,b,c ...                             train once for each combination of values;
                                                       the same command again goes on with the sweep
   runner -m hydra/sweeper=optuna 'key=interval(a,b)'  search with Optuna (hydra.sweeper.n_trials=20)
-  runner eval RUN_DIR [key=value ...]                 evaluate the best state of a run
+  runner list [DIR ...] [status=failed since=2d ...]  runs, newest first; their status and objective
+  runner show RUN_DIR | compare RUN_DIR RUN_DIR ...   one run in full | what differs between runs
+  runner report DIR ... [--terminal]                  curves, swept keys, importance: an HTML page
+  runner again RUN_DIR [key=value ...]                a new run of what a directory describes
+  runner eval RUN_DIR ... [key=value ...]             evaluate the best state of runs
   runner predict RUN_DIR --split test --output FILE   write predictions
   runner predict RUN_DIR --device-map auto …          of a model that is larger than the GPU
   runner launch [flags] SCRIPT ...                    start a script of accel's on all devices
@@ -67,6 +71,7 @@ Flags
   -sc install=bash        shell completion: eval "$(runner -sc install=bash)"
   -i, --info              how the recipe is composed
   --version, -h, --help
+  hydra.verbose=true      debug messages; hydra.verbose=[a,b] those of loggers a and b
 """
 EXAMPLES = """\
 Examples

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -34,6 +34,7 @@ class Examined:
     composed: bool = True
     origin: bytes | None = None
     auto: bool = False
+    log_levels: Mapping[str, str] = field(default_factory=dict)
 
 
 def new_run(overrides: Sequence[str], config_name: str, number: int = 0) -> Examined:
@@ -48,7 +49,10 @@ def new_run(overrides: Sequence[str], config_name: str, number: int = 0) -> Exam
         problems.append(unresolved(error))
         return Examined(Recipe(), problems, tuple(overrides), config_name, composed=False)
     wrong = [*problems, *wrong]
-    return Examined(found, wrong, tuple(overrides), config_name, composed=len(config) > 0)
+    composed = len(config) > 0
+    levels = hydra_setup.log_levels(overrides) if composed and not wrong else {}
+    given = tuple(overrides)
+    return Examined(found, wrong, given, config_name, composed=composed, log_levels=levels)
 
 
 def unresolved(error: OmegaConfBaseException) -> Problem:
@@ -72,17 +76,37 @@ def resumed(run_dir: str | Path, overrides: Sequence[str] = (), *, trains: bool 
         ConfigError: if the directory is no run.
     """
     origin = directory.fingerprint(Path(run_dir))
-    return replace(_resumed(run_dir, overrides, trains), origin=origin)
+    found = replace(_resumed(run_dir, overrides, trains), origin=origin)
+    return found if found.problems else replace(found, log_levels=hydra_setup.log_levels(overrides))
+
+
+def again(run_dir: str | Path, overrides: Sequence[str] = ()) -> Examined:
+    """Return the recipe of a new run that does as `run_dir` describes, limits included.
+
+    As `resumed`, but any key may change. Call it inside a session.
+
+    Raises:
+        ConfigError: if the directory is no run.
+    """
+    job, plain = Job.read(run_dir)
+    found = _changed(job, plain, list(job.overrides), overrides, trains=False)
+    return found if found.problems else replace(found, log_levels=hydra_setup.log_levels(overrides))
 
 
 def _resumed(run_dir: str | Path, overrides: Sequence[str], trains: bool) -> Examined:
     job, plain = Job.read(run_dir)
-    frozen = resumed_recipe.without_limits(plain)
+    limits = {".".join(path) for path in resumed_recipe.PER_INVOCATION}
+    own = [o for o in job.overrides if hydra_setup.key_of(o) not in limits]
+    return _changed(job, resumed_recipe.without_limits(plain), own, overrides, trains)
+
+
+def _changed(
+    job: Job, frozen: dict[str, object], own: list[str], overrides: Sequence[str], trains: bool
+) -> Examined:
+    """Return a frozen recipe, composed from a job's `own` overrides, with new ones."""
     if not overrides:
         found, problems = serialization.examine(frozen)
         return Examined(found, problems, job.overrides, job.config_name)
-    limits = {".".join(path) for path in resumed_recipe.PER_INVOCATION}
-    own = [o for o in job.overrides if hydra_setup.key_of(o) not in limits]
     merged = hydra_setup.merge(own, overrides)
     before, lost = diagnose.examine(own, job.config_name)
     if lost:  # a file that the run was composed from is missing: its frozen recipe is the base

@@ -23,7 +23,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from accel.errors import ConfigError, Problem, Problems
+from accel.errors import ConfigError, Problem, Problems, nearest
 from runner.compose import conf_files, sweepers
 from runner.config import keys, paths, verbatim_text
 from runner.config.schema import PLUGINS, Recipe
@@ -40,10 +40,13 @@ FIXED = (
     "hydra/job_logging=none",
     "hydra/hydra_logging=none",
 )
+LEVEL_OF_ROOT, LEVELS_OF_LOGGERS = "hydra.job_logging.root.level", "hydra.job_logging.loggers."
 OPEN_TO_USERS = (
     *("hydra.searchpath", "hydra.verbose", "hydra.sweeper", "hydra.launcher"),
-    *("hydra/sweeper", "hydra/launcher"),
+    *("hydra/sweeper", "hydra/launcher", LEVEL_OF_ROOT, LEVELS_OF_LOGGERS),
 )
+VERBOSE = "hydra.verbose"
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class ProjectConf(SearchPathPlugin):
@@ -90,6 +93,7 @@ def session() -> Iterator[None]:
     prepare()
     outer, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
+    HydraConfig.instance().cfg = None
     try:
         with initialize_config_dir(
             config_dir=str(paths.conf_folder()), job_name="runner", version_base=VERSION_BASE
@@ -218,7 +222,8 @@ def opened(overrides: Sequence[str]) -> list[str]:
     Open mappings take keys with or without a ``+``, present or not, and a group is switched off by
     ``group=null``.
     """
-    return [_opened(override) for override in verbatim_text.quoted(overrides)]
+    kept = [override for override in overrides if not _sets_level(override)]
+    return [_opened(override) for override in verbatim_text.quoted(kept)]
 
 
 def _opened(override: str) -> str:
@@ -233,6 +238,58 @@ def _opened(override: str) -> str:
         return f"+{override}"
     known = key[:1] not in ("+", "~")
     return f"++{override}" if known and (keys.is_free(key) or mapping) else override
+
+
+def log_levels(overrides: Sequence[str]) -> dict[str, str]:
+    """Return by logger ("": the root) the level that `hydra.verbose` and `hydra.job_logging` set.
+
+    Inside a session. Where the command line has no `hydra.verbose`, that of the recipe's files
+    holds, if one has been composed.
+    """
+    composed: Any = HydraConfig.instance().cfg
+    verbose: object = False if composed is None else composed.hydra.verbose
+    levels: dict[str, str] = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == VERBOSE:
+            verbose = parse([override])[0].value()
+        elif key == LEVEL_OF_ROOT:
+            levels[""] = value.upper()
+        elif _sets_level(override):
+            levels[_logger_of(key)] = value.upper()
+    named = [verbose] if isinstance(verbose, str) else verbose
+    if isinstance(named, bool):
+        return {"": "DEBUG", **levels} if named else levels
+    names = [str(name) for name in named] if isinstance(named, Sequence) else []
+    return {**dict.fromkeys(names, "DEBUG"), **levels}
+
+
+def is_of_logging(override: str) -> bool:
+    """Return whether an override only says what is logged."""
+    return key_of(override) == VERBOSE or _sets_level(override)
+
+
+def _sets_level(override: str) -> bool:
+    key = key_of(override)
+    return key == LEVEL_OF_ROOT or key.startswith(LEVELS_OF_LOGGERS)
+
+
+def _logger_of(key: str) -> str:
+    return key.removeprefix(LEVELS_OF_LOGGERS).removesuffix(".level")
+
+
+def _level_problems(overrides: Sequence[str]) -> Iterator[Problem]:
+    """Yield the problems of levels that are none, and of other settings of a logger."""
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if not _sets_level(override):
+            continue
+        if not key.endswith(".level") or not _logger_of(key):
+            remedy = f"Write {LEVELS_OF_LOGGERS}<name>.level=DEBUG."
+            yield Problem(override, "of a logger only the level can be set", remedy)
+        elif value.upper() not in LEVELS:
+            rule = f"it is one of {', '.join(LEVELS)}"
+            yield Problem(override, rule, nearest(value.upper(), LEVELS))
 
 
 def closed(override: str) -> str:
@@ -346,7 +403,7 @@ def parse(overrides: Sequence[str]) -> list[Override]:
 
 def hydra_problems(overrides: Sequence[str]) -> list[Problem]:
     """Return the problems of overrides of Hydra's own configuration."""
-    return [
+    refused = [
         Problem(
             override,
             "the run directory, the log and the process are the runner's own",
@@ -356,6 +413,7 @@ def hydra_problems(overrides: Sequence[str]) -> list[Problem]:
         if re.match(r"hydra([./@]|$)", key_of(override))
         and not key_of(override).startswith(OPEN_TO_USERS)
     ]
+    return [*refused, *_level_problems(overrides)]
 
 
 def _forbidden_settings(hydra: DictConfig) -> Iterator[Problem]:

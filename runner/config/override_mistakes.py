@@ -7,7 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from accel.errors import Problem, Problems
 from runner.config import foreign_names, keys
 
-COMMANDS = ("eval", "predict", "launch", "env", "config", "merge-weights", "estimate-memory")
+COMMANDS = (
+    *("eval", "predict", "list", "show", "compare", "report", "again"),
+    *("launch", "env", "config", "merge-weights", "estimate-memory"),
+)
 
 
 def key_for(name: str) -> str | None:

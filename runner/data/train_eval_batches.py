@@ -245,6 +245,10 @@ class EvalBatches:
             return num_samples(batch, self._total) or None
         return min(self._total, self.num_samples - index * self._total)
 
+    def own_size_of(self, batch: object) -> int | None:
+        """Return the samples of a batch on this process, those that complete it included."""
+        return num_samples(batch, self._total) or None
+
     def _count(self, length: int) -> None:
         batches = -(-length // self._total)
         self.num_batches = limited(self.recipe.trainer.limit_eval_batches, batches)

@@ -116,6 +116,15 @@ def find_checkpoint(run_dir: Path, which: str | os.PathLike[str] | None = None) 
     return _verified(inside if inside.is_dir() else path.absolute(), run_dir, os.fspath(path))
 
 
+def step_of(path: Path) -> int | None:
+    """Return the optimizer step of a checkpoint; None: it does not say."""
+    try:
+        found = checkpoints.read_manifest(path).metadata.get("step")
+    except CheckpointError:  # a state that the runner did not write
+        return None
+    return found if isinstance(found, int) else None
+
+
 def described(path: Path, run_dir: Path) -> str:
     """Return e.g. "runs/digits/…/checkpoints/checkpoint_3 (step 60, the best)"."""
     step = checkpoints.read_manifest(path).metadata.get("step")

@@ -1,7 +1,7 @@
 """What a run is used for once it is trained: ``runner eval`` and ``runner predict``. Free of torch.
 
 Both take the run's frozen recipe, changed by overrides as a resumed run's is, and compute in this
-process.
+process, or in each of several that read their parts of the data.
 """
 
 from __future__ import annotations
@@ -12,24 +12,27 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from accel.checkpoint import directory as checkpoints
 from accel.errors import ConfigError, Problem
 from runner.build import parts
 from runner.compose import composition, diagnose, hydra_setup
+from runner.config import processes
 from runner.config.batch_plan import plan_batches
-from runner.config.schema import PLUGINS, Distributed, Recipe
-from runner.inference.load import described, find_checkpoint, restored_step
+from runner.config.schema import PLUGINS, Distributed, Recipe, Trainer
+from runner.inference.load import described, find_checkpoint, restored_step, step_of
 from runner.inference.placement import Placement
-from runner.reporting import startup
+from runner.reporting import log_levels, startup
 from runner.run_dir import directory, json_files
 from runner.run_dir.job import Job
-from runner.run_dir.numerics import Numerics
+from runner.run_dir.json_files import JsonObject
+from runner.run_dir.numerics import Numerics, choose
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -60,7 +63,7 @@ class Request:
     Without `splits`, data sets are those that a run measures, as far as it has them; to predict,
     the last of these. `checkpoint` is "best", "last", a name or a path; None: the best, else the
     last. Predictions go to `output`. `placement`: of models that are larger than a device; None:
-    they are loaded onto the recipe's.
+    they are loaded onto the recipe's. `num_processes` is how many compute together; this is one.
     """
 
     run_dir: Path
@@ -69,11 +72,31 @@ class Request:
     checkpoint: str | None = None
     output: Path | None = None
     placement: Placement | None = None
+    num_processes: int = 1
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured of a run, the same on every process.
+
+    Attributes:
+        metrics: by split and name.
+        checkpoint: the state that was measured.
+        step: its optimizer step; None: it does not say.
+        seconds: that loading and measuring took.
+        num_processes: that measured.
+    """
+
+    metrics: dict[str, dict[str, float]]
+    checkpoint: Path
+    step: int | None
+    seconds: float
+    num_processes: int
 
 
 @dataclass(frozen=True)
 class Session:
-    """A restored run, ready to compute in one process; batches are by split."""
+    """A restored run, ready to compute; batches are by split, of this process."""
 
     accelerator: Accelerator
     step: Step
@@ -83,15 +106,30 @@ class Session:
 
 def measure(request: Request) -> dict[str, dict[str, float]]:
     """Return the metrics of each split of a run."""
+    return evaluate(request).metrics
+
+
+def evaluate(request: Request) -> Evaluation:
+    """Measure a run; each process of several has to call it."""
     from runner.training import evaluation
 
+    began = time.monotonic()
     with _session(request) as session:
-        return {
+        metrics = {
             split: evaluation.evaluate(
                 session.accelerator, session.step, batches, num_samples=batches.num_samples
             )
             for split, batches in session.batches.items()
         }
+        step = step_of(session.checkpoint)
+        number = session.accelerator.num_processes
+        return Evaluation(metrics, session.checkpoint, step, time.monotonic() - began, number)
+
+
+def predictions_dropped(request: Request) -> int:
+    """Compute predictions for another process, which writes them, and return how many there are."""
+    with _session(request) as session:
+        return sum(1 for _ in _predictions(session))
 
 
 def write_predictions(request: Request) -> int:
@@ -161,12 +199,14 @@ def _predictions(session: Session) -> Iterator[dict[str, object]]:
         value, rule = "predict without --split", "the recipe's data has neither test nor validation"
         raise ConfigError.of(value, rule, "Give --split train.")
     owner, count, names = _predicting(step), 0, None
+    several = session.accelerator.num_processes > 1
     with evaluation_mode(step), torch.no_grad():
         for index, batch in enumerate(batches):
-            rows = return_checks.rows(
-                owner, step.predict(batch), batches.size_of(index, batch), names
-            )
+            size = batches.own_size_of(batch) if several else batches.size_of(index, batch)
+            rows = return_checks.rows(owner, step.predict(batch), size, names)
             names = names or list(rows[0])
+            if several:
+                rows = session.accelerator.gather_for_metrics(rows, use_gather_object=True)
             count += len(rows)
             yield from rows
     if batches.num_samples not in (None, count):
@@ -190,18 +230,21 @@ def _predicting(step: Step) -> object:
 def _session(request: Request) -> Iterator[Session]:
     """Have a run's models, data and engine in the context."""
     run_dir = directory.existing(request.run_dir)
-    startup.announce(run_dir.name)
+    if request.num_processes == 1:
+        startup.announce(run_dir.name)
     job, recipe = Job.load(run_dir)
+    levels: Mapping[str, str] = {}
     if request.overrides:
-        recipe = _overridden(request)
-    recipe = _in_one_process(recipe, request.overrides)
+        recipe, levels = _overridden(request)
+    recipe = for_inference(recipe, request)
     numerics = Numerics(recipe.distributed.num_threads, recipe.deterministic)
-    with numerics.exported(), _placed(request) as placement:
+    with log_levels.applied(levels), numerics.exported(), _placed(request) as placement:
         numerics.apply()
         with _engine(recipe, job.run_dir) as accelerator:
             checkpoint = find_checkpoint(job.run_dir, request.checkpoint)
             step = restored_step(checkpoint, recipe, placement)
-            print(f"weights: {described(checkpoint, job.run_dir)}")
+            if accelerator.is_main_process:
+                print(f"weights: {described(checkpoint, job.run_dir)}")
             step.models = {
                 name: accelerator.prepare_model(model, evaluation_mode=True)
                 for name, model in step.models.items()
@@ -215,16 +258,16 @@ def _placed(request: Request) -> AbstractContextManager[Placement | None]:
     return contextlib.nullcontext() if given is None else given.in_folder()
 
 
-def _overridden(request: Request) -> Recipe:
+def _overridden(request: Request) -> tuple[Recipe, Mapping[str, str]]:
+    """Return the recipe with a request's overrides, and the levels of loggers that they set."""
     _require_effect(request.overrides)
     for line in diagnose.overridden(request.overrides):
         print(line, file=sys.stderr)
     with hydra_setup.session():
-        recipe = composition.require(
-            composition.resumed(request.run_dir, request.overrides, trains=False)
-        )
+        examined = composition.resumed(request.run_dir, request.overrides, trains=False)
+        recipe = composition.require(examined)
     ConfigError.raise_if(parts.check_factories(recipe))
-    return recipe
+    return recipe, examined.log_levels
 
 
 def _require_effect(overrides: Sequence[str]) -> None:
@@ -241,17 +284,47 @@ def _require_effect(overrides: Sequence[str]) -> None:
     )
 
 
-def _in_one_process(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """Return the recipe for this one process, on the kind of device that it was trained on."""
-    distributed = recipe.distributed
-    asked = any(hydra_setup.key_of(o).startswith("distributed") for o in overrides)
+def for_inference(recipe: Recipe, request: Request) -> Recipe:
+    """Return the recipe for the processes of a request, on the device that it was trained on.
+
+    Several processes measure the samples that one would, in batches of the same size where they
+    can be; else in parts of them.
+
+    Raises:
+        ConfigError: if the processes contradict the recipe, the machine or the placement.
+    """
+    distributed, number = recipe.distributed, request.num_processes
+    asked = any(hydra_setup.key_of(o).startswith("distributed") for o in request.overrides)
     if asked and distributed.kind != "none":
-        rule = "a trained run is used in one process"
-        remedy = "Leave it out, or choose the device: distributed.device=cpu."
+        rule = "a trained run is used in one process, or in as many as --processes says"
+        remedy = "Leave it out, give --processes 2, or choose the device: distributed.device=cpu."
         raise ConfigError.of(f"distributed={distributed.kind}", rule, remedy)
     device = "cpu" if distributed.kind == "multi_cpu" else distributed.device
-    off: dict[str, Any] = dict.fromkeys(PLUGINS)  # a checkpoint holds full tensors
-    return replace(recipe, distributed=Distributed(device=device, init=distributed.init), **off)
+    off: JsonObject = dict.fromkeys(PLUGINS)  # a checkpoint holds full tensors
+    own = Distributed(device=device, init=distributed.init)
+    if number == 1:
+        return replace(recipe, distributed=own, **off)
+    if request.placement is not None:
+        rule = "a model that is spread over devices is used by one process"
+        raise ConfigError.of(f"--processes {number} with --device-map", rule, "Leave one out.")
+    recipe = replace(recipe, trainer=_same_batches(recipe, number), **off)
+    own = replace(own, kind="auto", num_processes=number)
+    processes.count(own)
+    threads = choose(replace(recipe, distributed=own), number)
+    return replace(recipe, distributed=replace(own, num_threads=threads))
+
+
+def _same_batches(recipe: Recipe, number: int) -> Trainer:
+    """Return the trainer with batches by which several processes measure what one would."""
+    size = plan_batches(recipe.trainer, 1, None).eval_batch
+    if recipe.trainer.limit_eval_batches is None:
+        return replace(recipe.trainer, eval_batch_size=size)
+    if size % number:
+        value = f"trainer.limit_eval_batches={recipe.trainer.limit_eval_batches}"
+        rule = f"it counts batches of {size} samples, which {number} processes cannot share evenly"
+        remedy = "Give trainer.limit_eval_batches=null, or another number of --processes."
+        raise ConfigError.of(f"{value} with --processes {number}", rule, remedy)
+    return replace(recipe.trainer, eval_batch_size=size // number)
 
 
 @contextlib.contextmanager

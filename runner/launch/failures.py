@@ -85,14 +85,17 @@ def print_failure(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> No
     else:
         who = f"rank {outcome.rank} failed first" if num_processes > 1 else "the run failed"
         lines = [outcome.traceback.rstrip(), f"{who}: {outcome.message}"]
-        if abandoned.worth_keeping(run_dir, outcome.code):
+        # A folder that is no run holds the logs of an evaluation, and is removed.
+        if directory.is_run(run_dir) and abandoned.worth_keeping(run_dir, outcome.code):
             lines.append(f"run: {run_dir}")
     print(*(line for line in lines if line), sep="\n", file=sys.stderr, flush=True)
 
 
 def print_interrupted(run_dir: Path) -> None:
     """Print on standard error that Ctrl-C interrupted a run, and the command that resumes it."""
-    if directory.own_checkpoints(run_dir):
+    if not directory.is_run(run_dir):
+        line = "Interrupted."
+    elif directory.own_checkpoints(run_dir):
         command = f"runner resume={shlex.quote(str(run_dir))}"
         line = f"Interrupted. Resume from the last checkpoint with: {command}"
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import shlex
 import signal
 import sys
 import uuid
@@ -21,6 +22,7 @@ from runner.config.processes import Adopted
 from runner.config.schema import Recipe
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, rank_logs
+from runner.reporting import run_log
 from runner.run_dir import abandoned, numerics, outcomes
 from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.outcomes import Outcome
@@ -53,14 +55,15 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
     place = processes.adopted()
     local = place.local_world_size if place else number
     numerics.record_threads(job.run_dir, recipe, local, job.place)
-    if place is not None:
-        from runner.launch import torchrun
+    with run_log.captured(job.run_dir, f"of {number}: {shlex.join(sys.orig_argv)}"):
+        if place is not None:
+            from runner.launch import torchrun
 
-        torchrun.publish(job.place)
-        return run_adopted(job.place, place)
-    if number == 1 and not fresh:
-        return run_here(job.place)
-    return run_group(job.place, number, Path(job.cwd))
+            torchrun.publish(job.place)
+            return run_adopted(job.place, place)
+        if number == 1 and not fresh:
+            return run_here(job.place)
+        return run_group(job.place, number, Path(job.cwd))
 
 
 def follow(place: Adopted) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +39,7 @@ def start(
     origin: bytes | None = None,
     auto: bool = False,
     on_claimed: OnClaimed = lambda run_dir: None,
+    log_levels: Mapping[str, str] | None = None,
 ) -> int:
     """Claim a run directory, or lock that of the run to resume; freeze the job there and launch it.
 
@@ -46,6 +47,7 @@ def start(
     Where `resume` of the recipe is set, that run is resumed; `origin` is its
     `directory.fingerprint` when the recipe was composed (None: the present one), and `auto` tells
     whether `resume=auto` has found it. With `fresh` the job gets processes of its own in any case.
+    `log_levels` are those of loggers by name, in each process of the job.
 
     Raises:
         ConfigError: if the number of processes contradicts the machine, another command trains in
@@ -55,7 +57,7 @@ def start(
     if recipe.resume is not None:
         run_dir = Path(recipe.resume)
         origin = directory.fingerprint(run_dir) if origin is None else origin
-        requested = _job(run_dir, overrides, config_name)
+        requested = _job(run_dir, overrides, config_name, log_levels)
         frozen = replace(recipe, resume=None, run_dir=None)
         frozen = _placed(frozen, Job.read(run_dir)[0].cwd)
         return _resume(requested, frozen, origin, fresh, auto, on_claimed)
@@ -69,7 +71,8 @@ def start(
             if not is_claimed:
                 directory.require_unused(run_dir)  # another command may have taken it meanwhile
             on_claimed(run_dir)
-            code = _train_new(_job(run_dir, overrides, config_name), recipe, fresh)
+            requested = _job(run_dir, overrides, config_name, log_levels)
+            code = _train_new(requested, recipe, fresh)
     except (directory.UsedError, lock.HeldError):
         raise
     except (AccelError, OSError):
@@ -86,6 +89,7 @@ def continue_in(
     config_name: str,
     *,
     fresh: bool = False,
+    log_levels: Mapping[str, str] | None = None,
 ) -> int:
     """Train the run of a directory to its end, whatever an earlier command has left there.
 
@@ -97,7 +101,7 @@ def continue_in(
     """
     processes.count(recipe.distributed)
     atomic_update.recover(run_dir)
-    requested = _job(run_dir, overrides, config_name)
+    requested = _job(run_dir, overrides, config_name, log_levels)
     if directory.is_run(run_dir):
         job.mend(run_dir)
         resumable.require_same(run_dir, recipe)
@@ -173,13 +177,16 @@ def _checkpoint(run_dir: Path) -> Path:
     return found
 
 
-def _job(run_dir: Path, overrides: Sequence[str], config_name: str) -> Job:
+def _job(
+    run_dir: Path, overrides: Sequence[str], config_name: str, levels: Mapping[str, str] | None
+) -> Job:
     return Job(
         run_dir=run_dir,
         overrides=tuple(overrides),
         imports=tuple(trust.trusted()),
         cwd=os.getcwd(),
         config_name=config_name,
+        log_levels=dict(levels or {}),
     )
 
 
@@ -188,7 +195,7 @@ def _staged(requested: Job, recipe: Recipe) -> Job:
     try:
         staged = requested.stage(recipe)
         try:
-            environment.write_environment(staged.place)
+            environment.write_environment(staged.place, recipe.data)
             resumable.mark_incomplete(requested.run_dir, staged.place)
         except BaseException:
             atomic_update.discard(staged.place)

@@ -23,6 +23,7 @@ from runner.config.error_keys import of_the_recipe
 from runner.config.schema import Recipe
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
 from runner.launch import exit_guards, failures, rank_logs
+from runner.reporting import log_levels, run_log
 from runner.run_dir import atomic_update, lock
 from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.job import Job
@@ -50,7 +51,7 @@ def main(order: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stop = StopFlag(order["launch"])
     try:
-        with stop.installed():
+        with _logged(run_dir, rank), stop.installed():
             code = _attempt(order, run_dir, rank, stop)
             if code != DONE:
                 end_process(code)  # before the handlers change: Ctrl-C may come at any time
@@ -59,6 +60,11 @@ def main(order: Mapping[str, Any]) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # there is nothing left to stop
     end_process(code)
+
+
+def _logged(run_dir: Path, rank: int) -> contextlib.AbstractContextManager[None]:
+    """Copy the output of rank 0 into the run's log; that of the others is in logs of their own."""
+    return run_log.captured(run_dir, "of rank 0") if rank == 0 else contextlib.nullcontext()
 
 
 def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag) -> int:
@@ -117,10 +123,11 @@ def run(folder: Path, stop: StopFlag | None = None) -> int:
     with lock.shared(run_dir_of(folder)), numerics.exported():  # before a numeric library is loaded
         job, recipe = Job.load(folder)
         numerics.apply()
-        if stop is not None:
-            return _train(job, recipe, stop)
-        with StopFlag().installed() as own, exit_guards.explained(own):
-            return _train(job, recipe, own)
+        with log_levels.applied(job.log_levels):
+            if stop is not None:
+                return _train(job, recipe, stop)
+            with StopFlag().installed() as own, exit_guards.explained(own):
+                return _train(job, recipe, own)
 
 
 def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:

@@ -18,6 +18,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from runner.reporting import run_log
+
 Rows = Sequence[tuple[str, str]]
 
 BAR_WIDTH = 14  # columns that the bar needs at least, with the gaps beside it
@@ -51,6 +53,7 @@ class Display:
         self.live = enabled and self.console.is_terminal
         self._every = refresh_seconds if self.live else line_seconds
         self._next = 0.0
+        self._note_every, self._next_note = line_seconds, 0.0
         self._progress: Progress | None = None
         self._values: dict[str, float] = {}
         self._total: int | None = None
@@ -109,6 +112,9 @@ class Display:
     def values(self, values: Mapping[str, float]) -> None:
         """Show the values of a log point: loss, lr, samples_per_second."""
         self._values.update(values)
+        if self.live and time.monotonic() >= self._next_note:
+            self._next_note = time.monotonic() + self._note_every
+            run_log.note(f"{self._steps()}  {self.status()}")
         if not self.enabled or time.monotonic() < self._next:
             return
         if self.live:

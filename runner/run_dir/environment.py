@@ -1,53 +1,67 @@
-"""Versions, machine, device, git state: `environment.json`. Imports no torch by itself."""
+"""Versions, machine, code and data: `environment.json`. Imports no torch by itself."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
-import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
 from accel.env import read
 from accel.strategies.table import specs
+from runner.config import trust
+from runner.run_dir import provenance
 from runner.run_dir.job import ENVIRONMENT
 from runner.run_dir.json_files import write_json
 
 logger = logging.getLogger(__name__)
 
-DIFF = "git.diff"
 PACKAGES = (
     *("accel-runner", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard"),
     *("rich", "scikit-learn", "torchdata"),
     *(name for spec in specs() for name in spec.packages),
 )
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "SLURM_JOB_ID")
-GIT_SECONDS = 20.0
-MOST_UNTRACKED = 200
 
 
-def write_environment(run_dir: str | os.PathLike[str]) -> dict[str, object]:
-    """Write `environment.json` and any `git.diff` to a run, or an attempt in it; return it."""
+def write_environment(run_dir: str | os.PathLike[str], data: object = None) -> dict[str, object]:
+    """Write `environment.json` and any `git.diff` to a run, or an attempt in it; return it.
+
+    `data` is the recipe's node of the data factory, whose files are noted.
+    """
     root = Path(run_dir)
-    found: dict[str, object] = {
+    found = describe(data, root / provenance.DIFF)
+    write_json(root / ENVIRONMENT, found)
+    return found
+
+
+def describe(data: object = None, diff_to: Path | None = None) -> dict[str, object]:
+    """Return versions, machine, code and data of this process; a patch goes to `diff_to`."""
+    return {
+        "started": time.time(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "hostname": platform.node(),
         "command": sys.orig_argv,  # Hydra is given another line
         "cwd": os.getcwd(),
-        "packages": _versions(),
+        "packages": versions(),
         "device": _device(),
+        "cpu": _cpu(),
         "cpu_count": os.cpu_count(),
         "variables": {name: value for name in VARIABLES if (value := read(name)) is not None},
-        "git": _git(root),
+        "git": provenance.git_state(os.getcwd(), diff_to),
+        "runner_git": provenance.runner_checkout(),
+        "code": provenance.package_digests(trust.trusted()),
+        "data": provenance.data_files(data),
     }
-    write_json(root / ENVIRONMENT, found)
-    return found
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that a run depends on, as far as they are installed."""
     found = {}
     for name in PACKAGES:
         try:
@@ -74,36 +88,10 @@ def _device() -> dict[str, object]:
     return found
 
 
-def _git(run_dir: Path) -> dict[str, object] | None:
-    """Return commit and branch of the working directory, and write uncommitted changes."""
-    sha = _git_output("rev-parse", "HEAD")
-    if sha is None:
-        return None
-    diff = _git_output("diff", "HEAD", "--binary") or ""
-    untracked = (_git_output("ls-files", "--others", "--exclude-standard") or "").splitlines()
-    if diff:
-        (run_dir / DIFF).write_text(diff, encoding="utf-8", errors="surrogateescape")
-    return {
-        "sha": sha.strip(),
-        "branch": (_git_output("rev-parse", "--abbrev-ref", "HEAD") or "").strip(),
-        "root": (_git_output("rev-parse", "--show-toplevel") or "").strip(),
-        "dirty": bool(diff),
-        "untracked": untracked[:MOST_UNTRACKED],
-        "num_untracked": len(untracked),
-    }
-
-
-def _git_output(*arguments: str) -> str | None:
-    """Return the output of git; None without git, a repository or an answer in time."""
-    try:
-        answer = subprocess.run(
-            ["git", *arguments],
-            capture_output=True,
-            timeout=GIT_SECONDS,
-            check=True,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.debug("git %s: %s", " ".join(arguments), error)
-        return None
-    return answer.stdout.decode("utf-8", errors="surrogateescape")
+def _cpu() -> str:
+    """Return the model of the processor, on which the last bits of sums depend."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()

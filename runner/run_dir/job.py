@@ -31,8 +31,9 @@ class Job:
     """The claimed directory of a run and the command that started it.
 
     It resumes from the checkpoint `resume_from`; None: from the beginning. It needs the user's
-    packages `imports`; code in `cwd`, where it was started, can be imported. Its files are in
-    `folder` until they are committed; None: in the run directory.
+    packages `imports`; code in `cwd`, where it was started, can be imported. `log_levels` are those
+    of loggers by name. Its files are in `folder` until they are committed; None: in the run
+    directory.
     """
 
     run_dir: Path
@@ -41,6 +42,7 @@ class Job:
     imports: tuple[str, ...] = ()
     cwd: str = "."
     config_name: str = "config"
+    log_levels: Mapping[str, str] = field(default_factory=dict)
     folder: Path | None = field(default=None, compare=False)
 
     @property
@@ -167,6 +169,9 @@ def _checked(content: object) -> dict[str, Any]:
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise TypeError(f"{name} is no list of words")
         checked[name] = tuple(values)
+    levels = checked.get("log_levels", {})
+    if not isinstance(levels, Mapping) or not all(isinstance(one, str) for one in levels.values()):
+        raise TypeError("log_levels is no mapping of words")
     for name in ("run_dir", "cwd", "config_name"):
         if not isinstance(checked[name], str):
             raise TypeError(f"{name} is no text")

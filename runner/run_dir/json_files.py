@@ -8,10 +8,14 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from accel.checkpoint import directory as checkpoints
 
 logger = logging.getLogger(__name__)
+
+JsonObject = dict[str, Any]  # with values of types that JSON has
+Fields = Mapping[str, Any]  # the same, to be read
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"

@@ -43,12 +43,17 @@ class Numerics:
 
     def exported(self) -> AbstractContextManager[None]:
         """Set the environment variables that numeric libraries read while they are loaded."""
-        variables: dict[str, object] = {}
-        if self.num_threads is not None:
-            variables["OMP_NUM_THREADS"] = self.num_threads
+        variables = self._threads()
         if self.deterministic:
             variables["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
         return env.patched(**variables)
+
+    def threads_exported(self) -> AbstractContextManager[None]:
+        """Let a new run have as many threads, unless its recipe says otherwise."""
+        return env.patched(**self._threads())
+
+    def _threads(self) -> dict[str, object]:
+        return {} if self.num_threads is None else {"OMP_NUM_THREADS": self.num_threads}
 
     def apply(self) -> None:
         """Set the same in torch, which may have been loaded before."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,20 +39,26 @@ def run(
     recipe: Recipe,
     *,
     fresh: bool = False,
+    log_levels: Mapping[str, str] | None = None,
 ) -> int:
     """Train a job of the sweep in `folder` to its end, and record that in the journal.
 
-    With `fresh` it gets processes of its own in any case. An error is printed.
+    With `fresh` it gets processes of its own in any case. `log_levels` are those of loggers by
+    name. An error is printed.
 
     Returns:
         The exit code of the job; 0 also where it was finished already. `BUSY`: another command
         trains it.
     """
     run_dir = folder / f"{number:04}"
+
+    def train() -> int:
+        return _train(run_dir, overrides, config_name, recipe, fresh=fresh, log_levels=log_levels)
+
     try:
         run_dir.mkdir(exist_ok=True)
         with lock.held(run_dir):
-            return _locked(folder, number, overrides, config_name, recipe, fresh)
+            return _locked(folder, number, overrides, train)
     except lock.HeldError:
         return BUSY
     except Exception as error:
@@ -63,9 +69,7 @@ def _locked(
     folder: Path,
     number: int,
     overrides: Sequence[str],
-    config_name: str,
-    recipe: Recipe,
-    fresh: bool,
+    train: Callable[[], int],
 ) -> int:
     journal, run_dir = Journal(folder), folder / f"{number:04}"
     before = journal.state(number)
@@ -76,17 +80,25 @@ def _locked(
         journal.ended(number, before.attempt, overrides, DONE, **_values(summary, folder))
         return DONE
     attempt = journal.started(number, overrides)
-    code = _train(run_dir, overrides, config_name, recipe, fresh)
+    code = train()
     values = _values(summary_of(run_dir), folder) if code == DONE else {}
     journal.ended(number, attempt, overrides, code, **values)
     return code
 
 
 def _train(
-    run_dir: Path, overrides: Sequence[str], config_name: str, recipe: Recipe, fresh: bool
+    run_dir: Path,
+    overrides: Sequence[str],
+    config_name: str,
+    recipe: Recipe,
+    *,
+    fresh: bool,
+    log_levels: Mapping[str, str] | None,
 ) -> int:
     try:
-        return start_run.continue_in(run_dir, recipe, overrides, config_name, fresh=fresh)
+        return start_run.continue_in(
+            run_dir, recipe, overrides, config_name, fresh=fresh, log_levels=log_levels
+        )
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as end:

@@ -281,6 +281,8 @@ def _run(
     before = sweep.journal.states()
     done = sum(state.is_complete for state in before.values())
     total = len(sweep.description.jobs) if choice.known else None
+    with hydra_setup.session():
+        levels = hydra_setup.log_levels(request.overrides)
     with _control(sweep.path) as control, contextlib.ExitStack() as stack:
         local = None
         if choice.is_local:
@@ -299,6 +301,7 @@ def _run(
             launcher=choice.launcher,
             command=tuple(sys.orig_argv),
             numbers=numbers if choice.known else None,
+            log_levels=tuple(levels.items()),
             local=local,
         )
         code = FAILED

@@ -115,7 +115,9 @@ class Sweep:
 
 
 def is_scheduling(override: str) -> bool:
-    """Return whether an override only says where, and how many at once, jobs run."""
+    """Return whether an override only says where, how many at once, or how loud jobs run."""
+    if hydra_setup.is_of_logging(override):
+        return True
     key = hydra_setup.key_of(override).replace("/", ".")
     if is_setting(override):
         return key != "sweep.list"

@@ -51,10 +51,15 @@ class _Running:
 
 
 def train(
-    folder: str, number: int, overrides: Sequence[str], config_name: str, recipe: Recipe
+    folder: str,
+    number: int,
+    overrides: Sequence[str],
+    config_name: str,
+    recipe: Recipe,
+    log_levels: Mapping[str, str] | None = None,
 ) -> int:
     """Train one job in this process, a fork of the server; return its exit code."""
-    return attempt.run(Path(folder), number, overrides, config_name, recipe)
+    return attempt.run(Path(folder), number, overrides, config_name, recipe, log_levels=log_levels)
 
 
 class Pool:
@@ -68,11 +73,12 @@ class Pool:
         machine: Machine,
         live: Live,
         command: Sequence[str] = (),
+        log_levels: Mapping[str, str] | None = None,
         target: str = TARGET,
     ) -> None:
         self._server, self._folder, self._config_name = server, folder, config_name
         self._machine, self._live, self._command = machine, live, command
-        self._target = target
+        self._log_levels, self._target = log_levels, target
         self._queue: deque[Task] = deque()
         self._running: dict[int, _Running] = {}
         self._not_before: dict[int, float] = {}
@@ -137,6 +143,7 @@ class Pool:
             "overrides": task.overrides,
             "config_name": self._config_name,
             "recipe": recipe,
+            "log_levels": self._log_levels,
         }
         alone = self._machine.jobs == 1
         log = self._folder / f"{task.number:04}" / "logs" / CONSOLE

@@ -71,6 +71,7 @@ class Task:
         command: the command line.
         numbers: numbers of the jobs to run, in the order that the launcher gets them; None: a
             sweeper chooses the jobs and their numbers, and gets their objectives.
+        log_levels: levels of loggers by name, in each process of a job.
         local: for jobs on this machine.
     """
 
@@ -82,6 +83,7 @@ class Task:
     launcher: str
     command: tuple[str, ...] = ()
     numbers: tuple[int, ...] | None = None
+    log_levels: tuple[tuple[str, str], ...] = ()
     local: Local | None = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, object]:
@@ -131,6 +133,7 @@ class Task:
             machine,
             self.local.live,
             self.command,
+            dict(self.log_levels),
         )
         tasks, refused = [], {}
         for index, opened in enumerate(job_overrides):
@@ -213,7 +216,15 @@ class Task:
             attempt.record_refusal(place, number, overrides, code)
             return code
         while True:
-            code = attempt.run(place, number, overrides, self.config_name, recipe, fresh=True)
+            code = attempt.run(
+                place,
+                number,
+                overrides,
+                self.config_name,
+                recipe,
+                fresh=True,
+                log_levels=dict(self.log_levels),
+            )
             if code != attempt.BUSY:
                 return code
             time.sleep(pool.BUSY_SECONDS)  # another command trains it, and may be killed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import time
 from collections.abc import Mapping, Sized
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runner.config.format_counts import counted
+from runner.config.format_counts import counted, size
 from runner.reporting.console import clock, number, short
 
 if TYPE_CHECKING:
@@ -109,15 +110,6 @@ def memory_line(loop: Run) -> str:
     )
 
 
-def size(num_bytes: float) -> str:
-    """Return e.g. "512 B" or "2.6 MB" (powers of ten)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000 or unit == "GB":
-            break
-        num_bytes /= 1000
-    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-
-
 def model_line(loop: Run) -> str:
     """Return e.g. "Cnn · 123,456 parameters, all trainable"."""
     total, trainable = loop.num_parameters
@@ -128,13 +120,17 @@ def model_line(loop: Run) -> str:
 
 def data_line(data: Data) -> str:
     """Return e.g. "train 1,257 · validation 180 · test 360"; a stream's length is unknown."""
-    splits = {"train": data.train, "validation": data.validation, "test": data.test}
     parts = []
-    for split, dataset in splits.items():
-        if dataset is not None:
-            size = num_samples(dataset)
-            parts.append(f"{split} {'stream' if size is None else f'{size:,}'}")
+    for split, dataset in _splits(data).items():
+        length = num_samples(dataset)
+        parts.append(f"{split} {'stream' if length is None else f'{length:,}'}")
     return " · ".join(parts)
+
+
+def _splits(data: Data) -> dict[str, object]:
+    """Return the data sets that there are, by split."""
+    splits = {"train": data.train, "validation": data.validation, "test": data.test}
+    return {split: dataset for split, dataset in splits.items() if dataset is not None}
 
 
 def num_samples(dataset: object) -> int | None:
@@ -205,8 +201,24 @@ def summary_of(loop: Run) -> dict[str, object]:
         "best": best,
         "metrics": loop.metrics,
         "checkpoint": loop.saver.last,
+        "data": {split: num_samples(found) for split, found in _splits(loop.data).items()},
+        "memory": peak_memory(loop.accelerator.device),
+        "ended": time.time(),
         **loop.results,
     }
+
+
+def peak_memory(device: torch.device) -> dict[str, int | None]:
+    """Return the most bytes that this process has held, in memory and on its accelerator."""
+    on_device = None
+    if device.type == "cuda":
+        on_device = torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return {"process": None, "device": on_device}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kB; bytes on macOS
+    return {"process": peak * (1 if sys.platform == "darwin" else 1024), "device": on_device}
 
 
 def throughput(loop: Run) -> float:

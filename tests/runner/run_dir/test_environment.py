@@ -52,4 +52,4 @@ def test_outside_of_git_there_is_nothing_to_tell(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert environment.write_environment(tmp_path)["git"] is None
+    assert "no git work tree" in str(environment.write_environment(tmp_path)["git"])

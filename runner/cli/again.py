@@ -1,0 +1,121 @@
+"""Command line of ``runner again``: a new run of what a run directory describes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel.errors import ConfigError
+from runner.cli.arguments import CommandParser
+from runner.config import processes, trust
+from runner.exit_codes import DONE, INTERRUPTED, STOPPED
+
+if TYPE_CHECKING:
+    from runner.compose.composition import Examined
+    from runner.run_dir.record import RunRecord
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Make runs again, each from its frozen recipe in a directory of its own.
+
+    Returns:
+        The exit code of the run; of several, the highest.
+
+    Raises:
+        ConfigError: if a directory is no run, its recipe is refused, or a package is not trusted.
+    """
+    from runner.run_dir import discovery
+
+    parser = CommandParser(
+        prog="runner again",
+        description="Run again what a run directory describes: its frozen recipe, in a new "
+        "directory. Differences of code, versions and data are said.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="a run, or a sweep: all its jobs")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="changes of the recipe")
+    parser.add_argument("--dry-run", action="store_true", help="say what differs, and stop")
+    found = parser.parse_intermixed_args(list(arguments))
+    place = processes.adopted()
+    if place is not None and place.rank > 0:
+        from runner.launch import launcher
+
+        return launcher.follow(place)
+    runs = discovery.require_runs([found.run_dir])
+    prepared = [_prepared(run, found.overrides) for run in runs]
+    _require([examined for examined in prepared])
+    codes = [DONE]
+    for run, examined in zip(runs, prepared, strict=True):
+        _tell(run, examined, found.overrides)
+        if not found.dry_run:
+            codes.append(_start(run, examined, found.overrides, fresh=len(runs) > 1))
+        if codes[-1] in (STOPPED, INTERRUPTED):
+            break
+    return max(codes)
+
+
+def _prepared(run: RunRecord, overrides: Sequence[str]) -> Examined:
+    from runner.compose import composition, diagnose, hydra_setup
+    from runner.run_dir.job import Job
+
+    refused = [o for o in overrides if hydra_setup.key_of(o) == "resume"]
+    if refused:
+        rule = "a run that is made again is a new one"
+        raise ConfigError.of(refused[0], rule, f"To go on with the run: runner {refused[0]}.")
+    Job.load(run.path)  # its packages are trusted here, or refused
+    for line in diagnose.overridden(overrides):
+        print(line, file=sys.stderr)
+    with hydra_setup.session():
+        examined = composition.again(run.path, diagnose.unique(overrides))
+    return replace(examined, recipe=replace(examined.recipe, resume=None))
+
+
+def _require(prepared: Sequence[Examined]) -> None:
+    from runner.build import parts
+    from runner.reporting import startup
+
+    startup.announce(prepared[0].recipe.name)
+    parts.require(prepared, trust.missing_packages())
+
+
+def _tell(run: RunRecord, examined: Examined, overrides: Sequence[str]) -> None:
+    """Print what was compared with the machine and the work tree of today, and what differs."""
+    from runner.reporting.run_table import relative
+    from runner.run_dir import environment, reproduction
+
+    now = environment.describe(examined.recipe.data)
+    found = reproduction.compare(run.path, run.environment, now)
+    print(f"again: {relative(run.path)}")
+    for subject, sentence in found.lines():
+        mark = "≠" if sentence in found.differences.get(subject, ()) else " "
+        print(f"  {mark} {subject:<10} {sentence}")
+    if overrides:
+        print(f"  ≠ {'overrides':<10} {' '.join(overrides)}")
+    if run.environment == {}:
+        print("  ≠ the run has no environment.json: nothing is known of its code and versions")
+    sys.stdout.flush()
+
+
+def _start(run: RunRecord, examined: Examined, overrides: Sequence[str], fresh: bool) -> int:
+    from runner.launch import start_run
+    from runner.run_dir import numerics, reproduction
+
+    claimed: list[Path] = []
+    with numerics.read(run.path).threads_exported():
+        code = start_run.start(
+            examined.recipe,
+            examined.overrides,
+            examined.config_name,
+            fresh=fresh,
+            on_claimed=claimed.append,
+            log_levels=examined.log_levels,
+        )
+    verdict = ""
+    if code == DONE and claimed and not overrides:
+        verdict = reproduction.weights_verdict(run.path, claimed[0])
+    if verdict:
+        print(verdict)
+    return code

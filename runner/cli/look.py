@@ -1,0 +1,156 @@
+"""Command lines of ``runner list``, ``runner show`` and ``runner compare``. Free of torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel.errors import ConfigError
+from runner.cli.arguments import CommandParser
+from runner.exit_codes import DONE
+from runner.run_dir import discovery
+from runner.run_dir.record import RunRecord
+
+MOST_ROWS = 50
+
+
+def list_runs(arguments: Sequence[str]) -> int:
+    """Print the runs below folders, newest first.
+
+    Raises:
+        ConfigError: if a folder is not there, or a filter names no key.
+    """
+    from runner.reporting import filters, run_table
+
+    parser = CommandParser(
+        prog="runner list", description="List runs, newest first.", allow_abbrev=False
+    )
+    parser.add_argument(
+        *("words",),
+        metavar="DIR|FILTER",
+        nargs="*",
+        help="folders (default: runs), and filters: status=failed name=digits tag=x since=2d "
+        "optimizer.lr=0.01 'objective>0.9'; several hold together, a,b is either",
+    )
+    parser.add_argument("--sort", metavar="KEY", help="e.g. objective (the best first), step")
+    parser.add_argument("--reverse", action="store_true", help="the other way round")
+    parser.add_argument("--limit", type=int, metavar="N", help="rows; 0: all (default: 50)")
+    parser.add_argument("--columns", metavar="KEY,KEY", default="", help="keys of the recipe")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="as JSON; all runs, unless --limit")
+    form.add_argument("--csv", action="store_true", help="as CSV; all runs, unless --limit")
+    found = parser.parse_intermixed_args(list(arguments))
+    columns = [name for name in found.columns.split(",") if name]
+    folders, conditions = _divided(found.words)
+    parsed = filters.parse(conditions)
+    runs = _found(folders)
+    chosen = filters.apply(parsed, runs)
+    filters.require_keys(columns, runs)
+    ordered = run_table.newest_first(chosen)
+    if found.sort:
+        ordered = run_table.in_order(ordered, found.sort)
+    ordered = ordered[::-1] if found.reverse else ordered
+    limit = found.limit if found.limit is not None else 0 if found.json or found.csv else MOST_ROWS
+    shown = ordered[:limit] if limit > 0 else ordered
+    if found.json or found.csv:
+        print((run_table.as_json if found.json else run_table.as_csv)(shown))
+        return DONE
+    if shown:
+        run_table.show(shown, columns)
+    print(_count(len(shown), len(chosen), len(runs), folders or [discovery.DEFAULT_FOLDER]))
+    return DONE
+
+
+def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the folders and the filters among words; a folder may have a sign in its name."""
+    folders = [word for word in words if os.path.isdir(word) or not set("=<>") & set(word)]
+    return folders, [word for word in words if word not in folders]
+
+
+def _found(folders: Sequence[str]) -> list[RunRecord]:
+    if not folders and not Path(discovery.DEFAULT_FOLDER).is_dir():
+        return []
+    return discovery.find_runs(folders or [discovery.DEFAULT_FOLDER])
+
+
+def _count(shown: int, chosen: int, present: int, folders: Sequence[str]) -> str:
+    where = ", ".join(folders)
+    if not present:
+        return f"no runs in {where}"
+    total = f"{chosen} of {present} runs" if chosen != present else f"{present} runs"
+    if present == 1 == chosen:
+        total = "1 run"
+    more = f"; {shown} are shown, --limit 0 shows all" if shown < chosen else ""
+    return f"{total} in {where}{more}"
+
+
+def show_run(arguments: Sequence[str]) -> int:
+    """Print what runs are: recipe, code, versions, metrics, checkpoints, and why they ended.
+
+    Raises:
+        ConfigError: if a folder is not there, or holds no run.
+    """
+    from runner.reporting import describe_run, run_table
+
+    parser = CommandParser(prog="runner show", description="Describe runs.", allow_abbrev=False)
+    parser.add_argument("folders", metavar="RUN_DIR", nargs="+", help="a run, or a sweep's jobs")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    found = parser.parse_args(list(arguments))
+    runs = discovery.require_runs(found.folders)
+    described = [(run, describe_run.describe(run, _defaults(run))) for run in runs]
+    if found.json:
+        print(describe_run.as_json([content for _, content in described]))
+        return DONE
+    console = run_table.console_for_tables()
+    for _, content in described:
+        describe_run.show(content, console)
+    return DONE
+
+
+def _defaults(run: RunRecord) -> dict[str, object] | None:
+    """Return the recipe that the run's file gives without overrides; None: it does not compose."""
+    name = str(run.job.get("config_name") or "config")
+    if name not in _DEFAULTS:
+        from runner.compose import composition, hydra_setup
+        from runner.config import serialization
+
+        try:
+            with hydra_setup.session():
+                examined = composition.new_run([], name)
+        except ConfigError:  # of another project
+            _DEFAULTS[name] = None
+        else:
+            plain = serialization.frozen_plain(examined.recipe)
+            _DEFAULTS[name] = plain if examined.composed and not examined.problems else None
+    return _DEFAULTS[name]
+
+
+_DEFAULTS: dict[str, dict[str, object] | None] = {}
+
+
+def compare_runs(arguments: Sequence[str]) -> int:
+    """Print what differs between runs, side by side.
+
+    Raises:
+        ConfigError: if a folder is not there, or there are fewer than two runs.
+    """
+    from runner.reporting import compare_runs as comparing
+    from runner.reporting import run_table
+
+    parser = CommandParser(
+        prog="runner compare", description="Show what differs between runs.", allow_abbrev=False
+    )
+    parser.add_argument("folders", metavar="RUN_DIR", nargs="+", help="runs, or a sweep's jobs")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    found = parser.parse_args(list(arguments))
+    runs = discovery.require_runs(found.folders)
+    if len(runs) < 2:
+        rule, remedy = "two runs or more are compared", "Name another run, too."
+        raise ConfigError.of(" ".join(found.folders), rule, remedy)
+    compared = comparing.compare(runs)
+    if found.json:
+        print(comparing.as_json(compared))
+    else:
+        comparing.show(compared, run_table.console_for_tables())
+    return DONE

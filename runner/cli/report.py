@@ -1,0 +1,88 @@
+"""Command line of ``runner report``. Free of torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel.checkpoint import directory as checkpoints
+from accel.errors import ConfigError
+from runner.cli.arguments import CommandParser
+from runner.config import paths
+from runner.exit_codes import DONE
+from runner.run_dir import discovery
+
+PAGE = "report.html"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write a page about runs, or print it.
+
+    Raises:
+        ConfigError: if a folder has no run, or the page cannot be written.
+        MissingPackageError: if the page is to be drawn and matplotlib is not installed.
+    """
+    parser = CommandParser(
+        prog="runner report", description="Write a page about runs.", allow_abbrev=False
+    )
+    what = "runs, sweeps, folders of runs; and filters, as for runner list"
+    parser.add_argument("words", metavar="DIR|FILTER", nargs="+", help=what)
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help=f"the page (default: {PAGE} in the only DIR)"
+    )
+    parser.add_argument("--terminal", action="store_true", help="print it in place of a page")
+    found = parser.parse_intermixed_args(list(arguments))
+    return _report(found.words, found.output, found.terminal)
+
+
+def _report(words: Sequence[str], output: Path | None, in_terminal: bool) -> int:
+    from runner.reporting import filters, findings, html_page, plots, run_table, terminal_report
+
+    folders = [word for word in words if os.path.isdir(word) or not set("=<>") & set(word)]
+    conditions = filters.parse([word for word in words if word not in folders])
+    if not folders:
+        rule = "a report is of runs, sweeps or folders of them"
+        raise ConfigError.of("no DIR", rule, "Name one: runner report runs/digits.")
+    if not in_terminal:
+        plots.require_matplotlib()
+        output = _writable(output or _default(folders))
+    runs = filters.apply(conditions, discovery.require_runs(folders))
+    if not runs:
+        rule = "no run fulfills these conditions"
+        raise ConfigError.of(" ".join(words), rule, "Leave one out; runner list shows the runs.")
+    found = findings.find(runs)
+    title = ", ".join(run_table.relative(Path(os.path.abspath(f))) for f in folders)
+    if in_terminal or output is None:
+        terminal_report.show(title, found, run_table.console_for_tables())
+        return DONE
+    figures = html_page.pictures(found)
+    text = html_page.page(title, found, figures)
+    drawn = [one for some in figures.values() for one in some]
+    try:
+        for one in drawn:
+            checkpoints.write_atomically(_beside(output, one.name), one.png)
+        checkpoints.write_atomically(output, text.encode("utf-8", errors="replace"))
+    except OSError as error:
+        rule = f"the report is written there, and that failed ({paths.failure(error)})"
+        raise ConfigError.of(str(output), rule, "Give --output FILE elsewhere.") from error
+    shown = run_table.relative(output)
+    print(f"{shown}: {html_page.file_size(text)}, {findings.counted_statuses(found.runs)}")
+    print(f"{len(drawn)} pictures beside it: {output.stem}-*.png")
+    return DONE
+
+
+def _default(folders: Sequence[str]) -> Path:
+    return Path(folders[0], PAGE) if len(folders) == 1 else Path(PAGE)
+
+
+def _writable(output: Path) -> Path:
+    output = Path(os.path.abspath(os.path.expanduser(output)))
+    if not output.parent.is_dir() or output.is_dir():
+        rule = "a report is a file in a folder that exists"
+        raise ConfigError.of(f"--output {output}", rule, f"Give --output {PAGE}.")
+    return output
+
+
+def _beside(output: Path, name: str) -> Path:
+    return output.with_name(f"{output.stem}-{name}.png")

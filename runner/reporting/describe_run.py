@@ -1,0 +1,241 @@
+"""`runner show`: one run in full, from its files alone."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from accel.checkpoint import directory as checkpoints
+from accel.errors import AccelError
+from runner.config import resumed_recipe
+from runner.config.format_counts import size
+from runner.reporting.console import clock, number
+from runner.reporting.run_table import STYLES, cell, described, relative
+from runner.run_dir import atomic_update, directory, evaluations, provenance
+from runner.run_dir import record as records
+from runner.run_dir.json_files import Fields, JsonObject, finite
+from runner.run_dir.record import RunRecord
+
+MOST_LINES = 12  # of a traceback
+
+
+def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObject:
+    """Return everything that is known of a run as plain containers.
+
+    Args:
+        run: the run.
+        defaults: the recipe without its overrides; None: it is not known here.
+    """
+    environment = run.environment
+    return {
+        **described(run),
+        "command": shlex.join(map(str, environment.get("command") or ())),
+        "overrides": list(run.job.get("overrides") or ()),
+        "cwd": environment.get("cwd"),
+        "changes": None if defaults is None else _changes(defaults, run.recipe),
+        "earlier_recipes": [path.name for path in atomic_update.kept_recipes(run.path)],
+        "code": {key: environment.get(key) for key in ("git", "runner_git", "code")},
+        "packages": dict(environment.get("packages") or {}),
+        "machine": {
+            key: environment.get(key)
+            for key in ("hostname", "platform", "python", "cpu", "cpu_count", "device")
+        },
+        "data": dict(environment.get("data") or {}),
+        "metrics": dict(run.summary.get("metrics") or {}),
+        "best": run.summary.get("best"),
+        "last": dict(run.last),
+        "evaluations": evaluations.read(run.path),
+        "checkpoints": list(_checkpoints(run.path)),
+        "failure": dict(run.failure) if run.status == records.FAILED else None,
+        "resume": _resume(run),
+        "samples_per_second": run.summary.get("samples_per_second"),
+        "memory": run.summary.get("memory"),
+    }
+
+
+def _changes(defaults: Mapping[str, object], recipe: Mapping[str, object]) -> list[JsonObject]:
+    found = resumed_recipe.differences(defaults, recipe)
+    return [{"key": key, "default": there, "value": here} for key, there, here in found]
+
+
+def _checkpoints(run_dir: Path) -> Iterator[JsonObject]:
+    try:
+        found = directory.own_checkpoints(run_dir)
+    except (OSError, AccelError):
+        found = checkpoints.checkpoints(run_dir / checkpoints.FOLDER)
+    for path in found:
+        step, total, wrong = None, 0, ""
+        try:
+            manifest = checkpoints.read_manifest(path)
+            step = manifest.metadata.get("step")
+            total = sum(entry.size for entry in manifest.files.values())
+            sizes = {name: entry.size for name, entry in manifest.files.items()}
+            wrong = _incomplete(path, sizes)
+        except AccelError as error:
+            wrong = str(error).partition(": ")[2] or str(error)
+        yield {
+            **{"name": path.name, "path": str(path), "step": step, "bytes": total},
+            **{"complete": not wrong, "problem": wrong},
+        }
+
+
+def _incomplete(path: Path, sizes: Mapping[str, int]) -> str:
+    """Return which file of a checkpoint is missing or has another size; digests are not read."""
+    for name, expected in sizes.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != expected:
+            return f"{name} has {file.stat().st_size} bytes, not {expected}"
+    return ""
+
+
+def _resume(run: RunRecord) -> str:
+    where = shlex.quote(relative(run.path))
+    if run.status in (records.RUNNING, records.BROKEN):
+        return ""
+    if run.status in (records.FINISHED, records.PRUNED):
+        limit = "trainer.epochs" if run.value("trainer.max_steps") is None else "trainer.max_steps"
+        return f"runner resume={where} {limit}=…"
+    return f"runner resume={where}"
+
+
+# -- for people ----------------------------------------------------------------------------
+
+
+def as_json(found: Sequence[Fields]) -> str:
+    """Return descriptions as JSON: one object, or a list of several."""
+    content: object = found[0] if len(found) == 1 else list(found)
+    return json.dumps(finite(content), indent=2, ensure_ascii=False, default=str)
+
+
+def show(found: Fields, console: Console) -> None:
+    """Print the description of one run."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in _rows(found):
+        table.add_row(Text(label), value if isinstance(value, Text) else Text(value))
+    title = Text(relative(Path(found["directory"])), style="bold")
+    if console.is_terminal:
+        console.print(Panel(table, title=title, title_align="left", box=box.ROUNDED, expand=False))
+    else:
+        console.print(title)
+        console.print(table)
+        console.print()
+
+
+def _rows(found: Fields) -> Iterator[tuple[str, str | Text]]:
+    status = Text(found["status"], style=STYLES[found["status"]])
+    reason = found["reason"]
+    yield "status", status.append(f"  {reason}" if reason else "", style="default")
+    for problem in found["problems"]:
+        yield "damaged", Text(problem, style="red")
+    if found["tags"]:
+        yield "tags", ", ".join(found["tags"])
+    yield "started", str(found["started"]).replace("T", " ")
+    if found["command"]:
+        yield "command", found["command"]
+    yield from _recipe_rows(found)
+    yield from _code_rows(found)
+    yield from _metric_rows(found)
+    for label, lines in (("checkpoints", _checkpoint_lines(found)), ("failure", _failure(found))):
+        for number_, line in enumerate(lines):
+            yield label if number_ == 0 else "", line
+    if found["resume"]:
+        yield "resume", found["resume"]
+    if found["status"] not in (records.BROKEN,):
+        yield "again", f"runner again {shlex.quote(relative(Path(found['directory'])))}"
+
+
+def _recipe_rows(found: Fields) -> Iterator[tuple[str, str]]:
+    if found["overrides"]:
+        yield "overrides", shlex.join(found["overrides"])
+    if found["changes"] is None:
+        yield "recipe", "its file does not compose here: no difference from defaults is known"
+    for number_, change in enumerate(found["changes"] or ()):
+        label = "not default" if number_ == 0 else ""
+        yield label, f"{change['key']}={cell(change['value'])}  (default {cell(change['default'])})"
+    if found["earlier_recipes"]:
+        names = ", ".join(found["earlier_recipes"])
+        yield "resumed", f"with another recipe; those before: {names}"
+
+
+def _code_rows(found: Fields) -> Iterator[tuple[str, str]]:
+    code, machine = found["code"], found["machine"]
+    yield "code", provenance.described_git(code.get("git"))
+    if code.get("runner_git"):
+        yield (
+            "runner",
+            provenance.described_git(code["runner_git"]).replace(f" ({provenance.DIFF})", ""),
+        )
+    packages = found["packages"]
+    if packages:
+        main = ("accel-runner", "torch", "numpy")
+        yield "versions", "  ".join(f"{n} {packages[n]}" for n in main if n in packages)
+    if machine.get("hostname"):
+        device = machine.get("device") or {}
+        parts = [machine["hostname"], machine.get("cpu"), f"{machine.get('cpu_count')} CPUs"]
+        if device.get("type") not in (None, "cpu"):
+            parts.append(f"{device.get('count')} × {device['type']}")
+        yield "machine", " · ".join(str(part) for part in parts if part)
+    for key, files in found["data"].items():
+        yield "data", f"{key}: {files['path']} ({files['files']} files, {size(files['bytes'])})"
+
+
+def _metric_rows(found: Fields) -> Iterator[tuple[str, str]]:
+    best = found["best"]
+    if isinstance(best, Mapping):
+        yield "best", f"{best['metric']} {number(best['value'])} at step {best['step']}"
+    elif found["objective"] is not None:
+        yield "best", f"{found['metric']} {number(found['objective'])}"
+    for split, metrics in found["metrics"].items():
+        yield split, _listed(metrics)
+    if not found["metrics"] and found["last"]:
+        named = ("step", "epoch", "samples", "split", "time", "lr", "samples_per_second")
+        values = {k: v for k, v in found["last"].items() if k not in named}
+        yield f"last ({found['last'].get('split')})", _listed(values)
+    for one in found["evaluations"]:
+        for split, metrics in (one.get("metrics") or {}).items():
+            where = f"{one.get('checkpoint')}, {str(one.get('time'))[:16]}"
+            yield f"eval {split}", f"{_listed(metrics)}  ({where})"
+    if found["step"] is not None:
+        took = "" if found["seconds"] is None else f" in {clock(found['seconds'])}"
+        yield "step", f"{found['step']}{took}"
+    rate, memory = found["samples_per_second"], found["memory"] or {}
+    if isinstance(rate, int | float):
+        parts = [f"{rate:,.0f} samples/s"]
+        parts += [f"{size(v)} of {k} memory" for k, v in memory.items() if v is not None]
+        yield "speed", " · ".join(parts)
+
+
+def _listed(metrics: Fields) -> str:
+    return "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
+
+
+def _checkpoint_lines(found: Fields) -> list[str]:
+    best = (found["best"] or {}).get("checkpoint")
+    lines = []
+    for one in found["checkpoints"]:
+        parts = [one["name"], f"step {one['step']}" if one["step"] is not None else "", ""]
+        parts[2] = size(one["bytes"]) if one["complete"] else f"incomplete: {one['problem']}"
+        parts += ["the best"] if one["name"] == best else []
+        lines.append("  ".join(part for part in parts if part))
+    return lines
+
+
+def _failure(found: Fields) -> list[str]:
+    failure = found["failure"] or {}
+    text = str(failure.get("traceback") or "").rstrip().splitlines()
+    if not text:
+        return []
+    lines = text[-MOST_LINES:]
+    return [*(["…"] if len(text) > len(lines) else []), *lines]

@@ -1,0 +1,284 @@
+"""Figures of a report by matplotlib, as SVG that takes the page's colours, and as PNG."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel.errors import MissingPackageError
+from runner.reporting.curves import Band
+from runner.reporting.run_table import cell
+from runner.run_dir.record import MISSING, RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Text and axes are drawn in this colour, which the page replaces by its own (dark or light).
+INK = "#010203"
+# Okabe and Ito's colours, which people with any colour vision tell apart, on dark and light ground.
+# Source: https://jfly.uni-koeln.de/color/
+COLOURS = (
+    *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B59F00", "#7F7F7F"),
+)
+_ROUNDED = re.compile(r"(\.\d\d)\d+")  # hundredths of a point
+MOST_COLOURED = len(COLOURS)  # groups, the best; the others are drawn thin
+LOG_RATIO = 30.0  # between the largest and the smallest value, from which on an axis is logarithmic
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure: its name (of a file), its title, SVG for a page, and PNG for a document."""
+
+    name: str
+    title: str
+    svg: str
+    png: bytes
+
+
+def require_matplotlib() -> None:
+    """Raise a MissingPackageError if matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MissingPackageError("matplotlib", "runner report", "report") from error
+
+
+@contextlib.contextmanager
+def _style() -> Iterator[None]:
+    import matplotlib
+
+    settings = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "runner",  # ids are the same each time
+        "path.simplify_threshold": 0.5,
+        "font.size": 9.0,
+        "font.family": "sans-serif",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.alpha": 0.15,
+        "axes.axisbelow": True,
+        "legend.frameon": False,
+        **{
+            key: INK
+            for key in (
+                *("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color"),
+                *("ytick.color", "grid.color"),
+            )
+        },
+    }
+    with matplotlib.rc_context(settings):
+        yield
+
+
+def _picture(
+    name: str, title: str, draw: Callable[[Figure], object], size: tuple[float, float] = (6.4, 3.4)
+) -> Picture:
+    from matplotlib.figure import Figure
+
+    with _style():
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
+        svg, png = io.StringIO(), io.BytesIO()
+        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(png, format="png", dpi=150, facecolor="white")
+    return Picture(name, title, _for_page(svg.getvalue(), name, title), png.getvalue())
+
+
+def _for_page(svg: str, name: str, title: str) -> str:
+    """Return SVG to stand in a page: without a header, its ids its own, in the page's ink."""
+    body = svg[svg.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", body)
+    body = re.sub(r"font: ([^;\"]*?)'[^\"]*?sans-serif[^\";]*", r"font: \1sans-serif", body)
+    body = re.sub(r'\s(width|height)="[\d.]+pt"', "", body, count=2)
+    body = re.sub(r' d="[^"]*"', lambda path: _ROUNDED.sub(r"\1", path[0]), body)
+    body = body.replace(INK, "currentColor")
+    return body.replace("<svg", f'<svg role="img" aria-label="{_attribute(title)}"', 1)
+
+
+def _attribute(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
+
+
+def file_name(text: str) -> str:
+    """Return a text as a part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-.") or "figure"
+
+
+# -- the figures ---------------------------------------------------------------------------
+
+
+def learning_curves(metric: str, bands: Mapping[str, Band]) -> Picture:
+    """Draw a metric over steps: a line for each group, the best first, a band over its seeds."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot(xlabel="step", ylabel=metric.partition("/")[2])
+        for number, (label, found) in reversed(list(enumerate(bands.items()))):
+            best = number < MOST_COLOURED
+            colour = COLOURS[number] if best else INK
+            marker = "o" if len(found.steps) < 3 else None
+            line = {"color": colour, "linewidth": 1.5 if best else 0.7, "marker": marker}
+            named = _label(label, found) if best else None
+            axes.plot(found.steps, found.mean, label=named, alpha=1.0 if best else 0.25, **line)
+            if found.num_runs > 1 and best:
+                axes.fill_between(
+                    found.steps, found.low, found.high, color=colour, alpha=0.18, linewidth=0
+                )
+        _log_if_wide(axes, [v for found in bands.values() for v in found.mean])
+        lines, labels = axes.get_legend_handles_labels()
+        axes.legend(lines[::-1], labels[::-1], fontsize=7.5)
+
+    return _picture(f"curve-{file_name(metric)}", metric, draw)
+
+
+def _label(label: str, found: Band) -> str:
+    more = f" ({found.num_runs} runs)" if found.num_runs > 1 else ""
+    return _plain(f"{label}{more}")
+
+
+def _plain(text: str) -> str:
+    """Return a text in which matplotlib finds neither a formula nor a hidden label."""
+    return text.replace("$", r"\$").lstrip("_")
+
+
+def _log_if_wide(axes: Axes, values: Sequence[float]) -> None:
+    finite = [value for value in values if math.isfinite(value)]
+    if finite and min(finite) > 0 and max(finite) / min(finite) > LOG_RATIO:
+        axes.set_yscale("log")
+
+
+def objective_by_key(key: str, runs: Sequence[RunRecord]) -> Picture:
+    """Draw the objective of each run against the value of a swept key."""
+
+    def draw(figure: Figure) -> None:
+        first = next(run.objective for run in runs if run.objective is not None)
+        axes = figure.add_subplot(xlabel=key, ylabel=first.metric)
+        places = _Places([run.value(key) for run in runs])
+        points = [
+            (places.of(run.value(key)), run.objective.value)
+            for run in runs
+            if run.objective is not None
+        ]
+        axes.scatter(*zip(*points, strict=True), color=COLOURS[0], s=26, alpha=0.75, linewidths=0)
+        means: dict[float, list[float]] = {}
+        for place, value in points:
+            if math.isfinite(value):
+                means.setdefault(place, []).append(value)
+        if len(means) > 1:
+            at = sorted(means)
+            axes.plot(at, [sum(means[x]) / len(means[x]) for x in at], color=COLOURS[3], alpha=0.7)
+        places.label(axes)
+
+    return _picture(f"objective-{file_name(key)}", f"objective against {key}", draw)
+
+
+class _Places:
+    """Where the values of a key lie on an axis: numbers at themselves, words one after another."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+        self.words = sorted({cell(value) for value in values if value is not MISSING})
+        self.numeric = len(numbers) == len([v for v in values if v is not MISSING])
+        positive = self.numeric and bool(numbers) and min(numbers) > 0
+        self.log = positive and max(numbers) / min(numbers) >= LOG_RATIO
+        self.low = min(numbers, default=0.0)
+        self.high = max(numbers, default=1.0)
+
+    def of(self, value: Any) -> float:
+        """Return the place of a value; NaN where a run lacks the key."""
+        if value is MISSING:
+            return math.nan
+        return float(value) if self.numeric else float(self.words.index(cell(value)))
+
+    def share(self, value: Any) -> float:
+        """Return the place of a value from 0 to 1."""
+        place, low, high = self.of(value), self.low, self.high
+        if not self.numeric:
+            low, high = 0.0, float(len(self.words) - 1)
+        if self.log:
+            place, low, high = math.log(place), math.log(low), math.log(high)
+        return 0.5 if high == low else (place - low) / (high - low)
+
+    def label(self, axes: Axes) -> None:
+        """Name the words on the horizontal axis, or make it logarithmic."""
+        if not self.numeric:
+            shown = [word[:24] for word in self.words]
+            turned = 30 if sum(map(len, shown)) > 40 else 0
+            axes.set_xticks(range(len(shown)), map(_plain, shown), rotation=turned)
+        elif self.log:
+            axes.set_xscale("log")
+
+
+def parallel_coordinates(keys: Sequence[str], runs: Sequence[RunRecord]) -> Picture:
+    """Draw each run as a line through its values of the swept keys, coloured by its objective."""
+    judged = [run for run in runs if run.objective and math.isfinite(run.objective.value)]
+
+    def draw(figure: Figure) -> None:
+        from matplotlib import colormaps
+
+        axes = figure.add_subplot()
+        first = judged[0].objective
+        assert first is not None
+        columns = [(key, _Places([run.value(key) for run in judged])) for key in keys]
+        goals = _Places([run.objective.value for run in judged if run.objective])
+        best_first = sorted(judged, key=_quality, reverse=True)
+        for rank, run in enumerate(reversed(best_first)):
+            assert run.objective is not None
+            heights = [places.share(run.value(key)) for key, places in columns]
+            heights.append(goals.share(run.objective.value))
+            share = rank / max(1, len(judged) - 1)
+            colour = colormaps["plasma"](0.15 + 0.6 * share)
+            axes.plot(range(len(heights)), heights, color=colour, alpha=0.45 + 0.5 * share)
+        names = [*(_plain(key) for key in keys), f"{first.metric} (objective)"]
+        axes.set_xticks(range(len(names)), names, rotation=20 if len(names) > 4 else 0)
+        axes.set_yticks([])
+        axes.grid(False)
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.set_ylim(-0.15, 1.15)
+        axes.tick_params(axis="x", length=0)
+        for at, places in enumerate([*(places for _, places in columns), goals]):
+            _axis(axes, at, places)
+
+    width = min(12.0, 3.0 + 1.4 * len(keys))
+    title = "parallel coordinates (yellow: the best runs)"
+    return _picture("parallel-coordinates", title, draw, (width, 3.4))
+
+
+def _quality(run: RunRecord) -> float:
+    assert run.objective is not None
+    return run.objective.value if run.objective.mode == "max" else -run.objective.value
+
+
+def _axis(axes: Axes, at: int, places: _Places) -> None:
+    axes.axvline(at, color=INK, alpha=0.4, linewidth=0.8)
+    ends = [(0.0, f"{places.low:g}"), (1.0, f"{places.high:g}")]
+    if not places.numeric:
+        last = max(1, len(places.words) - 1)
+        ends = [(number / last, word[:18]) for number, word in enumerate(places.words)]
+        ends = ends if len(ends) > 1 else [(0.5, ends[0][1])]
+    for height, text in ends:
+        beyond = -0.04 if height == 0.0 else 0.04 if height == 1.0 else 0.0
+        side = {0.0: "center", -0.04: "top", 0.04: "bottom"}[beyond]
+        where = {"ha": "center" if beyond else "left", "va": side, "fontsize": 7.5}
+        axes.text(at if beyond else at + 0.03, height + beyond, _plain(text), **where)
+
+
+def bars(name: str, title: str, values: Mapping[str, float], label: str) -> Picture:
+    """Draw a value for each name as horizontal bars, in the given order."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot(xlabel=label)
+        names = [_plain(text[:60]) for text in values]
+        axes.barh(range(len(names)), list(values.values()), color=COLOURS[0], height=0.65)
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.grid(False, axis="y")
+
+    return _picture(name, title, draw, (6.4, 1.0 + 0.28 * len(values)))

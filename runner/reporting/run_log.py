@@ -1,0 +1,197 @@
+"""`run.log` of a run: everything that its main process prints, as plain text.
+
+Standard output and standard error of the process are copied line by line as they are written: the
+run's own lines, the user's prints and warnings. A line that is redrawn on a terminal, as a progress
+bar, is kept as it was last; control codes are left out. A resumed run adds to the file. The
+launcher of several processes writes into the same file (how they ended), complete lines at a time.
+Output that native code writes past Python (a crash in C++) is on the terminal only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+FILE = "run.log"
+BEGIN = "--- process"
+# Sequences of ANSI X3.64: colours and the like, titles of windows, single escapes.
+_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\^_]")
+_ERASE = re.compile(r"\x1b\[[012]?K")
+_UP = re.compile(r"\x1b\[1?A")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+MOST_WAITING = 1 << 16  # characters of a line without an end
+
+
+class RunLog:
+    """An open `run.log`; each line is one write, so that several processes may write at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = os.open(
+            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
+        )
+        self._lock = threading.Lock()
+        self._waiting: dict[int, str] = {}
+        self._drawn: dict[int, str] = {}  # a redrawn line that the cursor may yet go back to
+        _OPEN.add(self)
+
+    def feed(self, source: int, text: str) -> str:
+        """Take text of a stream, told apart by the number `source`, and write complete lines.
+
+        Returns:
+            Why it could not be written, the first time; else nothing.
+        """
+        with self._lock:
+            # The end of a redrawn line is where the next drawing begins.
+            waiting = self._waiting.get(source, "") + _ERASE.sub("\r", text)
+            *lines, rest = waiting.split("\n")
+            kept = self._complete(source, lines)
+            if rest and self._drawn.get(source):
+                kept += [] if _UP.search(rest) else [self._drawn[source]]
+                self._drawn[source] = ""
+            self._waiting[source] = _redrawn(rest)[-MOST_WAITING:]
+            return self._write("".join(f"{line}\n" for line in kept))
+
+    def _complete(self, source: int, lines: Sequence[str]) -> list[str]:
+        """Return complete lines as they are to be kept; a drawing waits for the text behind it."""
+        kept = []
+        for line in lines:
+            drawn, self._drawn[source] = self._drawn.get(source, ""), ""
+            kept += [drawn] if drawn and not _UP.search(line) else []
+            redrawn = "\r" in line.rstrip("\r")
+            if redrawn and _plain(line):
+                self._drawn[source] = _plain(line)
+            elif not redrawn or _plain(line):
+                kept.append(_plain(line))
+        return kept
+
+    def line(self, text: str) -> str:
+        """Write a line that is on no stream; return as `feed`."""
+        with self._lock:
+            return self._write(f"{_plain(text)}\n")
+
+    def _write(self, text: str) -> str:
+        if self._file is None or not text:
+            return ""
+        try:
+            os.write(self._file, text.encode("utf-8", errors="replace"))
+        except OSError as error:  # a full disk does not end a run for its log
+            os.close(self._file)
+            self._file = None
+            return f"{self._path} could not be written ({error.strerror}): it ends here."
+        return ""
+
+    def close(self) -> None:
+        """Write what is left of a line, and close the file."""
+        with self._lock:
+            for rest in [*self._drawn.values(), *self._waiting.values()]:
+                if _plain(rest).strip():
+                    self._write(f"{_plain(rest)}\n")
+            self._waiting.clear()
+            self._drawn.clear()
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def after_fork(self) -> None:
+        """Forget in a child what the parent has begun to write."""
+        self._lock = threading.Lock()
+        self._waiting, self._drawn = {}, {}
+
+
+_OPEN: weakref.WeakSet[RunLog] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for log in list(_OPEN):
+        log.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _redrawn(line: str) -> str:
+    """Return the end of a line that is not complete, without earlier drawings of it."""
+    return line[line.rfind("\r") :] if "\r" in line.rstrip("\r") else line
+
+
+def _plain(line: str) -> str:
+    """Return a line as it is last seen: without what was drawn over, and without codes."""
+    last = next((part for part in reversed(line.split("\r")) if _CODES.sub("", part)), "")
+    return _CONTROLS.sub("", _CODES.sub("", last)).rstrip()
+
+
+class Tee:
+    """A text stream that copies what is written to it into a log; all else is the stream's own."""
+
+    def __init__(self, stream: TextIO, log: RunLog, number: int) -> None:
+        self._stream, self._log, self._number = stream, log, number
+
+    def write(self, text: str) -> int:
+        """Write to the log and to the stream."""
+        wrong = self._log.feed(self._number, str(text))
+        if wrong:
+            self._stream.write(f"{wrong}\n")
+        return self._stream.write(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write each of some texts."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the stream."""
+        return getattr(self._stream, name)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the stream, as one does that is open for reading, too."""
+        return iter(self._stream)
+
+
+_ACTIVE: list[RunLog] = []
+
+
+@contextlib.contextmanager
+def captured(run_dir: Path, what: str = "") -> Iterator[None]:
+    """Copy standard output and standard error of this process into a run's log, in the context.
+
+    Where the file cannot be opened, a warning says so, and the run goes on.
+
+    Args:
+        run_dir: the run directory.
+        what: written in the first line, e.g. the command.
+    """
+    try:
+        log = RunLog(run_dir / FILE)
+    except OSError as error:
+        print(f"{run_dir / FILE} cannot be written ({error.strerror}).", file=sys.stderr)
+        yield
+        return
+    log.line(f"{BEGIN} {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')} {what}".rstrip())
+    streams = sys.stdout, sys.stderr
+    tees = Tee(sys.stdout, log, 1), Tee(sys.stderr, log, 2)
+    sys.stdout, sys.stderr = tees
+    _ACTIVE.append(log)
+    try:
+        yield
+    finally:
+        _ACTIVE.remove(log)
+        # Whoever has replaced them meanwhile keeps what they have set.
+        sys.stdout = streams[0] if sys.stdout is tees[0] else sys.stdout
+        sys.stderr = streams[1] if sys.stderr is tees[1] else sys.stderr
+        log.close()
+
+
+def note(line: str) -> None:
+    """Write a line to the log alone: of progress that a terminal shows as a bar."""
+    for log in _ACTIVE:
+        log.line(line)

@@ -1,0 +1,168 @@
+"""`runner list`: runs as a table, as JSON and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from accel.errors import ConfigError, nearest
+from runner.reporting import filters
+from runner.reporting.console import clock, number
+from runner.run_dir import record as records
+from runner.run_dir.json_files import JsonObject, finite
+from runner.run_dir.record import MISSING, RunRecord
+
+STYLES = {
+    records.RUNNING: "bold cyan",
+    records.FINISHED: "green",
+    records.STOPPED: "yellow",
+    records.FAILED: "bold red",
+    records.CUT_OFF: "magenta",
+    records.PRUNED: "dim",
+    records.BROKEN: "red",
+}
+UNLIMITED_COLUMNS = 10_000  # where nobody's terminal limits a line
+
+
+def newest_first(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return runs by the start of their last attempt."""
+    return sorted(runs, key=lambda run: (run.started, str(run.path)), reverse=True)
+
+
+def in_order(runs: Sequence[RunRecord], key: str, reverse: bool = False) -> list[RunRecord]:
+    """Return runs by the values of a key, those without one last; by objective, the best first.
+
+    Raises:
+        ConfigError: if neither a run nor a recipe has such a key.
+    """
+    one = filters.Filter(key, "=", ())
+    if key in filters.TIMES or (key not in filters.FIELDS and key != "name"):
+        known = [name for name in filters.FIELDS]
+        if key in filters.TIMES:
+            raise ConfigError.of(f"--sort {key}", "it is a filter", nearest("started", known))
+        filters.require_keys([key], runs)
+    known_last = [run for run in runs if _missing(one.of(run))]
+    rest = [run for run in runs if not _missing(one.of(run))]
+    ordered = sorted(rest, key=lambda run: _sort_key(run, key, one.of(run)), reverse=reverse)
+    return [*ordered, *known_last]
+
+
+def _missing(value: Any) -> bool:
+    return value is MISSING or value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _sort_key(run: RunRecord, key: str, value: Any) -> tuple[int, Any]:
+    if key == "objective" and run.objective is not None and run.objective.mode == "max":
+        return 0, -value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return 0, float(value)
+    return 1, str(value)
+
+
+def described(run: RunRecord) -> JsonObject:
+    """Return a run as plain containers, for programs."""
+    objective = run.objective
+    return {
+        "directory": str(run.path),
+        "name": run.name,
+        "tags": run.tags,
+        "sweep": run.sweep,
+        "status": run.status,
+        "reason": run.reason,
+        "step": run.step,
+        "objective": None if objective is None else objective.value,
+        "metric": None if objective is None else objective.metric,
+        "mode": None if objective is None else objective.mode,
+        "seconds": run.seconds,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(run.started)),
+        "problems": run.problems,
+    }
+
+
+def as_json(runs: Sequence[RunRecord]) -> str:
+    """Return runs as a JSON list."""
+    return json.dumps(finite([described(run) for run in runs]), indent=2, ensure_ascii=False)
+
+
+def as_csv(runs: Sequence[RunRecord]) -> str:
+    """Return runs as CSV with a header; lists are joined by spaces."""
+    out = io.StringIO()
+    names = list(described(RunRecord(Path(os.devnull))))
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(names)
+    for run in runs:
+        values = described(run).values()
+        writer.writerow([" ".join(v) if isinstance(v, list) else v for v in values])
+    return out.getvalue().rstrip("\n")
+
+
+def show(
+    runs: Sequence[RunRecord], keys: Sequence[str] = (), console: Console | None = None
+) -> None:
+    """Print runs as a table, with a column for each of the dotted `keys` of their recipes."""
+    console = console or console_for_tables()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for name, shown in (("name", True), ("tags", any(run.tags for run in runs))):
+        if shown:
+            table.add_column(name, overflow="fold")
+    table.add_column("status", no_wrap=True)
+    for name in keys:
+        table.add_column(name, overflow="fold")
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("objective", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("directory", overflow="fold")
+    for run in runs:
+        table.add_row(*_cells(run, keys, any(run.tags for run in runs)))
+    console.print(table)
+
+
+def _cells(run: RunRecord, keys: Sequence[str], tagged: bool) -> list[Text]:
+    objective = run.objective
+    shown = "" if objective is None else f"{objective.metric} {number(objective.value)}"
+    seconds = "" if run.seconds is None else clock(run.seconds)
+    cells = [Text(run.name)]
+    cells += [Text(", ".join(run.tags))] if tagged else []
+    cells.append(Text(run.status, style=STYLES[run.status]))
+    cells += [Text(cell(run.value(key))) for key in keys]
+    cells += [Text("" if run.step is None else str(run.step)), Text(shown), Text(seconds)]
+    return [*cells, Text(relative(run.path))]
+
+
+def cell(value: Any) -> str:
+    """Return a value of a recipe for a table; nothing for a key that it lacks."""
+    if value is MISSING:
+        return ""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return json.dumps(value) if isinstance(value, list | Mapping) else str(value)
+
+
+def relative(path: Path) -> str:
+    """Return a path from the working directory, where that is shorter."""
+    inside = os.path.relpath(path)
+    return inside if not inside.startswith("..") else str(path)
+
+
+def console_for_tables() -> Console:
+    """Return a console on standard output; one that is no terminal has lines of any length."""
+    console = Console(highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, soft_wrap=False, width=UNLIMITED_COLUMNS)
+    return console

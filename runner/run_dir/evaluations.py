@@ -1,0 +1,61 @@
+"""`eval.json` of a run: what `runner eval` has measured. Free of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from runner.run_dir.json_files import Fields, JsonObject, write_json
+
+EVAL = "eval.json"
+# What tells one evaluation from another: a later one of the same replaces the earlier.
+IDENTITY = ("checkpoint", "step", "overrides")
+
+
+def read(run_dir: Path) -> list[JsonObject]:
+    """Return the evaluations of a run, oldest first; a damaged file holds none."""
+    try:
+        found = json.loads((run_dir / EVAL).read_text(encoding="utf-8"))["evaluations"]
+        return [dict(one) for one in found]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def add(run_dir: Path, evaluation: Fields) -> None:
+    """Add an evaluation to a run's, in one piece.
+
+    Splits that it has measured replace those of the same checkpoint under the same overrides.
+
+    Raises:
+        OSError: if the run directory cannot be written.
+    """
+    with _one_at_a_time(run_dir):
+        others: list[JsonObject] = []
+        same: JsonObject = {}
+        for one in read(run_dir):
+            if all(one.get(key) == evaluation.get(key) for key in IDENTITY):
+                same |= one.get("metrics") or {}
+            else:
+                others.append(one)
+        merged = {**evaluation, "metrics": {**same, **evaluation["metrics"]}}
+        write_json(run_dir / EVAL, {"evaluations": [*others, merged]})
+
+
+@contextlib.contextmanager
+def _one_at_a_time(run_dir: Path) -> Iterator[None]:
+    """Let no other process change the file in the context, where the file system has locks."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    descriptor = os.open(run_dir, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a network file system without locks of folders
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

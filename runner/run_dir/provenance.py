@@ -1,0 +1,342 @@
+"""Which code and which data a run was made from: git, sources of packages, files. Free of torch.
+
+Nothing here ends or delays a run: git is asked by two commands at once, and everything that is read
+has a limit, behind which the record says that it is not complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from runner.run_dir.json_files import Fields, JsonObject
+
+logger = logging.getLogger(__name__)
+
+DIFF = "git.diff"
+GIT = ("git", "--no-optional-locks")  # another git command of the user's may hold the index
+GIT_SECONDS = 20.0
+MOST_UNTRACKED = 200
+MOST_DIFF_BYTES = 10_000_000
+MOST_SOURCES, MOST_SOURCE_BYTES = 2_000, 20_000_000
+MOST_DATA_FILES = 2_000
+PACKAGE = Path(__file__).resolve().parents[2]
+
+
+def git_state(folder: str | os.PathLike[str], diff_to: Path | None = None) -> JsonObject:
+    """Return commit, branch and uncommitted changes of the work tree that a folder lies in.
+
+    Args:
+        folder: any folder of the work tree.
+        diff_to: where the uncommitted changes are written as a patch; None: nowhere. Of a larger
+            patch than `MOST_DIFF_BYTES` only the names of the files are.
+
+    Returns:
+        sha, branch, root, dirty (tracked files differ from the commit), diff_sha256, diff_bytes,
+        untracked (names, at most `MOST_UNTRACKED`), num_untracked and untracked_sha256 (of its
+        Python files). Without a work tree: `reason` alone.
+    """
+    status = _start(folder, "status", "--porcelain=v2", "--branch", "-z", "--untracked-files=all")
+    root = _start(folder, "rev-parse", "--show-toplevel")
+    if status is None or root is None:
+        return {"reason": "git is not installed"}
+    text, top = _output(status), _output(root)
+    if text is None or top is None:
+        return {"reason": f"{os.fspath(folder)} lies in no git work tree, or git gave no answer"}
+    found = _parsed(text.split("\0"))
+    found["root"] = top.strip()
+    if found["dirty"]:
+        found |= _diff(folder, diff_to)
+    untracked = found["untracked"]
+    found["num_untracked"] = len(untracked)
+    found["untracked_sha256"] = _digest_of_sources(Path(found["root"]), untracked)
+    found["untracked"] = untracked[:MOST_UNTRACKED]
+    return found
+
+
+def _start(folder: str | os.PathLike[str], *arguments: str) -> subprocess.Popen[bytes] | None:
+    try:
+        return subprocess.Popen(
+            [*GIT, "-C", os.fspath(folder), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        logger.debug("git %s: %s", " ".join(arguments), error)
+        return None
+
+
+def _output(process: subprocess.Popen[bytes]) -> str | None:
+    """Return the output of git; None if it failed, or gave no answer in time."""
+    with process:
+        try:
+            out, _ = process.communicate(timeout=GIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return None
+    return None if process.returncode else out.decode("utf-8", errors="surrogateescape")
+
+
+def _parsed(entries: Sequence[str]) -> JsonObject:
+    """Return what `git status --porcelain=v2 --branch -z` lists.
+
+    Source: https://git-scm.com/docs/git-status#_porcelain_format_version_2
+    """
+    found: JsonObject = {"sha": None, "branch": None, "dirty": False, "untracked": []}
+    for entry in entries:
+        kind, _, rest = entry.partition(" ")
+        if entry.startswith("# branch.oid "):
+            sha = entry.rpartition(" ")[2]
+            found["sha"] = None if sha == "(initial)" else sha
+        elif entry.startswith("# branch.head "):
+            found["branch"] = entry.removeprefix("# branch.head ")
+        elif kind in ("1", "2", "u"):
+            found["dirty"] = True
+        elif kind == "?":
+            found["untracked"].append(rest)
+    return found
+
+
+def _diff(folder: str | os.PathLike[str], diff_to: Path | None) -> JsonObject:
+    """Return digest and size of the uncommitted changes, and write them as a patch."""
+    plain = ("--no-color", "--no-ext-diff", "--no-textconv")
+    process = _start(folder, "diff", "HEAD", "--binary", *plain)
+    if process is None or process.stdout is None:
+        return {}
+    with process:
+        patch = process.stdout.read(MOST_DIFF_BYTES + 1)
+        complete = len(patch) <= MOST_DIFF_BYTES
+        if not complete:
+            process.kill()
+    if process.returncode and complete:  # no commit to compare with
+        return {}
+    if diff_to is not None:
+        names = None if complete else _start(folder, "diff", "HEAD", "--stat", *plain)
+        listed = None if names is None else _output(names)
+        diff_to.write_bytes(patch if complete else (listed or "").encode(errors="surrogateescape"))
+    digest = hashlib.sha256(patch).hexdigest()
+    return {"diff_sha256": digest, "diff_bytes": len(patch), "diff_complete": complete}
+
+
+def runner_checkout() -> JsonObject | None:
+    """Return the state of the checkout that `runner` and `accel` come from; None: installed."""
+    if not (PACKAGE / ".git").exists():
+        return None
+    found = git_state(PACKAGE)
+    return None if "reason" in found else found
+
+
+# -- sources -------------------------------------------------------------------------------
+
+
+def package_digests(packages: Iterable[str]) -> dict[str, str | None]:
+    """Return a digest of the Python files of each package; None: it is too large, or not found.
+
+    Nothing is imported.
+    """
+    return {name: _package_digest(name) for name in packages}
+
+
+def _package_digest(name: str) -> str | None:
+    try:
+        spec = importlib.util.find_spec(name.partition(".")[0])
+    except (ImportError, ValueError) as error:
+        logger.debug("%s: %s", name, error)
+        return None
+    if spec is None:
+        return None
+    folders = list(spec.submodule_search_locations or ())
+    if not folders:
+        file = Path(spec.origin or "")
+        return _digest_of_sources(file.parent, [file.name]) if file.is_file() else None
+    root = Path(folders[0])
+    names = []
+    for path in root.rglob("*.py"):
+        names.append(str(path.relative_to(root)))
+        if len(names) > MOST_SOURCES:
+            return None
+    return _digest_of_sources(root, sorted(names))
+
+
+def _digest_of_sources(root: Path, names: Iterable[str]) -> str | None:
+    """Return a digest of the Python files among `names`; None: there are none, or too many."""
+    digest, size = hashlib.sha256(), 0
+    chosen = [name for name in names if name.endswith(".py")]
+    if not chosen or len(chosen) > MOST_SOURCES:
+        return None
+    for name in chosen:
+        with contextlib.suppress(OSError):  # removed meanwhile
+            content = (root / name).read_bytes()
+            size += len(content)
+            if size > MOST_SOURCE_BYTES:
+                return None
+            digest.update(f"{name}\0{len(content)}\0".encode(errors="surrogateescape"))
+            digest.update(content)
+    return digest.hexdigest()
+
+
+# -- data ----------------------------------------------------------------------------------
+
+
+def data_files(node: object, key: str = "data", cwd: str = ".") -> dict[str, JsonObject]:
+    """Return by dotted key the files and folders that the arguments of a data factory name.
+
+    Sizes and times of change are recorded, no content is read. What a factory reads without being
+    given its path is not known here.
+    """
+    return {name: _fingerprint(Path(path)) for name, path in _paths(node, key, cwd)}
+
+
+def _paths(node: object, key: str, cwd: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from _paths(value, f"{key}.{name}", cwd)
+    elif isinstance(node, (list, tuple)):
+        for number, value in enumerate(node):
+            yield from _paths(value, f"{key}.{number}", cwd)
+    elif isinstance(node, str) and node and key.rpartition(".")[2] not in ("name", "_target_"):
+        path = os.path.join(cwd, os.path.expanduser(node))
+        with contextlib.suppress(OSError, ValueError):  # a text that is no name of a file
+            if os.path.exists(path):
+                yield key, os.path.abspath(path)
+
+
+def _fingerprint(path: Path) -> JsonObject:
+    """Return number, bytes and newest change (seconds since the epoch) of a file or a folder."""
+    number = total = 0
+    newest, complete = 0.0, True
+    for file in [path] if path.is_file() else _files(path):
+        if number == MOST_DATA_FILES:
+            complete = False
+            break
+        with contextlib.suppress(OSError):
+            found = file.stat()
+            number, total = number + 1, total + found.st_size
+            newest = max(newest, found.st_mtime)
+    return {
+        **{"path": str(path), "files": number, "bytes": total},
+        **{"newest": newest, "complete": complete},
+    }
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        folders.sort()
+        yield from (Path(root, name) for name in sorted(names))
+
+
+# -- differences ---------------------------------------------------------------------------
+
+
+def code_differences(then: Fields, now: Fields) -> list[str]:
+    """Return how the code of two recorded environments differs, a sentence each; [] if it does not.
+
+    Args:
+        then: content of a run's environment.json.
+        now: that of another, or of this process.
+    """
+    lines = _git_differences(then, now, "git", "the project")
+    lines += _git_differences(then, now, "runner_git", "runner's checkout")
+    before, after = then.get("code") or {}, now.get("code") or {}
+    for package in {**before, **after}:
+        if before.get(package) != after.get(package) and package in before and package in after:
+            lines.append(f"the Python files of the package {package} differ")
+    return lines
+
+
+def _git_differences(then: Fields, now: Fields, key: str, whose: str) -> list[str]:
+    before, after = then.get(key) or {}, now.get(key) or {}
+    known = "dirty" in before, "dirty" in after
+    if known == (False, False):
+        return []
+    if not all(known):
+        where = "then" if known[1] else "now"
+        return [f"{whose} has no git state {where}: its code cannot be compared by commit"]
+    lines = []
+    if before.get("sha") != after.get("sha"):
+        lines.append(f"{whose} was at commit {short_sha(before)}, and is at {short_sha(after)}")
+    if before["dirty"] != after["dirty"] or _changed(before, after, "diff_sha256"):
+        lines.append(f"{whose}: {_changes(before)} then, {_changes(after)} now")
+    if _changed(before, after, "untracked_sha256"):
+        lines.append(f"{whose}: other untracked Python files")
+    return lines
+
+
+def _changed(before: Fields, after: Fields, key: str) -> bool:
+    # Runs of earlier versions have not recorded it.
+    return key in before and key in after and before[key] != after[key]
+
+
+def _changes(git: Fields) -> str:
+    if not git["dirty"]:
+        return "no uncommitted changes"
+    return f"uncommitted changes ({git.get('diff_bytes', '?')} bytes)"
+
+
+def short_sha(git: Fields) -> str:
+    """Return the first digits of a recorded commit, or that there was none."""
+    return str(git["sha"])[:10] if git.get("sha") else "no commit"
+
+
+def described_git(git: Fields | None) -> str:
+    """Return e.g. "1a2b3c4d5e on main, with uncommitted changes (git.diff)"."""
+    if not git or "dirty" not in git:
+        return (git or {}).get("reason") or "no git work tree"
+    parts = [f"{short_sha(git)} on {git.get('branch')}"]
+    if git["dirty"]:
+        only = "" if git.get("diff_complete", True) else ", names only"
+        parts.append(f"with uncommitted changes ({DIFF}{only})")
+    if git.get("num_untracked"):
+        parts.append(f"{git['num_untracked']} untracked files")
+    return ", ".join(parts)
+
+
+def data_differences(then: Fields, now: Fields) -> list[str]:
+    """Return how files that a data factory is given differ between two recorded environments."""
+    before, after = then.get("data") or {}, now.get("data") or {}
+    lines = []
+    for key in before:
+        if key not in after:
+            lines.append(f"{key}: {before[key]['path']} is not there")
+        elif any(before[key].get(name) != after[key].get(name) for name in ("files", "bytes")):
+            lines.append(f"{key}: {_size(before[key])} then, {_size(after[key])} now")
+        elif before[key].get("newest") != after[key].get("newest"):
+            changed = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(after[key]["newest"]))
+            lines.append(f"{key}: files were written since ({changed}), of the same sizes")
+    return lines
+
+
+def _size(found: Fields) -> str:
+    more = "" if found.get("complete", True) else " or more"
+    return f"{found.get('files')} files of {found.get('bytes')} bytes{more}"
+
+
+def machine_differences(then: Fields, now: Fields) -> list[str]:
+    """Return how versions and machine of two recorded environments differ."""
+    lines = []
+    before, after = then.get("packages") or {}, now.get("packages") or {}
+    for name in {**before, **after}:
+        if before.get(name) != after.get(name):
+            was, present = before.get(name) or "not installed", after.get(name) or "not installed"
+            lines.append(f"{name} was {was}, and is {present}")
+    for key, what in (
+        *(("python", "Python"), ("platform", "the platform"), ("cpu", "the CPU")),
+        *(("cpu_count", "the number of CPUs"), ("device", "the accelerator")),
+    ):
+        if key in then and then[key] != now.get(key):
+            lines.append(f"{what} was {_plain(then[key])}, and is {_plain(now.get(key))}")
+    return lines
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(f"{name}={item}" for name, item in value.items() if name != "names")
+    return str(value)

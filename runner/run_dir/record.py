@@ -1,0 +1,348 @@
+"""One run as its files describe it, read as far as it is asked for. Free of torch and OmegaConf.
+
+A thousand runs are listed in seconds: of a recipe, only the nodes that are asked for are parsed.
+Nothing is written, nothing imported; a file that is damaged or missing is said in `problems`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from accel.checkpoint import directory as checkpoints
+from runner.exit_codes import CLEAN, INTERRUPTED
+from runner.run_dir import atomic_update, lock
+from runner.run_dir.atomic_update import CONFIG
+from runner.run_dir.job import ENVIRONMENT, JOB, RECIPE
+from runner.run_dir.json_files import METRICS, SUMMARY, Fields, JsonObject
+
+RUNNING, FINISHED, STOPPED = "running", "finished", "stopped"
+FAILED, CUT_OFF, PRUNED, BROKEN = "failed", "interrupted", "pruned", "broken"
+STATUSES = (RUNNING, FINISHED, STOPPED, FAILED, CUT_OFF, PRUNED, BROKEN)
+BEST = "best.json"
+TAIL_BYTES = 8192
+MISSING = object()
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_NODE = re.compile(r"^([A-Za-z_]\w*):", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The value that a run is judged by: the best, or the last measured, of a monitored metric.
+
+    Attributes:
+        metric: its name.
+        mode: "min" or "max", which is better.
+        value: as measured on the validation set.
+    """
+
+    metric: str
+    mode: str
+    value: float
+
+
+class RunRecord:
+    """One run directory, read lazily.
+
+    Attributes:
+        path: the run directory.
+        sweep: the name of the directory of its sweep; None: it is no job of one.
+        journal: what the sweep's journal says of the job last.
+        problems: what could not be read, a sentence each.
+    """
+
+    def __init__(self, path: Path, sweep: str | None = None, journal: Fields | None = None) -> None:
+        self.path = path
+        self.sweep = sweep
+        self.journal = dict(journal or {})
+        self.problems: list[str] = []
+        self._nodes: JsonObject = {}
+
+    # -- the recipe ------------------------------------------------------------------------
+
+    @cached_property
+    def job(self) -> Fields:
+        """The content of job.json; empty where it is damaged."""
+        return self._json(JOB)
+
+    @cached_property
+    def recipe_text(self) -> str:
+        """The recipe as YAML; empty where it is lost."""
+        content = atomic_update.read(self.path, CONFIG)
+        text = "" if content is None else content.decode("utf-8", errors="replace").strip("\0")
+        kept = self.job.get(RECIPE)
+        if isinstance(kept, str) and (not text.strip() or kept.startswith(text)):
+            text = kept
+        if not text.strip():
+            self._note(f"{CONFIG} is missing or empty")
+        return text
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int]]:
+        """Begin and end of the text of each node of the recipe."""
+        found = [(match[1], match.start()) for match in _NODE.finditer(self.recipe_text)]
+        ends = [*(start for _, start in found), len(self.recipe_text)][1:]
+        return {name: (at, end) for (name, at), end in zip(found, ends, strict=True)}
+
+    def node(self, name: str) -> Any:
+        """Return a node of the recipe as plain containers; `MISSING` where there is none."""
+        if name not in self._nodes:
+            self._nodes[name] = self._parse(name) if name in self._places else MISSING
+        return self._nodes[name]
+
+    def _parse(self, name: str) -> Any:
+        start, end = self._places[name]
+        try:
+            return yaml.load(self.recipe_text[start:end], _LOADER)[name]
+        except (yaml.YAMLError, TypeError, KeyError) as error:
+            reason = next(iter(str(error).splitlines()), "")
+            self._note(f"{CONFIG} is damaged at {name} ({reason})")
+            return MISSING
+
+    def value(self, key: str) -> Any:
+        """Return the value at a dotted key of the recipe; `MISSING` where it has no such key."""
+        name, *rest = key.split(".")
+        found = self.node(name)
+        for part in rest:
+            if not isinstance(found, Mapping) or part not in found:
+                return MISSING
+            found = found[part]
+        return found
+
+    @cached_property
+    def recipe(self) -> JsonObject:
+        """The recipe as plain containers, as far as it can be read."""
+        nodes = {name: self.node(name) for name in self._places}
+        return {name: node for name, node in nodes.items() if node is not MISSING}
+
+    @property
+    def name(self) -> str:
+        """The name of the run; without a recipe, that of the folder that it lies in."""
+        found = self.value("name")
+        return found if isinstance(found, str) else self.path.parent.name
+
+    @property
+    def tags(self) -> list[str]:
+        """The tags of the run."""
+        found = self.value("tags")
+        return [str(tag) for tag in found] if isinstance(found, list) else []
+
+    # -- its course ------------------------------------------------------------------------
+
+    @cached_property
+    def summary(self) -> Fields:
+        """The content of summary.json; empty where there is none."""
+        return self._json(SUMMARY)
+
+    @cached_property
+    def environment(self) -> Fields:
+        """The content of environment.json; empty where there is none."""
+        return self._json(ENVIRONMENT)
+
+    @cached_property
+    def holder(self) -> lock.Holder | None:
+        """Who trains in it; None: nobody."""
+        return lock.holder(self.path)
+
+    @cached_property
+    def started(self) -> float:
+        """When its newest attempt was started, in seconds since the epoch."""
+        found = self.environment.get("started")
+        return float(found) if isinstance(found, int | float) else self._written(JOB, CONFIG)
+
+    @cached_property
+    def failure(self) -> Fields:
+        """How the first process that failed ended, of the last launch in which one did."""
+        found: JsonObject = {}
+        with contextlib.suppress(OSError):
+            for file in os.scandir(self.path / "logs"):
+                if file.name.startswith("launch_") and "_rank_" in file.name:
+                    outcome = _loaded(Path(file.path))
+                    if outcome.get("code") not in (*CLEAN, None) and _newer(outcome, found):
+                        found = outcome
+        return found
+
+    @cached_property
+    def status(self) -> str:
+        """One of `STATUSES`."""
+        if self.holder is not None:
+            return RUNNING
+        if not self.recipe_text:
+            return BROKEN
+        if self.journal.get("status") == PRUNED:
+            return PRUNED
+        if self.summary.get("complete") is True:
+            return FINISHED
+        ended = self._ended
+        if self.failure and float(self.failure.get("time", 0.0)) >= (ended or self.started):
+            return CUT_OFF if self.failure.get("code") == INTERRUPTED else FAILED
+        if ended is not None:
+            return STOPPED
+        return CUT_OFF
+
+    @property
+    def _ended(self) -> float | None:
+        """When the newest attempt came to a stop with its state saved; None: it did not."""
+        found = self.summary.get("ended")
+        if not self.summary:
+            return None
+        ended = float(found) if isinstance(found, int | float) else self._written(SUMMARY)
+        # A resumed run that was killed still has the summary of the attempt before.
+        marked = self.summary.get("complete") is False and self.summary.get("stopped") in ENDS
+        return ended if ended >= self.started and not marked else None
+
+    @property
+    def reason(self) -> str:
+        """Why the run is in its status, in a few words; may be empty."""
+        if self.status == RUNNING:
+            return str(self.holder)
+        if self.status == BROKEN:
+            return "; ".join(dict.fromkeys(self.problems))
+        if self.status == FAILED:
+            return str(self.failure.get("message") or "")
+        if self.status == CUT_OFF:
+            return "it was ended without saving: by Ctrl-C, a kill, or a loss of power"
+        return str(self.summary.get("reason") or "")
+
+    @cached_property
+    def last(self) -> Fields:
+        """The newest record of metrics.jsonl; empty where there is none."""
+        return next(iter(self._tail()), {})
+
+    @property
+    def step(self) -> int | None:
+        """Optimizer steps made, as far as is known."""
+        settled = self.summary if self.status in (FINISHED, STOPPED, PRUNED) else self.last
+        found = settled.get("step", self.summary.get("step"))
+        return found if isinstance(found, int) else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Time spent on the run, over all attempts."""
+        settled = self.status in (FINISHED, STOPPED, PRUNED)
+        found = self.summary.get("seconds") if settled else self.last.get("time")
+        return float(found) if isinstance(found, int | float) else None
+
+    @cached_property
+    def objective(self) -> Objective | None:
+        """The best value of the monitored metric, else the last; None: none is known."""
+        best = self.summary.get("best") if not self._is_behind else None
+        if not isinstance(best, Mapping):
+            found = _loaded(self.path / checkpoints.FOLDER / BEST)
+            best = found if "value" in found else None
+        metric = str((best or self.summary).get("metric") or self.summary.get("monitor") or "")
+        mode = (best or {}).get("mode") or self._mode(metric)
+        value = (best or {}).get("value")
+        if value is None and metric:
+            value = (self.summary.get("metrics") or {}).get("validation", {}).get(metric)
+        value = number(value)
+        return None if value is None or not metric else Objective(metric, str(mode), value)
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether the summary is of an earlier attempt than the newest."""
+        return self.status in (RUNNING, CUT_OFF, FAILED)
+
+    def _mode(self, metric: str) -> str:
+        given = self.value("checkpoint.mode")
+        if given in ("min", "max"):
+            return str(given)
+        recorded = (self.summary.get("best") or {}).get("mode") or self.summary.get("mode")
+        return str(recorded or ("min" if "loss" in metric or "bits" in metric else "max"))
+
+    # -- files -----------------------------------------------------------------------------
+
+    def _tail(self) -> list[Fields]:
+        """Return the last records of metrics.jsonl, newest first."""
+        try:
+            with (self.path / METRICS).open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+                lines = file.read().splitlines()
+        except OSError:
+            return []
+        found = []
+        for line in reversed(lines):
+            with contextlib.suppress(ValueError):  # a line that is cut off
+                record = json.loads(line)
+                if isinstance(record, Mapping):
+                    found.append(record)
+        return found
+
+    def _written(self, *names: str) -> float:
+        for name in names:
+            with contextlib.suppress(OSError):
+                return (self.path / name).stat().st_mtime
+        with contextlib.suppress(OSError):
+            return self.path.stat().st_mtime
+        return 0.0
+
+    def _json(self, name: str) -> Fields:
+        try:
+            content = atomic_update.read(self.path, name)
+        except OSError as error:
+            self._note(f"{name} cannot be read ({error.strerror})")
+            return {}
+        if content is None:
+            return {}
+        try:
+            found = json.loads(content)
+        except ValueError as error:
+            self._note(f"{name} is damaged ({error})")
+            return {}
+        if not isinstance(found, Mapping):
+            self._note(f"{name} is damaged (it is no mapping)")
+            return {}
+        return found
+
+    def _note(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+
+# Reasons that make a run complete; a summary that is marked as incomplete all the same is old.
+ENDS = ("max_steps", "epochs", "callback")
+
+
+def number(value: object) -> float | None:
+    """Return a number as metrics.jsonl and summary.json have it, "NaN" among them; else None."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return float(value)
+    if value in ("NaN", "Infinity", "-Infinity"):
+        return {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}[str(value)]
+    return None
+
+
+def _loaded(path: Path) -> JsonObject:
+    """Return the mapping that a JSON file holds; empty where it holds none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _newer(outcome: Fields, than: Fields) -> bool:
+    """Return whether an outcome is of a later launch, or the earlier cause in the same one."""
+    if not than:
+        return True
+    at, other = float(outcome.get("time", 0.0)), float(than.get("time", 0.0))
+    if abs(at - other) > SAME_LAUNCH_SECONDS:
+        return at > other
+    rank = bool(outcome.get("is_consequence")), at
+    return rank < (bool(than.get("is_consequence")), other)
+
+
+# Ranks of one launch fail within this time of each other.
+SAME_LAUNCH_SECONDS = 60.0

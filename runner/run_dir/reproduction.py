@@ -1,0 +1,134 @@
+"""How far a run can be made again here: what was compared, and what differs. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel.checkpoint import directory as checkpoints
+from accel.errors import AccelError
+from runner.run_dir import atomic_update, directory, provenance
+from runner.run_dir.json_files import Fields
+
+WEIGHTS = ("model", "pytorch_model")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was recorded of a run, held against this process.
+
+    Attributes:
+        compared: by subject (code, versions, data, recipe), what was compared, in words.
+        differences: by subject, a sentence for each difference.
+    """
+
+    compared: dict[str, str]
+    differences: dict[str, list[str]]
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing was found to differ."""
+        return not any(self.differences.values())
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Return (subject, sentence): of each difference, or of what was found to be equal."""
+        found = []
+        for subject, compared in self.compared.items():
+            sentences = self.differences.get(subject) or [compared]
+            found += [(subject, sentence) for sentence in sentences]
+        return found
+
+
+def compare(run_dir: Path, then: Fields, now: Fields) -> Comparison:
+    """Compare the recorded environment of a run with that of this process.
+
+    Args:
+        run_dir: the run.
+        then: content of its environment.json.
+        now: `environment.describe` of this process.
+    """
+    differences = {
+        "code": provenance.code_differences(then, now),
+        "work tree": [],
+        "versions": provenance.machine_differences(then, now),
+        "data": provenance.data_differences(then, now),
+        "recipe": _recipe_notes(run_dir, then, now),
+    }
+    git = now.get("git") or {}
+    compared = {"code": _code_compared(then, now)}
+    if git.get("dirty"):
+        changed = f"it has uncommitted changes beside commit {provenance.short_sha(git)}"
+        compared["work tree"] = f"{changed}: the new run keeps them in {provenance.DIFF}"
+    compared["versions"] = "the same packages, Python, CPU and platform"
+    compared["data"] = _data_compared(then)
+    compared["recipe"] = "as frozen with the run"
+    return Comparison(compared, differences)
+
+
+def _code_compared(then: Fields, now: Fields) -> str:
+    parts = []
+    git, before = now.get("git") or {}, then.get("git") or {}
+    if "dirty" in git and "dirty" in before:
+        dirty = "the same uncommitted changes" if git["dirty"] else "no uncommitted changes"
+        parts.append(f"commit {provenance.short_sha(git)}, {dirty}")
+    packages = [name for name, digest in (now.get("code") or {}).items() if digest]
+    known = [name for name in packages if (then.get("code") or {}).get(name)]
+    if known:
+        parts.append(f"the Python files of {', '.join(known)}")
+    if parts:
+        return f"the same: {', '.join(parts)}"
+    reason = git.get("reason") or before.get("reason") or "the run has recorded no git state"
+    return f"not compared: {reason}, and no package of the project is recorded"
+
+
+def _data_compared(then: Fields) -> str:
+    files = then.get("data") or {}
+    if not files:
+        return "not compared: the recipe gives the data factory no file or folder"
+    return f"the same sizes and times of {', '.join(files)} (contents are not read)"
+
+
+def _recipe_notes(run_dir: Path, then: Fields, now: Fields) -> list[str]:
+    notes = []
+    earlier = atomic_update.kept_recipes(run_dir)
+    if earlier:
+        names = ", ".join(path.name for path in earlier)
+        notes.append(
+            f"the run began with another recipe ({names}) and was resumed with this one: "
+            "its weights come from both"
+        )
+    if then.get("cwd") not in (None, now.get("cwd")):
+        notes.append(f"the run was started in {then['cwd']}: relative folders are seen from here")
+    return notes
+
+
+def weights_verdict(old: Path, new: Path) -> str:
+    """Return in words whether the newest checkpoints of two runs hold the same weights, bit by bit.
+
+    Empty where they are not of the same step, or one of them has none.
+    """
+    try:
+        found = [directory.newest_checkpoint(run_dir) for run_dir in (old, new)]
+        if None in found:
+            return ""
+        manifests = [checkpoints.read_manifest(path) for path in found if path is not None]
+    except AccelError:
+        return ""
+    steps = [manifest.metadata.get("step") for manifest in manifests]
+    if steps[0] != steps[1]:
+        return f"weights: not compared, the runs ended at step {steps[0]} and at step {steps[1]}"
+    digests = [_weights(manifest) for manifest in manifests]
+    if not digests[0] or digests[0].keys() != digests[1].keys():
+        return ""
+    verdict = "bit-equal to" if digests[0] == digests[1] else "not"
+    return f"weights at step {steps[0]}: {verdict} those of {_named(old)}"
+
+
+def _named(run_dir: Path) -> str:
+    return f"{run_dir.parent.name}/{run_dir.name}"
+
+
+def _weights(manifest: checkpoints.Manifest) -> dict[str, str]:
+    return {
+        name: entry.sha256 for name, entry in manifest.files.items() if name.startswith(WEIGHTS)
+    }

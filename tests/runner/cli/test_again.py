@@ -1,0 +1,144 @@
+"""`runner again`: the same run from its frozen recipe, and what is not the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel import env
+from runner import cli
+from runner.launch import start_run
+from tests import commands
+from tests.runner.written_runs import write_run, write_sweep
+
+ROOT = Path(__file__).resolve().parents[3]
+SHORT = ("trainer.max_steps=3", "tracker.log_with=[]", "trainer.limit_eval_batches=1")
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ("-c", "user.name=test", "-c", "user.email=test@example.org")
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def run(*arguments: str, cwd: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    answer = commands.run("-m", "runner", *arguments, cwd=cwd, environment=environment)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout
+
+
+def weights(run_dir: Path) -> str:
+    (manifest,) = run_dir.glob("checkpoints/*/manifest.json")
+    return str(json.loads(manifest.read_text())["files"]["model.safetensors"]["sha256"])
+
+
+def test_the_same_code_gives_the_same_bits_also_from_a_dirty_work_tree(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    (tmp_path / ".gitignore").write_text("runs\n")
+    (tmp_path / "notes.txt").write_text("1")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    run(*SHORT, "seed=3", cwd=tmp_path)
+    (first,) = (tmp_path / "runs" / "digits").iterdir()
+    (tmp_path / "notes.txt").write_text("2")
+    told = run("again", str(first), cwd=tmp_path)
+    second = next(path for path in (tmp_path / "runs" / "digits").iterdir() if path != first)
+    assert weights(first) == weights(second)
+    assert f"weights at step 3: bit-equal to those of digits/{first.name}" in told
+    assert "no uncommitted changes then, uncommitted changes" in told
+    assert "it has uncommitted changes beside commit" in told
+    assert (second / "git.diff").is_file()
+    assert (second / "config.yaml").read_text() == (first / "config.yaml").read_text()
+    log = (second / "run.log").read_text()
+    assert "validation" in log
+    assert "\x1b" not in log
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, elsewhere: None) -> list[Any]:
+    """Record jobs in place of starting them."""
+    jobs: list[Any] = []
+
+    def record(recipe: Any, overrides: Any, name: str, **more: Any) -> int:
+        jobs.append((recipe, tuple(overrides), more["fresh"], env.read("OMP_NUM_THREADS")))
+        return 0
+
+    monkeypatch.setattr(start_run, "start", record)
+    return jobs
+
+
+def test_the_frozen_recipe_is_run_with_its_limits(
+    started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"trainer.stop_after": 7, "optimizer.lr": 0.25, "seed": 5}
+    path = write_run(tmp_path / "a", values)
+    (path / "threads.json").write_text('{"num_threads": 3, "deterministic": false}')
+    assert cli.main(["again", str(path)]) == 0
+    ((recipe, _, fresh, threads),) = started
+    assert (recipe.trainer.stop_after, recipe.optimizer["lr"], recipe.seed) == (7, 0.25, 5)
+    assert recipe.resume is None
+    assert threads == "3"
+    assert not fresh
+    out = capsys.readouterr().out
+    assert "torch was 2.13.0, and is" in out
+    assert "data       not compared" in out
+
+
+def test_overrides_change_it_even_where_a_resume_could_not(
+    started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path / "a", {"optimizer.lr": 0.25})
+    assert cli.main(["again", str(path), "seed=9", "optimizer=sgd"]) == 0
+    ((recipe, overrides, *_),) = started
+    assert (recipe.seed, "momentum" in recipe.optimizer) == (9, True)
+    assert {"seed=9", "optimizer=sgd"} <= set(overrides)
+    assert "overrides  seed=9 optimizer=sgd" in capsys.readouterr().out
+
+
+def test_a_sweep_means_all_its_jobs(started: list[Any], tmp_path: Path) -> None:
+    assert cli.main(["again", str(write_sweep(tmp_path, (1e-3,)))]) == 0
+    assert [job[0].model["width"] for job in started] == [16, 16, 32, 32]
+    assert all(fresh for _, _, fresh, _ in started)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("resume=auto",), "a run that is made again is a new one"),
+        (("optimzer.lr=1",), "Did you mean 'optimizer.lr'"),
+        (("model.widht=1",), "width"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_starts(
+    arguments: tuple[str, ...],
+    message: str,
+    started: list[Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = write_run(tmp_path / "a")
+    assert cli.main(["again", str(path), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert started == []
+
+
+def test_a_dry_run_only_tells(
+    started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["again", str(write_run(tmp_path / "a")), "--dry-run"]) == 0
+    assert "again: " in capsys.readouterr().out
+    assert started == []
+
+
+def test_a_broken_run_is_refused(
+    started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "20260101-120000-aaaa"
+    path.mkdir()
+    assert cli.main(["again", str(path)]) == 2
+    assert "it is no run directory" in capsys.readouterr().err

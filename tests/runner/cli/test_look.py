@@ -1,0 +1,140 @@
+"""`runner list`, `runner show` and `runner compare`: arguments, output, speed, and no torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runner import cli
+from tests.runner.written_runs import write_failure, write_run, write_sweep
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "digits"
+    write_run(folder / "20260101-120000-aaaa", {"optimizer.lr": 0.01}, best=0.4)
+    failed = write_run(folder / "20260101-120001-bbbb", summary=False)
+    write_failure(failed, 9e9, "ValueError: no")
+    (folder / "20260101-120002-cccc").mkdir()
+    return folder
+
+
+def printed(*arguments: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+    assert cli.main(list(arguments)) == code
+    out, err = capsys.readouterr()
+    return out if code == 0 else err
+
+
+def test_runs_of_the_working_directory_are_listed(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = printed("list", capsys=capsys)
+    assert out.rstrip().endswith("3 runs in runs")
+    for status in ("finished", "failed", "broken"):
+        assert status in out
+    assert "runs/digits/20260101-120000-aaaa" in out
+
+
+def test_folders_and_filters_stand_side_by_side(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = printed("list", str(runs), "status=failed", "--json", capsys=capsys)
+    (one,) = json.loads(out)
+    assert (one["status"], one["reason"]) == ("failed", "ValueError: no")
+    out = printed("list", "objective<0.5", str(runs), "--columns", "optimizer.lr", capsys=capsys)
+    assert "1 of 3 runs" in out
+    assert "0.01" in out
+    out = printed("list", "--csv", "--sort", "objective", "--limit", "1", capsys=capsys)
+    assert len(out.splitlines()) == 2
+    assert "aaaa" in out
+    assert "1 are shown, --limit 0 shows all" in printed("list", "--limit", "1", capsys=capsys)
+
+
+def test_without_runs_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed("list", capsys=capsys) == "no runs in runs\n"
+    assert printed("list", "--json", capsys=capsys) == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("list", "nowhere"), "there is no such folder"),
+        (("list", "stauts=failed"), "Did you mean 'status'"),
+        (("list", "status=fail"), "Did you mean 'failed'"),
+        (("list", "--sort", "losss"), "has such a key"),
+        (("list", "--json", "--csv"), "not allowed with"),
+        (("show", "."), "no run lies there"),
+        (("show",), "required: RUN_DIR"),
+        (("compare", "runs/digits/20260101-120000-aaaa"), "two runs or more"),
+        (("report", "status=failed"), "Name one"),
+        (("report", "runs", "status=pruned", "--terminal"), "no run fulfills"),
+        (("report", "runs", "--output", "no/where.html"), "a folder that exists"),
+    ],
+)
+def test_mistakes_are_refused_with_a_remedy(
+    arguments: tuple[str, ...], message: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs.parents[1] / "empty").mkdir()
+    if arguments == ("show", "."):
+        arguments = ("show", "empty")
+    assert message in printed(*arguments, capsys=capsys, code=2)
+
+
+def test_runs_are_shown(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed("show", str(runs), capsys=capsys)
+    assert "optimizer.lr=0.01  (default 0.005)" in out
+    assert "ValueError: no" in out
+    assert "broken" in out
+    found = json.loads(printed("show", str(next(runs.iterdir())), "--json", capsys=capsys))
+    assert found["name"] == "digits"
+
+
+def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = write_sweep(tmp_path)
+    out = printed("compare", str(sweep / "0000"), str(sweep / "0004"), capsys=capsys)
+    assert "optimizer.lr" in out
+    assert "model.width" not in out
+    out = printed("compare", str(sweep), "--json", capsys=capsys)
+    assert len(json.loads(out)["runs"]) == 12
+
+
+PROBE = """
+import sys
+from runner import cli
+code = cli.main(sys.argv[1:])
+heavy = [name for name in ("torch", "matplotlib", "sklearn", "numpy") if name in sys.modules]
+print("code", code, "heavy", heavy, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("command", ["list", "show", "compare"])
+def test_no_torch_is_imported(command: str, runs: Path) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-c", PROBE, command, str(runs)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert answer.stderr == "code 0 heavy []\n"
+
+
+def test_a_thousand_runs_are_listed_in_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = write_run(tmp_path / "many" / "20260101-120000-0000", metrics=5)
+    for number in range(1, 1000):
+        shutil.copytree(first, first.with_name(f"20260101-12{number:04}-{number:04x}"))
+    began = time.process_time()
+    out = printed("list", str(tmp_path / "many"), "optimizer.lr=0.005", "tag!=x", capsys=capsys)
+    assert "1000 runs" in out
+    assert time.process_time() - began < 2.0

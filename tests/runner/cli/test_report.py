@@ -1,0 +1,55 @@
+"""`runner report` as a command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runner import cli
+from tests.runner.written_runs import write_sweep
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+
+def test_a_page_and_its_pictures_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = write_sweep(tmp_path)
+    assert cli.main(["report", str(sweep)]) == 0
+    out = capsys.readouterr().out
+    assert "report.html" in out
+    assert "12 runs: 12 finished" in out
+    assert (sweep / "report.html").read_text().startswith("<!doctype html>")
+    pictures = sorted(path.name for path in sweep.glob("report-*.png"))
+    assert len(pictures) == 8
+    assert "report-curve-validation-loss.png" in pictures
+    # A report lies beside runs, and is none.
+    assert cli.main(["list", str(sweep)]) == 0
+    assert "12 runs" in capsys.readouterr().out
+
+
+def test_a_page_of_chosen_runs_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep, output = write_sweep(tmp_path), tmp_path / "mine.html"
+    assert cli.main(["report", str(sweep), "model.width=16", "--output", str(output)]) == 0
+    assert "6 runs" in capsys.readouterr().out
+    assert output.is_file()
+    assert not (sweep / "report.html").exists()
+
+
+def test_in_the_terminal_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = write_sweep(tmp_path)
+    assert cli.main(["report", str(sweep), "--terminal"]) == 0
+    assert "validation/loss" in capsys.readouterr().out
+    assert not list(sweep.glob("report*"))
+
+
+def test_a_full_disk_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = write_sweep(tmp_path)
+    (sweep / "report.html").mkdir()
+    assert cli.main(["report", str(sweep)]) == 2
+    assert "a report is a file" in capsys.readouterr().err

@@ -1,0 +1,76 @@
+"""`runner compare`: what differs, and only that."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from runner.reporting import compare_runs
+from runner.run_dir.record import MISSING, RunRecord
+from tests.runner.written_runs import write_run
+
+GIT = {"sha": "b" * 40, "branch": "main", "dirty": False}
+
+
+def runs(folder: Path, number: int = 2) -> list[RunRecord]:
+    return [
+        RunRecord(
+            write_run(
+                folder / "runs" / f"r{n}",
+                {"optimizer.lr": 0.01 * (n + 1)},
+                best=0.1 * (n + 1),
+                packages={"torch": f"2.{n}", "numpy": "2"},
+                git={**GIT, "dirty": n > 0, "diff_sha256": f"{n}" * 64} if n else GIT,
+            )
+        )
+        for n in range(number)
+    ]
+
+
+def shown(found: compare_runs.Compared) -> str:
+    out = io.StringIO()
+    compare_runs.show(found, Console(file=out, width=300))
+    return out.getvalue()
+
+
+def test_only_differences_are_shown_by_section(tmp_path: Path) -> None:
+    found = compare_runs.compare(runs(tmp_path))
+    assert found.names == ["r0", "r1"]
+    assert found.rows["recipe"] == [("optimizer.lr", [0.01, 0.02])]
+    assert found.rows["versions"] == [("torch", ["2.0", "2.1"])]
+    assert found.rows["machine"] == []
+    assert ("project uncommitted changes", ["none", "yes, 11111111"]) in found.rows["code"]
+    keys = dict(found.rows["result"])
+    assert keys["best validation loss"] == [0.1, 0.2]
+    assert "status" not in keys
+    text = shown(found)
+    assert "numpy" not in text
+    assert "1 of versions" in text
+    content = json.loads(compare_runs.as_json(found))
+    assert content["recipe"] == {"optimizer.lr": [0.01, 0.02]}
+
+
+@pytest.mark.parametrize(("number", "first"), [(2, "optimizer.lr"), (8, "r0")])
+def test_many_runs_are_rows(number: int, first: str, tmp_path: Path) -> None:
+    lines = [
+        line.strip() for line in shown(compare_runs.compare(runs(tmp_path, number))).split("\n")
+    ]
+    assert next(line for line in lines[2:] if line and line[0].isalpha()).startswith(first)
+
+
+def test_equal_runs_are_said_to_be_equal(tmp_path: Path) -> None:
+    run = runs(tmp_path, 1)[0]
+    found = compare_runs.compare([run, run])
+    assert "do not differ" in shown(found)
+
+
+def test_a_key_that_a_run_lacks_is_a_dash(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    found = compare_runs.compare([*runs(tmp_path, 1), RunRecord(tmp_path / "broken")])
+    assert ("seed", [0, MISSING]) in found.rows["recipe"]
+    assert "–" in shown(found)
+    assert json.loads(compare_runs.as_json(found))["recipe"]["seed"] == [0, None]

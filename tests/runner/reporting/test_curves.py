@@ -1,0 +1,69 @@
+"""Learning curves, groups over seeds and sparklines."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runner.reporting import curves
+from runner.reporting.curves import Curve
+from runner.run_dir import discovery
+from runner.run_dir.record import RunRecord
+from tests.runner.written_runs import write_run, write_sweep
+
+
+def curve(*values: float, first: int = 1) -> Curve:
+    return Curve(np.arange(first, first + len(values), dtype=float), np.array(values))
+
+
+def test_curves_are_read_by_split_and_metric(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", metrics=3)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "split": "train", "loss": "NaN"}\nnot json\n[1]\n{"step": 50, "sp')
+    found = curves.read_curves(RunRecord(path))
+    assert set(found) == {
+        *("train/loss", "validation/loss"),
+        *("train/samples_per_second", "validation/samples_per_second"),
+    }
+    assert found["train/loss"].steps.tolist() == [10, 20, 30, 40]
+    assert math.isnan(found["train/loss"].values[-1])
+
+
+def test_a_long_curve_is_thinned_to_means() -> None:
+    thin = curves.thinned(curve(*range(100)), 10)
+    assert len(thin.steps) == 10
+    assert thin.values[0] == 4.5
+    assert thin.steps[-1] == 100
+
+
+def test_a_band_is_mean_and_range_as_far_as_each_run_has_been() -> None:
+    found = curves.band([curve(1, 2, 3, 4), curve(3, 4), curve(math.nan, math.nan)])
+    assert found.mean.tolist() == [2, 3, 3, 4]
+    assert (found.low[0], found.high[0], found.num_runs) == (1, 3, 3)
+    assert len(curves.band([curve(math.nan)]).steps) == 0
+
+
+def test_runs_that_are_equal_but_for_the_seed_are_a_group(tmp_path: Path) -> None:
+    runs = discovery.find_runs([write_sweep(tmp_path)])
+    keys = curves.swept_keys(runs)
+    assert sorted(keys) == ["model.width", "optimizer.lr"]
+    groups = curves.group_by_seed(runs, keys)
+    assert [len(group.runs) for group in groups] == [2] * 6
+    assert groups[0].label == "model.width=16 optimizer.lr=0.001"
+    assert curves.group_by_seed(runs[:1], [])[0].label == "digits"
+
+
+def test_the_objective_is_the_first_curve() -> None:
+    found = [{name: curve(1) for name in ("train/loss", "test/loss", "validation/f1")}]
+    assert curves.metric_names(found, "f1") == ["validation/f1", "train/loss"]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [((0, 1, 2), "▁▄█"), ((1, 1), "▁▁"), ((), ""), ((math.nan,), ""), ((0, math.nan, 1), "▁ █")],
+)
+def test_sparklines(values: tuple[float, ...], expected: str) -> None:
+    assert curves.sparkline(values) == expected

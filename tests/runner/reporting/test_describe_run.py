@@ -1,0 +1,70 @@
+"""`runner show`: everything that is known of a run, and nothing invented."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from accel.checkpoint import directory as checkpoints
+from accel.checkpoint.directory import Manifest
+from runner.reporting import describe_run
+from runner.run_dir import evaluations
+from runner.run_dir.record import RunRecord
+from tests.runner.written_runs import STARTED, write_failure, write_run
+
+
+def text(found: dict[str, object]) -> str:
+    out = io.StringIO()
+    describe_run.show(found, Console(file=out, width=300))
+    return out.getvalue()
+
+
+def test_a_run_is_described(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", {"optimizer.lr": 0.01}, best=0.25)
+    folder = path / "checkpoints" / "checkpoint_0"
+    folder.mkdir(parents=True)
+    body = Manifest({}, {"world_size": 1}, {"step": 20}).to_json()
+    (folder / checkpoints.MANIFEST).write_text(body)
+    (path / "checkpoints" / "checkpoint_1").mkdir()
+    evaluations.add(path, {"checkpoint": "checkpoint_0", "metrics": {"test": {"loss": 1.25}}})
+    run = RunRecord(path)
+    default = {**run.recipe, "optimizer": {**run.recipe["optimizer"], "lr": 0.005}}
+    found = describe_run.describe(run, default)
+    assert found["changes"] == [{"key": "optimizer.lr", "default": 0.005, "value": 0.01}]
+    complete, broken = found["checkpoints"]
+    assert (complete["step"], complete["complete"], broken["complete"]) == (20, True, False)
+    shown = text(found)
+    for expected in (
+        "optimizer.lr=0.01  (default 0.005)",
+        "checkpoint_1  incomplete: it has no manifest.json",
+        "best         loss 0.2500 at step 10",
+        "loss 1.2500  (checkpoint_0",
+        "torch 2.13.0",
+        "no git work tree",
+        "trainer.epochs=…",
+        "runner again",
+        "300.0 MB of process memory",
+    ):
+        assert expected in shown, expected
+    assert json.loads(describe_run.as_json([found]))["status"] == "finished"
+
+
+def test_a_failed_run_says_why(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", summary=False, metrics=2)
+    write_failure(path, STARTED + 5, "ValueError: [x]")
+    shown = text(describe_run.describe(RunRecord(path), None))
+    assert "failed  ValueError: [x]" in shown
+    assert 'File "model.py", line 3' in shown
+    assert "does not compose here" in shown
+    assert "last (validation)  loss 1.1000" in shown
+
+
+def test_a_broken_run_is_described_as_such(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    found = describe_run.describe(RunRecord(tmp_path / "a"), {})
+    assert "broken  config.yaml is missing" in text(found)
+    assert "runner again" not in text(found)
+    assert len(json.loads(describe_run.as_json([found, found]))) == 2

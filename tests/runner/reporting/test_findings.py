@@ -1,0 +1,46 @@
+"""What a report is about."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from runner.reporting import findings
+from runner.run_dir import discovery
+from runner.run_dir.record import RunRecord
+from tests.runner.written_runs import write_failure, write_run, write_sweep
+
+
+def test_a_sweep_is_read(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path)
+    (sweep / "0012").mkdir()
+    failed = write_run(sweep / "0013", summary=False)
+    write_failure(failed, 9e9)
+    found = findings.find(discovery.find_runs([sweep]))
+    assert findings.counted_statuses(found.runs) == "14 runs: 12 finished, 1 failed, 1 broken"
+    assert found.judged[0].objective is not None
+    assert found.judged[0].objective.value == min(
+        run.objective.value for run in found.judged if run.objective
+    )
+    assert found.metrics == ["validation/loss", "train/loss"]
+    bands = found.bands("validation/loss")
+    assert len(bands) == 6
+    assert next(iter(bands.values())).num_runs == 2
+
+
+def test_mean_and_deviation_of_a_group(tmp_path: Path) -> None:
+    values = (0.1, 0.3, math.nan)
+    runs = [RunRecord(write_run(tmp_path / f"{n}", best=best)) for n, best in enumerate(values)]
+    both = findings.spread(runs)
+    assert both is not None
+    assert abs(both[0] - 0.2) < 1e-9
+    assert abs(both[1] - math.sqrt(0.02)) < 1e-9
+    assert findings.spread(runs[2:]) is None
+    assert findings.spread(runs[:1]) == (0.1, 0.0)
+
+
+def test_speed_and_memory(tmp_path: Path) -> None:
+    run = RunRecord(write_run(tmp_path / "a"))
+    assert (findings.throughput(run), findings.peak_memory(run)) == (1500.0, 3e8)
+    running = RunRecord(write_run(tmp_path / "b", summary=False, metrics=2))
+    assert (findings.throughput(running), findings.peak_memory(running)) == (1000.0, None)

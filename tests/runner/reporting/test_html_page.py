@@ -1,0 +1,86 @@
+"""The page of `runner report`: complete, self-contained, and nobody's HTML but ours."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+from runner.reporting import findings, html_page
+from runner.run_dir import discovery
+from tests.runner.written_runs import write_failure, write_run, write_sweep
+
+VOID = {"meta", "br"}
+
+
+class Checked(HTMLParser):
+    """Notes elements, and whether each is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: dict[str, int] = {}
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen[tag] = self.seen.get(tag, 0) + 1
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen[tag] = self.seen.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def page(folder: Path) -> tuple[str, Checked]:
+    found = findings.find(discovery.find_runs([folder]))
+    text = html_page.page("runs & <more>", found, html_page.pictures(found))
+    checked = Checked()
+    checked.feed(text)
+    assert checked.open == []
+    return text, checked
+
+
+def test_the_page_of_a_sweep(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path)
+    failed = write_run(sweep / "0012", {"model.width": 99}, summary=False)
+    write_failure(failed, 9e9, "ValueError: <script>alert(1)</script>")
+    text, checked = page(tmp_path)
+    assert "<script>alert" not in text
+    assert "runs &amp; &lt;more&gt;" in text
+    for title in ("Learning curves", "Objective", "Timing and memory", "Groups of seeds", "Runs"):
+        assert f"<h2>{title}</h2>" in text
+    assert checked.seen["svg"] == 8
+    assert checked.seen["script"] == 1
+    assert "permutation importance of a random forest (scikit-learn)" in text
+    assert text.count("<tr") == 1 + 6 + 1 + 13 + 1  # two tables: groups (one of a failed run), runs
+    assert 'tr class="best"' in text
+    ids = re.findall(r'\sid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+
+
+def test_nothing_is_loaded_from_anywhere(tmp_path: Path) -> None:
+    text, checked = page(write_sweep(tmp_path))
+    assert all(address.startswith("#") for address in checked.addresses)
+    assert not re.search(r"url\((?!#)", text)
+    assert "@import" not in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_fifty_runs_fit_into_two_megabytes(tmp_path: Path) -> None:
+    for number in range(50):
+        values = {"optimizer.lr": 1e-3 * (number + 1), "seed": number}
+        write_run(tmp_path / f"{number}", values, best=1 / (number + 1), metrics=400)
+    text, _ = page(tmp_path)
+    assert len(text.encode()) < 2_000_000
+
+
+def test_runs_without_anything_make_a_page(tmp_path: Path) -> None:
+    (tmp_path / "20260101-120000-aaaa").mkdir()
+    write_run(tmp_path / "b", summary=False, best=None)
+    text, _ = page(tmp_path)
+    assert "No run has measured an objective." in text
+    assert "No importance of keys" in text

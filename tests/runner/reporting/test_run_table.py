@@ -1,0 +1,69 @@
+"""The table of `runner list`, and the same for programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from accel.errors import ConfigError
+from runner.reporting import run_table
+from runner.run_dir.record import RunRecord
+from tests.runner.written_runs import STARTED, write_run
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[RunRecord]:
+    return [
+        RunRecord(write_run(tmp_path / "a", {"tags": ["[red]"]}, best=0.3, started=STARTED)),
+        RunRecord(write_run(tmp_path / "b", best=float("nan"), started=STARTED + 20)),
+        RunRecord(write_run(tmp_path / "c", best=0.1, started=STARTED + 10)),
+    ]
+
+
+def shown(runs: list[RunRecord], *keys: str) -> str:
+    out = io.StringIO()
+    run_table.show(runs, keys, Console(file=out, width=300))
+    return out.getvalue()
+
+
+def test_the_newest_is_first(runs: list[RunRecord]) -> None:
+    assert [run.path.name for run in run_table.newest_first(runs)] == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"), [("objective", "cab"), ("started", "acb"), ("optimizer.lr", "abc")]
+)
+def test_runs_are_sorted_and_those_without_a_value_last(
+    key: str, expected: str, runs: list[RunRecord]
+) -> None:
+    found = run_table.in_order(runs, key)
+    assert "".join(run.path.name for run in found) == expected
+
+
+def test_a_key_to_sort_by_has_to_be_there(runs: list[RunRecord]) -> None:
+    for key in ("nothing", "since"):
+        with pytest.raises(ConfigError):
+            run_table.in_order(runs, key)
+
+
+def test_the_table_has_what_the_run_has_and_reads_no_markup(runs: list[RunRecord]) -> None:
+    text = shown(runs, "optimizer.lr", "scheduler.nothing")
+    assert "[red]" in text
+    assert "loss 0.3000" in text
+    assert "0.005" in text
+    assert "finished" in text
+    assert "1:30" in text
+
+
+def test_programs_get_the_same(runs: list[RunRecord]) -> None:
+    (first, *_) = json.loads(run_table.as_json(runs))
+    assert (first["status"], first["objective"], first["tags"]) == ("finished", 0.3, ["[red]"])
+    assert json.loads(run_table.as_json(runs))[1]["objective"] == "NaN"
+    rows = list(csv.DictReader(io.StringIO(run_table.as_csv(runs))))
+    assert [row["objective"] for row in rows] == ["0.3", "nan", "0.1"]
+    assert run_table.as_csv([]).startswith("directory,name,")

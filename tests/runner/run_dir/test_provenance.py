@@ -1,0 +1,141 @@
+"""The state of code and data of a run, and how two of them differ."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runner.run_dir import provenance
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ("-c", "user.name=test", "-c", "user.email=test@example.org")
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    git(folder, "init", "-q", "-b", "main")
+    (folder / "model.py").write_text("width = 1\n")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "first")
+    return folder
+
+
+def code(folder: Path) -> dict[str, object]:
+    return {"git": provenance.git_state(folder)}
+
+
+def test_equal_work_trees_do_not_differ(project: Path) -> None:
+    assert provenance.code_differences(code(project), code(project)) == []
+    assert provenance.git_state(project)["branch"] == "main"
+
+
+def test_each_kind_of_change_is_told(project: Path, tmp_path: Path) -> None:
+    before = code(project)
+    (project / "model.py").write_text("width = 2\n")
+    (dirty,) = provenance.code_differences(before, code(project))
+    assert "no uncommitted changes then, uncommitted changes" in dirty
+    was_dirty = code(project)
+    (project / "model.py").write_text("width = 3\n")
+    assert len(provenance.code_differences(was_dirty, code(project))) == 1
+    git(project, "commit", "-qam", "second")
+    (commit,) = provenance.code_differences(before, code(project))
+    assert commit.startswith("the project was at commit ")
+    now = code(project)
+    (project / "new.py").write_text("x = 1\n")
+    assert provenance.code_differences(now, code(project)) == [
+        "the project: other untracked Python files"
+    ]
+    (project / "new.py").unlink()
+    (project / "new.txt").write_text("no code\n")
+    assert provenance.code_differences(now, code(project)) == []
+    (lost,) = provenance.code_differences(now, {"git": {"reason": "git is not installed"}})
+    assert "has no git state now" in lost
+
+
+def test_the_patch_applies_and_a_large_one_is_only_named(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "model.py").write_text("width = 2\n")
+    patch = tmp_path / "git.diff"
+    found = provenance.git_state(project, patch)
+    assert found["diff_complete"]
+    git(project, "checkout", "-q", ".")
+    git(project, "apply", str(patch))
+    assert (project / "model.py").read_text() == "width = 2\n"
+    monkeypatch.setattr(provenance, "MOST_DIFF_BYTES", 20)
+    found = provenance.git_state(project, patch)
+    assert not found["diff_complete"]
+    assert "model.py |" in patch.read_text()
+    assert "names only" in provenance.described_git(found)
+
+
+def test_no_commit_no_work_tree_and_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert "no git work tree" in provenance.git_state(tmp_path)["reason"]
+    git(tmp_path, "init", "-q")
+    found = provenance.git_state(tmp_path)
+    assert (found["sha"], found["dirty"]) == (None, False)
+    assert provenance.described_git(found).startswith("no commit on")
+    monkeypatch.setattr(provenance, "GIT", ("no-such-program",))
+    assert provenance.git_state(tmp_path) == {"reason": "git is not installed"}
+    assert provenance.described_git(None) == "no git work tree"
+
+
+def test_packages_are_told_apart_by_their_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "ownpackage_p"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (tmp_path / "ownmodule_p.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = ("ownpackage_p", "ownmodule_p", "nowhere_p")
+    before = provenance.package_digests(names)
+    assert before["nowhere_p"] is None
+    assert before["ownpackage_p"]
+    (package / "inner.py").write_text("y = 2\n")
+    after = provenance.package_digests(names)
+    differences = provenance.code_differences({"code": before}, {"code": after})
+    assert differences == ["the Python files of the package ownpackage_p differ"]
+    monkeypatch.setattr(provenance, "MOST_SOURCES", 1)
+    assert provenance.package_digests(names)["ownpackage_p"] is None
+    assert "ownpackage_p" not in sys.modules
+
+
+def test_data_that_a_factory_is_given_is_compared_by_size_and_time(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.txt").write_text("abc")
+    node = {"name": "corpus", "root": "corpus", "files": [str(folder / "a.txt")], "size": 3}
+    before = {"data": provenance.data_files(node, cwd=str(tmp_path))}
+    assert list(before["data"]) == ["data.root", "data.files.0"]
+    assert provenance.data_differences(before, before) == []
+    (folder / "b.txt").write_text("d")
+    (more,) = provenance.data_differences(
+        before, {"data": provenance.data_files(node, cwd=str(tmp_path))}
+    )
+    assert more == "data.root: 1 files of 3 bytes then, 2 files of 4 bytes now"
+    (folder / "b.txt").unlink()
+    os.utime(folder / "a.txt", (1, time.time() + 50))
+    touched = {"data": provenance.data_files(node, cwd=str(tmp_path))}
+    assert len(provenance.data_differences(before, touched)) == 2
+    assert "is not there" in provenance.data_differences(before, {"data": {}})[0]
+
+
+def test_versions_and_machine_are_compared() -> None:
+    then = {"packages": {"torch": "2.12"}, "python": "3.11", "cpu_count": 8}
+    now = {"packages": {"torch": "2.13", "numpy": "2"}, "python": "3.11", "cpu_count": 2}
+    assert provenance.machine_differences(then, now) == [
+        "torch was 2.12, and is 2.13",
+        "numpy was not installed, and is 2",
+        "the number of CPUs was 8, and is 2",
+    ]

@@ -1,0 +1,126 @@
+"""A run as its files describe it: its status above all, also where files are damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from runner.run_dir import lock, record
+from runner.run_dir.record import MISSING, RunRecord
+from tests.runner.written_runs import STARTED, write, write_failure, write_run
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    run = RunRecord(write_run(tmp_path / "a", {"tags": ["x"], "optimizer.lr": 1e-05}, best=0.25))
+    assert (run.status, run.name, run.tags) == ("finished", "digits", ["x"])
+    assert (run.step, run.seconds) == (20, 90.0)
+    assert run.objective == record.Objective("loss", "min", 0.25)
+    assert run.value("optimizer.lr") == 1e-5
+    assert run.value("optimizer.nothing") is MISSING
+    assert run.problems == []
+
+
+@pytest.mark.parametrize(
+    ("stopped", "complete", "summary", "failed_at", "status"),
+    [
+        ("signal", False, True, None, "stopped"),
+        ("max_time", False, True, None, "stopped"),
+        ("max_steps", False, True, None, "interrupted"),  # resumed further, and killed
+        ("signal", False, False, None, "interrupted"),
+        ("signal", False, False, STARTED + 5, "failed"),
+        ("signal", False, True, STARTED + 200, "failed"),  # a resume that failed
+        ("signal", False, True, STARTED + 5, "stopped"),  # an earlier failure
+        ("epochs", True, True, STARTED + 200, "finished"),
+    ],
+)
+def test_the_status_follows_from_the_newest_end(
+    stopped: str,
+    complete: bool,
+    summary: bool,
+    failed_at: float | None,
+    status: str,
+    tmp_path: Path,
+) -> None:
+    path = write_run(tmp_path / "a", stopped=stopped, complete=complete, summary=summary)
+    if failed_at is not None:
+        write_failure(path, failed_at)
+    assert RunRecord(path).status == status
+
+
+def test_a_run_that_was_resumed_after_its_summary_is_interrupted(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", stopped="signal", complete=False, metrics=7)
+    environment = json.loads((path / "environment.json").read_text())
+    write(path / "environment.json", {**environment, "started": STARTED + 1000})
+    run = RunRecord(path)
+    assert run.status == "interrupted"
+    assert run.step == 70  # of metrics.jsonl, not of the summary
+    assert run.objective is not None
+    assert run.objective.metric == "loss"
+
+
+def test_a_locked_run_is_running(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", summary=False, metrics=3)
+    with lock.held(path):
+        run = RunRecord(path)
+        assert run.status == "running"
+        assert str(os.getpid()) in run.reason
+        assert (run.step, run.seconds) == (30, 3.0)
+    assert RunRecord(path).status == "interrupted"
+
+
+def test_a_failure_names_the_cause_and_not_its_consequences(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", summary=False)
+    outcome = {"code": 1, "rank": 1, "time": STARTED + 5.0}
+    logs = path / "logs"
+    write(logs / "launch_1_rank_0.json", {**outcome, "message": "gloo", "is_consequence": True})
+    late = {**outcome, "time": STARTED + 6.0, "message": "the cause", "is_consequence": False}
+    write(logs / "launch_1_rank_1.json", late)
+    write(logs / "launch_1_rank_2.json", {**outcome, "code": 75, "message": "stopped"})
+    assert RunRecord(path).reason == "the cause"
+
+
+def test_a_pruned_job_is_pruned(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", stopped="callback")
+    assert RunRecord(path, "sweep-x", {"status": "pruned"}).status == "pruned"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "job.json", "environment.json", "summary.json"])
+@pytest.mark.parametrize("content", [b"", b"\0\0\0", b"{", b"[]", b"\xff\xfe: ["])
+def test_a_damaged_file_is_said_and_never_an_error(
+    name: str, content: bytes, tmp_path: Path
+) -> None:
+    path = write_run(tmp_path / "a", metrics=2)
+    (path / name).write_bytes(content)
+    run = RunRecord(path)
+    assert run.status in record.STATUSES
+    assert isinstance(run.name, str)
+    assert run.tags == []
+    assert run.recipe is not None
+    assert (run.step, run.seconds, run.started, run.reason, run.objective) is not None
+    if name != "config.yaml" and content != b"":
+        assert name in " ".join(run.problems)
+
+
+def test_a_directory_without_a_recipe_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    run = RunRecord(tmp_path / "a")
+    assert run.status == "broken"
+    assert run.reason == "config.yaml is missing or empty"
+    assert run.value("optimizer.lr") is MISSING
+
+
+def test_a_line_that_is_cut_off_is_not_the_last(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", summary=False, metrics=2)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "spl')
+    assert RunRecord(path).step == 20
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(1, 1.0), ("Infinity", float("inf")), (True, None), ("x", None)]
+)
+def test_numbers_are_read_as_they_are_written(value: object, expected: float | None) -> None:
+    assert record.number(value) == expected

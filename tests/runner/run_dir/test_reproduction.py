@@ -1,0 +1,43 @@
+"""What `runner again` says before and after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runner.run_dir import reproduction
+from tests.runner.written_runs import write_run
+
+CLEAN = {"sha": "a" * 40, "branch": "main", "dirty": False, "diff_sha256": None}
+
+
+def test_what_was_compared_is_said_where_nothing_differs(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    found = reproduction.compare(run, {"git": CLEAN}, {"git": CLEAN})
+    said = dict(found.lines())
+    assert found.same
+    assert said["code"] == "the same: commit aaaaaaaaaa, no uncommitted changes"
+    assert said["data"].startswith("not compared")
+    assert "work tree" not in said
+
+
+def test_a_dirty_work_tree_is_said_even_where_it_is_the_same(tmp_path: Path) -> None:
+    dirty = {**CLEAN, "dirty": True, "diff_sha256": "x"}
+    found = reproduction.compare(write_run(tmp_path / "a"), {"git": dirty}, {"git": dirty})
+    said = dict(found.lines())
+    assert found.same
+    assert "the same uncommitted changes" in said["code"]
+    assert "it has uncommitted changes" in said["work tree"]
+
+
+def test_a_run_of_two_recipes_and_of_another_folder_is_said(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    (run / "config.0001.yaml").write_text("name: before\n")
+    found = reproduction.compare(run, {"cwd": "/there"}, {"cwd": "/here", "git": {"reason": "no"}})
+    assert not found.same
+    assert len(found.differences["recipe"]) == 2
+    assert dict(found.lines())["code"].startswith("not compared: no")
+
+
+def test_without_checkpoints_weights_are_not_compared(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in "ab"]
+    assert reproduction.weights_verdict(*runs) == ""
