@@ -248,6 +248,7 @@ def _require_names(checked: Sequence[Examined], missing: Sequence[Problem]) -> N
 
 
 def _train_one(examined: Examined, resumes: bool, overrides: Sequence[str]) -> int:
+    from runner.compose import hydra_setup
     from runner.launch import start_run
 
     if resumes:  # with the frozen recipe: Hydra has nothing to compose
@@ -262,10 +263,11 @@ def _train_one(examined: Examined, resumes: bool, overrides: Sequence[str]) -> i
     codes: list[int] = []
 
     def task(_: DictConfig) -> None:  # Hydra composes the recipe that has been examined
-        given = examined.recipe, examined.overrides, examined.config_name
-        codes.append(start_run.start(*given, log_levels=examined.log_levels))
+        job = examined.recipe, examined.overrides, examined.config_name
+        codes.append(start_run.start(*job, log_levels=examined.log_levels))
 
-    line = ["--config-name", examined.config_name, *_for_hydra(overrides)]
+    given = hydra_setup.without_levels(overrides)  # each process of the run sets them itself
+    line = ["--config-name", examined.config_name, *_for_hydra(given)]
     return _hydra(line, task) or codes[0]
 
 
@@ -288,7 +290,8 @@ def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Pro
     where = [f"hydra.sweep.dir='{folder}'", "hydra.sweep.subdir=."]
     try:
         with jobs.stops_forwarded(folder, plan.launcher):
-            ended = _hydra([*line, *_for_hydra(overrides), *where], task)
+            given = _for_hydra(hydra_setup.without_levels(overrides))
+            ended = _hydra([*line, *given, *where], task)
         return ended or jobs.conclude(folder, plan.total)
     except jobs.JobFailed:  # the sweeper gave up
         return jobs.conclude(folder, plan.total) or FAILED

@@ -260,6 +260,11 @@ def log_levels(overrides: Sequence[str]) -> dict[str, str]:
     return {**dict.fromkeys(names, "DEBUG"), **levels}
 
 
+def without_levels(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides but for those of `log_levels`."""
+    return [o for o in overrides if not _sets_level(o) and key_of(o) != VERBOSE]
+
+
 def _sets_level(override: str) -> bool:
     key = key_of(override)
     return key == LEVEL_OF_ROOT or key.startswith(LEVELS_OF_LOGGERS)

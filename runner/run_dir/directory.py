@@ -21,6 +21,8 @@ from runner.run_dir.job import JOB, Job
 
 logger = logging.getLogger(__name__)
 
+REQUEST = "request.json"  # what processes of an evaluation are asked for
+
 
 def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
     """Create and return a directory that no other run has: ``<output_dir>/<name>/<time>-<id>``.
@@ -65,6 +67,11 @@ def _sort_key(run_dir: Path) -> tuple[str, int]:
 def is_run(path: Path) -> bool:
     """Return whether a directory holds the recipe of a run."""
     return any(atomic_update.read(path, name) is not None for name in (CONFIG, JOB))
+
+
+def is_request(path: Path) -> bool:
+    """Return whether a folder is that of the processes of an evaluation: it holds no run."""
+    return (path / REQUEST).is_file()
 
 
 def fingerprint(run_dir: Path) -> bytes:
