@@ -251,6 +251,7 @@ def _require_names(checked: Sequence[Examined], missing: Sequence[Problem]) -> N
 
 
 def _train_one(examined: Examined, resumes: bool, overrides: Sequence[str]) -> int:
+    from runner.compose import hydra_setup
     from runner.launch import start_run
 
     if resumes:  # with the frozen recipe: Hydra has nothing to compose
@@ -265,10 +266,11 @@ def _train_one(examined: Examined, resumes: bool, overrides: Sequence[str]) -> i
     codes: list[int] = []
 
     def task(_: DictConfig) -> None:  # Hydra composes the recipe that has been examined
-        given = examined.recipe, examined.overrides, examined.config_name
-        codes.append(start_run.start(*given, log_levels=examined.log_levels))
+        job = examined.recipe, examined.overrides, examined.config_name
+        codes.append(start_run.start(*job, log_levels=examined.log_levels))
 
-    line = ["--config-name", examined.config_name, *_for_hydra(overrides)]
+    given = hydra_setup.without_levels(overrides)  # each process of the run sets them itself
+    line = ["--config-name", examined.config_name, *_for_hydra(given)]
     return _hydra(line, task) or codes[0]
 
 

@@ -260,7 +260,11 @@ def _num_processes(found: argparse.Namespace) -> int:
     if place is not None and asked not in (None, place.world_size):
         rule = f"the launcher has started {place.world_size} processes"
         raise ConfigError.of(f"--processes {asked}", rule, "Leave --processes out.")
-    return place.world_size if place is not None else asked or 1
+    number = place.world_size if place is not None else asked or 1
+    if number > 1 and found.device_map is not None:
+        rule = "a model that is spread over devices is used by one process"
+        raise ConfigError.of(f"{number} processes with --device-map", rule, "Leave one out.")
+    return number
 
 
 def _parse_evaluate(arguments: Sequence[str]) -> tuple[Request, list[str]]:

@@ -269,6 +269,11 @@ def is_of_logging(override: str) -> bool:
     return key_of(override) == VERBOSE or _sets_level(override)
 
 
+def without_levels(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides but for those of `log_levels`."""
+    return [override for override in overrides if not is_of_logging(override)]
+
+
 def _sets_level(override: str) -> bool:
     key = key_of(override)
     return key == LEVEL_OF_ROOT or key.startswith(LEVELS_OF_LOGGERS)

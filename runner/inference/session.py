@@ -304,9 +304,6 @@ def for_inference(recipe: Recipe, request: Request) -> Recipe:
     own = Distributed(device=device, init=distributed.init)
     if number == 1:
         return replace(recipe, distributed=own, **off)
-    if request.placement is not None:
-        rule = "a model that is spread over devices is used by one process"
-        raise ConfigError.of(f"--processes {number} with --device-map", rule, "Leave one out.")
     recipe = replace(recipe, trainer=_same_batches(recipe, number), **off)
     own = replace(own, kind="auto", num_processes=number)
     processes.count(own)

@@ -15,9 +15,10 @@ from runner.inference.session import (
     predictions_dropped,
     write_predictions,
 )
+from runner.run_dir.directory import REQUEST
 from runner.run_dir.json_files import JsonObject, write_json
 
-REQUEST, RESULT = "request.json", "result.json"
+RESULT = "result.json"
 
 
 def write_request(folder: Path, request: Request) -> None:

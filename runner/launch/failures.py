@@ -85,15 +85,15 @@ def print_failure(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> No
     else:
         who = f"rank {outcome.rank} failed first" if num_processes > 1 else "the run failed"
         lines = [outcome.traceback.rstrip(), f"{who}: {outcome.message}"]
-        # A folder that is no run holds the logs of an evaluation, and is removed.
-        if directory.is_run(run_dir) and abandoned.worth_keeping(run_dir, outcome.code):
+        # That of an evaluation's processes is removed.
+        if not directory.is_request(run_dir) and abandoned.worth_keeping(run_dir, outcome.code):
             lines.append(f"run: {run_dir}")
     print(*(line for line in lines if line), sep="\n", file=sys.stderr, flush=True)
 
 
 def print_interrupted(run_dir: Path) -> None:
     """Print on standard error that Ctrl-C interrupted a run, and the command that resumes it."""
-    if not directory.is_run(run_dir):
+    if directory.is_request(run_dir):
         line = "Interrupted."
     elif directory.own_checkpoints(run_dir):
         command = f"runner resume={shlex.quote(str(run_dir))}"

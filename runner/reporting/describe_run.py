@@ -34,7 +34,7 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObjec
         run: the run.
         defaults: the recipe without its overrides; None: it is not known here.
     """
-    environment = run.environment
+    environment, states = run.environment, list(_checkpoints(run.path))
     return {
         **described(run),
         "command": shlex.join(map(str, environment.get("command") or ())),
@@ -53,9 +53,9 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObjec
         "best": run.summary.get("best"),
         "last": dict(run.last),
         "evaluations": evaluations.read(run.path),
-        "checkpoints": list(_checkpoints(run.path)),
+        "checkpoints": states,
         "failure": dict(run.failure) if run.status == records.FAILED else None,
-        "resume": _resume(run),
+        "resume": _resume(run) if any(state["complete"] for state in states) else "",
         "samples_per_second": run.summary.get("samples_per_second"),
         "memory": run.summary.get("memory"),
     }

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 # A sweep's folder lies beside runs, ``sweep-<time>-<digest>``, and is described by this file.
 SWEEPS, SWEEP = "sweep-", "sweep.json"
+REQUEST = "request.json"  # what processes of an evaluation are asked for
 
 
 class UsedError(ConfigError):
@@ -102,6 +103,11 @@ def _sort_key(run_dir: Path) -> tuple[str, int]:
 def is_run(path: Path) -> bool:
     """Return whether a directory holds the recipe of a run."""
     return any(atomic_update.read(path, name) is not None for name in (CONFIG, JOB))
+
+
+def is_request(path: Path) -> bool:
+    """Return whether a folder is that of the processes of an evaluation: it holds no run."""
+    return (path / REQUEST).is_file()
 
 
 def fingerprint(run_dir: Path) -> bytes:

@@ -345,7 +345,8 @@ def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:
         from runner.sweep import optuna_sweeper
 
         optuna_sweeper.register()
-    given = [one for one in request.overrides if not _names_plugin(one)]
+    overrides = hydra_setup.without_levels(request.overrides)
+    given = [one for one in overrides if not _names_plugin(one)]
     line = ["--config-name", request.config_name, "--multirun"]
     launcher = plugins.LOCAL if choice.is_local else choice.launcher
     sweeper = plugins.KNOWN if choice.known else choice.sweeper

@@ -405,3 +405,17 @@ def test_folders_of_the_users_capture_nothing(tmp_path: Path) -> None:
         timeout=300,
     )
     assert (answer.returncode, answer.stdout) == (0, "digits\n"), answer.stderr
+
+
+def test_levels_of_loggers_reach_the_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    levels: list[Any] = []
+
+    def record(*_: Any, log_levels: Any, **__: Any) -> int:
+        levels.append(log_levels)
+        return 0
+
+    monkeypatch.setattr(start_run, "start", record)
+    assert cli.main(["hydra.verbose=[accel]", "hydra.job_logging.root.level=INFO"]) == 0
+    assert cli.main(["-m", "seed=0,1", "hydra.verbose=true"]) == 0
+    assert cli.main([]) == 0
+    assert levels == [{"accel": "DEBUG", "": "INFO"}, {"": "DEBUG"}, {"": "DEBUG"}, {}]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runner import cli
+from runner.run_dir import evaluations
+from tests.runner.runs import make_run
+from tests.runner.written_runs import write_run
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -45,4 +51,86 @@ def test_wrong_arguments_of_a_command_are_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return [make_run(folder, checkpoints=2, best=0), make_run(folder, "seed=1")]
+
+
+def test_an_evaluation_is_written_with_the_run(
+    runs: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["eval", str(runs[0]), "--split", "test"]) == 0
+    (found,) = evaluations.read(runs[0])
+    assert set(found["metrics"]) == {"test"}
+    assert found["checkpoint"] == "checkpoints/checkpoint_0"
+    assert found["num_processes"] == 1
+    assert found["versions"]["torch"]
+    assert "accuracy" in capsys.readouterr().out
+
+
+def test_two_processes_measure_and_predict_what_one_does(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["eval", str(runs[0]), "trainer.eval_batch_size=50"]
+    assert cli.main(line) == 0
+    one = evaluations.read(runs[0])[-1]
+    assert cli.main([*line, "--processes", "2"]) == 0
+    two = evaluations.read(runs[0])[-1]
+    assert (one["num_processes"], two["num_processes"]) == (1, 2)
+    for split, metrics in one["metrics"].items():
+        assert two["metrics"][split] == pytest.approx(metrics, rel=1e-6)
+        assert two["metrics"][split]["accuracy"] == metrics["accuracy"]
+    outputs = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    for output, more in zip(outputs, ([], ["--processes", "2"]), strict=True):
+        command = ["predict", str(runs[0]), "--output", str(output), *more]
+        assert cli.main(command) == 0
+        assert "360 predictions written" in capsys.readouterr().out
+    first, second = ([json.loads(x) for x in o.read_text().splitlines()] for o in outputs)
+    assert [row["label"] for row in first] == [row["label"] for row in second]
+    assert [row["index"] for row in second] == list(range(360))
+
+
+def test_several_runs_are_a_table_and_one_that_fails_leaves_the_others(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = write_run(tmp_path / "bad")  # it has no checkpoint
+    assert cli.main(["eval", *map(str, runs), str(bad), "--split", "test"]) == 1
+    out, err = capsys.readouterr()
+    assert "test accuracy" in out
+    assert str(runs[1].name) in out
+    assert "failed: checkpoint" in out
+    assert "the run has no such checkpoint" in err
+    assert evaluations.read(runs[1])[0]["metrics"]["test"]["loss"] > 0
+
+
+def test_a_read_only_run_is_measured_and_it_is_said(
+    runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(evaluations, "add", refuse)
+    assert cli.main(["eval", str(runs[1]), "--split", "test"]) == 0
+    out, err = capsys.readouterr()
+    assert "accuracy" in out
+    assert "eval.json is not written (Permission denied)" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval", "--processes", "0"], "it is at least 1"),
+        (["eval", "--processes", "2", "--device-map", "auto"], "is used by one process"),
+        (["eval", "--processes", "3", "trainer.limit_eval_batches=1"], "cannot share evenly"),
+        (["predict", "--processes", "2", "--output", "/dev/null"], "write a file, not a pipe"),
+    ],
+)
+def test_processes_that_cannot_be_are_refused(
+    arguments: list[str], message: str, runs: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([arguments[0], str(runs[0]), *arguments[1:]]) == 2
     assert message in capsys.readouterr().err
