@@ -133,9 +133,12 @@ def learning_curves(metric: str, bands: Mapping[str, Band]) -> Picture:
                 )
         _log_if_wide(axes, [v for found in bands.values() for v in found.mean])
         lines, labels = axes.get_legend_handles_labels()
-        axes.legend(lines[::-1], labels[::-1], fontsize=7.5)
+        columns = 1 if max(map(len, labels)) > 55 else 2
+        figure.legend(
+            lines[::-1], labels[::-1], fontsize=7.5, loc="outside lower center", ncols=columns
+        )
 
-    return _picture(f"curve-{file_name(metric)}", metric, draw)
+    return _picture(f"curve-{file_name(metric)}", metric, draw, (6.4, 4.2))
 
 
 def _label(label: str, found: Band) -> str:

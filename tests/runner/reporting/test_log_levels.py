@@ -9,7 +9,12 @@ import pytest
 from runner.reporting import log_levels
 
 
-def test_named_loggers_speak_and_are_silent_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_named_loggers_speak_and_are_silent_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
+    for name in ("own.levels", "other.levels"):
+        monkeypatch.setattr(logging.getLogger(name), "_cache", {})
     logger, other = logging.getLogger("own.levels"), logging.getLogger("other.levels")
     root = logging.getLogger()
     before = root.level, list(root.handlers), logger.level
