@@ -407,7 +407,7 @@ def test_folders_of_the_users_capture_nothing(tmp_path: Path) -> None:
     assert (answer.returncode, answer.stdout) == (0, "digits\n"), answer.stderr
 
 
-def test_levels_of_loggers_reach_the_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_levels_of_loggers_reach_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     levels: list[Any] = []
 
     def record(*_: Any, log_levels: Any, **__: Any) -> int:
@@ -416,6 +416,14 @@ def test_levels_of_loggers_reach_the_job(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     monkeypatch.setattr(start_run, "start", record)
     assert cli.main(["hydra.verbose=[accel]", "hydra.job_logging.root.level=INFO"]) == 0
-    assert cli.main(["-m", "seed=0,1", "hydra.verbose=true"]) == 0
     assert cli.main([]) == 0
-    assert levels == [{"accel": "DEBUG", "": "INFO"}, {"": "DEBUG"}, {"": "DEBUG"}, {}]
+    assert levels == [{"accel": "DEBUG", "": "INFO"}, {}]
+
+
+def test_levels_of_loggers_reach_the_jobs_of_a_sweep(tmp_path: Path) -> None:
+    line = ["-m", "seed=0,1", "debug=fdr", "tracker=none", f"output_dir={tmp_path}"]
+    assert cli.main([*line, "hydra.verbose=[accel]"]) == 0
+    found = [Job.read(job)[0].log_levels for job in sorted(tmp_path.glob("*/sweep-*/0*"))]
+    assert found == [{"accel": "DEBUG"}] * 2
+    assert cli.main(line) == 0  # the same sweep: nothing is left to do
+    assert len(list(tmp_path.glob("*/sweep-*"))) == 1
