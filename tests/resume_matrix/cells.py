@@ -181,14 +181,17 @@ def refused(answer: Answer) -> str:
 
 
 def _using(
-    line: Callable[[Path, Path], list[str]], wrong_with: Callable[[Path, Path, Answer, Known], str]
+    line: Callable[[Path, Path], list[str]],
+    wrong_with: Callable[[Path, Path, Answer, Known], str],
+    writes: tuple[str, ...] = (),
 ) -> Callable[[Path, Known], str]:
-    """Return the check of a command that uses each run, and changes none.
+    """Return the check of a command that uses each run, and changes nothing but `writes` in it.
 
     Args:
         line: the command's arguments, given the working directory and the run.
         wrong_with: returns what is wrong with what it did with a run that has a state, given
             the working directory, the checkpoint that it should use, and its answer.
+        writes: what it may write into a run that has a state.
     """
 
     def check(folder: Path, known: Known) -> str:
@@ -202,7 +205,8 @@ def _using(
                 wrong = f"code {answer.code}: {answer.output[-300:]}"
             else:
                 wrong = wrong_with(folder, chosen(run_dir), answer, known)
-            changed = _changed(before, tree(run_dir))
+            allowed = writes if kept(run_dir) else ()
+            changed = [n for n in _changed(before, tree(run_dir)) if n not in allowed]
             if wrong or changed:
                 return wrong or f"it changed {changed}"
         return ""
@@ -213,7 +217,15 @@ def _using(
 def _measured(folder: Path, path: Path, answer: Answer, known: Known) -> str:
     expected = known[digest(path / "model.safetensors")].metrics
     found = measured(answer.output)
-    return "" if found == expected else f"measured {found}, {path} has {expected}"
+    if found != expected:
+        return f"measured {found}, {path} has {expected}"
+    (recorded,) = json.loads((path.parents[1] / "eval.json").read_text())["evaluations"]
+    rounded = {
+        split: {name: round(value, 4) for name, value in metrics.items()}
+        for split, metrics in recorded["metrics"].items()
+    }
+    wrong = recorded["step"] != known[digest(path / "model.safetensors")].step or rounded != found
+    return f"eval.json has {recorded}, measured {found}" if wrong else ""
 
 
 def _predicted(folder: Path, path: Path, answer: Answer, known: Known) -> str:
@@ -233,7 +245,7 @@ def _load_line(folder: Path, run_dir: Path) -> list[str]:
 CHECKS: dict[str, Callable[[Path, Known], str]] = {
     "resume": _resume,
     "resume=auto": _auto,
-    "eval": _using(lambda folder, run_dir: ["eval", str(run_dir)], _measured),
+    "eval": _using(lambda folder, run_dir: ["eval", str(run_dir)], _measured, (".", "eval.json")),
     "predict": _using(
         lambda folder, run_dir: [
             *("predict", str(run_dir), "--output", str(folder / "predicted.jsonl")),

@@ -26,8 +26,8 @@ from tests.resume_matrix.held import (
 )
 from tests.resume_matrix.warm import Answer, Call, run
 
-# What a command that fails may leave in a run: how it failed, and who had locked it.
-OWN_WORDS = ("logs", ".lock", ".")
+# What a command that fails may leave in a run: how it failed, what it printed, who had locked it.
+OWN_WORDS = ("logs", "run.log", ".lock", ".")
 LONGER = "trainer.epochs=3"
 LAST = 9  # the step at which a run of `LONGER` ends
 
