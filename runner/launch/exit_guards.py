@@ -53,7 +53,8 @@ def silent_exit_refused() -> Iterator[None]:
         return call
 
     guards = {"_exit": leave, **{name: replacing(getattr(os, name)) for name in _REPLACING}}
-    places = [os, *(sys.modules[name] for name in ("posix", "nt") if name in sys.modules)]
+    # `os.name` is the name of that module; a user's folder `nt` may be importable, too.
+    places = [os, sys.modules[os.name]]
     before = [(place, name, getattr(place, name)) for place in places for name in guards]
     try:
         for place, name, _ in before:

@@ -7,6 +7,7 @@ import os
 import posix
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -113,3 +114,12 @@ def test_an_exit_with_0_or_another_program_is_an_error(module: ModuleType) -> No
         with pytest.raises(exit_guards.EndedByOwnCodeError, match=r"os\.execv\('/bin/true', …\)"):
             module.execv("/bin/true", ["true"])
     assert {name: getattr(module, name) for name in before} == before
+
+
+def test_a_folder_of_the_users_may_have_the_name_of_a_system_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "nt", ModuleType("nt"))
+    with exit_guards.silent_exit_refused():
+        assert os._exit is posix._exit
+    assert os._exit.__module__ == "posix"
