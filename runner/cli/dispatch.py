@@ -188,6 +188,7 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
     missing = trust.missing_packages()
     if multirun:
         return _train_all(overrides, config_name, missing)
+    from runner.launch import member, rendezvous
     from runner.sweep import jobs, settings
 
     ConfigError.raise_if(settings.misplaced(overrides))
@@ -195,6 +196,8 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
         examined, resumes = _examine(overrides, config_name)
     missing = [*missing, *jobs.misplaced(overrides)]
     _require_names([examined], missing)
+    if rendezvous.is_member(examined.recipe.distributed):
+        return member.follow(examined.recipe)
     startup.announce(examined.recipe.name)
     parts.require([examined], missing)
     return _train_one(examined, resumes, overrides)
@@ -203,6 +206,7 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
 def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool]:
     """Compose one job; also return whether it resumes a run, which is then `recipe.resume`."""
     from runner.compose import composition, hydra_setup
+    from runner.launch import rendezvous
     from runner.run_dir import directory, resumable
 
     new = [override for override in overrides if hydra_setup.key_of(override) != "resume"]
@@ -218,6 +222,8 @@ def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool
         value = f"resume={examined.recipe.resume!r} in a file"
         rule, remedy = "a file can set only resume: auto", "Name the run on the command line."
         return replace(examined, problems=[Problem(value, rule, remedy)]), False
+    if rendezvous.is_member(examined.recipe.distributed):
+        return examined, False  # the first node finds the run
     found = resumable.newest(examined.recipe)
     if found is None:
         return replace(examined, recipe=replace(examined.recipe, resume=None)), False
