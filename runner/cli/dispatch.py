@@ -283,11 +283,16 @@ def _train_one(examined: Examined, resumes: bool, overrides: Sequence[str]) -> i
 def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Problem]) -> int:
     """Train the jobs of a sweep, each in processes of its own, where the launcher puts them."""
     from runner.build import parts
+    from runner.launch import rendezvous
     from runner.sweep import command
 
     request = command.Request.of(overrides, config_name)
 
     def require(examined: Sequence[Examined]) -> None:
+        if any(rendezvous.spans_nodes(one.recipe.distributed) for one in examined):
+            rule = "the commands of several nodes train one run"
+            remedy = "Leave distributed.rdzv_endpoint out, or start the runs one by one."
+            raise ConfigError.of("distributed=multi_node with --multirun", rule, remedy)
         startup.announce(examined[0].recipe.name if examined else "")
         parts.require(examined, missing)
 
