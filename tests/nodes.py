@@ -105,6 +105,7 @@ class Nodes:
             *self.site.inside(node),
             *python("-c", COMMAND, *RECIPE),
             "distributed=multi_node",
+            f"distributed.node_rank={node}",
             f"distributed.rdzv_endpoint={self.site.endpoint}",
             *("distributed.num_processes=1", "distributed.device=cpu"),
             *("checkpoint.every_steps=1", "checkpoint.every_epochs=null"),

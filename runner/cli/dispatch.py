@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from accel import env
+from accel import env, parent_watch
 from accel.errors import ConfigError, Problem
 from accel.imports import load_attribute
 from runner.cli import arguments as command_line
@@ -172,6 +172,8 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
     from runner.config import processes
 
     place = processes.adopted()
+    if place is not None:
+        parent_watch.die_alone_with(os.getppid())
     if place is not None and place.rank > 0:
         from runner.launch import launcher
 

@@ -81,6 +81,8 @@ class Joining:
         self._resumes = job.resume_from is not None  # not by a restart of its own
         self._timeout = nodes.seconds(recipe.distributed, "node_timeout")
         self._strangers: list[tuple[Connection, float]] = []
+        # Also nodes that come back before the attempt that they took part in has ended.
+        self._early: list[tuple[Connection, Mapping[str, Any]]] = []
         self._nodes: list[Node] = []
         self._count = 0
 
@@ -113,12 +115,12 @@ class Joining:
         self._accept()
         for connection in [node.connection for node in self._nodes]:
             connection.send("finish", code=code, text=text)
-        for connection, _ in self._strangers:
+        for connection, _ in [*self._strangers, *self._early]:
             connection.send("finish", code=code, text=text)
             connection.close()
         for node in self._nodes:
             node.connection.close()
-        self._nodes, self._strangers = [], []
+        self._nodes, self._strangers, self._early = [], [], []
 
     def _hear(self, node: Node, kind: str, message: Mapping[str, Any], stops: StopSignals) -> None:
         if kind not in ("stop", "interrupted"):
@@ -142,7 +144,15 @@ class Joining:
                 found = None
             if found or found is None or time.monotonic() - since > HELLO_SECONDS:
                 self._strangers.remove((connection, since))
-                self._admit(connection, found[0] if found else {})
+                self._early.append((connection, found[0] if found else {}))
+        for connection, hello in list(self._early):
+            if not any(node.is_busy for node in self._with_rank(hello.get("node_rank"))):
+                self._early.remove((connection, hello))
+                self._admit(connection, hello)
+
+    def _with_rank(self, rank: int | None) -> list[Node]:
+        """Return the nodes to which their command gives a place."""
+        return [node for node in self._nodes if rank is not None and node.node_rank == rank]
 
     def _admit(self, connection: Connection, hello: Mapping[str, Any]) -> None:
         """Add the node that says `hello`, or refuse it; close a connection that is no node's."""
@@ -176,7 +186,7 @@ class Joining:
         if rank is not None and not 1 <= rank < most:
             rule = f"places of the other nodes are 1 to {most - 1}; the first is 0"
             problems.add(f"distributed.node_rank={rank}", rule, "Leave it out, or correct it.")
-        if rank is not None and rank in [node.node_rank for node in self._nodes]:
+        if self._with_rank(rank):
             rule = "another node has that place"
             problems.add(f"distributed.node_rank={rank}", rule, "Give each node its own.")
         for key, ours, theirs in resumed_recipe.differences(

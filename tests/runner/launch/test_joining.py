@@ -126,6 +126,21 @@ def test_a_place_is_given_once(first: Joining, recipe: Recipe) -> None:
     assert second.ended() == 2
 
 
+def test_a_node_that_comes_back_early_waits_for_its_place(first: Joining, recipe: Recipe) -> None:
+    mine = other(recipe, node_rank=1)
+    Follower(mine)
+    (lost,) = waiting(first, 1)
+    lost.begin(range(2, 4))
+    Follower(mine)
+    assert first.waiting(StopSignals()) == []
+    time.sleep(1.0)
+    assert first.waiting(StopSignals()) == []
+    lost.is_busy = False
+    first.drop(lost)
+    (back,) = waiting(first, 1)
+    assert back is not lost
+
+
 def test_strangers_do_not_disturb(first: Joining, recipe: Recipe) -> None:
     endpoint = nodes.endpoint(recipe.distributed)
     assert endpoint is not None
