@@ -69,6 +69,39 @@ def one_node(folder: Path, num_processes: int) -> list[float]:
     return losses(run_dir)
 
 
+def test_two_nodes_train_one_run(tmp_path: Path) -> None:
+    two = Nodes(nodes.loopback(), tmp_path)
+    try:
+        commands = [two.start(node) for node in (0, 1)]
+        assert [command.code() for command in commands] == [0, 0], two.outputs()
+        assert two.left() == []
+        assert len(losses(two.run_dir)) == 6
+        assert "node 1 of 2: ranks 1 to 1 of 2" in commands[1].printed()
+    finally:
+        two.kill()
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_named_with_the_stacks_of_all_nodes(tmp_path: Path) -> None:
+    two = Nodes(nodes.loopback(), tmp_path)
+    hangs = ("objective.ending=hang", "trainer.hang_timeout=8", "trainer.max_steps=4")
+    hangs += ("distributed.max_restarts=1",)
+    try:
+        commands = [two.start(node, *hangs) for node in (0, 1)]
+        assert [command.code() for command in commands] == [0, 0], two.outputs()
+        assert "rank 1 failed first: it hangs: no progress for" in commands[0].printed()
+        (failed,) = restarts.read(two.run_dir)
+        assert failed.rank == 1
+        assert "it hangs" in failed.message
+        for rank in (0, 1):
+            stack = (two.run_dir / "logs" / f"rank_{rank}.log").read_text()
+            assert "No progress for" in stack
+            assert 'File "' in stack
+        assert two.left() == []
+    finally:
+        two.kill()
+
+
 @pytest.mark.slow
 def test_a_killed_node_comes_back(two: Nodes) -> None:
     restarting = (*WAITS, "distributed.max_restarts=1")
