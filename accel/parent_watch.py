@@ -27,15 +27,27 @@ def die_with_ancestor(ancestor: int) -> threading.Thread:
     return _kill_group_after(ancestor, lambda: _exists(ancestor))
 
 
+def die_alone_with(parent: int) -> threading.Thread:
+    """Kill this process, not its group, once its parent has ended: a launcher made the group."""
+    return _call_after(
+        parent, lambda: os.getppid() == parent, lambda: os.kill(os.getpid(), signal.SIGKILL)
+    )
+
+
 def _kill_group_after(process: int, is_alive: Callable[[], bool]) -> threading.Thread:
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)
+    return _call_after(process, is_alive, lambda: os.killpg(0, signal.SIGKILL))
 
-    def wait_and_kill() -> None:
+
+def _call_after(
+    process: int, is_alive: Callable[[], bool], end: Callable[[], None]
+) -> threading.Thread:
+    def wait_and_end() -> None:
         wait_for_end(process, is_alive)
-        os.killpg(0, signal.SIGKILL)
+        end()
 
-    thread = threading.Thread(target=wait_and_kill, name=f"watch of {process}", daemon=True)
+    thread = threading.Thread(target=wait_and_end, name=f"watch of {process}", daemon=True)
     thread.start()
     return thread
 

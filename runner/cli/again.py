@@ -100,9 +100,11 @@ def _tell(run: RunRecord, examined: Examined, overrides: Sequence[str]) -> None:
 
 
 def _start(run: RunRecord, examined: Examined, overrides: Sequence[str], fresh: bool) -> int:
-    from runner.launch import start_run
+    from runner.launch import member, rendezvous, start_run
     from runner.run_dir import numerics, reproduction
 
+    if rendezvous.is_member(examined.recipe.distributed):
+        return member.follow(examined.recipe)
     claimed: list[Path] = []
     with numerics.read(run.path).threads_exported():
         code = start_run.start(

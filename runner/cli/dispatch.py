@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from accel import env
+from accel import env, parent_watch
 from accel.errors import ConfigError, Problem
 from accel.imports import load_attribute
 from runner.cli import arguments as command_line
@@ -172,6 +172,8 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
     from runner.config import processes
 
     place = processes.adopted()
+    if place is not None:
+        parent_watch.die_alone_with(os.getppid())
     if place is not None and place.rank > 0:
         from runner.launch import launcher
 
@@ -188,6 +190,7 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
     missing = trust.missing_packages()
     if multirun:
         return _train_all(overrides, config_name, missing)
+    from runner.launch import member, rendezvous
     from runner.sweep import jobs, settings
 
     ConfigError.raise_if(settings.misplaced(overrides))
@@ -195,6 +198,8 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
         examined, resumes = _examine(overrides, config_name)
     missing = [*missing, *jobs.misplaced(overrides)]
     _require_names([examined], missing)
+    if rendezvous.is_member(examined.recipe.distributed):
+        return member.follow(examined.recipe)
     startup.announce(examined.recipe.name)
     parts.require([examined], missing)
     return _train_one(examined, resumes, overrides)
@@ -203,6 +208,7 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
 def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool]:
     """Compose one job; also return whether it resumes a run, which is then `recipe.resume`."""
     from runner.compose import composition, hydra_setup
+    from runner.launch import rendezvous
     from runner.run_dir import directory, resumable
 
     new = [override for override in overrides if hydra_setup.key_of(override) != "resume"]
@@ -218,6 +224,8 @@ def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool
         value = f"resume={examined.recipe.resume!r} in a file"
         rule, remedy = "a file can set only resume: auto", "Name the run on the command line."
         return replace(examined, problems=[Problem(value, rule, remedy)]), False
+    if rendezvous.is_member(examined.recipe.distributed):
+        return examined, False  # the first node finds the run
     found = resumable.newest(examined.recipe)
     if found is None:
         return replace(examined, recipe=replace(examined.recipe, resume=None)), False
@@ -277,11 +285,16 @@ def _train_one(examined: Examined, resumes: bool, overrides: Sequence[str]) -> i
 def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Problem]) -> int:
     """Train the jobs of a sweep, each in processes of its own, where the launcher puts them."""
     from runner.build import parts
+    from runner.launch import rendezvous
     from runner.sweep import command
 
     request = command.Request.of(overrides, config_name)
 
     def require(examined: Sequence[Examined]) -> None:
+        if any(rendezvous.spans_nodes(one.recipe.distributed) for one in examined):
+            rule = "the commands of several nodes train one run"
+            remedy = "Leave distributed.rdzv_endpoint out, or start the runs one by one."
+            raise ConfigError.of("distributed=multi_node with --multirun", rule, remedy)
         startup.announce(examined[0].recipe.name if examined else "")
         parts.require(examined, missing)
 

@@ -14,7 +14,7 @@ from runner.config.schema import PLUGINS, Checkpoint, Distributed, Precision, Re
 WIDTH = 100
 MAIN_KEYS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
     ("", Recipe, ("name", "output_dir", "seed", "deterministic", "resume", "run_dir")),
-    ("distributed", Distributed, ("num_processes", "num_threads")),
+    ("distributed", Distributed, ("num_processes", "nnodes", "rdzv_endpoint", "max_restarts")),
     ("precision", Precision, ("mode",)),
     (
         "trainer",
@@ -78,6 +78,7 @@ Examples
   runner                                                    the default recipe: digits
   runner precision=bf16 optimizer.lr=3e-3 trainer.epochs=5
   runner distributed=multi_cpu distributed.num_processes=2
+  runner distributed=multi_node distributed.rdzv_endpoint=node0:29400    the same on each node
   runner experiment=bytes_gpt
   runner -m optimizer.lr=1e-3,3e-3 seed=0,1 sweep.jobs=auto
   runner resume=runs/digits/20260101-120000-1a2b            resume a run

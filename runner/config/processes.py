@@ -9,6 +9,7 @@ from accel import env
 from accel.env import Environment
 from accel.errors import ConfigError, Problem, Problems
 from accel.planning.choose_strategy import selected
+from runner.config import nodes
 from runner.config.error_keys import of_the_recipe
 from runner.config.schema import Distributed, Recipe
 
@@ -48,15 +49,16 @@ def adopted() -> Adopted | None:
 
 
 def count(distributed: Distributed) -> int:
-    """Return the number of processes of a run.
+    """Return the number of processes of a run; of several nodes, as many as there may be.
 
     Raises:
         ConfigError: if the recipe contradicts itself, the machine or the launcher.
     """
     problems = Problems()
-    number = _wanted(distributed, problems)
+    number = _wanted(distributed, problems) * _num_nodes(distributed, problems)
     place = adopted()
     if place is not None:
+        problems += _launchers_own(distributed)
         if distributed.num_processes not in (None, place.world_size):
             problems.add(
                 f"distributed.num_processes={distributed.num_processes}",
@@ -66,6 +68,39 @@ def count(distributed: Distributed) -> int:
         number = place.world_size
     problems.raise_if()
     return number
+
+
+def local_count(distributed: Distributed) -> int:
+    """Return the number of processes that a run has on this machine; raises as `count`."""
+    place = adopted()
+    return (
+        count(distributed) // nodes.counts(distributed)[1]
+        if place is None
+        else (place.local_world_size)
+    )
+
+
+def _num_nodes(distributed: Distributed, problems: Problems) -> int:
+    """Return the greatest number of nodes."""
+    if distributed.kind != nodes.KIND:
+        return 1
+    if adopted() is None and distributed.rdzv_endpoint is None:
+        problems.append(nodes.missing_endpoint())
+    return nodes.counts(distributed)[1]
+
+
+def _launchers_own(distributed: Distributed) -> Problems:
+    """Return the problems of what a launcher decides, which has started the processes."""
+    problems = Problems()
+    for name, default in (("max_restarts", 0), ("rdzv_endpoint", None)):
+        value = getattr(distributed, name)
+        if value != default:
+            problems.add(
+                f"distributed.{name}={value}",
+                "the launcher has started the processes",
+                f"Leave distributed.{name} out: it is a matter of the launcher's.",
+            )
+    return problems
 
 
 def check_interface(distributed: Distributed) -> None:
@@ -98,14 +133,14 @@ def environment(distributed: Distributed) -> Environment:
     Raises:
         ConfigError: if the recipe contradicts itself, the machine or the launcher.
     """
-    number, place = count(distributed), adopted()
+    number = count(distributed)
     if number == 1:
         return Environment()
     return Environment(
         rank=0,
         local_rank=0,
         world_size=number,
-        local_world_size=number if place is None else place.local_world_size,
+        local_world_size=local_count(distributed),
         master_addr="localhost",
         master_port=0,
     )
@@ -121,13 +156,13 @@ def device(distributed: Distributed) -> str | None:
 def _wanted(distributed: Distributed, problems: Problems) -> int:
     number = distributed.num_processes
     kind = distributed.kind
-    if kind == "auto":
+    if kind in ("auto", nodes.KIND):
         on_cpu = distributed.device == "cpu" or num_accelerators() == 0
         kind = "multi_cpu" if on_cpu else "multi_gpu"
     if kind == "multi_gpu":
         return _on_accelerators(distributed, problems)
     if kind == "multi_cpu":
-        if distributed.device not in ("auto", "cpu"):
+        if distributed.device not in ("auto", "cpu") and distributed.kind != nodes.KIND:
             problems.append(
                 _contradiction(distributed, "computes on the CPU", "distributed=multi_gpu")
             )

@@ -30,10 +30,10 @@ from accel.errors import ConfigError, Problem, Problems, did_you_mean, nearest
 from accel.planning.choose_strategy import conflicts
 from accel.planning.spec import PluginSpec
 from accel.strategies.table import plugins
-from runner.config import foreign_names
+from runner.config import foreign_names, nodes
 from runner.config.durations import parse_duration
 
-DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu")
+DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu", nodes.KIND)
 SEEDS = 2**32  # NumPy takes no larger ones
 SPLITS = ("train", "validation", "test")  # the data sets of a run: fields of `runner.Data`
 
@@ -60,10 +60,21 @@ class Distributed:
     """Where the processes of a run live.
 
     Args:
-        kind: none (one process), multi_cpu, multi_gpu, or auto: GPUs if the machine has any.
+        kind: none (one process), multi_cpu, multi_gpu, multi_node, or auto: GPUs if the machine
+            has any.
         device: auto (the machine's accelerator, else cpu) or a type: cpu, cuda, mps, xpu.
-        num_processes: how many worker processes; None: one per GPU, or 2 on the CPU.
+        num_processes: worker processes of each machine; None: one per GPU, or 2 on the CPU.
         num_threads: intra-op threads of each process; None: the cores shared out evenly.
+        max_restarts: how often, over the whole run, failed workers are started again from the
+            newest complete checkpoint.
+        nnodes: number of nodes; "1:4": from 1 to 4, as many as there are at each start.
+        rdzv_endpoint: address and port of the first node, the same on each node.
+        rdzv_id: name of the job; a node with another is refused.
+        node_rank: place of this node; 0: the first one; None: in the order in which nodes join.
+        is_host: whether this is the first node; None: whether it has the address of rdzv_endpoint.
+        local_addr: address of this node for the others; None: the one that reaches rdzv_endpoint.
+        node_timeout: time without a word from a node after which it counts as lost.
+        join_timeout: how long the first node waits for the others, and they for it.
         ddp: arguments of `DistributedDataParallel`.
         init: arguments of `init_process_group`.
     """
@@ -72,6 +83,15 @@ class Distributed:
     device: str = "auto"
     num_processes: int | None = None
     num_threads: int | None = None
+    max_restarts: int = 0
+    nnodes: Any = 1
+    rdzv_endpoint: str | None = None
+    rdzv_id: str = ""
+    node_rank: int | None = None
+    is_host: bool | None = None
+    local_addr: str | None = None
+    node_timeout: Any = 30
+    join_timeout: Any = 600
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
     init: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
 
@@ -81,6 +101,9 @@ class Distributed:
         check_choice(self, "kind", DISTRIBUTED_KINDS, problems)
         check_minimum(self, "num_processes", 1, problems)
         check_minimum(self, "num_threads", 1, problems)
+        check_minimum(self, "max_restarts", 0, problems)
+        check_minimum(self, "node_rank", 0, problems)
+        problems += nodes.problems_of(self)
         problems.raise_if()
 
 

@@ -40,6 +40,11 @@ def report(error: BaseException) -> int:
         print(error, file=sys.stderr)
     else:
         print("".join(user_frames.formatted(error)), end="", file=sys.stderr)
+    return exit_code(error)
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code for an error of the parent process."""
     return REFUSED if isinstance(error, (ConfigError, MissingPackageError)) else FAILED
 
 

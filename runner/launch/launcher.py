@@ -7,38 +7,25 @@ codes are those of `runner.exit_codes`. Free of torch at import.
 from __future__ import annotations
 
 import faulthandler
-import json
-import os
 import shlex
-import signal
 import sys
-import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.config import processes
 from runner.config.processes import Adopted
 from runner.config.schema import Recipe
-from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, STOPPED
-from runner.launch import failures, rank_logs
+from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED
+from runner.launch import attempt, attempts, failures, rank_logs, rendezvous
+from runner.launch.attempt import new_launch
+from runner.launch.first_node import FirstNode
+from runner.launch.worker_group import StopSignals
 from runner.reporting import run_log
-from runner.run_dir import abandoned, numerics, outcomes
+from runner.run_dir import abandoned, numerics
 from runner.run_dir.atomic_update import run_dir_of
-from runner.run_dir.outcomes import Outcome
 
 if TYPE_CHECKING:
-    from runner.launch.worker_group import Failure
     from runner.run_dir.job import Job
-
-TRAIN = "runner.launch.worker:run"
-# The interpreter runs with -P, so that nothing in the working directory is taken for `accel`,
-# `runner` or a module of the standard library; the user's code is found behind everything else.
-BOOTSTRAP = (
-    "import json, sys; order = json.loads(sys.argv[1]); "
-    "sys.path.extend(path for path in order['path'] if path not in sys.path); "
-    "from runner.launch.worker import main; main(order)"
-)
 
 
 def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
@@ -51,19 +38,32 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
     Raises:
         ConfigError: if the number of processes contradicts the machine or the launcher.
     """
-    number = processes.count(recipe.distributed)
+    number, local = processes.count(recipe.distributed), processes.local_count(recipe.distributed)
     place = processes.adopted()
-    local = place.local_world_size if place else number
+    of_nodes = rendezvous.spans_nodes(recipe.distributed)
+    if place is None and (number > 1 or fresh or of_nodes or recipe.distributed.max_restarts):
+        return _launch_workers(job, recipe, number, local)
     numerics.record_threads(job.run_dir, recipe, local, job.place)
     with run_log.captured(job.run_dir, f"of {number}: {shlex.join(sys.orig_argv)}"):
-        if place is not None:
-            from runner.launch import torchrun
-
-            torchrun.publish(job.place)
-            return run_adopted(job.place, place)
-        if number == 1 and not fresh:
+        if place is None:
             return run_here(job.place)
-        return run_group(job.place, number, Path(job.cwd))
+        from runner.launch import torchrun
+
+        torchrun.publish(job.place)
+        return run_adopted(job.place, place)
+
+
+def _launch_workers(job: Job, recipe: Recipe, number: int, local: int) -> int:
+    machines: attempt.Machines
+    if rendezvous.spans_nodes(recipe.distributed):
+        machines = FirstNode(rendezvous.listener(recipe.distributed), job, recipe)
+    else:
+        machines = attempt.ThisMachine(number, Path(job.cwd))
+    try:
+        return attempts.train(machines, job, recipe, local)
+    except KeyboardInterrupt:
+        failures.print_interrupted(job.run_dir)
+        return INTERRUPTED
 
 
 def follow(place: Adopted) -> int:
@@ -119,89 +119,21 @@ def run_here(folder: Path, rank: int = 0) -> int:
         return INTERRUPTED
     except BaseException as error:  # also SystemExit: the run is not complete
         outcome = failures.outcome_of(error, rank)
-        outcome.write(run_dir, _new_launch())
+        outcome.write(run_dir, new_launch())
         failures.print_failure(outcome, run_dir)
         return outcome.code
 
 
-def run_group(folder: Path, num_processes: int, cwd: Path, target: str = TRAIN) -> int:
-    """Run a job in fresh processes, print the cause of a failure, and return the exit code.
+def run_group(folder: Path, num_processes: int, cwd: Path, target: str = attempt.TRAIN) -> int:
+    """Run a job once in fresh processes, print the cause of a failure, and return the exit code.
 
-    The folder is as for `run_here`; each worker calls `target` (``module:function``) with it and
-    its stop flag. Code in `cwd`, the user's directory, can be imported.
+    The folder is as for `run_here`; for the rest see `attempt.ThisMachine`.
     """
-    from runner.launch import worker_group
-
-    launch_id, run_dir = _new_launch(), run_dir_of(folder)
-    order = {
-        "run_dir": str(run_dir),
-        "job": str(folder),
-        "launch": launch_id,
-        "target": target,
-        "parent": os.getpid(),
-        "path": [str(Path(__file__).resolve().parents[2]), str(cwd)],
-    }
-    command = [sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(order)]
+    run_dir, machine = run_dir_of(folder), attempt.ThisMachine(num_processes, cwd, target)
     try:
-        failed = worker_group.run_group(
-            command, num_processes, lambda rank: _has_outcome(run_dir, launch_id, rank)
-        )
+        with StopSignals().installed() as stops:
+            ended = machine.attempt(folder, stops)
     except KeyboardInterrupt:
-        failures.print_interrupted(run_dir)
-        return INTERRUPTED
-    return _conclude(run_dir, launch_id, failed, num_processes)
-
-
-def _has_outcome(run_dir: Path, launch_id: str, rank: int) -> bool:
-    return any(outcome.rank == rank for outcome in outcomes.read_outcomes(run_dir, launch_id))
-
-
-def _conclude(
-    run_dir: Path, launch_id: str, failed: Mapping[int, Failure], num_processes: int
-) -> int:
-    left = outcomes.read_outcomes(run_dir, launch_id)
-    # A process that left no word died in native code or was killed.
-    silent = failed.keys() - {outcome.rank for outcome in left}
-    hang = outcomes.read_hang(run_dir, launch_id)
-    ended = hang is not None and not hang.is_consequence  # by the watchdog, on every rank
-    causes = [_outcome_from_status(run_dir, rank, failed[rank], ended) for rank in sorted(silent)]
-    causes += [outcome for outcome in left if outcome.code not in CLEAN]
-    for outcome in left:
-        if outcome.code == DONE:
-            outcome.remove(run_dir, launch_id)
-    if hang is not None and causes:
-        causes.append(hang)
-    if not causes:
-        return STOPPED if any(outcome.code == STOPPED for outcome in left) else DONE
-    # The end of one rank causes errors of communication on the others, perhaps recorded earlier.
-    cause = min(causes, key=lambda outcome: (outcome.is_consequence, outcome.time))
-    if cause.code == INTERRUPTED:
-        failures.print_interrupted(run_dir)
-    else:
-        failures.print_failure(cause, run_dir, num_processes)
-    return cause.code
-
-
-def _outcome_from_status(run_dir: Path, rank: int, failure: Failure, ended: bool) -> Outcome:
-    """Describe the end of a process; `ended`: the watchdog has ended the run."""
-    status = failure.status
-    if status == INTERRUPTED:  # SIGINT was sent only to this process
-        return Outcome(rank, failure.time, INTERRUPTED, "it was interrupted")
-    how = outcomes.describe_exit(status)
-    if status == DONE:
-        how += " before the run was complete"
-    log = rank_logs.log_file(run_dir, rank)
-    printed = rank_logs.tail(log)
-    return Outcome(
-        rank=rank,
-        time=failure.time,
-        code=FAILED,
-        message=f"its process {how}",
-        traceback="\n".join([f"The end of {log}:", *printed]) if printed else "",
-        # Native code of a process group aborts where another rank has ended.
-        is_consequence=status == -signal.SIGABRT or (ended and status == FAILED),
-    )
-
-
-def _new_launch() -> str:
-    return f"launch_{uuid.uuid4().hex[:8]}"
+        ended = attempt.Ended(INTERRUPTED)
+    attempt.report(ended, run_dir, num_processes)
+    return ended.code

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel.errors import AccelError, ConfigError
-from runner.config import paths, processes, resumed_recipe, trust
+from runner.config import processes, resumed_recipe, trust
 from runner.exit_codes import DONE, REFUSED
-from runner.launch import launcher
+from runner.launch import launcher, staging
 from runner.run_dir import (
     abandoned,
     atomic_update,
     directory,
-    environment,
     job,
     lock,
     previous_attempts,
     resumable,
 )
 from runner.run_dir.job import Job
+from runner.run_dir.resumable import AUTO
 
 if TYPE_CHECKING:
     from runner.config.schema import Recipe
@@ -118,8 +118,14 @@ def continue_in(
 def _train_new(requested: Job, recipe: Recipe, fresh: bool) -> int:
     """Freeze a new run in its directory and train it."""
     frozen = _placed(replace(recipe, resume=None, run_dir=None), requested.cwd)
-    atomic_update.commit(_staged(requested, frozen).place)
+    atomic_update.commit(staging.staged(requested, frozen).place)
     return launcher.launch(requested, frozen, fresh=fresh)
+
+
+def as_frozen(recipe: Recipe) -> Recipe:
+    """Return a recipe as the first of several nodes freezes it."""
+    cwd = os.getcwd() if recipe.resume in (None, AUTO) else Job.read(recipe.resume)[0].cwd
+    return _placed(replace(recipe, resume=None, run_dir=None), cwd)
 
 
 def _placed(recipe: Recipe, cwd: str) -> Recipe:
@@ -161,7 +167,7 @@ def _train_on(
     checkpoint = _checkpoint(requested.run_dir)
     resumable.require_reach(requested.run_dir, checkpoint, recipe)
     on_claimed(requested.run_dir)
-    staged = _staged(replace(requested, resume_from=str(checkpoint)), recipe)
+    staged = staging.staged(replace(requested, resume_from=str(checkpoint)), recipe)
     try:
         return launcher.launch(staged, recipe, fresh=fresh)
     finally:
@@ -188,20 +194,3 @@ def _job(
         config_name=config_name,
         log_levels=dict(levels or {}),
     )
-
-
-def _staged(requested: Job, recipe: Recipe) -> Job:
-    """Write the job, its recipe and the environment beside those of the run directory."""
-    try:
-        staged = requested.stage(recipe)
-        try:
-            environment.write_environment(staged.place, recipe.data)
-            resumable.mark_incomplete(requested.run_dir, staged.place)
-        except BaseException:
-            atomic_update.discard(staged.place)
-            raise
-    except OSError as error:
-        rule = f"a run is written there, and that failed ({paths.failure(error)})"
-        remedy = "Make room or give it a folder you may write to; nothing of it has changed."
-        raise ConfigError.of(str(requested.run_dir), rule, remedy) from error
-    return staged

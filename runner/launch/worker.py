@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel import env, parent_watch
+from accel import parent_watch
 from accel.env import Environment
 from accel.imports import load_attribute
 from runner.config.error_keys import of_the_recipe
@@ -29,7 +29,7 @@ from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.job import Job
 from runner.run_dir.numerics import read as read_numerics
 from runner.run_dir.outcomes import Outcome
-from runner.training.stopping import STOP_SIGNALS, TORCHS_SIGNALS, StopFlag
+from runner.training.stopping import STOP_SIGNALS, StopFlag
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -43,7 +43,6 @@ def main(order: Mapping[str, Any]) -> None:
             ("module:function"), parent (process id).
     """
     parent_watch.die_with(order["parent"])
-    env.set_values({TORCHS_SIGNALS: None})
     run_dir, rank = Path(order["run_dir"]), Environment.read().rank or 0
     rank_logs.close_input()
     rank_logs.leave_terminal_to_rank_zero(run_dir, rank)

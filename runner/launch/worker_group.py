@@ -1,58 +1,39 @@
-"""A group of worker processes on this machine, under torch's elastic agent.
+"""The worker processes of this machine in one attempt at a run: started, watched, ended.
 
-The agent (`LocalElasticAgent`) gives each worker RANK, WORLD_SIZE, MASTER_ADDR, … and a store that
-it hosts itself, so that no port is chosen twice. Changes to it here:
+Each worker gets torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, …) and a store that its
+launcher hosts, a new one for each attempt: what an attempt that failed has written there is not
+found by the next, and no port is chosen twice.
 
-* The agent's signal handlers raise an exception and end the workers; ours hand SIGTERM and SIGUSR1
-  on to the workers, which save and stop, and leave Ctrl-C to Python.
-* When one worker has failed, the agent asks the others to end with SIGTERM, which here means *save
-  and stop*, and waits 30 s. Nothing can be saved then; they are interrupted and soon killed.
+* SIGTERM and SIGUSR1 are handed on to the workers, which save and stop. Ctrl-C, a closed terminal
+  and SIGQUIT raise a KeyboardInterrupt.
+* When one worker has failed, nothing can be saved: the others are interrupted and soon killed.
 * Data-loading processes of a worker that died stay behind; the worker's process group is killed.
 
-Source: https://docs.pytorch.org/docs/stable/elastic/agent.html
+Free of torch.
+
+Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import subprocess
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
-
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.events.api import Event, EventSource
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel import env
-from runner.training.stopping import (
-    STOP_SIGNALS,
-    TORCHS_SIGNALS,
-    handlers_restored,
-    signals_blocked,
-)
+from runner.training.stopping import STOP_SIGNALS, handlers_restored, signals_blocked
 
 MONITOR_SECONDS = 0.1
 # Time between "end now" and SIGKILL: to close the progress bar and to flush files.
 GRACE_SECONDS = 3.0
-HANDLED = (*STOP_SIGNALS, signal.SIGINT)
-# Signals that the agent installs handlers for.
-AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+HELD_BACK = (*STOP_SIGNALS, signal.SIGINT)
+INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
@@ -68,109 +49,90 @@ class Failure:
     time: float
 
 
-def run_group(
-    command: Sequence[str], num_processes: int, finished: Callable[[int], bool] = lambda rank: True
-) -> dict[int, Failure]:
-    """Run `command` in `num_processes` processes and wait for their end.
+@dataclass(frozen=True)
+class Place:
+    """The workers of one node among those of an attempt.
+
+    Args:
+        num_local: number of workers of this node.
+        first_rank: rank of the first of them.
+        world_size: number of workers of all nodes.
+        node: index of this node.
+        num_nodes: number of nodes.
+        address: host of the store, as this node reaches it.
+        port: TCP port of the store.
+        run_id: name of the attempt.
+        variables: further variables of the workers.
+    """
+
+    num_local: int
+    first_rank: int
+    world_size: int
+    node: int
+    num_nodes: int
+    address: str
+    port: int
+    run_id: str
+    variables: Mapping[str, str]
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node."""
+        return range(self.first_rank, self.first_rank + self.num_local)
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """Return the variables of one worker, in place of any that a launcher around has set."""
+        rank = self.first_rank + local_rank
+        own: dict[str, object] = {
+            "RANK": rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": self.num_local,
+            "GROUP_RANK": self.node,
+            "GROUP_WORLD_SIZE": self.num_nodes,
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": self.world_size,
+            "ROLE_NAME": "runner",
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": self.port,
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_RESTART_COUNT": 0,  # of this store
+            "TORCHELASTIC_MAX_RESTARTS": 0,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
+        return {**env.copy(), **self.variables, **{name: str(value) for name, value in own.items()}}
+
+
+class WorkerGroup:
+    """The workers of one attempt on this machine.
 
     `finished` tells whether the rank that has exited with 0 had come to its end.
-
-    Returns:
-        How each rank ended that failed, not those that were ended because of it. Empty: all have
-        finished.
-
-    Raises:
-        KeyboardInterrupt: on Ctrl-C, when no process is left.
     """
-    rendezvous = get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d",
-            endpoint="localhost:0",
-            run_id=uuid.uuid4().hex,
-            min_nodes=1,
-            max_nodes=1,
-            local_addr="localhost",
-        )
-    )
-    spec = _worker_spec(command, num_processes, rendezvous)
-    agent = GroupAgent(spec, _InheritedStreams(), finished)
-    with quiet_agent(), agent_handlers_restored():
-        try:
-            agent.take_signals()
-            agent.run()
-        except SignalException as error:  # an `Exception`: a sweep would start the next job
-            raise KeyboardInterrupt(str(error)) from error
-        finally:
-            agent.kill_groups()
-            rendezvous.shutdown()
-    return agent.failed
-
-
-def _worker_spec(
-    command: Sequence[str], num_processes: int, rendezvous: RendezvousHandler
-) -> WorkerSpec:
-    return WorkerSpec(
-        role="runner",
-        local_world_size=num_processes,
-        entrypoint=command[0],
-        # The agent expands ${local_rank} in arguments.
-        args=tuple(argument.replace("$", "$$") for argument in command[1:]),
-        rdzv_handler=rendezvous,
-        max_restarts=0,
-        monitor_interval=MONITOR_SECONDS,
-        local_addr="localhost",
-    )
-
-
-class GroupAgent(LocalElasticAgent):
-    """The elastic agent, with the endings described above."""
 
     def __init__(
         self,
-        spec: WorkerSpec,
-        logs_specs: LogsSpecs,
+        command: Sequence[str],
+        place: Place,
         finished: Callable[[int], bool] = lambda rank: True,
     ) -> None:
-        super().__init__(spec, logs_specs)
-        self._finished = finished
+        self._command, self._place, self._finished = list(command), place, finished
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._early: list[int] = []  # signals from before there was anybody to hand them on to
-        self._ignores_interrupt = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         self._seen: dict[int, float] = {}  # when each rank was last seen alive
+        # How each rank ended that failed, not those that were ended because of it.
         self.failed: dict[int, Failure] = {}
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
+    def start(self) -> None:
+        """Start the workers."""
         # A signal that comes before a worker can handle it would kill it. So signals are held back
-        # here and, by inheritance, in the workers, which release them when they are ready. Other
-        # threads of this process may take one meanwhile: torch does not change the handlers.
-        with signals_blocked(HANDLED), env.patched(**{TORCHS_SIGNALS: "SIGHUP,SIGQUIT"}):
-            pids = super()._start_workers(worker_group)
-            context: Any = self._pcontext
-            handlers = context.subprocess_handlers
-            self._processes = {rank: handlers[rank].proc for rank in sorted(handlers)}
-            self.take_signals()  # older versions of torch have replaced the handlers all the same
-        for number in self._early:
-            self._forward(number, None)
-        return pids
+        # here and, by inheritance, in the workers, which release them when they are ready.
+        with signals_blocked(HELD_BACK):
+            for local_rank, rank in enumerate(self._place.ranks):
+                self._processes[rank] = subprocess.Popen(
+                    self._command, env=self._place.environment(local_rank), process_group=0
+                )
 
-    def take_signals(self) -> None:
-        """Hand stop signals on to the workers from now on, those that are yet to start included."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._forward)
-        # A shell lets background jobs ignore Ctrl-C; they still do.
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN if self._ignores_interrupt else signal.default_int_handler
-        )
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        if not self._processes:
-            self._early.append(number)
-        for process in self._processes.values():
-            process.send_signal(number)
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def poll(self) -> bool:
+        """Note who has ended; return whether any worker still runs."""
         codes = {rank: process.poll() for rank, process in self._processes.items()}
         now = time.time()
         for rank, code in codes.items():
@@ -178,20 +140,21 @@ class GroupAgent(LocalElasticAgent):
                 self._seen[rank] = now
             elif rank not in self.failed and (code or not self._finished(rank)):
                 self.failed[rank] = Failure(code, self._seen.get(rank, 0.0))
-        if self.failed:
-            self._end_workers()
-        elif None in codes.values():  # torch, looking a moment later, might see another end first
-            return RunResult(state=WorkerState.HEALTHY)
-        return super()._monitor_workers(worker_group)
+        return None in codes.values()
 
-    def _shutdown(self, *args: Any, **options: Any) -> None:
-        self._end_workers()
-        super()._shutdown(*args, **options)
+    def wait(self) -> None:
+        """Wait for the end of all workers, or of one that has failed."""
+        while self.poll() and not self.failed:
+            time.sleep(MONITOR_SECONDS)
 
-    def _end_workers(self) -> None:
-        """Interrupt the workers that are left; kill those that do not end soon."""
+    def forward(self, number: int) -> None:
+        """Send a signal to the workers."""
         for process in self._processes.values():
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
+
+    def end(self) -> None:
+        """Interrupt the workers that are left; kill those that do not end soon."""
+        self.forward(signal.SIGINT)
         deadline = time.monotonic() + GRACE_SECONDS
         for process in self._processes.values():
             try:
@@ -200,15 +163,9 @@ class GroupAgent(LocalElasticAgent):
                 kill_group(process.pid)
                 process.wait()
 
-    def _construct_event(
-        self, state: str, source: EventSource, *args: object, **options: object
-    ) -> Event:
-        # The agent's own looks up this host's full name each time, which takes seconds where no
-        # name server answers. Nobody reads these events.
-        return Event(f"torchelastic.worker.status.{state}", source=source)
-
-    def kill_groups(self) -> None:
-        """Kill the remaining processes of workers: data loaders of one that crashed."""
+    def close(self) -> None:
+        """End the workers, and kill the rest of their process groups: loaders of one that died."""
+        self.end()
         for process in self._processes.values():
             kill_group(process.pid)
 
@@ -219,44 +176,48 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-class _InheritedStreams(LogsSpecs):
-    """Workers start with the parent's streams; they redirect themselves (`rank_logs`)."""
+class StopSignals:
+    """Hands stop signals on to the present workers, and to those yet to start.
 
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        ranks = range(len(envs))
-        return LogsDest(
-            stdouts=dict.fromkeys(ranks, ""),
-            stderrs=dict.fromkeys(ranks, ""),
-            tee_stdouts={},
-            tee_stderrs={},
-            error_files=dict.fromkeys(ranks, os.devnull),
-        )
+    Attributes:
+        received: the stop signals so far.
+    """
 
-    @property
-    def root_log_dir(self) -> str:
-        return os.devnull
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._group: WorkerGroup | None = None
 
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[StopSignals]:
+        """Listen in the context; the handlers found there are restored after it."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self  # nobody may set handlers here
+            return
+        with handlers_restored((*STOP_SIGNALS, *INTERRUPTS)) as before:
+            for number in STOP_SIGNALS:
+                signal.signal(number, self.take)
+            for number in INTERRUPTS:  # a shell lets background jobs ignore Ctrl-C; they still do
+                if before[number] is not signal.SIG_IGN:
+                    signal.signal(number, signal.default_int_handler)
+            yield self
 
-@contextlib.contextmanager
-def agent_handlers_restored() -> Iterator[None]:
-    """Restore the signal handlers that the agent or this module replaces."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # nobody may set handlers here
-        return
-    with handlers_restored({*HANDLED, *AGENT_SIGNALS}):
-        yield
+    def take(self, number: int, frame: FrameType | None = None) -> None:
+        """Take a stop signal: of this process, or one that another node has got."""
+        self.received.append(number)
+        if self._group is not None:
+            self._group.forward(number)
 
-
-@contextlib.contextmanager
-def quiet_agent() -> Iterator[None]:
-    """Keep the agent's own messages from the terminal: it names exit codes, not causes."""
-    prefix = "torch.distributed.elastic"
-    names = [name for name in logging.root.manager.loggerDict if name.startswith(prefix)]
-    before = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
+    @contextlib.contextmanager
+    def running(self, group: WorkerGroup) -> Iterator[WorkerGroup]:
+        """Run a group in the context: it is started, gets the signals, and is ended."""
+        try:
+            group.start()
+            with signals_blocked(STOP_SIGNALS):
+                self._group = group
+                earlier = tuple(self.received)
+            for number in earlier:
+                group.forward(number)
+            yield group
+        finally:
+            self._group = None
+            group.close()

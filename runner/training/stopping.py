@@ -43,9 +43,7 @@ KEPT_DECISIONS = 10_000
 STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
 )
-# Names the signals that torch's agent handles; set only in the process of the agent.
 Handler = Callable[[int, FrameType | None], object] | int | None
-TORCHS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class Processes(Protocol):

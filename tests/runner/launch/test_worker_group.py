@@ -1,116 +1,107 @@
-"""The agent of a group of workers, at the moments that whole launches meet by chance alone."""
+"""A group of worker processes, at the moments that whole launches meet by chance alone."""
 
 from __future__ import annotations
 
+import os
 import signal
-from types import SimpleNamespace
-from typing import Any
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.agent.server.api import WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from accel import env
-from runner.launch.worker_group import GroupAgent, agent_handlers_restored
-from runner.training.stopping import TORCHS_SIGNALS
+from runner.launch.worker_group import Place, StopSignals, WorkerGroup
+from tests.helpers import alive
+
+PLACE = Place(2, 2, 4, 1, 2, "node0", 1234, "launch_1", {"GLOO_SOCKET_IFNAME": "lo"})
+# A worker that is ready for signals leaves a file, and notes the stop signal that it gets.
+WAITS = """
+import os, signal, sys, time
+from pathlib import Path
+place = Path(sys.argv[1]) / os.environ["RANK"]
+def note(number, frame):
+    place.with_suffix(".got").write_text(str(number))
+    os._exit(0)
+signal.signal(signal.SIGTERM, note)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
+place.with_suffix(".ready").write_text(str(os.getpid()))
+time.sleep(300)
+"""
+ENDS = "import os, sys; sys.exit(int(sys.argv[1 + int(os.environ['LOCAL_RANK'])]))"
 
 
-class Process:
-    """A worker that runs until `code` is set; notes the signals that it gets."""
+def waiting(folder: Path) -> WorkerGroup:
+    return WorkerGroup([sys.executable, "-c", WAITS, str(folder)], PLACE)
 
-    def __init__(self) -> None:
-        self.code: int | None = None
-        self.signals: list[int] = []
 
-    def poll(self) -> int | None:
-        return self.code
-
-    def send_signal(self, number: int) -> None:
-        self.signals.append(number)
-
-    def wait(self, timeout: float | None = None) -> int:
-        self.code = self.code or -signal.SIGINT
-        return self.code
+def ready(folder: Path) -> list[int]:
+    """Return the processes of both workers once they are ready."""
+    places = [folder / f"{rank}.ready" for rank in (2, 3)]
+    deadline = time.monotonic() + 300
+    while not all(p.exists() and p.read_text() for p in places) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [int(place.read_text()) for place in places]
 
 
 @pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> GroupAgent:
-    monkeypatch.setattr(LocalElasticAgent, "__init__", lambda self, spec, logs_specs: None)
-    made: Any = GroupAgent
-    return made(None, None)  # type: ignore[no-any-return]
+def stops() -> Iterator[StopSignals]:
+    with StopSignals().installed() as found:
+        yield found
 
 
-def start(agent: GroupAgent, monkeypatch: pytest.MonkeyPatch, early: tuple[int, ...]) -> list[Any]:
-    """Start two workers, with signals that another thread takes while they are being started."""
-    processes = [Process(), Process()]
-
-    def started(self: Any, worker_group: Any) -> dict[int, int]:
-        taken = env.copy()[TORCHS_SIGNALS].split(",")
-        assert not {"SIGTERM", "SIGUSR1", "SIGINT"} & set(taken)
-        for number in early:
-            self._forward(number, None)
-        handlers = {rank: SimpleNamespace(proc=processes[rank]) for rank in (0, 1)}
-        self._pcontext = SimpleNamespace(subprocess_handlers=handlers)
-        return {0: 10, 1: 11}
-
-    monkeypatch.setattr(LocalElasticAgent, "_start_workers", started)
-    with agent_handlers_restored():
-        agent.take_signals()
-        assert agent._start_workers(None) == {0: 10, 1: 11}  # type: ignore[arg-type]
-        agent._forward(signal.SIGUSR1, None)
-    return processes
+def test_a_worker_knows_its_place() -> None:
+    found = PLACE.environment(1)
+    wanted = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    wanted |= {"GROUP_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
+    wanted |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
+    assert {name: found[name] for name in wanted} == wanted
+    assert list(PLACE.ranks) == [2, 3]
 
 
-def statuses(agent: GroupAgent) -> dict[int, int]:
-    """Return the exit status of each rank that failed."""
-    return {rank: failure.status for rank, failure in agent.failed.items()}
+def test_a_signal_from_before_the_workers_reaches_them(tmp_path: Path, stops: StopSignals) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    group = waiting(tmp_path)
+    with stops.running(group):
+        group.wait()
+    assert stops.received == [signal.SIGTERM]
+    assert group.failed == {}
+    assert [(tmp_path / f"{rank}.got").read_text() for rank in (2, 3)] == ["15", "15"]
 
 
-def test_a_signal_from_before_the_workers_reaches_them(
-    agent: GroupAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for process in start(agent, monkeypatch, (signal.SIGTERM,)):
-        assert process.signals == [signal.SIGTERM, signal.SIGUSR1]
+def test_control_c_ends_the_workers(tmp_path: Path, stops: StopSignals) -> None:
+    def interrupted() -> None:
+        with stops.running(waiting(tmp_path)):
+            ready(tmp_path)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not any(map(alive, ready(tmp_path)))
 
 
-def test_torch_is_asked_only_once_an_end_is_seen(
-    agent: GroupAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = start(agent, monkeypatch, ())
-    asked = []
-    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *args: asked.append(args))
-    watch: Any = agent._monitor_workers
-    assert watch(None).state == WorkerState.HEALTHY
-    first.code = 0
-    assert watch(None).state == WorkerState.HEALTHY
-    assert not asked
-    second.code = -signal.SIGKILL
-    watch(None)
-    assert len(asked) == 1
-    assert statuses(agent) == {1: -signal.SIGKILL}
+def test_workers_that_are_left_are_ended(tmp_path: Path, stops: StopSignals) -> None:
+    group = waiting(tmp_path)
+    with stops.running(group):
+        processes = ready(tmp_path)
+        os.kill(processes[1], signal.SIGKILL)
+        group.wait()
+        assert {rank: failure.status for rank, failure in group.failed.items()} == {3: -9}
+        assert alive(processes[0])
+    assert not any(map(alive, processes))
+    assert list(group.failed) == [3]
 
 
-def test_workers_that_are_left_are_interrupted(
-    agent: GroupAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = start(agent, monkeypatch, ())
-    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *args: None)
-    second.code = 1
-    agent._monitor_workers(None)  # type: ignore[arg-type]
-    assert first.signals[-1] == signal.SIGINT
-    assert statuses(agent) == {1: 1}
+def test_an_exit_with_0_of_a_rank_that_is_not_finished_is_a_failure(stops: StopSignals) -> None:
+    group = WorkerGroup([sys.executable, "-c", ENDS, "0", "0"], PLACE, lambda rank: rank == 2)
+    with stops.running(group):
+        group.wait()
+    assert {rank: failure.status for rank, failure in group.failed.items()} == {3: 0}
 
 
-def test_an_exit_with_0_of_a_rank_that_is_not_finished_is_a_failure(
-    agent: GroupAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = start(agent, monkeypatch, ())
-    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *args: None)
-    agent._finished = lambda rank: rank == 0
-    watch: Any = agent._monitor_workers
-    first.code = 0
-    watch(None)
-    assert statuses(agent) == {}
-    second.code = 0
-    watch(None)
-    assert statuses(agent) == {1: 0}
+def test_handlers_are_as_before(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in range(1, 32)]
+    with StopSignals().installed():
+        assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM - 1]
+    assert [signal.getsignal(number) for number in range(1, 32)] == before

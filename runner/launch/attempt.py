@@ -1,0 +1,179 @@
+"""One attempt at a job in worker processes: their command, and the cause of their end.
+
+Free of torch at import.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, STOPPED
+from runner.launch import failures, rank_logs
+from runner.launch.worker_group import Failure, Place, StopSignals, WorkerGroup
+from runner.run_dir import outcomes
+from runner.run_dir.atomic_update import run_dir_of
+from runner.run_dir.outcomes import Outcome
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+TRAIN = "runner.launch.worker:run"
+# The interpreter runs with -P, so that nothing in the working directory is taken for `accel`,
+# `runner` or a module of the standard library; the user's code is found behind everything else.
+BOOTSTRAP = (
+    "import json, sys; order = json.loads(sys.argv[1]); "
+    "sys.path.extend(path for path in order['path'] if path not in sys.path); "
+    "from runner.launch.worker import main; main(order)"
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an attempt ended: the exit code of the command; of a failure, its first cause."""
+
+    code: int
+    cause: Outcome | None = None
+
+
+class Machines(Protocol):
+    """Where the workers of a run are started."""
+
+    num_processes: int
+
+    def attempt(self, folder: Path, stops: StopSignals) -> Ended:
+        """Run the job in `folder` once, and return how it ended.
+
+        Raises:
+            KeyboardInterrupt: on Ctrl-C, when no process is left.
+        """
+        ...
+
+    def finish(self, ended: Ended) -> None:
+        """Release what waits for another attempt: there is none."""
+        ...
+
+
+class ThisMachine:
+    """All workers run on this machine; code in `cwd`, the user's directory, can be imported.
+
+    Each worker calls `target` (``module:function``) with the folder and its stop flag.
+    """
+
+    def __init__(self, num_processes: int, cwd: Path, target: str = TRAIN) -> None:
+        self.num_processes, self._cwd, self._target = num_processes, cwd, target
+
+    def attempt(self, folder: Path, stops: StopSignals) -> Ended:
+        """Run the job in `folder` once."""
+        launch, run_dir = new_launch(), run_dir_of(folder)
+        with hosted_store() as store:
+            number = self.num_processes
+            place = Place(number, 0, number, 0, 1, "localhost", store.port, launch, {})
+            group = workers(folder, launch, place, self._cwd, self._target)
+            with stops.running(group):
+                group.wait()
+        return conclude(run_dir, launch, group.failed, outcomes.read_outcomes(run_dir, launch))
+
+    def finish(self, ended: Ended) -> None:
+        """Do nothing: nobody waits."""
+
+
+@contextmanager
+def hosted_store() -> Iterator[TCPStore]:
+    """Host a store for the workers of one attempt in the context, on a port that is free.
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.TCPStore
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    yield TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def new_launch() -> str:
+    """Return a new name for the files that the workers of one attempt leave."""
+    return f"launch_{uuid.uuid4().hex[:8]}"
+
+
+def workers(folder: Path, launch: str, place: Place, cwd: Path, target: str = TRAIN) -> WorkerGroup:
+    """Return the workers of an attempt at the job in `folder`, to be started on this machine."""
+    run_dir = run_dir_of(folder)
+    order = {
+        "run_dir": str(run_dir),
+        "job": str(folder),
+        "launch": launch,
+        "target": target,
+        "parent": os.getpid(),
+        "path": [str(Path(__file__).resolve().parents[2]), str(cwd)],
+    }
+    command = [sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(order)]
+    return WorkerGroup(command, place, lambda rank: _has_outcome(run_dir, launch, rank))
+
+
+def _has_outcome(run_dir: Path, launch: str, rank: int) -> bool:
+    return any(outcome.rank == rank for outcome in outcomes.read_outcomes(run_dir, launch))
+
+
+def conclude(
+    run_dir: Path, launch: str, failed: Mapping[int, Failure], left: Sequence[Outcome]
+) -> Ended:
+    """Return how an attempt ended.
+
+    Args:
+        run_dir: the run directory.
+        launch: the attempt's name.
+        failed: how the processes of ranks ended that failed.
+        left: the outcomes that processes have left.
+    """
+    # A process that left no word died in native code or was killed.
+    silent = failed.keys() - {outcome.rank for outcome in left}
+    hang = outcomes.read_hang(run_dir, launch)
+    ended = hang is not None and not hang.is_consequence  # by the watchdog, on every rank
+    causes = [_outcome_from_status(run_dir, rank, failed[rank], ended) for rank in sorted(silent)]
+    causes += [outcome for outcome in left if outcome.code not in CLEAN]
+    for outcome in left:
+        if outcome.code == DONE:
+            outcome.remove(run_dir, launch)
+    if hang is not None and causes:
+        causes.append(hang)
+    if not causes:
+        return Ended(STOPPED if any(outcome.code == STOPPED for outcome in left) else DONE)
+    # The end of one rank causes errors of communication on the others, perhaps recorded earlier.
+    cause = min(causes, key=lambda outcome: (outcome.is_consequence, outcome.time))
+    return Ended(cause.code, cause)
+
+
+def report(ended: Ended, run_dir: Path, num_processes: int) -> None:
+    """Print on standard error how an attempt ended, if it failed or was interrupted."""
+    if ended.code == INTERRUPTED:
+        failures.print_interrupted(run_dir)
+    elif ended.cause is not None:
+        failures.print_failure(ended.cause, run_dir, num_processes)
+
+
+def _outcome_from_status(run_dir: Path, rank: int, failure: Failure, ended: bool) -> Outcome:
+    """Describe the end of a process; `ended`: the watchdog has ended the run."""
+    status = failure.status
+    if status == INTERRUPTED:  # SIGINT was sent only to this process
+        return Outcome(rank, failure.time, INTERRUPTED, "it was interrupted")
+    how = outcomes.describe_exit(status)
+    if status == DONE:
+        how += " before the run was complete"
+    log = rank_logs.log_file(run_dir, rank)
+    printed = rank_logs.tail(log)
+    return Outcome(
+        rank=rank,
+        time=failure.time,
+        code=FAILED,
+        message=f"its process {how}",
+        traceback="\n".join([f"The end of {log}:", *printed]) if printed else "",
+        # Native code of a process group aborts where another rank has ended.
+        is_consequence=status == -signal.SIGABRT or (ended and status == FAILED),
+    )

@@ -1,0 +1,102 @@
+"""Attempts at a run: workers that failed are started again, within the budget of the run.
+
+A failure restarts; a refused configuration, Ctrl-C and a requested stop do not. Free of torch.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from accel.errors import AccelError
+from runner.exit_codes import FAILED, INTERRUPTED
+from runner.launch import failures, staging
+from runner.launch.attempt import Ended, Machines, report
+from runner.launch.worker_group import StopSignals
+from runner.reporting import run_log
+from runner.run_dir import atomic_update, numerics, restarts
+from runner.run_dir.outcomes import Outcome
+
+if TYPE_CHECKING:
+    from runner.config.schema import Recipe
+    from runner.run_dir.job import Job
+
+
+def train(machines: Machines, job: Job, recipe: Recipe, local_processes: int) -> int:
+    """Run a job to its end, report how it ended, and return the exit code of the command.
+
+    Args:
+        machines: where the workers run.
+        job: the job, saved or staged already.
+        recipe: its recipe.
+        local_processes: number of workers of each machine.
+
+    Raises:
+        ConfigError: if the files of another attempt cannot be written.
+    """
+    limit, current = recipe.distributed.max_restarts, job
+    ended = Ended(FAILED)
+    try:
+        with StopSignals().installed() as stops:
+            while True:
+                numerics.record_threads(job.run_dir, recipe, local_processes, current.place)
+                ended = _attempt(machines, current, stops)
+                if limit == 0 or not _restarts(ended, stops):
+                    return ended.code
+                left = limit - restarts.used(job.run_dir)
+                assert ended.cause is not None
+                failed = restarts.note(
+                    job.run_dir, ended.cause, machines.num_processes, restarted=left > 0
+                )
+                if left <= 0:
+                    _tell(job, f"attempt {failed.attempt} failed: {_used_up(limit)}")
+                    return ended.code
+                current = staging.again(current, recipe)
+                _tell(
+                    job,
+                    f"attempt {failed.attempt} failed; restart {limit - left + 1} of {limit} goes "
+                    f"on from {staging.origin(current)}",
+                )
+    except AccelError as error:
+        code = failures.exit_code(error)
+        ended = Ended(code, Outcome(0, time.time(), code, str(error)))
+        raise
+    except KeyboardInterrupt:
+        ended = Ended(INTERRUPTED)
+        raise
+    finally:
+        machines.finish(ended)
+        if current.folder is not None:
+            atomic_update.discard(current.folder)
+
+
+def _attempt(machines: Machines, job: Job, stops: StopSignals) -> Ended:
+    heading = f"of {machines.num_processes}: {shlex.join(sys.orig_argv)}"
+    with run_log.captured(job.run_dir, heading):
+        try:
+            ended = machines.attempt(job.place, stops)
+        except KeyboardInterrupt:
+            ended = Ended(INTERRUPTED)
+        report(ended, job.run_dir, machines.num_processes)
+    return ended
+
+
+def _restarts(ended: Ended, stops: StopSignals) -> bool:
+    """Return whether an attempt ended with a failure that another one may not have."""
+    if ended.code != FAILED or ended.cause is None or stops.received:
+        return False
+    return ended.cause.message != failures.UNREAD
+
+
+def _used_up(limit: int) -> str:
+    return (
+        f"distributed.max_restarts={limit} are used up over the whole run; a greater number with "
+        "resume= gives it more"
+    )
+
+
+def _tell(job: Job, line: str) -> None:
+    with run_log.captured(job.run_dir, "of the launcher"):
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,91 @@
+"""Messages between nodes, over real connections."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from accel import env
+from runner.config.nodes import Endpoint
+from runner.launch import messages
+from runner.launch.messages import Connection, Lost
+from tests.helpers import free_port
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    endpoint = Endpoint("127.0.0.1", free_port())
+    with messages.listen(endpoint) as listener:
+        one = messages.connect(endpoint, 60.0, "127.0.0.1")
+        other, _ = listener.accept()
+        with one, other:
+            yield one, other
+
+
+def received(connection: Connection) -> list[dict[str, Any]]:
+    """Return the next messages; `Lost` goes through."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if found := connection.received():
+            return found
+        time.sleep(0.01)
+    return []
+
+
+def test_messages_arrive_in_order(ends: tuple[socket.socket, socket.socket]) -> None:
+    one, other = Connection(ends[0], 60.0), Connection(ends[1], 60.0)
+    one.send("hello", name="a", big="x" * 300_000)
+    one.send("stop", signal=15)
+    one.close()
+    found: list[dict[str, Any]] = []
+    while len(found) < 2:
+        found += received(other)
+    assert [message["kind"] for message in found] == ["hello", "stop"]
+    assert found[1] == {"kind": "stop", "signal": 15}
+    with pytest.raises(Lost, match="its connection was closed"):
+        received(other)
+    other.close()
+
+
+def test_signs_of_life_keep_a_connection(ends: tuple[socket.socket, socket.socket]) -> None:
+    one, other = Connection(ends[0], 1.0), Connection(ends[1], 5.0)
+    one.send("hello")
+    assert received(other) == [{"kind": "hello"}]
+    deadline = time.monotonic() + 6.0
+    while time.monotonic() < deadline:
+        assert other.received() == []
+        time.sleep(0.05)
+    one.close()
+    other.close()
+
+
+def test_a_side_that_says_nothing_is_lost(ends: tuple[socket.socket, socket.socket]) -> None:
+    connection = Connection(ends[1], 0.5)
+    assert connection.received() == []  # it counts from the first word on
+    ends[0].sendall(b'{"kind": "hello"}\n')
+    assert received(connection) == [{"kind": "hello"}]
+    with pytest.raises(Lost, match="no word from it for"):
+        received(connection)
+    connection.close()
+
+
+@pytest.mark.parametrize("line", [b"GET / HTTP/1.1\r\n", b"[1]\n", b'{"no": "kind"}\n'])
+def test_a_stranger_is_no_node(ends: tuple[socket.socket, socket.socket], line: bytes) -> None:
+    connection = Connection(ends[1], 60.0)
+    ends[0].sendall(line)
+    with pytest.raises(Lost, match="no messages of a runner's"):
+        received(connection)
+    ends[0].close()
+    connection.close()
+
+
+def test_gloo_gets_the_interface_of_an_address() -> None:
+    with env.patched(GLOO_SOCKET_IFNAME=None):
+        assert messages.gloo_variables("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
+        assert messages.gloo_variables("192.0.2.1") == {}
+    with env.patched(GLOO_SOCKET_IFNAME="eth7"):
+        assert messages.gloo_variables("127.0.0.1") == {}

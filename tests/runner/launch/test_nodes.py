@@ -1,0 +1,174 @@
+"""Two nodes: on this machine's loopback, and in two network namespaces that a link joins."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.run_dir import restarts
+from tests import nodes
+from tests.helpers import python
+from tests.nodes import Nodes, Site
+from tests.signals.cells import RECIPE, ROOT
+from tests.signals.oracle import State
+
+WAITS = ("objective.wait=training", "objective.folder=.")
+MISSING = nodes.missing()
+Start = Callable[[], Nodes]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(False, id="loopback"),
+        pytest.param(
+            True,
+            id="namespaces",
+            marks=[pytest.mark.netns, pytest.mark.skipif(bool(MISSING), reason=MISSING)],
+        ),
+    ]
+)
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    if not request.param:
+        yield nodes.loopback()
+        return
+    with nodes.two_namespaces() as found:
+        yield found
+
+
+@pytest.fixture
+def two(site: Site, tmp_path: Path) -> Iterator[Nodes]:
+    started = Nodes(site, tmp_path)
+    yield started
+    started.kill()
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Return the training losses of a run, step by step; each step is logged once."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    found = {row["step"]: row["loss"] for row in rows if row["split"] == "train"}
+    assert list(found) == list(range(1, 7))
+    return list(found.values())
+
+
+def one_node(folder: Path, num_processes: int) -> list[float]:
+    """Return the training losses of the same run on one node."""
+    folder.mkdir()
+    line = python(
+        *("-m", "runner", *RECIPE, "trainer.epochs=null", "trainer.max_steps=6"),
+        *("distributed=multi_cpu", f"distributed.num_processes={num_processes}"),
+    )
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(line, cwd=folder, check=True, env={**os.environ, **variables})
+    (run_dir,) = folder.glob("runs/*/*")
+    return losses(run_dir)
+
+
+def test_two_nodes_train_one_run(tmp_path: Path) -> None:
+    two = Nodes(nodes.loopback(), tmp_path)
+    try:
+        commands = [two.start(node) for node in (0, 1)]
+        assert [command.code() for command in commands] == [0, 0], two.outputs()
+        assert two.left() == []
+        assert len(losses(two.run_dir)) == 6
+        assert "node 1 of 2: ranks 1 to 1 of 2" in commands[1].printed()
+    finally:
+        two.kill()
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_named_with_the_stacks_of_all_nodes(tmp_path: Path) -> None:
+    two = Nodes(nodes.loopback(), tmp_path)
+    hangs = ("objective.ending=hang", "trainer.hang_timeout=8", "trainer.max_steps=4")
+    hangs += ("distributed.max_restarts=1",)
+    try:
+        commands = [two.start(node, *hangs) for node in (0, 1)]
+        assert [command.code() for command in commands] == [0, 0], two.outputs()
+        assert "rank 1 failed first: it hangs: no progress for" in commands[0].printed()
+        (failed,) = restarts.read(two.run_dir)
+        assert failed.rank == 1
+        assert "it hangs" in failed.message
+        for rank in (0, 1):
+            stack = (two.run_dir / "logs" / f"rank_{rank}.log").read_text()
+            assert "No progress for" in stack
+            assert 'File "' in stack
+        assert two.left() == []
+    finally:
+        two.kill()
+
+
+@pytest.mark.slow
+def test_a_killed_node_comes_back(two: Nodes) -> None:
+    restarting = (*WAITS, "distributed.max_restarts=1")
+    first, second = two.start(0, *restarting), two.start(1, *restarting)
+    two.reached(0, 1)
+    second.process.kill()
+    back = two.start(1, *restarting)
+    (two.folder / "go").touch()
+    assert (first.code(), back.code()) == (0, 0), two.outputs()
+    assert two.left() == []
+    printed = first.printed()
+    assert "is lost: its connection" in printed
+    assert "attempt 1 failed; restart 1 of 1 goes on from checkpoints/checkpoint_" in printed
+    (failed,) = restarts.read(two.run_dir)
+    assert (failed.attempt, failed.rank, failed.num_processes) == (1, 1, 2)
+    assert losses(two.run_dir) == pytest.approx(one_node(two.folder / "one", 2), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_an_elastic_run_goes_on_with_the_nodes_that_are_left(two: Nodes) -> None:
+    elastic = (*WAITS, "distributed.max_restarts=1", "distributed.nnodes='1:2'")
+    elastic += ("distributed.node_timeout=6",)
+    first, second = two.start(0, *elastic), two.start(1, *elastic)
+    two.reached(0, 1)
+    if two.site.cut:
+        subprocess.run(two.site.cut, check=True)
+        assert second.code() == 1
+        assert "is lost: no word from it for 4 s" in second.printed()
+    else:
+        second.process.kill()
+    (two.folder / "go").touch()
+    assert first.code() == 0, two.outputs()
+    assert two.left() == []
+    printed = first.printed()
+    assert ("no word from it for 6 s" if two.site.cut else "its connection") in printed
+    assert "2 processes" in printed
+    assert losses(two.run_dir) == pytest.approx(one_node(two.folder / "one", 1), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_sigterm_on_one_node_stops_both_with_the_state_saved(two: Nodes) -> None:
+    first = two.start(0, *WAITS)
+    other = two.start(1, *WAITS, "optimizer.lr=0.5")
+    assert other.code() == 2
+    assert "optimizer.lr=0.5: the first node has optimizer.lr=0.1" in other.printed()
+    second = two.start(1, *WAITS)
+    two.reached(0, 1)
+    second.process.send_signal(signal.SIGTERM)
+    (two.folder / "go").touch()
+    assert (first.code(), second.code()) == (75, 75), two.outputs()
+    assert two.left() == []
+    assert State.read(two.run_dir).saved is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("struck", [0, 1])
+def test_without_restarts_a_killed_node_ends_the_run(
+    struck: int, site: Site, tmp_path: Path
+) -> None:
+    two = Nodes(site, tmp_path)
+    try:
+        commands = [two.start(node, *WAITS) for node in (0, 1)]
+        two.reached(0, 1)
+        commands[struck].process.kill()
+        other = commands[1 - struck]
+        assert other.code() == 1, two.outputs()
+        assert "is lost: its connection" in other.printed()
+        assert two.left() == []
+    finally:
+        two.kill()

@@ -1,0 +1,21 @@
+"""Some ways to start and to end a run; `python -m tests.signals.starts` runs all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.signals.starts import Cell, cells, run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", list(cells()), ids=lambda cell: "-".join(str(cell).split()))
+def test_nothing_stays_behind(cell: Cell, tmp_path: Path) -> None:
+    result = run(cell, tmp_path)
+    assert result.problems(cell) == [], result.output
+
+
+def test_a_killed_launcher_takes_its_processes_along(tmp_path: Path) -> None:
+    cell = Cell("torchrun", "kill parent")
+    assert run(cell, tmp_path).left == ()
