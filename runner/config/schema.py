@@ -32,6 +32,7 @@ from accel.planning.spec import PluginSpec
 from accel.strategies.table import plugins
 from runner.config import foreign_names
 from runner.config.durations import parse_duration
+from runner.config.submit import Submit
 
 DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu")
 SEEDS = 2**32  # NumPy takes no larger ones
@@ -391,6 +392,7 @@ class Recipe:
         callbacks: by name, factories of callbacks.
         compile: `torch.compile`, null for off.
         profile: the profiler, null for off.
+        submit: what `runner submit` asks Slurm for.
     """
 
     name: str = "run"
@@ -415,6 +417,7 @@ class Recipe:
     callbacks: Any = field(default_factory=dict)
     compile: TorchDynamoPlugin | None = None
     profile: ProfileKwargs | None = None
+    submit: Submit = field(default_factory=Submit)
 
     def __post_init__(self) -> None:
         problems = Problems()
