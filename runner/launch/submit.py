@@ -103,7 +103,7 @@ def submit(
 
 def _require_no_job(run_dir: Path) -> None:
     job_id = slurm_job.read(run_dir).get("job")
-    state = slurm_job.queued(str(job_id)) if job_id else ""
+    state = slurm_job.queue().get(str(job_id)) if job_id else None
     if state:
         rule = f"Slurm's job {job_id} trains it (state {state})"
         remedy = f"Wait for its end, or end it with `scancel {job_id}`."
