@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers import free_port
+from tests.helpers import ROOT, alive, free_port, python
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo", "sbatch", "scontrol", "scancel")
 START_SECONDS = 90.0
 SECONDS = 300.0
 KILL_WAIT = 20
-# Partitions: `all`, the default, lets jobs share cores; jobs of `high` take the nodes of `low` away.
+# Jobs in `all`, the default partition, share cores; those in `high` take the nodes of `low` away.
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -142,7 +142,7 @@ def running(folder: Path, num_nodes: int = 2) -> Iterator[Cluster]:
     found = Cluster({"SLURM_CONF": str(configuration)}, nodes)
     variables = {**os.environ, **found.variables}
     with contextlib.ExitStack() as stack:
-        stack.callback(_kill_all, configuration)
+        stack.enter_context(_guarded(configuration))
         stack.enter_context(_running(_munged(folder), folder / "munged.out", variables))
         wait_until((folder / "munge.socket").exists, "munged made no socket", START_SECONDS)
         given = ["-D", "-f", str(configuration)]
@@ -193,20 +193,32 @@ def processes_of(configuration: Path) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if str(configuration).encode() in (folder / "environ").read_bytes():
+            is_ours = str(configuration).encode() in (folder / "environ").read_bytes()
+            if is_ours and alive(int(folder.name)):
                 found.append(int(folder.name))
     return found
 
 
-def _kill_all(configuration: Path) -> None:
-    """Kill what the daemons have left: steps, and the programs of jobs."""
-    deadline = time.monotonic() + 10.0
+def kill_all(configuration: Path) -> None:
+    """Kill what is left of a cluster: daemons, steps, and the programs of jobs."""
     while left := processes_of(configuration):
-        assert time.monotonic() < deadline, left
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _guarded(configuration: Path) -> Iterator[None]:
+    """Have everything killed after the context, also where this process is killed in it."""
+    guard = "import sys; sys.stdin.read(); from pathlib import Path; from tests import slurm; "
+    command = python("-c", f"{guard} slurm.kill_all(Path(sys.argv[1]))", str(configuration))
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT, start_new_session=True)
+    try:
+        yield
+    finally:
+        process.communicate(timeout=SECONDS)
+    assert processes_of(configuration) == []
 
 
 def _wait_until_idle(variables: dict[str, str], folder: Path) -> None:

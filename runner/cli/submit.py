@@ -35,8 +35,7 @@ def main(
         examine: composes a run from overrides and the primary file's name.
 
     Raises:
-        ConfigError: if the recipe is refused, or there is no Slurm.
-        SubmitError: if Slurm refuses the job.
+        ConfigError: if the recipe is refused, there is no Slurm, or it refuses the job.
     """
     from runner.build import parts
     from runner.compose import diagnose, hydra_setup
@@ -57,11 +56,13 @@ def main(
     missing = [*trust.missing_packages(), *jobs.misplaced(overrides, submits=True)]
     with hydra_setup.session():
         examined, _ = examine(overrides, flags.config_name)
-    if examined.problems:
-        ConfigError.raise_if(list(dict.fromkeys([*missing, *examined.problems])))
     startup.announce(examined.recipe.name)
     recipe = examined.recipe
-    with submit.as_in_the_job(recipe):
+    try:
+        place = submit.as_in_the_job(recipe)
+    except ConfigError as error:  # how many processes there are to check for is not known
+        raise ConfigError(*dict.fromkeys([*missing, *examined.problems, *error.problems])) from None
+    with place:
         parts.require([examined], missing)
     if flags.dry_run:
         print(batch_script.text(recipe, Path("RUN_DIR"), str(Path.cwd())), end="")

@@ -7,11 +7,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from accel import env
-from accel.errors import AccelError, ConfigError
+from accel.errors import ConfigError
 from runner.config import processes
 from runner.config.schema import Recipe
 from runner.launch import batch_script, start_run
@@ -20,10 +21,6 @@ from runner.run_dir import outcomes, slurm_job
 SBATCH = "sbatch"
 # Those of a job that this command itself runs in; sbatch would take some of them for options.
 OF_SLURM, KEPT = "SLURM_", ("SLURM_CONF", "SLURM_CLUSTERS")
-
-
-class SubmitError(AccelError, RuntimeError):
-    """Slurm did not take a job."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +43,17 @@ def require_slurm() -> None:
         raise ConfigError.of("runner submit", rule, "Give the command on a node of the cluster.")
 
 
-@contextlib.contextmanager
-def as_in_the_job(recipe: Recipe) -> Iterator[None]:
-    """Set the variables that rank 0 of the submitted job will have, while a recipe is checked.
+def as_in_the_job(recipe: Recipe) -> AbstractContextManager[None]:
+    """Return a context with the variables that rank 0 of the submitted job will have.
 
     Raises:
         ConfigError: if the recipe contradicts what it asks Slurm for.
     """
-    local = batch_script.tasks_per_node(recipe)
+    return _as_rank_zero(recipe, batch_script.tasks_per_node(recipe))
+
+
+@contextlib.contextmanager
+def _as_rank_zero(recipe: Recipe, local: int) -> Iterator[None]:
     size = local * recipe.submit.nodes
     place: Mapping[str, object] = {
         **{"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local},
@@ -79,8 +79,8 @@ def submit(
     Where Slurm refuses it, a new run leaves no directory behind.
 
     Raises:
-        ConfigError: as `start_run.start` does, or if an earlier job of the run is still queued.
-        SubmitError: if Slurm refuses it.
+        ConfigError: as `start_run.start` does, if an earlier job of the run is still queued, or if
+            Slurm refuses it.
     """
     if recipe.resume is not None:
         _require_no_job(Path(recipe.resume))
@@ -120,8 +120,8 @@ def _sbatch(run_dir: Path, frozen: Recipe) -> Submitted:
     answer = subprocess.run(command, capture_output=True, text=True, env=variables)
     if answer.returncode != 0:
         script.unlink()
-        reason = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
-        raise SubmitError(f"Slurm refused the job: {reason}")
+        rule = " ".join(answer.stderr.split()) or f"{SBATCH} ended with {answer.returncode}"
+        raise ConfigError.of("runner submit", rule, "Correct submit.*; sinfo lists partitions.")
     job_id = answer.stdout.strip().partition(";")[0]
     slurm_job.write(run_dir, job_id)
     return Submitted(job_id, run_dir)

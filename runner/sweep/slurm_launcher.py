@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from accel.errors import StateError
 from runner.exit_codes import DONE, FAILED, STOPPED
 from runner.run_dir import slurm_job
-from runner.sweep.journal import Journal, JobState
+from runner.sweep.journal import JobState, Journal
 from runner.sweep.slurm_task import SlurmTask
 from runner.sweep.task import Task, closed
 

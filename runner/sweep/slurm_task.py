@@ -3,12 +3,12 @@
 Rank 0 trains the job and records its end; the others join it. A job that is stopped has its state
 saved, and is queued again where Slurm does not do so itself:
 
-| signal | meaning | what follows |
-|---|---|---|
-| SIGUSR2 (submitit's), before the time limit | the time is up | queued again, at most `max_num_timeout` times |
-| SIGUSR2 or SIGTERM while the job is preempted | | queued again |
-| SIGTERM of ``scontrol requeue``, ``scancel`` or a limit | Slurm ends it | Slurm queues it again, or not |
-| SIGTERM, SIGINT of the command that began the sweep | stop | not queued again |
+| signal | what follows |
+|---|---|
+| SIGUSR2 (submitit's) before the time limit | queued again, at most `max_num_timeout` times |
+| SIGUSR2 or SIGTERM while the job is preempted | queued again |
+| SIGTERM of ``scontrol requeue`` | Slurm queues it again |
+| SIGTERM of ``scancel``, or of the command that began the sweep | not queued again |
 
 Source: https://slurm.schedmd.com/preempt.html; https://facebookincubator.github.io/submitit/
 """
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from accel import env
 from accel.errors import StateError
 from runner.config import processes
-from runner.exit_codes import CLEAN, DONE, STOPPED
+from runner.exit_codes import DONE, STOPPED
 from runner.launch import launcher, worker
 from runner.run_dir import slurm_job
 from runner.sweep.task import Task
@@ -60,7 +60,7 @@ class SlurmTask:
                 code = self._leading(number, overrides)
             if code == STOPPED:
                 self._queue_again(warned.is_set())
-        if code not in CLEAN:
+        if code != DONE:
             worker.end_process(code)
 
     def _alone(self, number: int, overrides: list[str]) -> int:
