@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 
+from tests import slurm
 from tests.helpers import close_pools, pool_pids, reset_accel
 
 # Set by libraries at import, or by pytest itself.
@@ -33,7 +34,11 @@ settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Skip what needs a GPU, or Slurm, where there is none."""
+    on_slurm = [item for item in items if item.get_closest_marker("slurm")]
+    if on_slurm and (reason := slurm.missing()):
+        for item in on_slurm:
+            item.add_marker(pytest.mark.skip(reason=reason))
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if not wanting:
         return

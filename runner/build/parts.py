@@ -99,6 +99,8 @@ def _check_plan(recipe: Recipe) -> None:
     from accel.strategies.base import strategy_class
     from runner.build.accelerator import arguments
 
+    if processes.lacks_expected_accelerators():  # checked when the job starts
+        return
     here = processes.environment(recipe.distributed)
     try:
         batch_plan = _batch_plan(recipe)

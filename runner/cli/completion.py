@@ -32,6 +32,7 @@ OF_COMMANDS = {
     "compare": ("--json", "--help"),
     "report": ("--output", "--terminal", "--help"),
     "again": ("--dry-run", "--help"),
+    "submit": ("--dry-run", "--help"),
     "launch": ("--config_file", "--num_processes", "--cpu", "--mixed_precision", "--help"),
     "env": ("--config_file", "--help"),
     "config": ("--config_file", "--mixed_precision", "--help"),
@@ -112,6 +113,8 @@ def _candidates(words: Sequence[str], word: str) -> Iterator[str]:
         yield from _runs(word)
     if command in OF_RUNS[1:]:
         return
+    if command == "submit":
+        command, words = None, words[1:]
     if command and len([w for w in words[1:] if "=" not in w and not w.startswith("-")]) == 0:
         yield from register.model.names() if command == "estimate-memory" else _runs(word)
         return

@@ -86,6 +86,10 @@ def _dispatch(arguments: Sequence[str]) -> int:
         from runner.cli import again
 
         return again.main(arguments[1:])
+    if command == "submit":
+        from runner.cli import submit
+
+        return submit.main(arguments[1:], _examine)
     if command is not None:
         from runner.cli import evaluate_predict
 

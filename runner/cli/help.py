@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from runner import exit_codes
 from runner.config import keys, paths
@@ -47,6 +47,7 @@ runner trains a PyTorch model that a recipe describes.
   runner eval RUN_DIR ... [key=value ...]             evaluate the best state of runs
   runner predict RUN_DIR --split test --output FILE   write predictions
   runner predict RUN_DIR --device-map auto …          of a model that is larger than the GPU
+  runner submit submit.nodes=2 [key=value ...]        train as a job on Slurm; runner submit --help
   runner launch [flags] SCRIPT ...                    start a script of accel's on all devices
   runner config | runner env                          settings of `runner launch`; this machine
   runner merge-weights DIR FOLDER                     sharded weights into one file
@@ -120,14 +121,21 @@ def _groups() -> str:
 def _main_keys() -> str:
     lines = ["Main keys (all of them, with their values: runner --cfg job)"]
     for node, kind, names in MAIN_KEYS:
-        meanings = _meanings(kind)
-        for name in names:
-            lines += _entry(f"{node}.{name}" if node else name, meanings[name], 36)
+        lines += entries(node, kind, names)
     nodes = ", ".join((*keys.FACTORY_NODES, "callbacks.<x>"))
     how = f"a registered factory for {nodes}; its arguments are set beside it"
     lines += _entry("<node>.name", how, 36)
     lines += _entry("<node>._target_", "the same by dotted name, of a trusted package", 36)
     return "\n".join(lines) + "\n"
+
+
+def entries(node: str, kind: type, names: Sequence[str] = ()) -> list[str]:
+    """Return lines with the meaning of the fields of a node; all of them without `names`."""
+    meanings = _meanings(kind)
+    lines: list[str] = []
+    for name in names or meanings:
+        lines += _entry(f"{node}.{name}" if node else name, meanings[name], 36)
+    return lines
 
 
 def _entry(head: str, meaning: str, indent: int = 16) -> Iterator[str]:

@@ -9,7 +9,7 @@ from runner.config import foreign_names, keys
 
 COMMANDS = (
     *("eval", "predict", "list", "show", "compare", "report", "again"),
-    *("launch", "env", "config", "merge-weights", "estimate-memory"),
+    *("launch", "submit", "env", "config", "merge-weights", "estimate-memory"),
 )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from accel import env
@@ -15,6 +18,7 @@ from runner.config.schema import Distributed, Recipe
 
 DEFAULT_CPU_PROCESSES = 2
 INTERFACE = "GLOO_SOCKET_IFNAME"
+_expected: ContextVar[int | None] = ContextVar("accelerators_expected", default=None)
 
 
 @dataclass(frozen=True)
@@ -180,15 +184,16 @@ def _on_accelerators(distributed: Distributed, problems: Problems) -> int:
     if distributed.device == "cpu":
         problems.append(_contradiction(distributed, "computes on GPUs", "distributed=multi_cpu"))
         return 1
-    present = num_accelerators()
+    present, place = num_accelerators(), adopted()
     number = present if distributed.num_processes is None else distributed.num_processes
+    here = number if place is None else place.local_world_size
     if present == 0:
         problems.add(
             "distributed=multi_gpu",
             "torch finds no GPU on this machine",
             "Use distributed=multi_cpu for several processes on the CPU, or distributed=none.",
         )
-    elif number > present:
+    elif here > present:
         problems.add(
             f"distributed.num_processes={number}",
             f"each process has a GPU of its own, and this machine has {present}",
@@ -197,10 +202,30 @@ def _on_accelerators(distributed: Distributed, problems: Problems) -> int:
     return max(1, number)
 
 
+@contextlib.contextmanager
+def accelerators_expected(number: int) -> Iterator[None]:
+    """Let the context check a recipe for a machine with so many GPUs, not for this one."""
+    token = _expected.set(number)
+    try:
+        yield
+    finally:
+        _expected.reset(token)
+
+
+def lacks_expected_accelerators() -> bool:
+    """Return whether a recipe is checked for a machine with GPUs on one without."""
+    import torch
+
+    return bool(_expected.get()) and not torch.accelerator.is_available()
+
+
 def num_accelerators() -> int:
     """Return how many GPUs (or alike) torch finds here, without touching them."""
     import torch
 
+    expected = _expected.get()
+    if expected is not None:
+        return expected
     if not torch.accelerator.is_available():
         return 0
     return int(torch.accelerator.device_count())

@@ -17,6 +17,7 @@ LIMITS = (*PER_INVOCATION, ("trainer", "epochs"), ("trainer", "max_steps"))
 # Where a run is computed and told: nothing of what it computes.
 ELSEWHERE = (
     *(("name",), ("output_dir",), ("tags",), ("distributed",), ("tracker",), ("profile",)),
+    ("submit",),
     *(("dataloader", "num_workers"), ("dataloader", "pin_memory")),
     *(("dataloader", "prefetch_factor"), ("dataloader", "persistent_workers")),
 )
@@ -78,6 +79,7 @@ OVERRIDES: dict[str, str | Refused] = {
     "callbacks": TAKES_EFFECT,
     "compile": TAKES_EFFECT,
     "profile": TAKES_EFFECT,
+    "submit": TAKES_EFFECT,
 }
 
 

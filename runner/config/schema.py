@@ -32,6 +32,7 @@ from accel.planning.spec import PluginSpec
 from accel.strategies.table import plugins
 from runner.config import foreign_names, nodes
 from runner.config.durations import parse_duration
+from runner.config.submit import Submit
 
 DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu", nodes.KIND)
 SEEDS = 2**32  # NumPy takes no larger ones
@@ -414,6 +415,7 @@ class Recipe:
         callbacks: by name, factories of callbacks.
         compile: `torch.compile`, null for off.
         profile: the profiler, null for off.
+        submit: what `runner submit` asks Slurm for.
     """
 
     name: str = "run"
@@ -438,6 +440,7 @@ class Recipe:
     callbacks: Any = field(default_factory=dict)
     compile: TorchDynamoPlugin | None = None
     profile: ProfileKwargs | None = None
+    submit: Submit = field(default_factory=Submit)
 
     def __post_init__(self) -> None:
         problems = Problems()

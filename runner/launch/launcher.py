@@ -50,6 +50,8 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
         from runner.launch import torchrun
 
         torchrun.publish(job.place)
+        if fresh:  # the process is the caller's to end: it records how the job has ended
+            return run_here(job.place, place.rank)
         return run_adopted(job.place, place)
 
 

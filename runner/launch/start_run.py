@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,11 +62,7 @@ def start(
         frozen = replace(recipe, resume=None, run_dir=None)
         frozen = _placed(frozen, Job.read(run_dir)[0].cwd)
         return _resume(requested, frozen, origin, fresh, auto, on_claimed)
-    if recipe.run_dir is None:
-        run_dir = directory.claim(recipe.output_dir, recipe.name)
-    else:
-        run_dir = directory.claim_chosen(recipe.run_dir)
-    is_claimed = recipe.run_dir is None
+    run_dir, is_claimed = _claimed(recipe)
     try:
         with lock.held(run_dir):
             if not is_claimed:
@@ -80,6 +77,74 @@ def start(
         raise
     abandoned.remove(run_dir, code, with_parents=is_claimed)
     return code
+
+
+def _claimed(recipe: Recipe) -> tuple[Path, bool]:
+    """Return a directory for a new run, and whether it is one of its own, not a person's choice."""
+    if recipe.run_dir is None:
+        return directory.claim(recipe.output_dir, recipe.name), True
+    return directory.claim_chosen(recipe.run_dir), False
+
+
+def freeze(
+    recipe: Recipe,
+    overrides: Sequence[str],
+    config_name: str,
+    *,
+    origin: bytes | None = None,
+    auto: bool = False,
+    on_frozen: Callable[[Path, Recipe], object],
+    log_levels: Mapping[str, str] | None = None,
+) -> None:
+    """Freeze a job as `start` does, start nothing, and call `on_frozen` under the run's lock.
+
+    `on_frozen` gets the run directory and the frozen recipe; whoever trains there later calls
+    `continue_in`. Where it fails for a new run, the directory is removed.
+
+    Raises:
+        ConfigError: as `start` does.
+    """
+    if recipe.resume is not None:
+        run_dir = Path(recipe.resume)
+        origin = directory.fingerprint(run_dir) if origin is None else origin
+        frozen = _placed(replace(recipe, resume=None, run_dir=None), Job.read(run_dir)[0].cwd)
+        reason = resumable.is_finished(run_dir, frozen)
+        if reason is not None:
+            resumable.require_effect(run_dir, frozen, reason, auto)
+            raise ConfigError.of(str(run_dir), f"the run is finished: {reason}", "Start a new run.")
+        with _locked_for_resume(run_dir, origin):
+            checkpoint = directory.newest_checkpoint(run_dir)
+            if checkpoint is not None:
+                resumable.require_reach(run_dir, checkpoint, frozen)
+            staged = _staged(_job(run_dir, overrides, config_name, log_levels), frozen)
+            atomic_update.commit(staged.place)
+            on_frozen(run_dir, frozen)
+        return
+    run_dir, is_claimed = _claimed(recipe)
+    try:
+        with lock.held(run_dir):
+            if not is_claimed:
+                directory.require_unused(run_dir)
+            requested = _job(run_dir, overrides, config_name, log_levels)
+            frozen = _placed(replace(recipe, resume=None, run_dir=None), requested.cwd)
+            atomic_update.commit(_staged(requested, frozen).place)
+            on_frozen(run_dir, frozen)
+    except (directory.UsedError, lock.HeldError):
+        raise
+    except BaseException:
+        abandoned.remove(run_dir, REFUSED, with_parents=is_claimed)
+        raise
+
+
+@contextlib.contextmanager
+def _locked_for_resume(run_dir: Path, origin: bytes) -> Iterator[None]:
+    with lock.held(run_dir):
+        if directory.fingerprint(run_dir) != origin:
+            rule = "another command has changed the run meanwhile"
+            raise ConfigError.of(str(run_dir), rule, "Give the command again.")
+        atomic_update.recover(run_dir)
+        job.mend(run_dir)
+        yield
 
 
 def continue_in(
@@ -106,6 +171,7 @@ def continue_in(
         job.mend(run_dir)
         resumable.require_same(run_dir, recipe)
         if (reason := resumable.is_finished(run_dir, recipe)) is not None:
+            launcher.release_followers()
             print(f"{run_dir} is finished: {reason}. Nothing is left to do.", flush=True)
             return DONE
         if directory.newest_checkpoint(run_dir) is not None:
@@ -148,12 +214,7 @@ def _resume(
         on_claimed(run_dir)
         print(f"{run_dir} is finished: {reason}. Nothing is left to do.", flush=True)
         return DONE
-    with lock.held(run_dir):
-        if directory.fingerprint(run_dir) != origin:
-            rule = "another command has changed the run meanwhile"
-            raise ConfigError.of(str(run_dir), rule, "Give the command again.")
-        atomic_update.recover(run_dir)
-        job.mend(run_dir)
+    with _locked_for_resume(run_dir, origin):
         return _train_on(requested, recipe, fresh, on_claimed)
 
 

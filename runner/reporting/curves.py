@@ -21,7 +21,7 @@ POSITION = ("step", "epoch", "samples", "split", "time")
 MOST_POINTS = 120  # of a curve that is drawn
 SEED = "seed"
 # Keys of a recipe that change nothing of what a run computes.
-NO_CAUSE = ("name", "output_dir", "tags", "resume", "tracker", "profile")
+NO_CAUSE = ("name", "output_dir", "tags", "resume", "tracker", "profile", "submit")
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 Array = npt.NDArray[np.float64]

@@ -8,20 +8,25 @@ import shutil
 from pathlib import Path
 
 from accel.checkpoint import directory as checkpoints
+from runner.run_dir import provenance, slurm_job
+from runner.run_dir.atomic_update import CONFIG
+from runner.run_dir.job import ENVIRONMENT, JOB, OVERRIDES
 from runner.run_dir.outcomes import log_folder
 
 PREFIX = "attempt_"
+FROZEN = {CONFIG, OVERRIDES, JOB, ENVIRONMENT, provenance.DIFF}
+KEPT = ("logs", ".lock", slurm_job.FILE, slurm_job.SCRIPT)
 
 
 def set_aside(run_dir: Path) -> None:
     """Move the files of earlier attempts to ``logs/attempt_<n>/``, so that a run begins anew.
 
-    Logs stay where they are, and are appended to. Incomplete checkpoints are removed. Requires the
-    run's lock. If the process is killed meanwhile, the next call moves the rest.
+    Logs stay where they are, and are appended to. Incomplete checkpoints are removed. A job that
+    was frozen and never started has left nothing. Requires the run's lock. If the process is killed
+    meanwhile, the next call moves the rest.
     """
-    kept = ("logs", ".lock")
-    left = sorted(path for path in run_dir.iterdir() if path.name not in kept)
-    if not left:
+    left = sorted(path for path in run_dir.iterdir() if path.name not in KEPT)
+    if {path.name for path in left} <= FROZEN:
         return
     folder = _new_folder(log_folder(run_dir))
     for path in left:

@@ -354,6 +354,9 @@ def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:
     with hydra_setup.session():
         opened = [*hydra_setup.opened(given), *hydra_setup.FIXED]
     where = [f"hydra.sweep.dir='{sweep.path}'", "hydra.sweep.subdir=."]
+    if launcher == plugins.SLURM:
+        name = str(sweep.description.recipe["name"])
+        where += [plugins.slurm_target(), f"hydra.job.name='{name}'"]
     return [*line, *opened, *chosen, *where]
 
 

@@ -79,7 +79,7 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
 
 def _not_of_sweeps(overrides: Sequence[str]) -> list[Problem]:
     keys = {hydra_setup.key_of(override) for override in overrides}
-    found = []
+    found = _of_submit(overrides, "Give hydra/launcher=submitit_slurm and hydra.launcher.*")
     if "resume" in keys:
         found.append(_no_resume("resume with --multirun"))
     if "run_dir" in keys:
@@ -156,13 +156,20 @@ def _shared_folders(jobs: Sequence[Examined]) -> list[Problem]:
     ]
 
 
-def misplaced(overrides: Sequence[str]) -> list[Problem]:
-    """Return the problems of overrides that only a sweep has a use for."""
-    return settings.misplaced(overrides) + [
+def misplaced(overrides: Sequence[str], *, submits: bool = False) -> list[Problem]:
+    """Return the problems of overrides that only a sweep, or `runner submit`, has a use for."""
+    of_submit = [] if submits else _of_submit(overrides, "Write runner submit …, or leave it out.")
+    return [*settings.misplaced(overrides), *of_submit] + [
         Problem(override, "launchers and sweepers are for sweeps", "Add -m, or leave it out.")
         for override in overrides
         if hydra_setup.key_of(override).replace("/", ".").startswith(HYDRA_NODES)
     ]
+
+
+def _of_submit(overrides: Sequence[str], remedy: str) -> list[Problem]:
+    rule = "submit.* is what `runner submit` asks Slurm for"
+    keys = ((override, hydra_setup.key_of(override)) for override in overrides)
+    return [Problem(o, rule, remedy) for o, key in keys if f"{key}.".startswith("submit.")]
 
 
 def _not_installed(overrides: Sequence[str]) -> list[Problem]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from accel.errors import ConfigError
 from runner.config import paths
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
+from runner.run_dir import slurm_job
 from runner.run_dir.json_files import finite
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class JobState:
         attempt: id of the newest one.
         pid: its process.
         host: the machine of that.
+        slurm: id of the Slurm job that it runs in; empty: in none.
         ended: the record of its end; empty: there is none.
     """
 
@@ -58,6 +60,7 @@ class JobState:
     attempt: str = ""
     pid: int = 0
     host: str = ""
+    slurm: str = ""
     ended: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -84,6 +87,8 @@ class Journal:
         """Record that this process starts a job; return the id of the attempt."""
         attempt = secrets.token_hex(6)
         where = {"time": time.time(), "host": platform.node(), "pid": os.getpid()}
+        if (slurm := slurm_job.own_id()) is not None:
+            where["slurm"] = slurm
         record = {"event": STARTED, "job": job, "overrides": list(overrides), **where}
         self.append({**record, "attempt": attempt})
         return attempt
@@ -182,6 +187,7 @@ def states(records: Iterable[Mapping[str, object]]) -> dict[int, JobState]:
             state.status, state.ended = RUNNING, {}
             state.attempts, state.attempt = state.attempts + 1, attempt
             state.pid, state.host = int(str(record.get("pid", 0))), str(record.get("host", ""))
+            state.slurm = str(record.get("slurm", ""))
         elif attempt == state.attempt or record.get("status") in COMPLETE:
             state.status, state.ended = str(record.get("status", FAILED)), record
     return found

@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 if TYPE_CHECKING:
     from runner.sweep.task import Task
 
-LOCAL, KNOWN = "local", "known"
+LOCAL, KNOWN, SLURM = "local", "known", "submitit_slurm"
 PLACE = "hydra_plugins.runner_sweep"
 
 
@@ -88,6 +88,16 @@ class KnownConf:
     _target_: str = f"{PLACE}.KnownJobs"
     max_batch_size: int | None = None
     params: dict[str, str] | None = None
+
+
+def slurm_target() -> str:
+    """Return the override that lets our launcher take the keys of `hydra.launcher` on Slurm."""
+    from runner.sweep import slurm_launcher
+
+    slurm_launcher.SlurmLauncher.__module__ = PLACE
+    sys.modules[PLACE].SlurmLauncher = slurm_launcher.SlurmLauncher  # type: ignore[attr-defined]
+    Plugins.instance().register(slurm_launcher.SlurmLauncher)
+    return f"hydra.launcher._target_={PLACE}.SlurmLauncher"
 
 
 def _alias() -> None:

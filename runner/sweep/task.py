@@ -14,7 +14,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -122,8 +122,6 @@ class Task:
 
     def run_here(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
         """Run jobs in forks of the command's server; return their objectives."""
-        from hydra.core.utils import JobReturn, JobStatus
-
         assert self.local is not None
         machine = Machine.here(self.local.jobs)
         workers = pool.Pool(
@@ -137,7 +135,7 @@ class Task:
         )
         tasks, refused = [], {}
         for index, opened in enumerate(job_overrides):
-            number, overrides = self._number(first + index), _closed(opened)
+            number, overrides = self.number(first + index), closed(opened)
             try:
                 recipe = self._recipe_later(number, overrides)
             except Exception as error:
@@ -148,9 +146,17 @@ class Task:
         codes = {**refused, **workers.run(tasks)}
         if workers.stopped_by is not None:
             raise SystemExit(STOPPED)
+        return self.returned(job_overrides, first, codes)
+
+    def returned(
+        self, job_overrides: Sequence[Sequence[str]], first: int, codes: Mapping[int, int]
+    ) -> list[JobReturn]:
+        """Return the objectives of jobs that have ended with exit codes, as Hydra wants them."""
+        from hydra.core.utils import JobReturn, JobStatus
+
         returned = []
         for index, opened in enumerate(job_overrides):
-            number = self._number(first + index)
+            number = self.number(first + index)
             answer = JobReturn(overrides=list(opened))
             try:
                 answer.return_value = self._answer(number, codes.get(number, FAILED))
@@ -161,7 +167,13 @@ class Task:
             returned.append(answer)
         return returned
 
-    def _number(self, index: int) -> int:
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the command that began the jobs has asked them to stop."""
+        return (Path(self.control) / STOP_FILE).exists()
+
+    def number(self, index: int) -> int:
+        """Return the number of the job that Hydra counts as `index`."""
         return index if self.numbers is None else self.numbers[index]
 
     def _recipe_later(self, number: int, overrides: Sequence[str]) -> Callable[[], Recipe]:
@@ -188,16 +200,17 @@ class Task:
         from hydra.core.hydra_config import HydraConfig
 
         job = HydraConfig.get()
-        number = self._number(int(job.job.num))
-        overrides = _closed(job.overrides.task)
-        if (Path(self.control) / STOP_FILE).exists():
+        number = self.number(int(job.job.num))
+        overrides = closed(job.overrides.task)
+        if self.is_stopped:
             return self._answer(number, STOPPED)
-        print(f"job {number:04}: {' '.join(overrides)}", flush=True)
-        with self._in_launcher_process(number):
-            code = self._attempt(number, overrides)
+        with self.in_launcher_process(number):
+            code = self.attempt(number, overrides)
         return self._answer(number, code)
 
-    def _attempt(self, number: int, overrides: Sequence[str]) -> int:
+    def attempt(self, number: int, overrides: Sequence[str]) -> int:
+        """Train a job in this process, or in processes of its own; return its exit code."""
+        print(f"job {number:04}: {' '.join(overrides)}", flush=True)
         try:
             return self._train(number, overrides)
         except KeyboardInterrupt:
@@ -228,7 +241,7 @@ class Task:
             if code != attempt.BUSY:
                 return code
             time.sleep(pool.BUSY_SECONDS)  # another command trains it, and may be killed
-            if (Path(self.control) / STOP_FILE).exists():
+            if self.is_stopped:
                 return STOPPED
 
     def _recipe(self, number: int, overrides: Sequence[str]) -> Recipe:
@@ -271,22 +284,27 @@ class Task:
         return state.objective
 
     @contextlib.contextmanager
-    def _in_launcher_process(self, number: int) -> Iterator[None]:
+    def in_launcher_process(self, number: int) -> Iterator[None]:
         """Be a process of the launcher's: end with the parent, and stop when it says so."""
         if self.launcher in ENDING_WITH_PARENT and self.host == platform.node():
             parent_watch.die_with_ancestor(self.parent)
-        sys.orig_argv[:] = self.command or sys.orig_argv
-        note = Path(self.control, f"{number}.pid")
         with handlers_restored((*STOP_SIGNALS, signal.SIGINT)):
             for name in STOP_SIGNALS:
                 signal.signal(name, _stop_here)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            with self.noted(number):
+                yield
+
+    @contextlib.contextmanager
+    def noted(self, number: int) -> Iterator[None]:
+        """Let the command find this process in the context, to hand signals on to it."""
+        sys.orig_argv[:] = self.command or sys.orig_argv
+        note = Path(self.control, f"{number}.pid")
+        with contextlib.ExitStack() as stack:
+            stack.callback(note.unlink, missing_ok=True)
             with contextlib.suppress(OSError):  # the command has ended, and its folder with it
                 note.write_text(f"{os.getpid()} {platform.node()}", encoding="utf-8")
-            try:
-                yield
-            finally:
-                note.unlink(missing_ok=True)
+            yield
 
 
 def _stop_here(number: int, frame: FrameType | None) -> None:
@@ -294,7 +312,8 @@ def _stop_here(number: int, frame: FrameType | None) -> None:
     raise SystemExit(STOPPED)
 
 
-def _closed(overrides: Sequence[str]) -> list[str]:
+def closed(overrides: Sequence[str]) -> list[str]:
+    """Return a job's overrides as they are written on a command line."""
     return [hydra_setup.closed(str(override)) for override in overrides]
 
 

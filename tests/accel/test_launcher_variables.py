@@ -207,7 +207,7 @@ def test_two_processes_of_mpirun_are_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # a Slurm is started; mpirun's are not slow
-@pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing() or "there is a Slurm")
+@pytest.mark.slurm
 def test_two_tasks_of_srun_are_one_run(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         with slurm.cluster(Path(folder)) as variables:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from runner.compose import hydra_setup
 from runner.factories.registry import register
+from tests import slurm
 
 
 @pytest.fixture
@@ -36,3 +38,11 @@ def hydra_session() -> Iterator[None]:
     """Compose with one search path."""
     with hydra_setup.session():
         yield
+
+
+@pytest.fixture(scope="module")
+def slurm_cluster() -> Iterator[slurm.Cluster]:
+    """Run a Slurm of two nodes."""
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # sockets want a short path
+        with slurm.running(Path(folder)) as found:
+            yield found

@@ -64,7 +64,7 @@ def test_processes_of_mpirun_are_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing() or "there is a Slurm")
+@pytest.mark.slurm
 def test_tasks_of_srun_are_one_run(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         with slurm.cluster(Path(folder)) as variables:

@@ -65,7 +65,12 @@ def descendants(root: int) -> list[int]:
 
 
 def killed_sweep(
-    line: Sequence[str], cwd: Path, kills: int, longest: float, seed: int = 0
+    line: Sequence[str],
+    cwd: Path,
+    kills: int,
+    longest: float,
+    seed: int = 0,
+    command_only: bool = False,
 ) -> Outcome:
     """Start a sweep, kill a process of it at a random time, `kills` times; start it once more.
 
@@ -75,6 +80,7 @@ def killed_sweep(
         kills: how often it is killed: the command itself, or any process below it.
         longest: seconds from the start of a job to the latest kill.
         seed: of times and victims.
+        command_only: whether only the command itself is killed; its jobs run elsewhere.
     """
     draw = random.Random(seed)
     command = python("-m", "runner", "-m", *line)
@@ -96,7 +102,8 @@ def killed_sweep(
             time.sleep(0.02)
         time.sleep(draw.uniform(0.0, longest))
         below = descendants(sweep.pid)
-        victim = sweep.pid if number % 2 == 0 else draw.choice([sweep.pid, *below])
+        always = command_only or number % 2 == 0
+        victim = sweep.pid if always else draw.choice([sweep.pid, *below])
         killed.append("parent" if victim == sweep.pid else f"{below.index(victim)} of {below}")
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)

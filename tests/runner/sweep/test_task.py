@@ -169,7 +169,7 @@ def test_an_interrupt_and_a_stop_have_their_codes(
             raise error
 
         monkeypatch.setattr(attempt, "run", run)
-        assert called._attempt(0, ["seed=5"]) == code
+        assert called.attempt(0, ["seed=5"]) == code
 
 
 def test_stops_are_handed_on(called: Task) -> None:

@@ -1,0 +1,99 @@
+"""Command line of ``runner submit``: a run as a job on Slurm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel.errors import ConfigError
+from runner.cli import arguments as command_line
+from runner.config import trust
+from runner.exit_codes import DONE
+
+if TYPE_CHECKING:
+    from runner.compose.composition import Examined
+
+USAGE = """\
+usage: runner submit [submit.KEY=VALUE ...] [KEY=VALUE ...] [--dry-run]
+
+Check a recipe here, freeze it in a run directory, and hand it to Slurm. Everything that is refused
+is refused before anything is submitted.
+
+  --dry-run     print the batch script, submit nothing
+"""
+SWEEP = "runner -m … hydra/launcher=submitit_slurm hydra.launcher.partition=…"
+
+
+def main(
+    arguments: Sequence[str], examine: Callable[[Sequence[str], str], tuple[Examined, bool]]
+) -> int:
+    """Submit a run, and print its job, its directory and how to follow it.
+
+    Args:
+        arguments: those behind ``submit``.
+        examine: composes a run from overrides and the primary file's name.
+
+    Raises:
+        ConfigError: if the recipe is refused, there is no Slurm, or it refuses the job.
+    """
+    from runner.build import parts
+    from runner.compose import diagnose, hydra_setup
+    from runner.launch import batch_script, submit
+    from runner.reporting import startup
+    from runner.sweep import jobs
+
+    flags = command_line.parse(arguments)
+    if flags.help:
+        print(USAGE + "\n".join(_keys()))
+        return DONE
+    _require_single(flags.multirun, flags.cfg)
+    if not flags.dry_run:
+        submit.require_slurm()
+    overrides = diagnose.unique(command_line.searched(flags))
+    if trust.asked_for():
+        startup.announce("runner")
+    missing = [*trust.missing_packages(), *jobs.misplaced(overrides, submits=True)]
+    with hydra_setup.session():
+        examined, _ = examine(overrides, flags.config_name)
+    startup.announce(examined.recipe.name)
+    recipe = examined.recipe
+    try:
+        place = submit.as_in_the_job(recipe)
+    except ConfigError as error:  # how many processes there are to check for is not known
+        raise ConfigError(*dict.fromkeys([*missing, *examined.problems, *error.problems])) from None
+    with place:
+        parts.require([examined], missing)
+    if flags.dry_run:
+        print(batch_script.text(recipe, Path("RUN_DIR"), str(Path.cwd())), end="")
+        return DONE
+    done = submit.submit(
+        recipe,
+        examined.overrides,
+        examined.config_name,
+        origin=examined.origin,
+        auto=examined.auto,
+        log_levels=examined.log_levels,
+    )
+    print(f"job:    {done.job_id}")
+    print(f"run:    {done.run_dir}")
+    print(f"follow: tail -F {done.log}")
+    print(f"stop:   scancel {done.job_id}")
+    return DONE
+
+
+def _require_single(multirun: bool, cfg: str | None) -> None:
+    if multirun:
+        rule = "a sweep is submitted by its launcher, as an array of jobs"
+        raise ConfigError.of("runner submit --multirun", rule, f"Write {SWEEP}")
+    if cfg:
+        rule = "it submits a run"
+        raise ConfigError.of(f"runner submit --cfg {cfg}", rule, f"Write runner --cfg {cfg}.")
+
+
+def _keys() -> list[str]:
+    """Return a line or more for each key of the node `submit`."""
+    from runner.cli import help
+    from runner.config.submit import Submit
+
+    return ["Keys", *help.entries("submit", Submit)]

@@ -1,0 +1,160 @@
+"""`runner submit` on a Slurm of two nodes: a run as a job, requeued into its own directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runner.cli import dispatch
+from tests.runner.slurm_runs import (
+    LONG,
+    ONE_EACH,
+    QUICK,
+    command,
+    log,
+    submitted,
+    trained_here,
+    wait_for_checkpoint,
+    wait_for_end,
+    weights,
+)
+from tests.slurm import SECONDS, Cluster, wait_until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
+HELD = "submit.extra=['--hold']"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm_cluster: Cluster) -> Cluster:
+    """Submit from this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in slurm_cluster.variables.items():
+        monkeypatch.setenv(name, value)
+    return slurm_cluster
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (["optimzer.lr=1"], "Did you mean 'optimizer.lr'?"),
+        (["submit.nodes=2"], "distributed=none is one process"),
+        (["submit.time=60"], "a number could be minutes or seconds"),
+        (["submit.partition=nosuch"], "invalid partition"),
+        (["distributed=multi_gpu"], "submit.gpus_per_node"),
+        (["submit.extra=['--nodes=3']"], "submit.nodes decides"),
+        (["sweep.jobs=2"], "Add -m"),
+        (["-m", "seed=1,2"], "hydra/launcher=submitit_slurm"),
+        (["trainer.global_batch_size=3", *ONE_EACH, "trainer.micro_batch_size=2"], "batch"),
+    ],
+)
+def test_a_wrong_recipe_is_refused_and_nothing_submitted(
+    line: list[str], told: str, here: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = here.jobs()
+    assert dispatch.run(["submit", "trainer.max_steps=2", *line]) == 2
+    assert told in capsys.readouterr().err
+    assert here.jobs() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_is_frozen_and_a_second_one_of_its_run_refused(
+    here: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dispatch.run(["submit", *QUICK, HELD, "trainer.max_steps=2", "run_dir=there"]) == 0
+    shown = capsys.readouterr().out
+    run_dir = Path("there").absolute()
+    job_id = json.loads((run_dir / "slurm.json").read_text())["job"]
+    assert here.state(job_id) == "PENDING"
+    assert f"run:    {run_dir}" in shown
+    assert f"scancel {job_id}" in shown
+    assert (run_dir / "config.yaml").exists()
+    assert dispatch.run(["submit", "resume=there", "trainer.max_steps=3"]) == 2
+    assert f"job {job_id} trains it (state PENDING)" in capsys.readouterr().err
+    here.ask("scancel", job_id)
+    wait_until(lambda: job_id not in here.jobs(), "it was not cancelled")
+    assert dispatch.run(["submit", "resume=there", "trainer.max_steps=3", HELD]) == 0
+    second = json.loads((run_dir / "slurm.json").read_text())["job"]
+    assert second != job_id
+    assert "max_steps: 3" in (run_dir / "config.yaml").read_text()
+    here.ask("scancel", second)
+
+
+@pytest.mark.slow
+def test_a_job_of_one_process(slurm_cluster: Cluster, tmp_path: Path) -> None:
+    line = (*QUICK, "trainer.max_steps=20")
+    job_id, run_dir = submitted(slurm_cluster, tmp_path, *line)
+    wait_for_end(slurm_cluster, job_id, run_dir)
+    assert json.loads((run_dir / "summary.json").read_text())["complete"] is True
+    assert weights(run_dir) == weights(trained_here(slurm_cluster, tmp_path, *line))
+    assert list(run_dir.glob("logs/attempt_*")) == []
+
+
+@pytest.mark.slow
+def test_a_job_on_two_nodes_trains_as_two_processes_do_here(
+    slurm_cluster: Cluster, tmp_path: Path
+) -> None:
+    line = (*QUICK, "trainer.max_steps=20", "distributed=multi_cpu")
+    job_id, run_dir = submitted(slurm_cluster, tmp_path, *line, *ONE_EACH)
+    wait_for_end(slurm_cluster, job_id, run_dir)
+    assert "2 processes" in log(run_dir)
+    assert weights(run_dir) == weights(trained_here(slurm_cluster, tmp_path, *line))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [(), ONE_EACH])
+def test_a_requeued_job_goes_on_in_its_directory(
+    where: tuple[str, ...], slurm_cluster: Cluster, tmp_path: Path
+) -> None:
+    job_id, run_dir = submitted(slurm_cluster, tmp_path, *LONG, *where)
+    wait_for_checkpoint(run_dir)
+    slurm_cluster.ask("scontrol", "requeue", job_id)
+    wait_for_end(slurm_cluster, job_id, run_dir)
+    assert "resumed" in log(run_dir)
+    assert "SIGTERM received" in log(run_dir)
+    assert [path for path in (tmp_path / "runs" / "digits").iterdir()] == [run_dir]
+    line = (*LONG, *(["distributed=multi_cpu"] if where else []))
+    assert weights(run_dir) == weights(trained_here(slurm_cluster, tmp_path, *line))
+
+
+@pytest.mark.slow
+def test_a_preempted_job_goes_on_in_its_directory(slurm_cluster: Cluster, tmp_path: Path) -> None:
+    whole = ("submit.extra=['--exclusive']", "submit.partition=low", *ONE_EACH)
+    job_id, run_dir = submitted(slurm_cluster, tmp_path, *LONG, *whole)
+    wait_for_checkpoint(run_dir)
+    urgent = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive"]
+    other = slurm_cluster.ask(*urgent, f"--output={tmp_path / 'urgent'}", "--wrap=sleep 3")
+    slurm_cluster.wait_for(other, "COMPLETED")
+    wait_for_end(slurm_cluster, job_id, run_dir)
+    assert "SIGTERM received" in log(run_dir)
+    assert "resumed" in log(run_dir)
+    line = (*LONG, "distributed=multi_cpu")
+    assert weights(run_dir) == weights(trained_here(slurm_cluster, tmp_path, *line))
+
+
+@pytest.mark.slow
+def test_scancel_saves_the_state_and_submitting_again_resumes(
+    slurm_cluster: Cluster, tmp_path: Path
+) -> None:
+    job_id, run_dir = submitted(slurm_cluster, tmp_path, *LONG)
+    wait_for_checkpoint(run_dir)
+    slurm_cluster.ask("scancel", job_id)
+    slurm_cluster.wait_for(job_id, "CANCELLED")
+    wait_until(lambda: job_id not in slurm_cluster.jobs(), "it is queued again")
+    assert "SIGTERM received" in log(run_dir)
+    job_id, again = submitted(slurm_cluster, tmp_path, f"resume={run_dir}")
+    assert again == run_dir
+    wait_for_end(slurm_cluster, job_id, run_dir)
+    assert "resumed" in log(run_dir)
+    assert json.loads((run_dir / "summary.json").read_text())["step"] == 3000
+
+
+@pytest.mark.slow
+def test_a_failing_rank_ends_the_job_as_failed(slurm_cluster: Cluster, tmp_path: Path) -> None:
+    broken = ("trainer.max_steps=50", "optimizer.lr=1e30", *ONE_EACH)
+    job_id, run_dir = submitted(slurm_cluster, tmp_path, *QUICK, *broken)
+    assert slurm_cluster.wait_for(job_id, "COMPLETED", "FAILED", seconds=2 * SECONDS) == "FAILED"
+    assert "the run failed" in log(run_dir) or "failed first" in log(run_dir)
+    shown = command(slurm_cluster, tmp_path, "show", str(run_dir)).stdout
+    assert "failed" in shown
