@@ -30,10 +30,11 @@ from accel.errors import ConfigError, Problem, Problems, did_you_mean, nearest
 from accel.planning.choose_strategy import conflicts
 from accel.planning.spec import PluginSpec
 from accel.strategies.table import plugins
-from runner.config import foreign_names
+from runner.config import foreign_names, ray_placement
 from runner.config.durations import parse_duration
+from runner.config.ray_placement import RayPlacement
 
-DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu")
+DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu", ray_placement.KIND)
 SEEDS = 2**32  # NumPy takes no larger ones
 SPLITS = ("train", "validation", "test")  # the data sets of a run: fields of `runner.Data`
 
@@ -60,12 +61,14 @@ class Distributed:
     """Where the processes of a run live.
 
     Args:
-        kind: none (one process), multi_cpu, multi_gpu, or auto: GPUs if the machine has any.
+        kind: none (one process), multi_cpu, multi_gpu, ray (a Ray cluster), or auto: GPUs if the
+            machine has any.
         device: auto (the machine's accelerator, else cpu) or a type: cpu, cuda, mps, xpu.
         num_processes: how many worker processes; None: one per GPU, or 2 on the CPU.
         num_threads: intra-op threads of each process; None: the cores shared out evenly.
         ddp: arguments of `DistributedDataParallel`.
         init: arguments of `init_process_group`.
+        ray: where in a Ray cluster, with kind ray.
     """
 
     kind: Any = "none"
@@ -74,6 +77,7 @@ class Distributed:
     num_threads: int | None = None
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
     init: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
+    ray: RayPlacement = field(default_factory=RayPlacement)
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -81,6 +85,9 @@ class Distributed:
         check_choice(self, "kind", DISTRIBUTED_KINDS, problems)
         check_minimum(self, "num_processes", 1, problems)
         check_minimum(self, "num_threads", 1, problems)
+        if self.kind != ray_placement.KIND and self.ray != RayPlacement():
+            rule = f"they concern processes in a Ray cluster, and distributed={self.kind} has none"
+            problems.add("distributed.ray.*", rule, "Choose distributed=ray, or leave them out.")
         problems.raise_if()
 
 

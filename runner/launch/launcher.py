@@ -13,15 +13,15 @@ import shlex
 import signal
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from runner.config import processes
+from runner.config import processes, ray_placement
 from runner.config.processes import Adopted
 from runner.config.schema import Recipe
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, STOPPED
-from runner.launch import failures, rank_logs
+from runner.launch import bootstrap, failures, rank_logs
 from runner.reporting import run_log
 from runner.run_dir import abandoned, numerics, outcomes
 from runner.run_dir.atomic_update import run_dir_of
@@ -32,13 +32,9 @@ if TYPE_CHECKING:
     from runner.run_dir.job import Job
 
 TRAIN = "runner.launch.worker:run"
-# The interpreter runs with -P, so that nothing in the working directory is taken for `accel`,
-# `runner` or a module of the standard library; the user's code is found behind everything else.
-BOOTSTRAP = (
-    "import json, sys; order = json.loads(sys.argv[1]); "
-    "sys.path.extend(path for path in order['path'] if path not in sys.path); "
-    "from runner.launch.worker import main; main(order)"
-)
+WORKER = "runner.launch.worker"  # its `main` is each process
+# Runs the workers of an order: how many, and whether a rank that has exited was finished.
+Group = Callable[[Mapping[str, Any], int, Callable[[int], bool]], "dict[int, Failure]"]
 
 
 def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
@@ -61,6 +57,11 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
 
             torchrun.publish(job.place)
             return run_adopted(job.place, place)
+        if recipe.distributed.kind == ray_placement.KIND:
+            from runner.launch.ray_group import RayGroup
+
+            group = RayGroup(recipe.distributed)
+            return run_group(job.place, number, Path(job.cwd), group=group)
         if number == 1 and not fresh:
             return run_here(job.place)
         return run_group(job.place, number, Path(job.cwd))
@@ -124,14 +125,15 @@ def run_here(folder: Path, rank: int = 0) -> int:
         return outcome.code
 
 
-def run_group(folder: Path, num_processes: int, cwd: Path, target: str = TRAIN) -> int:
+def run_group(
+    folder: Path, num_processes: int, cwd: Path, target: str = TRAIN, group: Group | None = None
+) -> int:
     """Run a job in fresh processes, print the cause of a failure, and return the exit code.
 
     The folder is as for `run_here`; each worker calls `target` (``module:function``) with it and
-    its stop flag. Code in `cwd`, the user's directory, can be imported.
+    its stop flag. Code in `cwd`, the user's directory, can be imported. The processes run on this
+    machine, unless `group` runs them elsewhere.
     """
-    from runner.launch import worker_group
-
     launch_id, run_dir = _new_launch(), run_dir_of(folder)
     order = {
         "run_dir": str(run_dir),
@@ -141,15 +143,22 @@ def run_group(folder: Path, num_processes: int, cwd: Path, target: str = TRAIN) 
         "parent": os.getpid(),
         "path": [str(Path(__file__).resolve().parents[2]), str(cwd)],
     }
-    command = [sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(order)]
+    run = group or _on_this_machine
     try:
-        failed = worker_group.run_group(
-            command, num_processes, lambda rank: _has_outcome(run_dir, launch_id, rank)
-        )
+        failed = run(order, num_processes, lambda rank: _has_outcome(run_dir, launch_id, rank))
     except KeyboardInterrupt:
         failures.print_interrupted(run_dir)
         return INTERRUPTED
     return _conclude(run_dir, launch_id, failed, num_processes)
+
+
+def _on_this_machine(
+    order: Mapping[str, Any], num_processes: int, finished: Callable[[int], bool]
+) -> dict[int, Failure]:
+    from runner.launch import worker_group
+
+    command = bootstrap.command(WORKER, json.dumps(order))
+    return worker_group.run_group(command, num_processes, finished)
 
 
 def _has_outcome(run_dir: Path, launch_id: str, rank: int) -> bool:
