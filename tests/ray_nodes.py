@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from tests.helpers import ROOT, python
+from tests.helpers import ROOT, SECONDS, alive, python
 
 MEMORY = 80 * 2**20  # of the object store of a node: the least that Ray takes
 END_SECONDS = 60.0
@@ -55,10 +57,56 @@ class Cluster:
         """Add a node."""
         self._ask("add")
 
-    @property
-    def variables(self) -> dict[str, str]:
-        """Variables of commands that run in the cluster."""
-        return {"RAY_ADDRESS": self.address}
+    def start(self, *arguments: str, cwd: Path) -> subprocess.Popen[str]:
+        """Start a command of the runner's in the cluster; both outputs are its standard output."""
+        own = {"RAY_ADDRESS": self.address, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            python("-m", "runner", *arguments),
+            cwd=cwd,
+            env={**os.environ, **own},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=_heard,
+            start_new_session=True,
+        )
+
+    def run(self, *arguments: str, cwd: Path) -> tuple[int, str]:
+        """Run a command to its end; return its exit code and output."""
+        return ended(self.start(*arguments, cwd=cwd))
+
+
+def _heard() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever pytest was started with
+
+
+def ended(command: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for a command's end; return its exit code and output."""
+    try:
+        output, _ = command.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        command.kill()
+        output, _ = command.communicate()
+        raise AssertionError(output) from None
+    return command.returncode, output
+
+
+def wait_until(happened: Callable[[], bool], command: subprocess.Popen[str]) -> None:
+    """Wait until something has happened, while a command runs."""
+    deadline = time.monotonic() + SECONDS
+    while not happened():
+        if command.poll() is not None or time.monotonic() > deadline:
+            command.kill()
+            raise AssertionError(command.communicate()[0])
+        time.sleep(0.05)
+
+
+def wait_for_end_of(pids: Iterable[int]) -> None:
+    """Wait until none of some processes runs any more."""
+    deadline = time.monotonic() + SECONDS
+    while left := [pid for pid in pids if alive(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager

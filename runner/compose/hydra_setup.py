@@ -323,8 +323,8 @@ def hydra_choices(overrides: Sequence[str], config_name: str) -> dict[str, str]:
     return {"launcher": "basic", "sweeper": "basic"}
 
 
-def sweeper_settings(overrides: Sequence[str], config_name: str) -> dict[str, Any]:
-    """Return `hydra.sweeper` as plain containers, composed without the swept keys.
+def plugin_settings(kind: str, overrides: Sequence[str], config_name: str) -> dict[str, Any]:
+    """Return `hydra.<kind>` (launcher, sweeper) as plain containers, without the swept keys.
 
     Where the recipe does not compose, only from Hydra's own overrides.
 
@@ -335,9 +335,9 @@ def sweeper_settings(overrides: Sequence[str], config_name: str) -> dict[str, An
     of_hydra = [o for o in overrides if re.match(r"hydra[./]", key_of(o))]
     node: Any = None
     with contextlib.suppress(Exception):
-        node = _compose(fixed, config_name).hydra.sweeper
+        node = _compose(fixed, config_name).hydra[kind]
     if node is None:
-        node = _compose(of_hydra, config_name).hydra.sweeper
+        node = _compose(of_hydra, config_name).hydra[kind]
     plain: Any = OmegaConf.to_container(node, resolve=False)
     return dict(plain)
 

@@ -13,9 +13,11 @@ runtime_env: Ray's runtime environment of the jobs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hydra.core.config_store import ConfigStore
 
-from accel.errors import ConfigError, MissingPackageError
+from accel.errors import MissingPackageError, Problem
 from accel.imports import is_available
 from runner.config import ray_placement
 
@@ -49,21 +51,27 @@ def opened(key: str, value: str) -> str | None:
     return f"++{key}={value}"
 
 
-def require(launcher: str) -> None:
-    """Raise a MissingPackageError if a launcher of the runner's own needs a package."""
-    if launcher == RAY and not is_available("ray"):
+def require() -> None:
+    """Raise a MissingPackageError if Ray is not installed."""
+    if not is_available("ray"):
         raise MissingPackageError("ray", f"{GROUP}={RAY}", extra="ray")
 
 
-def check(settings: dict[str, object]) -> None:
-    """Raise a ConfigError for values of `hydra.launcher` that cannot be used."""
+def problems_of(settings: Mapping[str, object]) -> list[Problem]:
+    """Return the problems of values of `hydra.launcher`."""
+    address = settings["address"]
     problems = ray_placement.client_address(
-        None if settings["address"] is None else str(settings["address"]), f"{NODE}.address"
+        None if address is None else str(address), f"{NODE}.address"
     )
     for name in ("num_cpus", "num_gpus"):
         value = settings[name]
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and float(str(value)) >= 0):
             rule = "it is a number, 0 or more; null: as the recipe needs"
-            problems += ConfigError.of(f"{NODE}.{name}={value}", rule, "Give 1.").problems
-    ConfigError.raise_if(problems)
+            problems.append(Problem(f"{NODE}.{name}={value}", rule, f"Give {NODE}.{name}=1."))
+    problems += [
+        Problem(f"{NODE}.{name}={settings[name]}", "it is a mapping", f"Give {NODE}.{name}={{}}.")
+        for name in OPEN
+        if not isinstance(settings[name], Mapping)
+    ]
+    return problems

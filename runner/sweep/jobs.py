@@ -65,7 +65,9 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
     ConfigError.raise_if(_not_installed(overrides))
     names = hydra_setup.hydra_choices(overrides, config_name)
     found = Choice(names["launcher"], names["sweeper"], config_name)
-    launchers.require(found.launcher)
+    if found.launcher == launchers.RAY:
+        launchers.require()
+        problems += launchers.problems_of(_launcher_settings(overrides, config_name))
     problems += _unverified(found.launcher)
     if chosen.jobs != 1 and not found.is_local:
         problems.add(
@@ -81,6 +83,14 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
         )
     problems.raise_if()
     return found
+
+
+def _launcher_settings(overrides: Sequence[str], config_name: str) -> dict[str, object]:
+    """Return `hydra.launcher`; what cannot be composed is reported with the jobs."""
+    try:
+        return hydra_setup.plugin_settings("launcher", overrides, config_name)
+    except diagnose.MISTAKES as error:
+        raise ConfigError(*diagnose.translate(error, config_name)) from error
 
 
 def _not_of_sweeps(overrides: Sequence[str]) -> list[Problem]:

@@ -71,7 +71,6 @@ class RayLauncher(Launcher):
         from runner.launch import ray_cluster
         from runner.sweep.ray_jobs import Jobs
 
-        launchers.check(self._settings)
         address: Any = self._settings["address"]
         with ray_cluster.connected(address, f"{launchers.NODE}.address") as ray:
             jobs = Jobs(ray, self._settings)

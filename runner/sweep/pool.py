@@ -47,6 +47,7 @@ class Task:
 @dataclass
 class _Running:
     task: Task
+    recipe: Recipe
     share: Share
     pid: int = 0
 
@@ -74,7 +75,14 @@ class Server(Protocol):
 
 
 class Places(Protocol):
-    """Says which jobs fit now; `jobs` is 1 where they run one after the other."""
+    """Says which jobs fit now.
+
+    `jobs` is 1 where they run one after the other; with a queue, they may start later than they are
+    ordered.
+    """
+
+    @property
+    def has_queue(self) -> bool: ...
 
     @property
     def jobs(self) -> int | str: ...
@@ -179,8 +187,9 @@ class Pool:
             command=self._command,
             resources=share.resources,
         )
-        self._running[task.number] = _Running(task, share)
-        self._live.started(task.number, task.overrides, recipe)
+        self._running[task.number] = _Running(task, recipe, share)
+        if not self._machine.has_queue:  # the line goes before the job's own
+            self._live.started(task.number, task.overrides, recipe)
         try:
             self._server.start(order)
         except ServerDied as error:
@@ -200,6 +209,8 @@ class Pool:
                 continue
             if event.status is None:
                 running.pid = event.pid
+                if self._machine.has_queue:
+                    self._live.started(event.number, running.task.overrides, running.recipe)
                 if self.stopped_by is not None:  # the signal came before the process
                     self._send(running, self.stopped_by)
             else:

@@ -50,6 +50,7 @@ class Jobs:
     """
 
     jobs = 0  # at once: as Ray has room
+    has_queue = True
 
     def __init__(self, ray: Any, settings: Mapping[str, Any]) -> None:
         self._ray, self._settings = ray, settings

@@ -11,6 +11,7 @@ import pytest
 
 from runner.compose import hydra_setup
 from runner.factories.registry import register
+from tests import ray_nodes
 
 
 @pytest.fixture
@@ -36,3 +37,12 @@ def hydra_session() -> Iterator[None]:
     """Compose with one search path."""
     with hydra_setup.session():
         yield
+
+
+@pytest.fixture(scope="session")
+def nodes() -> Iterator[ray_nodes.Cluster]:
+    """Two nodes of a Ray cluster on this machine, of two CPUs each; nothing of them stays."""
+    before = ray_nodes.processes()
+    with ray_nodes.cluster() as found:
+        yield found
+    assert [line for line in ray_nodes.processes() if line not in before] == []
