@@ -57,10 +57,10 @@ def test_two_nodes_train_what_two_processes_here_train(nodes: Cluster, tmp_path:
     code, output = nodes.run(*TWO, *SHORT, "name=there", cwd=tmp_path)
     assert code == 0, output
     assert "2 processes" in output
-    assert output.count("step 5/6") == 1
+    assert output.count("validation  step 6") == 1
     assert losses(tmp_path, "there") == losses(tmp_path, "here")
     (log,) = tmp_path.glob("runs/there/*/run.log")
-    assert log.read_text().count("step 5/6") == 1
+    assert log.read_text().count("validation  step 6") == 1
 
 
 @pytest.mark.parametrize("strategy", ["fsdp=full_shard", "deepspeed=zero2"])

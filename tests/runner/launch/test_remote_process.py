@@ -35,7 +35,7 @@ def test_output_and_exit_status_are_events() -> None:
     host = ProcessHost()
     host.start(PRINTS, {"a": 1}, b"input")
     found = until(host, ENDED)
-    assert [kind for kind, _ in found][0] == STARTED
+    assert next(kind for kind, _ in found) == STARTED
     assert found[-1] == (ENDED, 3)
     output = {1: b"", 2: b""}
     for kind, value in found:
