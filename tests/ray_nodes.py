@@ -132,13 +132,14 @@ def cluster(cpus: int = 2, nodes: int = 2) -> Iterator[Cluster]:
         process.stdout.close()
 
 
-def processes() -> list[str]:
-    """Return the command lines of Ray's processes on this machine."""
+def processes(address: str) -> list[str]:
+    """Return the command lines of a cluster's processes on this machine."""
+    port = address.rpartition(":")[2]
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if any(name in line for name in ("raylet", "gcs_server", "ray::", "default_worker")):
+            if port in line and any(name in line for name in ("raylet", "gcs_server", "/ray/")):
                 found.append(line[:200])
     return found
 

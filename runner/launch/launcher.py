@@ -15,7 +15,7 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from runner.config import processes, ray_placement
 from runner.config.processes import Adopted
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 TRAIN = "runner.launch.worker:run"
 WORKER = "runner.launch.worker"  # its `main` is each process
 # Runs the workers of an order: how many, and whether a rank that has exited was finished.
-Group = Callable[[Mapping[str, Any], int, Callable[[int], bool]], "dict[int, Failure]"]
+Group = Callable[[Mapping[str, object], int, Callable[[int], bool]], "dict[int, Failure]"]
 
 
 def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
@@ -153,7 +153,7 @@ def run_group(
 
 
 def _on_this_machine(
-    order: Mapping[str, Any], num_processes: int, finished: Callable[[int], bool]
+    order: Mapping[str, object], num_processes: int, finished: Callable[[int], bool]
 ) -> dict[int, Failure]:
     from runner.launch import worker_group
 

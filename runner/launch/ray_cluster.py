@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Hashable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel import env, imports
 from accel.errors import ConfigError
@@ -17,6 +18,10 @@ from runner.config import ray_placement
 from runner.launch import remote_process
 from runner.run_dir import numerics
 from runner.training.stopping import STOP_SIGNALS, handlers_restored
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 ADDRESS = "RAY_ADDRESS"
 # How long an actor waits for something to report.
@@ -29,13 +34,13 @@ OF_WORKERS: dict[str, None] = dict.fromkeys(("RAY_JOB_ID", "RAY_RAYLET_PID", "PY
 class Event(NamedTuple):
     """What has happened to a process: `remote_process`'s kinds, or LOST with Ray's reason."""
 
-    key: Hashable
+    key: int
     kind: str
     value: Any
 
 
 @contextlib.contextmanager
-def connected(address: str | None, key: str) -> Iterator[Any]:
+def connected(address: str | None, key: str) -> Iterator[ModuleType]:
     """Connect to a cluster in the context, which gets the module `ray`.
 
     Leaving the context ends everything that was started in it. Signal handlers of this process are
@@ -51,7 +56,7 @@ def connected(address: str | None, key: str) -> Iterator[Any]:
     """
     ray = imports.require("ray", f"{key.removesuffix('.address')}", extra=ray_placement.KIND)
     numbers = (*STOP_SIGNALS, signal.SIGINT)
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    options: dict[str, object] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == ray_placement.LOCAL:
         options["include_dashboard"] = False
     with handlers_restored(numbers):
@@ -77,14 +82,14 @@ def _first_line(error: BaseException) -> str:
 
 
 def host(
-    ray: Any,
+    ray: ModuleType,
     *,
     cpus: float,
     gpus: float,
     resources: Mapping[str, float],
-    runtime_env: Mapping[str, Any],
-    **options: Any,
-) -> Any:
+    runtime_env: Mapping[str, object],
+    scheduling_strategy: object = "DEFAULT",
+) -> ActorHandle:
     """Return an actor, perhaps yet to be placed, that can start a process on its node."""
     kind = ray.remote(remote_process.ProcessHost)
     return kind.options(
@@ -94,11 +99,11 @@ def host(
         runtime_env=dict(runtime_env) or None,
         max_concurrency=remote_process.CONCURRENCY,
         max_restarts=0,
-        **options,
+        scheduling_strategy=scheduling_strategy,
     ).remote()
 
 
-def environment(ray: Any) -> dict[str, str | None]:
+def environment(ray: ModuleType) -> dict[str, str | None]:
     """Return variables of processes in the cluster: its address, and none of Ray's own workers."""
     return {
         **OF_WORKERS,
@@ -107,19 +112,19 @@ def environment(ray: Any) -> dict[str, str | None]:
     }
 
 
-def num_gpus(ray: Any) -> int:
+def num_gpus(ray: ModuleType) -> int:
     """Return how many GPUs the cluster has, those in use included."""
     return int(ray.cluster_resources().get("GPU", 0))
 
 
 class Watch:
-    """Waits for events of processes under their actors, by the caller's keys."""
+    """Waits for events of processes under their actors, by the caller's numbers."""
 
-    def __init__(self, ray: Any) -> None:
+    def __init__(self, ray: ModuleType) -> None:
         self._ray = ray
-        self._waiting: dict[Any, tuple[Hashable, Any]] = {}
+        self._waiting: dict[ObjectRef, tuple[int, ActorHandle]] = {}
 
-    def add(self, key: Hashable, actor: Any) -> None:
+    def add(self, key: int, actor: ActorHandle) -> None:
         """Watch the process of an actor until its end."""
         self._waiting[actor.events.remote(POLL_SECONDS)] = key, actor
 
@@ -134,7 +139,7 @@ class Watch:
             ready += more
         return [event for reference in ready for event in self._of(reference)]
 
-    def _of(self, reference: Any) -> list[Event]:
+    def _of(self, reference: ObjectRef) -> list[Event]:
         key, actor = self._waiting.pop(reference)
         try:
             found = [Event(key, *one) for one in self._ray.get(reference)]
@@ -162,7 +167,7 @@ def show(value: tuple[int, bytes]) -> None:
     stream.buffer.flush()
 
 
-def shortage(ray: Any, wanted: Mapping[str, float]) -> str:
+def shortage(ray: ModuleType, wanted: Mapping[str, float]) -> str:
     """Return what the cluster has too little of for a request; empty: others use it."""
     there = ray.cluster_resources()
     short = [

@@ -15,8 +15,8 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -26,10 +26,16 @@ from runner.config.schema import Distributed
 from runner.exit_codes import DONE, FAILED, STOPPED
 from runner.launch import bootstrap, ray_cluster, remote_process
 from runner.launch.ray_cluster import Event, Watch
+from runner.launch.remote_process import Place
 from runner.launch.worker_group import GRACE_SECONDS, HANDLED, Failure
 from runner.run_dir import directory
 from runner.run_dir.outcomes import Outcome
 from runner.training.stopping import STOP_SIGNALS, handlers_restored
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+    from ray.util.placement_group import PlacementGroup
 
 WORKER = "runner.launch.worker"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -98,9 +104,9 @@ def _heard() -> Iterator[list[int]]:
 class _Group:
     def __init__(
         self,
-        ray: Any,
+        ray: ModuleType,
         distributed: Distributed,
-        order: Mapping[str, Any],
+        order: Mapping[str, str],
         num_processes: int,
         finished: Callable[[int], bool],
         signals: list[int],
@@ -108,9 +114,9 @@ class _Group:
         self._ray, self._distributed, self._order = ray, distributed, dict(order)
         self._number, self._finished, self._signals = num_processes, finished, signals
         self._watch = Watch(ray)
-        self._placement: Any = None
+        self._placement: PlacementGroup | None = None
         self._store: TCPStore | None = None
-        self._actors: list[Any] = []  # by rank, once they are placed
+        self._actors: list[ActorHandle] = []  # by rank, once they are placed
         self._running: set[int] = set()
         self._passed_on = 0
         self._deadline: float | None = None  # of processes that are to end
@@ -177,7 +183,7 @@ class _Group:
         ]
 
     def _wait(
-        self, references: Sequence[Any], what: str, wanted: Mapping[str, float] | None = None
+        self, references: Sequence[ObjectRef], what: str, wanted: Mapping[str, float] | None = None
     ) -> list[Any]:
         """Return results; a signal ends the wait."""
         note_at = time.monotonic() + NOTE_SECONDS
@@ -201,10 +207,12 @@ class _Group:
             reason = ray_cluster.reason(error)
             raise StateError(f"Ray could not start the processes: {reason}") from error
 
-    def _assigned(self) -> list[dict[str, Any]]:
+    def _assigned(self) -> list[dict[str, object]]:
         """Order the actors by node, and return the variables of each rank."""
         run_dir = self._order["run_dir"]
-        places = self._wait([one.place.remote(run_dir) for one in self._actors], "its actors")
+        places: list[Place] = self._wait(
+            [one.place.remote(run_dir) for one in self._actors], "its actors"
+        )
         for place in places:
             if not place["has_folder"]:
                 rule = f"the node {place['host']} ({place['address']}) of the cluster has no such"
@@ -230,7 +238,7 @@ class _Group:
     # -- while they run --------------------------------------------------------------------
 
     def _take(self, event: Event) -> None:
-        rank: Any = event.key
+        rank = event.key
         if event.kind == remote_process.OUTPUT:
             ray_cluster.show(event.value)
         elif event.kind == remote_process.ENDED:
@@ -278,7 +286,7 @@ class _Group:
             self._ray.util.remove_placement_group(self._placement)
 
 
-def _ranks(places: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _ranks(places: Sequence[Place]) -> Iterator[dict[str, object]]:
     """Yield the variables in which ranks differ; those of one node follow each other.
 
     All processes of a node see its GPUs, as NCCL wants it, and each takes that of its local rank.

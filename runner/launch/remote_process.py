@@ -17,11 +17,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import IO, TypedDict
 
-# What `ProcessHost.events` returns: (kind, value).
+# What `ProcessHost.events` returns: a kind, with a process id, (stream, bytes) or a status.
 STARTED, OUTPUT, ENDED = "started", "output", "ended"
+Event = tuple[str, "int | tuple[int, bytes]"]
 # Threads of an actor: one waits for events, others start and signal the process.
 CONCURRENCY = 4
 HELD_BACK = ("SIGTERM", "SIGUSR1", "SIGINT")
@@ -29,14 +30,24 @@ FAILED_TO_START = 1
 END_SECONDS = 10.0
 
 
+class Place(TypedDict):
+    """Where an actor is: its node with the address and the name, GPUs, whether it has a folder."""
+
+    node: str
+    address: str
+    host: str
+    gpus: list[str]
+    has_folder: bool
+
+
 class ProcessHost:
     """Starts one process on its node, passes signals and output on, and reports its end."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self._queue: queue.Queue[Event] = queue.Queue()
 
-    def place(self, folder: str) -> dict[str, Any]:
+    def place(self, folder: str) -> Place:
         """Return the node, its address, the GPUs that Ray has assigned, and if it has a folder."""
         import ray
 
@@ -49,7 +60,7 @@ class ProcessHost:
             "has_folder": os.path.isdir(folder),
         }
 
-    def start(self, code: str, order: dict[str, Any], content: bytes = b"") -> None:
+    def start(self, code: str, order: Mapping[str, object], content: bytes = b"") -> None:
         """Start a Python process that runs `code` with `order`, and with `content` as its input.
 
         The order gets the id of this process as "parent".
@@ -78,14 +89,17 @@ class ProcessHost:
     def _watch(self, content: bytes) -> None:
         process = self._process
         assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         readers = [
             threading.Thread(target=self._read, args=(number, stream), daemon=True)
             for number, stream in ((1, process.stdout), (2, process.stderr))
         ]
         for reader in readers:
             reader.start()
-        with contextlib.suppress(BrokenPipeError), process.stdin:  # type: ignore[union-attr]
-            process.stdin.write(content)  # type: ignore[union-attr]
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(content)
         status = process.wait()
         with contextlib.suppress(ProcessLookupError):  # data loaders of one that crashed
             os.killpg(process.pid, signal.SIGKILL)
@@ -93,11 +107,11 @@ class ProcessHost:
             reader.join(END_SECONDS)
         self._queue.put((ENDED, status))
 
-    def _read(self, number: int, stream: Any) -> None:
+    def _read(self, number: int, stream: IO[bytes]) -> None:
         while content := os.read(stream.fileno(), 1 << 16):
             self._queue.put((OUTPUT, (number, content)))
 
-    def events(self, seconds: float) -> list[tuple[str, Any]]:
+    def events(self, seconds: float) -> list[Event]:
         """Return what has happened since the last call; wait up to so many seconds for it."""
         found = []
         with contextlib.suppress(queue.Empty):
@@ -118,7 +132,7 @@ class ProcessHost:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def in_order(places: Sequence[dict[str, Any]]) -> list[int]:
+def in_order(places: Sequence[Place]) -> list[int]:
     """Return indices of processes such that those of one node follow each other."""
     first: dict[str, int] = {}
     for place in places:

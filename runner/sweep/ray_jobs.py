@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from accel import env
 from runner.config import processes, ray_placement, trust
@@ -24,12 +25,15 @@ from runner.sweep import fork_server
 from runner.sweep.devices import THREADS, Share
 from runner.sweep.fork_server import Event, Order
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
 CPUS, GPUS = "CPU", "GPU"
 # Jobs that wait in Ray for room, beyond those that run: what an autoscaler goes by.
 MOST_WAITING = 8
 
 
-def main(order: Mapping[str, Any]) -> None:
+def main(order: Mapping[str, int]) -> None:
     """Be the process of a job; standard input has its order for a fork server."""
     pickled = sys.stdin.buffer.read()
     fork_server.be(pickled, order["parent"])
@@ -37,7 +41,7 @@ def main(order: Mapping[str, Any]) -> None:
 
 @dataclass
 class _Job:
-    actor: Any
+    actor: ActorHandle
     pid: int = 0
 
 
@@ -52,7 +56,7 @@ class Jobs:
     jobs = 0  # at once: as Ray has room
     has_queue = True
 
-    def __init__(self, ray: Any, settings: Mapping[str, Any]) -> None:
+    def __init__(self, ray: ModuleType, settings: Mapping[str, Any]) -> None:
         self._ray, self._settings = ray, settings
         self._watch = ray_cluster.Watch(ray)
         self._jobs: dict[int, _Job] = {}
@@ -116,7 +120,7 @@ class Jobs:
         """Return what has happened, after at most so many seconds."""
         found = self._signalled()
         for event in self._watch.events(0.0 if found else seconds):
-            number: Any = event.key
+            number = event.key
             job = self._jobs.get(number)
             if job is None:  # its actor was ended before it was placed
                 continue
