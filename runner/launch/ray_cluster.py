@@ -6,6 +6,7 @@ Source: https://docs.ray.io/en/latest/ray-core/api/index.html
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ ADDRESS = "RAY_ADDRESS"
 # How long an actor waits for something to report.
 POLL_SECONDS = 5.0
 LOST = "lost"
+SHARE = "Start in a folder, with an output_dir, on a file system that all nodes share."
 # Variables by which Ray marks its own workers; the processes that they start are none.
 OF_WORKERS: dict[str, None] = dict.fromkeys(("RAY_JOB_ID", "RAY_RAYLET_PID", "PYTHONBREAKPOINT"))
 
@@ -110,6 +112,11 @@ def environment(ray: ModuleType) -> dict[str, str | None]:
         ADDRESS: ray.get_runtime_context().gcs_address,
         numerics.WAIT_POLICY: env.read(numerics.WAIT_POLICY),
     }
+
+
+def cwd(runtime_env: Mapping[str, object]) -> str:
+    """Return the working directory of processes; empty: the one that the environment brings."""
+    return "" if "working_dir" in runtime_env else os.getcwd()
 
 
 def num_gpus(ray: ModuleType) -> int:

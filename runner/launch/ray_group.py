@@ -111,7 +111,10 @@ class _Group:
         finished: Callable[[int], bool],
         signals: list[int],
     ) -> None:
-        self._ray, self._distributed, self._order = ray, distributed, dict(order)
+        self._ray, self._distributed = ray, distributed
+        # Paths in a recipe are relative to where the command was given.
+        cwd = ray_cluster.cwd(distributed.ray.runtime_env)
+        self._order = {**order, "cwd": cwd}
         self._number, self._finished, self._signals = num_processes, finished, signals
         self._watch = Watch(ray)
         self._placement: PlacementGroup | None = None
@@ -209,15 +212,14 @@ class _Group:
 
     def _assigned(self) -> list[dict[str, object]]:
         """Order the actors by node, and return the variables of each rank."""
-        run_dir = self._order["run_dir"]
+        folders = [self._order["run_dir"], *filter(None, [self._order["cwd"]])]
         places: list[Place] = self._wait(
-            [one.place.remote(run_dir) for one in self._actors], "its actors"
+            [one.place.remote(folders) for one in self._actors], "its actors"
         )
         for place in places:
-            if not place["has_folder"]:
-                rule = f"the node {place['host']} ({place['address']}) of the cluster has no such"
-                remedy = "Choose an output_dir on a file system that all nodes share."
-                raise ConfigError.of(run_dir, f"{rule} folder", remedy)
+            for folder in place["missing"]:
+                rule = f"the node {place['host']} ({place['address']}) has no such folder"
+                raise ConfigError.of(folder, rule, ray_cluster.SHARE)
         order = remote_process.in_order(places)
         self._actors = [self._actors[index] for index in order]
         places = [places[index] for index in order]

@@ -31,13 +31,13 @@ END_SECONDS = 10.0
 
 
 class Place(TypedDict):
-    """Where an actor is: its node with the address and the name, GPUs, whether it has a folder."""
+    """Where an actor is: its node with the address and the name, GPUs, and missing folders."""
 
     node: str
     address: str
     host: str
     gpus: list[str]
-    has_folder: bool
+    missing: list[str]
 
 
 class ProcessHost:
@@ -47,8 +47,8 @@ class ProcessHost:
         self._process: subprocess.Popen[bytes] | None = None
         self._queue: queue.Queue[Event] = queue.Queue()
 
-    def place(self, folder: str) -> Place:
-        """Return the node, its address, the GPUs that Ray has assigned, and if it has a folder."""
+    def place(self, folders: Sequence[str]) -> Place:
+        """Return the node, the GPUs that Ray has assigned, and which of some folders it lacks."""
         import ray
 
         context = ray.get_runtime_context()
@@ -57,7 +57,7 @@ class ProcessHost:
             "address": ray.util.get_node_ip_address(),
             "host": platform.node(),
             "gpus": [str(one) for one in context.get_accelerator_ids().get("GPU", [])],
-            "has_folder": os.path.isdir(folder),
+            "missing": [folder for folder in folders if not os.path.isdir(folder)],
         }
 
     def start(self, code: str, order: Mapping[str, object], content: bytes = b"") -> None:

@@ -40,11 +40,13 @@ def main(order: Mapping[str, Any]) -> None:
 
     Args:
         order: run_dir, job (the folder with the frozen job), launch (id), target
-            ("module:function"), parent (process id); environment: variables, unless the parent
-            has set them.
+            ("module:function"), parent (process id); environment (variables) and cwd, unless they
+            are the parent's.
     """
     parent_watch.die_with(order["parent"])
     env.set_values({TORCHS_SIGNALS: None, **order.get("environment", {})})
+    if order.get("cwd"):
+        os.chdir(order["cwd"])
     run_dir, rank = Path(order["run_dir"]), Environment.read().rank or 0
     rank_logs.close_input()
     rank_logs.leave_terminal_to_rank_zero(run_dir, rank)

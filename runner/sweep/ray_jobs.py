@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import platform
 import signal
 import sys
 from collections import deque
@@ -18,8 +19,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from accel import env
+from accel.errors import Problem
 from runner.config import processes, ray_placement, trust
 from runner.config.schema import Recipe
+from runner.exit_codes import REFUSED
 from runner.launch import bootstrap, ray_cluster, remote_process
 from runner.sweep import fork_server
 from runner.sweep.devices import THREADS, Share
@@ -33,9 +36,13 @@ CPUS, GPUS = "CPU", "GPU"
 MOST_WAITING = 8
 
 
-def main(order: Mapping[str, int]) -> None:
+def main(order: Mapping[str, Any]) -> None:
     """Be the process of a job; standard input has its order for a fork server."""
     pickled = sys.stdin.buffer.read()
+    if not os.path.isdir(order["folder"]):
+        rule = f"the node {platform.node()} has no such folder"
+        print(Problem(order["folder"], rule, ray_cluster.SHARE), file=sys.stderr, flush=True)
+        sys.exit(REFUSED)
     fork_server.be(pickled, order["parent"])
 
 
@@ -111,8 +118,10 @@ class Jobs:
             runtime_env=self._settings["runtime_env"],
         )
         path = [str(Path(__file__).resolve().parents[2]), os.getcwd()]
-        pickled = pickle.dumps(replace(order, resources={}))
-        actor.start.remote(bootstrap.code(__name__), {"path": path}, pickled)
+        cwd = ray_cluster.cwd(self._settings["runtime_env"]) or "."
+        pickled = pickle.dumps(replace(order, resources={}, cwd=cwd))
+        sent = {"path": path, "folder": str(order.arguments["folder"])}
+        actor.start.remote(bootstrap.code(__name__), sent, pickled)
         self._jobs[order.number] = _Job(actor)
         self._watch.add(order.number, actor)
 

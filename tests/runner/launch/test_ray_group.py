@@ -65,6 +65,8 @@ def test_two_nodes_train_what_two_processes_here_train(nodes: Cluster, tmp_path:
 
 @pytest.mark.parametrize("strategy", ["fsdp=full_shard", "deepspeed=zero2"])
 def test_a_strategy_composes(nodes: Cluster, tmp_path: Path, strategy: str) -> None:
+    if strategy.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
     code, output = nodes.run(*TWO, *SHORT, strategy, cwd=tmp_path)
     assert code == 0, output
     assert strategy.partition("=")[0] in output
@@ -126,10 +128,7 @@ def test_a_killed_node_is_named(nodes: Cluster, tmp_path: Path) -> None:
         nodes.add_node()
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 1), (signal.SIGINT, 130)])
-def test_a_run_that_waits_for_room_can_be_ended(
-    nodes: Cluster, tmp_path: Path, number: signal.Signals, expected: int
-) -> None:
+def test_a_run_that_waits_for_room_can_be_ended(nodes: Cluster, tmp_path: Path) -> None:
     command = nodes.start(*TWO, "distributed.num_processes=9", *SHORT, cwd=tmp_path)
     assert command.stdout is not None
     lines = []
@@ -139,9 +138,8 @@ def test_a_run_that_waits_for_room_can_be_ended(
             break
     assert "9 processes (CPU 1 each, STRICT_SPREAD)" in lines[-1], lines
     assert "less than that: CPU 9 of 4" in lines[-1]
-    command.send_signal(number)
+    command.send_signal(signal.SIGTERM)
     code, output = ray_nodes.ended(command)
-    assert code == expected, output
-    if number == signal.SIGTERM:
-        assert "SIGTERM came before its processes were started" in output
-        assert not (tmp_path / "runs").exists()
+    assert code == 1, output
+    assert "SIGTERM came before its processes were started" in output
+    assert not (tmp_path / "runs").exists()
