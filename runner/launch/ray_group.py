@@ -249,7 +249,7 @@ class _Group:
                 self._failed_with(rank, event.value)
         elif event.kind == ray_cluster.LOST:
             self._running.discard(rank)
-            if self._deadline is None and not self._finished(rank):
+            if not self._finished(rank):  # the others may have failed earlier, because of it
                 found = Outcome(rank, time.time(), FAILED, f"Ray has lost it: {event.value}")
                 found.write(Path(self._order["run_dir"]), self._order["launch"])
                 self._failed_with(rank, FAILED)
