@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 ADDRESS = "RAY_ADDRESS"
+# Where Ray notes the cluster that was started last on this machine.
+# Source: https://docs.ray.io/en/latest/ray-core/api/doc/ray.init.html
+CURRENT = Path("/tmp/ray/ray_current_cluster")
+CONNECT_SECONDS = 10.0
 # How long an actor waits for something to report.
 POLL_SECONDS = 5.0
 LOST = "lost"
@@ -63,8 +69,10 @@ def connected(address: str | None, key: str) -> Iterator[ModuleType]:
         options["include_dashboard"] = False
     with handlers_restored(numbers):
         try:
+            if address != ray_placement.LOCAL:
+                _require_listener(address)
             ray.init(address=address or "auto", **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             value = f"{key}={address or 'null'}"
             rule = f"no Ray cluster is reached ({_first_line(error)})"
             remedy = (
@@ -77,6 +85,16 @@ def connected(address: str | None, key: str) -> Iterator[ModuleType]:
     finally:
         ray.cloudpickle.unregister_pickle_by_value(remote_process)
         ray.shutdown()
+
+
+def _require_listener(address: str | None) -> None:
+    """Raise an OSError if nobody listens at an address: Ray would ask again for minutes."""
+    found = address or env.read(ADDRESS)
+    if found is None and CURRENT.exists():
+        found = CURRENT.read_text(encoding="utf-8").strip()
+    host, _, port = (found or "").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
 
 
 def _first_line(error: BaseException) -> str:

@@ -50,9 +50,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
 
 
-@pytest.mark.slow  # Ray asks again and again
 @pytest.mark.skipif(bool(ray_nodes.missing()), reason=ray_nodes.missing())
-def test_no_cluster_is_a_refusal_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cluster_is_a_refusal_with_the_command() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(ConfigError, match="ray start --head") as raised:
