@@ -13,8 +13,8 @@ from pathlib import Path
 
 from accel.imports import is_available
 from runner.cli.arguments import INFO, long_flags
-from runner.compose import diagnose, hydra_setup, sweepers
-from runner.config import keys, trust
+from runner.compose import diagnose, hydra_setup, launchers, sweepers
+from runner.config import keys, ray_placement, trust
 from runner.config.override_mistakes import COMMANDS
 from runner.config.schema import SPLITS
 from runner.config.serialization import examine
@@ -134,6 +134,7 @@ def _overrides(words: Sequence[str], word: str) -> Iterator[str]:
     if key.startswith("hydra"):
         yield from (f"{group}=" for group in HYDRA_GROUPS)
         yield from (f"{sweepers.NODE}.{name}=" for name in sweepers.DEFAULTS)
+        yield from (f"{launchers.NODE}.{name}=" for name in launchers.DEFAULTS)
         return
     if {"-m", "--multirun"} & set(words):
         yield from SWEEP_KEYS
@@ -181,6 +182,8 @@ def _values(key: str, value: str) -> Iterator[str]:
         kind = "callback" if node.startswith("callbacks.") else node
         if hasattr(register, kind):
             yield from getattr(register, kind).names()
+    elif key == "distributed.ray.placement":
+        yield from ray_placement.PLACEMENTS
     elif keys.is_switch(key):
         yield from ("true", "false")
 

@@ -59,7 +59,7 @@ Keys of a sweep (with -m; they are no part of a recipe)
   sweep.jobs=N | auto     jobs at once on this machine (1); auto: as GPUs or CPU cores allow
   sweep.dir=DIR           its directory; null: <output_dir>/<name>/sweep-<time>-<digest>
   sweep.list=FILE         the overrides of each job: YAML or a line each; or [[a=1,b=2],[a=3]]
-  hydra/launcher=NAME     basic | joblib | submitit_local | submitit_slurm
+  hydra/launcher=NAME     basic | joblib | submitit_local | submitit_slurm | ray
 """
 FLAGS = """\
 Flags

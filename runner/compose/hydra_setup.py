@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from accel.errors import ConfigError, Problem, Problems, nearest
-from runner.compose import conf_files, sweepers
+from runner.compose import conf_files, launchers, sweepers
 from runner.config import keys, paths, verbatim_text
 from runner.config.schema import PLUGINS, Recipe
 from runner.config.serialization import to_plain
@@ -68,6 +68,7 @@ def prepare() -> None:
     store.store(name=TYPES, node=schema(), provider="runner")
     store.store(name=SCHEMA, node={"defaults": places}, provider="runner")
     Plugins.instance().register(ProjectConf)
+    launchers.store()
     sweepers.store()  # after the plugins, one of which may have such a name
 
 
@@ -228,9 +229,9 @@ def opened(overrides: Sequence[str]) -> list[str]:
 
 def _opened(override: str) -> str:
     key, _, value = override.partition("=")
-    of_sweeper = sweepers.opened(key, value)
-    if of_sweeper is not None:
-        return of_sweeper
+    of_plugin = sweepers.opened(key, value) or launchers.opened(key, value)
+    if of_plugin is not None:
+        return of_plugin
     if value == "null" and key in groups():
         return f"{key}=[]" if key == "callbacks" else f"~{key}"
     mapping = value.startswith("{") and "." in key and keys.node_of(key) is None
@@ -322,8 +323,8 @@ def hydra_choices(overrides: Sequence[str], config_name: str) -> dict[str, str]:
     return {"launcher": "basic", "sweeper": "basic"}
 
 
-def sweeper_settings(overrides: Sequence[str], config_name: str) -> dict[str, Any]:
-    """Return `hydra.sweeper` as plain containers, composed without the swept keys.
+def plugin_settings(kind: str, overrides: Sequence[str], config_name: str) -> dict[str, Any]:
+    """Return `hydra.<kind>` (launcher, sweeper) as plain containers, without the swept keys.
 
     Where the recipe does not compose, only from Hydra's own overrides.
 
@@ -334,9 +335,9 @@ def sweeper_settings(overrides: Sequence[str], config_name: str) -> dict[str, An
     of_hydra = [o for o in overrides if re.match(r"hydra[./]", key_of(o))]
     node: Any = None
     with contextlib.suppress(Exception):
-        node = _compose(fixed, config_name).hydra.sweeper
+        node = _compose(fixed, config_name).hydra[kind]
     if node is None:
-        node = _compose(of_hydra, config_name).hydra.sweeper
+        node = _compose(of_hydra, config_name).hydra[kind]
     plain: Any = OmegaConf.to_container(node, resolve=False)
     return dict(plain)
 

@@ -60,7 +60,6 @@ _PLUGINS = {
         "joblib": "hydra-joblib-launcher",
         "submitit_local": "hydra-submitit-launcher",
         "submitit_slurm": "hydra-submitit-launcher",
-        "ray": "hydra-ray-launcher",
         "ray_aws": "hydra-ray-launcher",
         "rq": "hydra-rq-launcher",
     },

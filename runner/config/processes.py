@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from accel import env
 from accel.env import Environment
-from accel.errors import ConfigError, Problem, Problems
+from accel.errors import ConfigError, MissingPackageError, Problem, Problems
+from accel.imports import is_available
 from accel.planning.choose_strategy import selected
-from runner.config import nodes
+from runner.config import nodes, ray_placement
 from runner.config.error_keys import of_the_recipe
 from runner.config.schema import Distributed, Recipe
 
@@ -63,6 +64,12 @@ def count(distributed: Distributed) -> int:
     place = adopted()
     if place is not None:
         problems += _launchers_own(distributed)
+        if distributed.kind == ray_placement.KIND:
+            problems.add(
+                "distributed=ray on processes of a launcher",
+                f"the launcher has started {place.world_size} processes",
+                "Choose distributed=auto, or start the command without torchrun, mpirun or srun.",
+            )
         if distributed.num_processes not in (None, place.world_size):
             problems.add(
                 f"distributed.num_processes={distributed.num_processes}",
@@ -114,7 +121,8 @@ def check_interface(distributed: Distributed) -> None:
         ConfigError: naming those that are.
     """
     given = env.read(INTERFACE)
-    if not given or device(distributed) != "cpu" or count(distributed) == 1:
+    elsewhere = distributed.kind == ray_placement.KIND
+    if not given or elsewhere or device(distributed) != "cpu" or count(distributed) == 1:
         return
     present = [name for _, name in socket.if_nameindex()]
     missing = [name for name in given.split(",") if name and name not in present]
@@ -163,6 +171,8 @@ def _wanted(distributed: Distributed, problems: Problems) -> int:
     if kind in ("auto", nodes.KIND):
         on_cpu = distributed.device == "cpu" or num_accelerators() == 0
         kind = "multi_cpu" if on_cpu else "multi_gpu"
+    if kind == ray_placement.KIND:
+        return _in_ray(distributed, problems)
     if kind == "multi_gpu":
         return _on_accelerators(distributed, problems)
     if kind == "multi_cpu":
@@ -178,6 +188,15 @@ def _wanted(distributed: Distributed, problems: Problems) -> int:
             "Say where the processes run: distributed=multi_cpu or distributed=multi_gpu.",
         )
     return 1
+
+
+def _in_ray(distributed: Distributed, problems: Problems) -> int:
+    if not is_available("ray"):
+        raise MissingPackageError("ray", "distributed=ray", extra="ray")
+    if distributed.num_processes is None:
+        rule = "a cluster may have any number of nodes and GPUs, and other users"
+        problems.add("distributed=ray", rule, "Give distributed.num_processes=4.")
+    return distributed.num_processes or 1
 
 
 def _on_accelerators(distributed: Distributed, problems: Problems) -> int:

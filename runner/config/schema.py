@@ -30,11 +30,12 @@ from accel.errors import ConfigError, Problem, Problems, did_you_mean, nearest
 from accel.planning.choose_strategy import conflicts
 from accel.planning.spec import PluginSpec
 from accel.strategies.table import plugins
-from runner.config import foreign_names, nodes
+from runner.config import foreign_names, nodes, ray_placement
 from runner.config.durations import parse_duration
+from runner.config.ray_placement import RayPlacement
 from runner.config.submit import Submit
 
-DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu", nodes.KIND)
+DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu", nodes.KIND, ray_placement.KIND)
 SEEDS = 2**32  # NumPy takes no larger ones
 SPLITS = ("train", "validation", "test")  # the data sets of a run: fields of `runner.Data`
 
@@ -61,8 +62,8 @@ class Distributed:
     """Where the processes of a run live.
 
     Args:
-        kind: none (one process), multi_cpu, multi_gpu, multi_node, or auto: GPUs if the machine
-            has any.
+        kind: none (one process), multi_cpu, multi_gpu, multi_node, ray (a Ray cluster), or auto:
+            GPUs if the machine has any.
         device: auto (the machine's accelerator, else cpu) or a type: cpu, cuda, mps, xpu.
         num_processes: worker processes of each machine; None: one per GPU, or 2 on the CPU.
         num_threads: intra-op threads of each process; None: the cores shared out evenly.
@@ -78,6 +79,7 @@ class Distributed:
         join_timeout: how long the first node waits for the others, and they for it.
         ddp: arguments of `DistributedDataParallel`.
         init: arguments of `init_process_group`.
+        ray: where in a Ray cluster, with kind ray.
     """
 
     kind: Any = "none"
@@ -95,6 +97,7 @@ class Distributed:
     join_timeout: Any = 600
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
     init: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
+    ray: RayPlacement = field(default_factory=RayPlacement)
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -105,6 +108,9 @@ class Distributed:
         check_minimum(self, "max_restarts", 0, problems)
         check_minimum(self, "node_rank", 0, problems)
         problems += nodes.problems_of(self)
+        if self.kind != ray_placement.KIND and self.ray != RayPlacement():
+            rule = f"they concern processes in a Ray cluster, and distributed={self.kind} has none"
+            problems.add("distributed.ray.*", rule, "Choose distributed=ray, or leave them out.")
         problems.raise_if()
 
 

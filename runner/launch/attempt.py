@@ -8,16 +8,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, STOPPED
-from runner.launch import failures, rank_logs
+from runner.launch import bootstrap, failures, rank_logs
 from runner.launch.worker_group import Failure, Place, StopSignals, WorkerGroup
 from runner.run_dir import outcomes
 from runner.run_dir.atomic_update import run_dir_of
@@ -27,13 +26,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 TRAIN = "runner.launch.worker:run"
-# The interpreter runs with -P, so that nothing in the working directory is taken for `accel`,
-# `runner` or a module of the standard library; the user's code is found behind everything else.
-BOOTSTRAP = (
-    "import json, sys; order = json.loads(sys.argv[1]); "
-    "sys.path.extend(path for path in order['path'] if path not in sys.path); "
-    "from runner.launch.worker import main; main(order)"
-)
+WORKER = "runner.launch.worker"  # its `main` is each process
 
 
 @dataclass(frozen=True)
@@ -104,20 +97,25 @@ def new_launch() -> str:
 
 def workers(folder: Path, launch: str, place: Place, cwd: Path, target: str = TRAIN) -> WorkerGroup:
     """Return the workers of an attempt at the job in `folder`, to be started on this machine."""
+    command = bootstrap.command(WORKER, json.dumps(order(folder, launch, cwd, target)))
     run_dir = run_dir_of(folder)
-    order = {
-        "run_dir": str(run_dir),
+    return WorkerGroup(command, place, lambda rank: has_outcome(run_dir, launch, rank))
+
+
+def order(folder: Path, launch: str, cwd: Path, target: str = TRAIN) -> dict[str, Any]:
+    """Return what each worker of an attempt is given; see `runner.launch.worker.main`."""
+    return {
+        "run_dir": str(run_dir_of(folder)),
         "job": str(folder),
         "launch": launch,
         "target": target,
         "parent": os.getpid(),
         "path": [str(Path(__file__).resolve().parents[2]), str(cwd)],
     }
-    command = [sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(order)]
-    return WorkerGroup(command, place, lambda rank: _has_outcome(run_dir, launch, rank))
 
 
-def _has_outcome(run_dir: Path, launch: str, rank: int) -> bool:
+def has_outcome(run_dir: Path, launch: str, rank: int) -> bool:
+    """Return whether the process of a rank has recorded how it ended."""
     return any(outcome.rank == rank for outcome in outcomes.read_outcomes(run_dir, launch))
 
 

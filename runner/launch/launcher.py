@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.config import processes
+from runner.config import processes, ray_placement
 from runner.config.processes import Adopted
 from runner.config.schema import Recipe
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED
@@ -41,7 +41,9 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
     number, local = processes.count(recipe.distributed), processes.local_count(recipe.distributed)
     place = processes.adopted()
     of_nodes = rendezvous.spans_nodes(recipe.distributed)
-    if place is None and (number > 1 or fresh or of_nodes or recipe.distributed.max_restarts):
+    in_ray = recipe.distributed.kind == ray_placement.KIND
+    apart = number > 1 or fresh or of_nodes or in_ray or recipe.distributed.max_restarts
+    if place is None and apart:
         return _launch_workers(job, recipe, number, local)
     numerics.record_threads(job.run_dir, recipe, local, job.place)
     with run_log.captured(job.run_dir, f"of {number}: {shlex.join(sys.orig_argv)}"):
@@ -59,6 +61,10 @@ def _launch_workers(job: Job, recipe: Recipe, number: int, local: int) -> int:
     machines: attempt.Machines
     if rendezvous.spans_nodes(recipe.distributed):
         machines = FirstNode(rendezvous.listener(recipe.distributed), job, recipe)
+    elif recipe.distributed.kind == ray_placement.KIND:
+        from runner.launch.ray_group import RayCluster
+
+        machines = RayCluster(recipe.distributed, number, Path(job.cwd))
     else:
         machines = attempt.ThisMachine(number, Path(job.cwd))
     try:

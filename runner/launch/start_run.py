@@ -116,7 +116,7 @@ def freeze(
             checkpoint = directory.newest_checkpoint(run_dir)
             if checkpoint is not None:
                 resumable.require_reach(run_dir, checkpoint, frozen)
-            staged = _staged(_job(run_dir, overrides, config_name, log_levels), frozen)
+            staged = staging.staged(_job(run_dir, overrides, config_name, log_levels), frozen)
             atomic_update.commit(staged.place)
             on_frozen(run_dir, frozen)
         return
@@ -127,7 +127,7 @@ def freeze(
                 directory.require_unused(run_dir)
             requested = _job(run_dir, overrides, config_name, log_levels)
             frozen = _placed(replace(recipe, resume=None, run_dir=None), requested.cwd)
-            atomic_update.commit(_staged(requested, frozen).place)
+            atomic_update.commit(staging.staged(requested, frozen).place)
             on_frozen(run_dir, frozen)
     except (directory.UsedError, lock.HeldError):
         raise

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel import parent_watch
+from accel import env, parent_watch
 from accel.env import Environment
 from accel.imports import load_attribute
 from runner.config.error_keys import of_the_recipe
@@ -40,9 +40,13 @@ def main(order: Mapping[str, Any]) -> None:
 
     Args:
         order: run_dir, job (the folder with the frozen job), launch (id), target
-            ("module:function"), parent (process id).
+            ("module:function"), parent (process id); environment (variables) and cwd, unless they
+            are the parent's.
     """
     parent_watch.die_with(order["parent"])
+    env.set_values(order.get("environment", {}))
+    if order.get("cwd"):
+        os.chdir(order["cwd"])
     run_dir, rank = Path(order["run_dir"]), Environment.read().rank or 0
     rank_logs.close_input()
     rank_logs.leave_terminal_to_rank_zero(run_dir, rank)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accel import env
+from runner.config import ray_placement
 from runner.config.schema import Recipe
 from runner.run_dir import atomic_update
 from runner.run_dir.json_files import write_json
@@ -82,10 +83,13 @@ def cores() -> int:
 def choose(recipe: Recipe, local_processes: int) -> int | None:
     """Return the intra-op threads of each process; None: torch's own choice.
 
-    The recipe comes first, then OMP_NUM_THREADS, then an even share of the cores.
+    The recipe comes first, then OMP_NUM_THREADS, then an even share of the cores; in a Ray cluster,
+    the cores that Ray gives each process.
     """
     if recipe.distributed.num_threads is not None:
         return recipe.distributed.num_threads
+    if recipe.distributed.kind == ray_placement.KIND:
+        return max(1, int(recipe.distributed.ray.cpus))
     given = env.integer("OMP_NUM_THREADS")
     if given is not None:
         return given

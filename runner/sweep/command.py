@@ -285,11 +285,13 @@ def _run(
         levels = hydra_setup.log_levels(request.overrides)
     with _control(sweep.path) as control, contextlib.ExitStack() as stack:
         local = None
-        if choice.is_local:
-            alone, common = request.settings.jobs == 1, _common(sweep)
+        if choice.is_watched:
+            alone = choice.is_local and request.settings.jobs == 1
+            common = _common(sweep)
             live = Live(sweep.path, total, done, alone=alone, common=common)
             stack.callback(live.close)
-            local = task.Local(server.get(), live, request.settings.jobs)
+            forks = server.get() if choice.is_local else None
+            local = task.Local(forks, live, request.settings.jobs)
         else:
             stack.enter_context(task.stops_forwarded(control))
         called = task.Task(

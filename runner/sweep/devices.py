@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from accel import env
 from runner.config import processes
@@ -38,11 +38,12 @@ class Need:
 
 @dataclass(frozen=True)
 class Share:
-    """What a job gets: GPUs by index or name, and cores."""
+    """What a job gets: GPUs by index or name, and cores; in a cluster, resources by name."""
 
     gpus: tuple[str, ...]
     cores: int
     environment: Mapping[str, str | None]
+    resources: Mapping[str, float] = field(default_factory=dict)
 
 
 class Machine:
@@ -51,6 +52,8 @@ class Machine:
     With "auto" a job waits until its GPUs, or its cores, are free; else jobs may share GPUs, the
     least used ones first. Memory is not considered.
     """
+
+    has_queue = False
 
     def __init__(self, jobs: Jobs, gpus: Sequence[str] = (), cores: int | None = None) -> None:
         self.jobs = jobs
@@ -67,6 +70,10 @@ class Machine:
         if visible is None:
             named = [str(index) for index in range(processes.num_accelerators())]
         return cls(jobs, named)
+
+    def share_of(self, recipe: Recipe) -> Share | None:
+        """Return the share of a recipe's job that starts now; None: it has to wait."""
+        return self.take(Need.of(recipe))
 
     def take(self, need: Need) -> Share | None:
         """Return the share of a job that starts now; None: it has to wait."""

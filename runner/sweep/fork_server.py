@@ -26,15 +26,10 @@ from typing import Any
 
 from accel import env, parent_watch
 from accel.imports import is_available
-from runner.launch import rank_logs
+from runner.launch import bootstrap, rank_logs
 from runner.run_dir import numerics
 from runner.training.stopping import STOP_SIGNALS
 
-BOOTSTRAP = (
-    "import json, sys; order = json.loads(sys.argv[1]); "
-    "sys.path.extend(path for path in order['path'] if path not in sys.path); "
-    "from runner.sweep.fork_server import main; main(order)"
-)
 # What a run of the built-in parts imports. None of it starts a thread or asks for devices.
 PRELOADED = (
     *("torch", "torch._dynamo", "torch.utils.data", "torch.utils.tensorboard", "sklearn.datasets"),
@@ -65,6 +60,7 @@ class Order:
         environment: variables of the job; None removes one.
         cwd: its working directory.
         command: the command line that it belongs to.
+        resources: of a cluster, by name.
     """
 
     number: int
@@ -74,6 +70,7 @@ class Order:
     environment: Mapping[str, str | None] = field(default_factory=dict)
     cwd: str = "."
     command: Sequence[str] = ()
+    resources: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ class ForkServer:
         }
         with numerics.sleeping_when_idle(), env.patched(**{NVML_CHECK: "1"}):
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(order)],
+                bootstrap.command(__name__, json.dumps(order)),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # the terminal's Ctrl-C is for the parent
@@ -150,6 +147,14 @@ class ForkServer:
                 raise self._restarted() from error
         return found
 
+    def send(self, event: Event, number: int) -> None:
+        """Send a signal to the job of an event; SIGKILL goes to its children, too."""
+        with contextlib.suppress(ProcessLookupError):
+            if event.pid and number == signal.SIGKILL:
+                os.killpg(event.pid, number)
+            elif event.pid:
+                os.kill(event.pid, number)
+
     def _restarted(self) -> ServerDied:
         status = self._process.wait()
         self._pipe.close()
@@ -180,7 +185,7 @@ def main(settings: Mapping[str, Any]) -> None:
     server, order = os.getpid(), _serve(pipe)
     if order is not None:
         env.set_values(settings["environment"])
-        _be(order, server)
+        be(order, server)
 
 
 def preload(modules: Sequence[str]) -> None:
@@ -242,9 +247,9 @@ def _ended(jobs: Mapping[int, int]) -> list[tuple[int, int]]:
     return found
 
 
-def _be(pickled: bytes, server: int) -> None:
+def be(pickled: bytes, parent: int) -> None:
     """Be the process of a job, and exit with its code."""
-    parent_watch.die_with(server)
+    parent_watch.die_with(parent)
     order: Order = pickle.loads(pickled)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)

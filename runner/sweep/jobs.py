@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from accel.errors import ConfigError, Problem, Problems, nearest
-from runner.compose import composition, diagnose, hydra_setup, sweepers
+from runner.compose import composition, diagnose, hydra_setup, launchers, sweepers
 from runner.config import foreign_names
 from runner.sweep import directory, settings
 from runner.sweep.plugins import LOCAL
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 BASIC = "basic"
 # Launchers that the runner's jobs are tested under; basic stands for our own, on this machine.
-LAUNCHERS = (BASIC, "joblib", "submitit_local", "submitit_slurm")
+LAUNCHERS = (BASIC, "joblib", "submitit_local", "submitit_slurm", launchers.RAY)
 KINDS = ("launcher", "sweeper")
 HYDRA_NODES = tuple(f"hydra.{kind}" for kind in KINDS)
 
@@ -47,6 +47,11 @@ class Choice:
         """Whether jobs run in forks of this command's own server."""
         return self.launcher in (BASIC, LOCAL)
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether this command itself starts the jobs and sees their ends, wherever they run."""
+        return self.is_local or self.launcher == launchers.RAY
+
 
 def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choice:
     """Return the launcher and the sweeper of a command, inside a Hydra session.
@@ -60,6 +65,9 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
     ConfigError.raise_if(_not_installed(overrides))
     names = hydra_setup.hydra_choices(overrides, config_name)
     found = Choice(names["launcher"], names["sweeper"], config_name)
+    if found.launcher == launchers.RAY:
+        launchers.require()
+        problems += launchers.problems_of(_launcher_settings(overrides, config_name))
     problems += _unverified(found.launcher)
     if chosen.jobs != 1 and not found.is_local:
         problems.add(
@@ -75,6 +83,14 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
         )
     problems.raise_if()
     return found
+
+
+def _launcher_settings(overrides: Sequence[str], config_name: str) -> dict[str, object]:
+    """Return `hydra.launcher`; what cannot be composed is reported with the jobs."""
+    try:
+        return hydra_setup.plugin_settings("launcher", overrides, config_name)
+    except diagnose.MISTAKES as error:
+        raise ConfigError(*diagnose.translate(error, config_name)) from error
 
 
 def _not_of_sweeps(overrides: Sequence[str]) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Hydra's plugins of a sweep: our launcher for this machine, and the sweeper of known jobs.
+"""Hydra's plugins of a sweep: our launchers, and the sweeper of known jobs.
 
 Hydra takes plugins from modules called ``hydra_plugins.…`` alone, so this module has such a name,
 too, while the runner is loaded.
@@ -11,7 +11,7 @@ import sys
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
@@ -19,13 +19,15 @@ from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+
+from runner.compose import launchers
 
 if TYPE_CHECKING:
     from runner.sweep.task import Task
 
 LOCAL, KNOWN, SLURM = "local", "known", "submitit_slurm"
-PLACE = "hydra_plugins.runner_sweep"
+PLACE = launchers.MODULE
 
 
 class LocalLauncher(Launcher):
@@ -45,6 +47,38 @@ class LocalLauncher(Launcher):
     ) -> Sequence[JobReturn]:
         """Run jobs to their ends; their objectives are the results."""
         return self.task_function.run_here(job_overrides, initial_job_idx)
+
+
+class RayLauncher(Launcher):
+    """Runs jobs in a Ray cluster; its arguments are the keys of `hydra.launcher`."""
+
+    __module__ = PLACE
+    task_function: Task
+
+    def __init__(self, **settings: object) -> None:
+        self._settings = {name: _plain(value) for name, value in settings.items()}
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        """Keep the task; Hydra's configuration is not needed."""
+        self.task_function = task_function  # type: ignore[assignment]
+
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        """Run jobs to their ends; their objectives are the results."""
+        from runner.launch import ray_cluster
+        from runner.sweep.ray_jobs import Jobs
+
+        address: Any = self._settings["address"]
+        with ray_cluster.connected(address, f"{launchers.NODE}.address") as ray:
+            jobs = Jobs(ray, self._settings)
+            return self.task_function.run_with(jobs, jobs, job_overrides, initial_job_idx)
+
+
+def _plain(value: object) -> object:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 class KnownJobs(Sweeper):
@@ -117,5 +151,5 @@ def register() -> None:
     store.store(group="hydra/launcher", name=LOCAL, node=LocalConf, provider="runner")
     store.store(group="hydra/sweeper", name=KNOWN, node=KnownConf, provider="runner")
     _alias()
-    for plugin in (LocalLauncher, KnownJobs):
+    for plugin in (LocalLauncher, RayLauncher, KnownJobs):
         Plugins.instance().register(plugin)

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from runner.config.schema import Recipe
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.run_dir import lock
 from runner.sweep import attempt
-from runner.sweep.devices import Machine, Need, Share
-from runner.sweep.fork_server import ForkServer, Order, ServerDied
+from runner.sweep.devices import Share
+from runner.sweep.fork_server import Event, Order, ServerDied
 from runner.sweep.live import Live
 from runner.training.stopping import STOP_SIGNALS, handlers_restored
 
@@ -46,6 +47,7 @@ class Task:
 @dataclass
 class _Running:
     task: Task
+    recipe: Recipe
     share: Share
     pid: int = 0
 
@@ -62,15 +64,43 @@ def train(
     return attempt.run(Path(folder), number, overrides, config_name, recipe, log_levels=log_levels)
 
 
+class Server(Protocol):
+    """Starts processes of jobs: a fork server on this machine, or a cluster."""
+
+    def start(self, order: Order) -> None: ...
+
+    def events(self, seconds: float) -> list[Event]: ...
+
+    def send(self, event: Event, number: int) -> None: ...
+
+
+class Places(Protocol):
+    """Says which jobs fit now.
+
+    `jobs` is 1 where they run one after the other; with a queue, they may start later than they are
+    ordered.
+    """
+
+    @property
+    def has_queue(self) -> bool: ...
+
+    @property
+    def jobs(self) -> int | str: ...
+
+    def share_of(self, recipe: Recipe) -> Share | None: ...
+
+    def give_back(self, share: Share) -> None: ...
+
+
 class Pool:
-    """Runs jobs in forks of a server, which it does not own."""
+    """Runs jobs in processes of a server, which it does not own."""
 
     def __init__(
         self,
-        server: ForkServer,
+        server: Server,
         folder: Path,
         config_name: str,
-        machine: Machine,
+        machine: Places,
         live: Live,
         command: Sequence[str] = (),
         log_levels: Mapping[str, str] | None = None,
@@ -116,7 +146,7 @@ class Pool:
                 self._queue.append(task)
                 continue
             recipe = task.recipe()
-            share = self._machine.take(Need.of(recipe))
+            share = self._machine.share_of(recipe)
             if share is None:
                 self._queue.appendleft(task)
                 return
@@ -155,9 +185,11 @@ class Pool:
             environment=share.environment,
             cwd=os.getcwd(),
             command=self._command,
+            resources=share.resources,
         )
-        self._running[task.number] = _Running(task, share)
-        self._live.started(task.number, task.overrides, recipe)
+        self._running[task.number] = _Running(task, recipe, share)
+        if not self._machine.has_queue:  # the line goes before the job's own
+            self._live.started(task.number, task.overrides, recipe)
         try:
             self._server.start(order)
         except ServerDied as error:
@@ -177,8 +209,10 @@ class Pool:
                 continue
             if event.status is None:
                 running.pid = event.pid
+                if self._machine.has_queue:
+                    self._live.started(event.number, running.task.overrides, running.recipe)
                 if self.stopped_by is not None:  # the signal came before the process
-                    _send(event.pid, self.stopped_by)
+                    self._send(running, self.stopped_by)
             else:
                 self._ended(running, event.status)
 
@@ -215,7 +249,7 @@ class Pool:
         def forward(number: int, frame: FrameType | None) -> None:
             self.stopped_by = number
             for running in self._running.values():
-                _send(running.pid, number)
+                self._send(running, number)
 
         with handlers_restored((*STOP_SIGNALS, signal.SIGINT)) as before:
             for number in STOP_SIGNALS:
@@ -230,20 +264,15 @@ class Pool:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.stopped_by = signal.SIGINT
         for running in self._running.values():
-            _send(running.pid, signal.SIGINT)
+            self._send(running, signal.SIGINT)
         deadline = time.monotonic() + INTERRUPT_SECONDS
         while self._running and time.monotonic() < deadline:
             self._handle_events(POLL_SECONDS)
         for running in list(self._running.values()):
-            with contextlib.suppress(ProcessLookupError):
-                if running.pid:
-                    os.killpg(running.pid, signal.SIGKILL)
+            self._send(running, signal.SIGKILL)
         deadline = time.monotonic() + INTERRUPT_SECONDS
         while self._running and time.monotonic() < deadline:
             self._handle_events(POLL_SECONDS)
 
-
-def _send(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        if pid:
-            os.kill(pid, number)
+    def _send(self, running: _Running, number: int) -> None:
+        self._server.send(Event(running.task.number, running.pid), number)

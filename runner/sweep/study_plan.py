@@ -42,7 +42,7 @@ def probes(overrides: Sequence[str], config_name: str, chosen: str) -> list[list
     problems = Problems(_unknown(overrides))
     problems.raise_if()
     try:
-        node = hydra_setup.sweeper_settings(overrides, config_name)
+        node = hydra_setup.plugin_settings("sweeper", overrides, config_name)
     except diagnose.MISTAKES as error:
         raise ConfigError(*diagnose.translate(error, config_name)) from error
     try:

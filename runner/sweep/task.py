@@ -50,9 +50,12 @@ ENDING_WITH_PARENT = ("joblib", "submitit_local")
 
 @dataclass(frozen=True)
 class Local:
-    """What jobs on this machine need of the command's process; never pickled."""
+    """What jobs under the command's own process need of it; never pickled.
 
-    server: ForkServer
+    The server is that of this machine; None: they run in a cluster.
+    """
+
+    server: ForkServer | None
     live: Live
     jobs: Jobs
 
@@ -123,9 +126,22 @@ class Task:
     def run_here(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
         """Run jobs in forks of the command's server; return their objectives."""
         assert self.local is not None
+        assert self.local.server is not None
         machine = Machine.here(self.local.jobs)
+        return self.run_with(self.local.server, machine, job_overrides, first)
+
+    def run_with(
+        self,
+        server: pool.Server,
+        machine: pool.Places,
+        job_overrides: Sequence[Sequence[str]],
+        first: int,
+    ) -> list[JobReturn]:
+        """Run jobs in processes of a server, as they fit; return their objectives."""
+
+        assert self.local is not None
         workers = pool.Pool(
-            self.local.server,
+            server,
             Path(self.folder),
             self.config_name,
             machine,

@@ -12,7 +12,7 @@ import pytest
 
 from runner.compose import hydra_setup
 from runner.factories.registry import register
-from tests import slurm
+from tests import ray_nodes, slurm
 
 
 @pytest.fixture
@@ -46,3 +46,12 @@ def slurm_cluster() -> Iterator[slurm.Cluster]:
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # sockets want a short path
         with slurm.running(Path(folder)) as found:
             yield found
+
+
+@pytest.fixture(scope="session")
+def nodes() -> Iterator[ray_nodes.Cluster]:
+    """Two nodes of a Ray cluster on this machine, of two CPUs each; nothing of them stays."""
+    with ray_nodes.cluster() as found:
+        yield found
+        assert len(ray_nodes.processes(found.address)) >= 3
+    assert ray_nodes.processes(found.address) == []

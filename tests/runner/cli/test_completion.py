@@ -37,6 +37,9 @@ LINES = {
     "runner -m precision=b": ["precision=bf16", "precision=bf16_weights"],
     "runner -m hydra/sweeper=o": ["hydra/sweeper=optuna"],
     "runner -m hydra.sweeper.n_t": ["hydra.sweeper.n_trials="],
+    "runner -m hydra/launcher=r": ["hydra/launcher=ray"],
+    "runner -m hydra.launcher.num_": ["hydra.launcher.num_cpus=", "hydra.launcher.num_gpus="],
+    "runner distributed.ray.placement=STRICT_S": ["distributed.ray.placement=STRICT_SPREAD"],
     "runner -m hydra.sweeper.sampler=ns": [
         *("hydra.sweeper.sampler=nsgaii", "hydra.sweeper.sampler=nsgaiii"),
     ],

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from accel import env
-from accel.errors import ConfigError
+from accel.errors import ConfigError, MissingPackageError
 from runner.build import parts
 from runner.config import processes
 from runner.config.schema import Distributed, Recipe
@@ -102,3 +102,27 @@ def test_an_interface_that_is_not_there_is_refused_before_workers_start(
     processes.check_interface(Distributed())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     processes.check_interface(two)
+
+
+# -- in a Ray cluster ----------------------------------------------------------------------
+
+
+def test_ray_runs_as_many_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "is_available", lambda name: True)
+    assert processes.count(Distributed(kind="ray", num_processes=3)) == 3
+    assert processes.count(Distributed(kind="ray", num_processes=1)) == 1
+    with pytest.raises(ConfigError, match=r"Give distributed\.num_processes=4"):
+        processes.count(Distributed(kind="ray"))
+
+
+def test_ray_is_not_for_the_processes_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "is_available", lambda name: True)
+    with env.patched(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0"):
+        with pytest.raises(ConfigError, match="distributed=ray on processes of a launcher"):
+            processes.count(Distributed(kind="ray", num_processes=2))
+
+
+def test_ray_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "is_available", lambda name: False)
+    with pytest.raises(MissingPackageError, match=r"accel-runner\[ray\]"):
+        processes.count(Distributed(kind="ray", num_processes=3))

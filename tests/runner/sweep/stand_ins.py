@@ -26,6 +26,7 @@ class StandIn:
     orders: list[Order] = field(default_factory=list)
     waiting: list[Event] = field(default_factory=list)
     on_start: Callable[[Order], object] = lambda order: None
+    sent: list[tuple[int, int]] = field(default_factory=list)
     closed: bool = False
 
     def start(self, order: Order) -> None:
@@ -43,6 +44,9 @@ class StandIn:
     def events(self, seconds: float) -> list[Event]:
         found, self.waiting = self.waiting, []
         return found
+
+    def send(self, event: Event, number: int) -> None:
+        self.sent.append((event.number, number))
 
     def close(self) -> None:
         self.closed = True

@@ -74,6 +74,7 @@ def test_a_stop_signal_lets_no_further_job_begin(tmp_path: Path) -> None:
     server = StandIn({0: 75})
     server.on_start = lambda order: os.kill(os.getpid(), signal.SIGTERM)
     assert run_pool(server, tmp_path, range(3)) == {0: 75}
+    assert set(server.sent) == {(0, signal.SIGTERM)}
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

@@ -1,0 +1,171 @@
+"""Jobs of a sweep in a Ray cluster: each is a process under an actor, where Ray finds room.
+
+`Jobs` is to the pool of a sweep what the fork server and this machine are to one here: all that is
+known of journal, locks, stops and retries holds. Free of torch.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import platform
+import signal
+import sys
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from accel import env
+from accel.errors import Problem
+from runner.config import processes, ray_placement, trust
+from runner.config.schema import Recipe
+from runner.exit_codes import REFUSED
+from runner.launch import bootstrap, ray_cluster, remote_process
+from runner.sweep import fork_server
+from runner.sweep.devices import THREADS, Share
+from runner.sweep.fork_server import Event, Order
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+CPUS, GPUS = "CPU", "GPU"
+# Jobs that wait in Ray for room, beyond those that run: what an autoscaler goes by.
+MOST_WAITING = 8
+
+
+def main(order: Mapping[str, Any]) -> None:
+    """Be the process of a job; standard input has its order for a fork server."""
+    pickled = sys.stdin.buffer.read()
+    if not os.path.isdir(order["folder"]):
+        rule = f"the node {platform.node()} has no such folder"
+        print(Problem(order["folder"], rule, ray_cluster.SHARE), file=sys.stderr, flush=True)
+        sys.exit(REFUSED)
+    fork_server.be(pickled, order["parent"])
+
+
+@dataclass
+class _Job:
+    actor: ActorHandle
+    pid: int = 0
+
+
+class Jobs:
+    """Starts jobs in the cluster, and says how many may wait there.
+
+    Args:
+        ray: the module, connected to a cluster.
+        settings: `hydra.launcher`, as `launchers.DEFAULTS` has it.
+    """
+
+    jobs = 0  # at once: as Ray has room
+    has_queue = True
+
+    def __init__(self, ray: ModuleType, settings: Mapping[str, Any]) -> None:
+        self._ray, self._settings = ray, settings
+        self._watch = ray_cluster.Watch(ray)
+        self._jobs: dict[int, _Job] = {}
+        self._signals: deque[tuple[int, int]] = deque()
+        self._short: set[str] = set()  # notes that have been printed
+
+    # -- room ------------------------------------------------------------------------------
+
+    def share_of(self, recipe: Recipe) -> Share | None:
+        """Return what a recipe's job gets; None: enough others wait already."""
+        if sum(not job.pid for job in self._jobs.values()) >= MOST_WAITING:
+            return None
+        number = processes.count(recipe.distributed)
+        threads = recipe.distributed.num_threads or 1
+        wanted: dict[str, float] = {CPUS: number * threads, GPUS: 0}
+        if processes.device(recipe.distributed) != "cpu" and ray_cluster.num_gpus(self._ray):
+            wanted[GPUS] = number
+        if recipe.distributed.kind == ray_placement.KIND:  # they have a placement group
+            wanted = {CPUS: 0, GPUS: 0}
+        for name, given in ((CPUS, "num_cpus"), (GPUS, "num_gpus")):
+            if self._settings[given] is not None:
+                wanted[name] = float(self._settings[given])
+        share = max(1, int(wanted[CPUS] // number))
+        environment = {THREADS: str(share), trust.VARIABLE: env.read(trust.VARIABLE)}
+        resources = {**wanted, **self._settings["resources"]}
+        self._note_shortage(resources)
+        return Share((), share, {**ray_cluster.environment(self._ray), **environment}, resources)
+
+    def _note_shortage(self, resources: Mapping[str, float]) -> None:
+        """Print once what no node has: Ray waits for one that does."""
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        fits = any(all(n.get(k, 0) >= v for k, v in resources.items()) for n in nodes)
+        text = ", ".join(f"{name} {amount:g}" for name, amount in resources.items() if amount)
+        if not fits and text not in self._short:
+            self._short.add(text)
+            line = f"A job wants {text}, and no node of the Ray cluster has as much: it waits."
+            print(line, file=sys.stderr, flush=True)
+
+    def give_back(self, share: Share) -> None:
+        """Do nothing: Ray has its resources back with the end of the actor."""
+
+    # -- processes -------------------------------------------------------------------------
+
+    def start(self, order: Order) -> None:
+        """Have a job started as soon as there is room; an `Event` tells its process id."""
+        resources = dict(order.resources)
+        actor = ray_cluster.host(
+            self._ray,
+            cpus=resources.pop(CPUS),
+            gpus=resources.pop(GPUS),
+            resources=resources,
+            runtime_env=self._settings["runtime_env"],
+        )
+        path = [str(Path(__file__).resolve().parents[2]), os.getcwd()]
+        cwd = ray_cluster.cwd(self._settings["runtime_env"]) or "."
+        pickled = pickle.dumps(replace(order, resources={}, cwd=cwd))
+        sent = {"path": path, "folder": str(order.arguments["folder"])}
+        actor.start.remote(bootstrap.code(__name__), sent, pickled)
+        self._jobs[order.number] = _Job(actor)
+        self._watch.add(order.number, actor)
+
+    def events(self, seconds: float) -> list[Event]:
+        """Return what has happened, after at most so many seconds."""
+        found = self._signalled()
+        for event in self._watch.events(0.0 if found else seconds):
+            number = event.key
+            job = self._jobs.get(number)
+            if job is None:  # its actor was ended before it was placed
+                continue
+            if event.kind == remote_process.STARTED:
+                job.pid = event.value
+                found.append(Event(number, job.pid))
+            elif event.kind == remote_process.OUTPUT:  # before it has a log of its own
+                ray_cluster.show(event.value)
+            elif event.kind == remote_process.ENDED:
+                found.append(self._ended(number, event.value))
+            else:
+                print(f"job {number:04}: Ray has lost it: {event.value}", file=sys.stderr)
+                found.append(self._ended(number, -signal.SIGKILL))
+        return found
+
+    def send(self, event: Event, number: int) -> None:
+        """Send a signal to the job of an event, with the next call of `events`."""
+        self._signals.append((event.number, number))
+
+    def _signalled(self) -> list[Event]:
+        """Pass signals on; a job that has not started yet ends here."""
+        found = []
+        while self._signals:
+            number, name = self._signals.popleft()
+            job = self._jobs.get(number)
+            if job is None:
+                continue
+            if not job.pid:
+                found.append(self._ended(number, -name))
+            elif name == signal.SIGKILL:
+                job.actor.kill.remote()
+            else:
+                job.actor.send.remote(name)
+        return found
+
+    def _ended(self, number: int, status: int) -> Event:
+        job = self._jobs.pop(number)
+        self._ray.kill(job.actor)
+        return Event(number, job.pid, status)

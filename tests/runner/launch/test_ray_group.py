@@ -1,0 +1,145 @@
+"""Workers of one run on two nodes of a real Ray cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import ray_nodes
+from tests.ray_nodes import Cluster
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(ray_nodes.missing()), reason=ray_nodes.missing()),
+]
+
+TWO = (
+    *("distributed=ray", "distributed.num_processes=2", "distributed.ray.placement=STRICT_SPREAD"),
+    *("tracker.log_with=[]", "data.augment=false", "model.width=4"),
+)
+SHORT = ("trainer.max_steps=6", "trainer.log_every=1")
+LONG = ("trainer.epochs=100000", "checkpoint.every_steps=20")
+
+
+def losses(cwd: Path, name: str) -> list[Any]:
+    (path,) = cwd.glob(f"runs/{name}/*/metrics.jsonl")
+    return [json.loads(line).get("loss") for line in path.read_text().splitlines()]
+
+
+def pids(cwd: Path) -> list[int]:
+    """Return the ids of the workers: rank 0's is in the log of the run, the others' in theirs."""
+    found = []
+    for path, mark in (("run.log", r"process (\d+),.*of rank 0"), ("logs/rank_1.log", r"s (\d+),")):
+        for log in cwd.glob(f"runs/*/*/{path}"):
+            found += [int(pid) for pid in re.findall(mark, log.read_text())[-1:]]
+    return found
+
+
+def training(nodes: Cluster, cwd: Path, *more: str) -> subprocess.Popen[str]:
+    """Start a long run; return when it has written a checkpoint."""
+    command = nodes.start(*TWO, *LONG, *more, cwd=cwd)
+    written = "runs/*/*/checkpoints/checkpoint_*"
+    ray_nodes.wait_until(lambda: any(cwd.glob(written)) and len(pids(cwd)) == 2, command)
+    return command
+
+
+def test_two_nodes_train_what_two_processes_here_train(nodes: Cluster, tmp_path: Path) -> None:
+    here = ("distributed=multi_cpu", "distributed.num_processes=2", *TWO[3:])
+    code, output = nodes.run(*here, *SHORT, "name=here", cwd=tmp_path)
+    assert code == 0, output
+    code, output = nodes.run(*TWO, *SHORT, "name=there", cwd=tmp_path)
+    assert code == 0, output
+    assert "2 processes" in output
+    assert output.count("validation  step 6") == 1
+    assert losses(tmp_path, "there") == losses(tmp_path, "here")
+    (log,) = tmp_path.glob("runs/there/*/run.log")
+    assert log.read_text().count("validation  step 6") == 1
+
+
+@pytest.mark.parametrize("strategy", ["fsdp=full_shard", "deepspeed=zero2"])
+def test_a_strategy_composes(nodes: Cluster, tmp_path: Path, strategy: str) -> None:
+    if strategy.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    code, output = nodes.run(*TWO, *SHORT, strategy, cwd=tmp_path)
+    assert code == 0, output
+    assert strategy.partition("=")[0] in output
+
+
+def test_a_stop_signal_saves_and_the_run_goes_on(nodes: Cluster, tmp_path: Path) -> None:
+    command = training(nodes, tmp_path)
+    workers = pids(tmp_path)
+    command.send_signal(signal.SIGTERM)
+    code, output = ray_nodes.ended(command)
+    assert code == 75, output
+    ray_nodes.wait_for_end_of(workers)
+    (summary,) = tmp_path.glob("runs/*/*/summary.json")
+    step = json.loads(summary.read_text())["step"]
+    resume = (f"resume={summary.parent}", f"trainer.stop_after={step + 3}")
+    code, output = nodes.run(*resume, cwd=tmp_path)
+    assert code == 0, output
+    assert json.loads(summary.read_text())["step"] == step + 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_end_of_the_command_ends_the_workers(
+    nodes: Cluster, tmp_path: Path, number: signal.Signals
+) -> None:
+    command = training(nodes, tmp_path)
+    workers = pids(tmp_path)
+    command.send_signal(number)
+    code, output = ray_nodes.ended(command)
+    assert code == (130 if number == signal.SIGINT else -number), output
+    ray_nodes.wait_for_end_of(workers)
+
+
+def test_a_killed_worker_is_named(nodes: Cluster, tmp_path: Path) -> None:
+    command = training(nodes, tmp_path)
+    workers = pids(tmp_path)
+    os.kill(workers[1], signal.SIGKILL)
+    code, output = ray_nodes.ended(command)
+    assert code == 1, output
+    assert "rank 1 failed first: its process was ended by SIGKILL" in output
+    ray_nodes.wait_for_end_of(workers)
+
+
+def test_an_error_is_reported_with_its_rank(nodes: Cluster, tmp_path: Path) -> None:
+    code, output = nodes.run(*TWO, *SHORT, "optimizer.lr=1e30", cwd=tmp_path)
+    assert code == 1, output
+    assert re.search(r"rank [01] failed first: .*(nan|inf|finite)", output), output
+
+
+def test_a_killed_node_is_named(nodes: Cluster, tmp_path: Path) -> None:
+    command = training(nodes, tmp_path)
+    workers = pids(tmp_path)
+    nodes.kill_node()
+    try:
+        code, output = ray_nodes.ended(command)
+        assert code == 1, output
+        assert re.search(r"rank [01] failed first: Ray has lost it: .*", output), output
+        ray_nodes.wait_for_end_of(workers)
+    finally:
+        nodes.add_node()
+
+
+def test_a_run_that_waits_for_room_can_be_ended(nodes: Cluster, tmp_path: Path) -> None:
+    command = nodes.start(*TWO, "distributed.num_processes=9", *SHORT, cwd=tmp_path)
+    assert command.stdout is not None
+    lines = []
+    for line in command.stdout:
+        lines.append(line)
+        if line.startswith("Waiting for room"):
+            break
+    assert "9 processes (CPU 1 each, STRICT_SPREAD)" in lines[-1], lines
+    assert "less than that: CPU 9 of 4" in lines[-1]
+    command.send_signal(signal.SIGTERM)
+    code, output = ray_nodes.ended(command)
+    assert code == 1, output
+    assert "SIGTERM came before its processes were started" in output
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,126 @@
+"""Jobs of a sweep on two nodes of a real Ray cluster."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import ray_nodes
+from tests.ray_nodes import Cluster
+from tests.runner.sweep.kills import killed_sweep
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(ray_nodes.missing()), reason=ray_nodes.missing()),
+]
+
+# Two CPUs each: a job on each of the two nodes.
+ONE_PER_NODE = ("-m", "hydra/launcher=ray", "hydra.launcher.num_cpus=2")
+QUICK = (
+    *("tracker.log_with=[]", "data.augment=false", "model.width=4", "trainer.epochs=null"),
+    *("trainer.log_every=5", "checkpoint.every_steps=5"),
+)
+
+
+def records(cwd: Path) -> list[dict[str, Any]]:
+    (journal,) = cwd.glob("runs/*/sweep-*/journal.jsonl")
+    return [json.loads(line) for line in journal.read_text().splitlines()]
+
+
+def most_at_once(cwd: Path) -> int:
+    running, most = 0, 0
+    for record in sorted(records(cwd), key=lambda record: record["time"]):
+        running += 1 if record["event"] == "started" else -1
+        most = max(most, running)
+    return most
+
+
+def statuses(cwd: Path) -> list[str]:
+    newest = {one["job"]: one["status"] for one in records(cwd) if one["event"] == "ended"}
+    return [newest[job] for job in sorted(newest)]
+
+
+def test_jobs_run_on_both_nodes_and_a_failed_one_stops_no_other(
+    nodes: Cluster, tmp_path: Path
+) -> None:
+    line = (*ONE_PER_NODE, "optimizer.lr=1e-3,1e30,1e-2,3e-3", "trainer.max_steps=40", *QUICK)
+    code, output = nodes.run(*line, cwd=tmp_path)
+    assert code == 1, output
+    assert statuses(tmp_path) == ["finished", "failed", "finished", "finished"]
+    assert most_at_once(tmp_path) == 2
+    assert "1 of 4 jobs failed: 0001" in output
+    (log,) = tmp_path.glob("runs/*/sweep-*/0001/logs/console.log")
+    assert "finite" in log.read_text()
+
+
+def test_a_killed_node_fails_its_job_alone_and_the_same_command_goes_on(
+    nodes: Cluster, tmp_path: Path
+) -> None:
+    line = (*ONE_PER_NODE, "seed=0,1,2", "trainer.max_steps=200", *QUICK)
+    command = nodes.start(*line, cwd=tmp_path)
+    pattern = "runs/*/sweep-*/*/checkpoints/checkpoint_*"
+    ray_nodes.wait_until(
+        lambda: len({path.parts[-3] for path in tmp_path.glob(pattern)}) == 2, command
+    )
+    nodes.kill_node()
+    try:
+        code, output = ray_nodes.ended(command)
+        assert code == 1, output
+        assert "Ray has lost it" in output
+        assert sorted(statuses(tmp_path)) == ["failed", "finished", "finished"]
+        code, output = nodes.run(*line, cwd=tmp_path)
+        assert code == 0, output
+        assert statuses(tmp_path) == ["finished"] * 3
+    finally:
+        nodes.add_node()
+
+
+def test_a_command_that_is_killed_leaves_no_job_and_goes_on(
+    nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+    line = (*ONE_PER_NODE[1:], "seed=0,1,2", "trainer.max_steps=120", *QUICK)
+    ended = killed_sweep(line, tmp_path, kills=2, longest=3.0)
+    ended.require_complete(3)
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_stop_ends_the_jobs(
+    nodes: Cluster, tmp_path: Path, number: signal.Signals, expected: int
+) -> None:
+    line = (*ONE_PER_NODE, "seed=0,1,2", "trainer.max_steps=1000000", *QUICK)
+    command = nodes.start(*line, cwd=tmp_path)
+    pattern = "runs/*/sweep-*/*/checkpoints/checkpoint_*"
+    ray_nodes.wait_until(
+        lambda: len({path.parts[-3] for path in tmp_path.glob(pattern)}) == 2, command
+    )
+    started = [record["pid"] for record in records(tmp_path)]
+    command.send_signal(number)
+    code, output = ray_nodes.ended(command)
+    assert code == expected, output
+    ray_nodes.wait_for_end_of(started)
+    status = "stopped" if number == signal.SIGTERM else "interrupted"
+    assert statuses(tmp_path) == [status] * 2  # the third never began
+
+
+def test_optuna_searches_with_jobs_in_the_cluster(nodes: Cluster, tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    search = ("hydra/sweeper=optuna", "optimizer.lr=interval(1e-4,1e-2)")
+    budget = ("hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2", "trainer.max_steps=10")
+    code, output = nodes.run(*ONE_PER_NODE, *search, *budget, *QUICK, cwd=tmp_path)
+    assert code == 0, output
+    assert statuses(tmp_path) == ["finished"] * 4
+    assert output.count("trial ") >= 4
+
+
+def test_jobs_of_several_processes_have_placement_groups(nodes: Cluster, tmp_path: Path) -> None:
+    where = ("distributed=ray", "distributed.num_processes=2", "distributed.ray.placement=SPREAD")
+    line = ("-m", "hydra/launcher=ray", "seed=0,1", *where, "trainer.max_steps=10", *QUICK)
+    code, output = nodes.run(*line, cwd=tmp_path)
+    assert code == 0, output
+    assert statuses(tmp_path) == ["finished"] * 2
+    assert len(list(tmp_path.glob("runs/*/sweep-*/*/logs/rank_1.log"))) == 2
