@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import importlib.util
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,15 +28,30 @@ def public_names(package: str) -> Mapping[str, str]:
 
 
 def attribute(package: str, name: str) -> object:
-    """Return a public name of a package and keep it there; `AttributeError` if it has none such."""
+    """Return a public name or a public module of a package; `AttributeError` if it has none such.
+
+    A name is kept in the package. Modules are imported at their first use, too: a script that says
+    ``import accel`` and then ``accel.utils.set_seed(0)`` has imported no module of that package.
+    """
     modules = public_names(package)
     if name == "__all__":
         return list(modules)
+    if name not in modules and _is_module(package, name):
+        return importlib.import_module(f"{package}.{name}")
     if name not in modules:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(modules[name]), name)
     setattr(sys.modules[package], name, value)
     return value
+
+
+def _is_module(package: str, name: str) -> bool:
+    is_package = hasattr(sys.modules[package], "__path__")
+    return (
+        is_package
+        and not name.startswith("_")
+        and importlib.util.find_spec(f"{package}.{name}") is not None
+    )
 
 
 def names(package: str) -> list[str]:

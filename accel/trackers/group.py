@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from accel.errors import ConfigError, Problem, StateError, nearest
 from accel.logging import get_logger
 from accel.trackers.base import GeneralTracker
+from accel.trackers.table import REGISTERED, TRACKERS
 
 if TYPE_CHECKING:
     from accel.trackers.table import Choice
@@ -62,14 +63,17 @@ class TrackerGroup:
             project_name: name of the run or project, as the tracker takes it.
             config: hyper-parameters; may be nested.
             init_kwargs: arguments of each tracker by its name, e.g.
-                ``{"tensorboard": {"flush_secs": 10}}``.
+                ``{"tensorboard": {"flush_secs": 10}}``. Those of a tracker that `log_with` does
+                not choose take no effect.
 
         Raises:
-            ConfigError: if `init_kwargs` names no tracker of this run, or an argument that it
+            ConfigError: if `init_kwargs` has a name that no tracker has, or an argument that it
                 does not take.
         """
         arguments = init_kwargs or {}
-        unknown = [self._unknown(f"init_kwargs[{name!r}]", name) for name in arguments]
+        # Scripts give arguments of a tracker that this run does not choose: they take no effect.
+        others = [name for name in arguments if name not in TRACKERS and name not in REGISTERED]
+        unknown = [self._unknown(f"init_kwargs[{name!r}]", name) for name in others]
         ConfigError.raise_if([problem for problem in unknown if problem is not None])
         self.finish()
         self._opening, self._is_used = Opening(project_name, config, arguments), False

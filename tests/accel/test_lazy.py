@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -49,3 +50,16 @@ def test_a_name_that_is_not_there_is_an_attribute_error(
 ) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
         attribute(package.__name__, name)
+
+
+@pytest.mark.parametrize("module", ["utils", "utils.dataclasses", "tracking", "state", "hooks"])
+def test_a_documented_module_is_there_after_the_import_of_its_package(module: str) -> None:
+    # In a process of its own: here, another test has imported the module by its path already.
+    code = f"import accel, sys; assert accel.{module} is sys.modules['accel.{module}']"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", ["_lazy_", "unknown", "__wrapped__"])
+def test_a_package_has_no_other_modules(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"module 'accel' has no attribute '{name}'"):
+        attribute("accel", name)

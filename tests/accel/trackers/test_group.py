@@ -95,6 +95,18 @@ def test_a_tracker_is_found_by_its_name_alone() -> None:
         accelerator.init_trackers("run", init_kwargs={"memry": {}})
 
 
+@pytest.mark.parametrize("log_with", [None, "csv"])
+def test_arguments_of_a_tracker_that_is_not_chosen_take_no_effect(
+    log_with: str | None, tmp_path: Path
+) -> None:
+    accelerator = Accelerator(cpu=True, log_with=log_with, project_dir=tmp_path)
+    accelerator.init_trackers("run", init_kwargs={"wandb": {"entity": "team"}})
+    assert [tracker.name for tracker in accelerator.trackers] == ([log_with] if log_with else [])
+    with pytest.raises(ConfigError, match=r"'wandbb'.*no such tracker is used"):
+        accelerator.init_trackers("run", init_kwargs={"wandbb": {"entity": "team"}})
+    accelerator.end_training()
+
+
 def test_an_argument_that_a_tracker_does_not_take_is_told_with_its_place(tmp_path: Path) -> None:
     for name, typo in (("csv", "purge"), ("tensorboard", "flush_sec")):
         accelerator = Accelerator(cpu=True, log_with=name, project_dir=tmp_path)
