@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accel import env
@@ -88,3 +89,22 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         logger.setLevel(level.upper())
         logger.root.setLevel(level.upper())
     return MultiProcessAdapter(logger)
+
+
+@contextmanager
+def silenced(names: Collection[str], level: int) -> Iterator[None]:
+    """Within the context, have some loggers of libraries log nothing below a level.
+
+    Args:
+        names: of the loggers.
+        level: the least level that they log.
+    """
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for found in loggers:
+        found.setLevel(level)
+    try:
+        yield
+    finally:
+        for found, own in zip(loggers, before, strict=True):
+            found.setLevel(own)

@@ -19,6 +19,7 @@ from accel.large.tensors import (
     TiedParams,
     as_device,
     held_in,
+    mark_offloaded,
     named_module_tensors,
     set_module_tensor_to_device,
 )
@@ -84,6 +85,8 @@ class AlignDevicesHook(ModelHook):
         self._guard: RemovableHandle | None = None
         # Of tied weights, by name: a list that all their hooks have, of the one that is restored.
         self.restored: Mapping[str, list[torch.Tensor]] = {}
+        # Other names of an offloaded weight in the module, by the one that is loaded.
+        self.aliases: Mapping[str, list[str]] = {}
         self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
 
     def __repr__(self) -> str:
@@ -126,6 +129,7 @@ class AlignDevicesHook(ModelHook):
         self.original_devices = {name: tensor.device for name, tensor in self._all(module)}
         device = self.execution_device
         leaving = self.offloaded(module) if self.offload else []
+        self.aliases = _aliases(module, leaving, self.place_submodules)
         if self.offload and self.weights_map is None:
             held = dict(self._all(module))
             self.weights_map = {name: held[name].detach().to("cpu") for name in leaving}
@@ -143,6 +147,16 @@ class AlignDevicesHook(ModelHook):
     def _to_meta(self, module: nn.Module, names: Iterable[str]) -> None:
         for name in names:
             set_module_tensor_to_device(module, name, "meta", clear_cache=False)
+            held, key = held_in(module, name)
+            mark_offloaded(held[key])
+        self._tie(module)
+
+    def _tie(self, module: nn.Module) -> None:
+        """Give each weight under its other names in the module, too: it is loaded once."""
+        for name, others in self.aliases.items():
+            held, key = held_in(module, name)
+            for owner, alias in (held_in(module, other) for other in others):
+                owner[alias] = held[key]
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         """Load offloaded weights, and move the arguments to the device of the forward pass.
@@ -176,6 +190,7 @@ class AlignDevicesHook(ModelHook):
             loaded = held[key]
             if loaded is not None and loaded.requires_grad:
                 loaded.register_hook(_refuse_gradient)
+        self._tie(module)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Offload the weights again, and move the output to the device of the inputs.
@@ -219,6 +234,7 @@ class AlignDevicesHook(ModelHook):
                 device = self.original_devices.get(name, torch.device("cpu"))
                 if device.type != "meta":
                     self._restore(module, name, device, self.weights_map)
+            self._tie(module)
         return module
 
     def _restore(
@@ -232,6 +248,27 @@ class AlignDevicesHook(ModelHook):
         else:
             self._place(module, name, device, weights[name])
             tied.append(held[key])
+
+
+def _aliases(module: nn.Module, names: Iterable[str], recurse: bool) -> dict[str, list[str]]:
+    """Return the other names that some tensors have in a module, by the one in `names`."""
+    held = {id(tensor): name for name, tensor in _held(module, names)}
+    every = [
+        *module.named_parameters(recurse=recurse, remove_duplicate=False),
+        *module.named_buffers(recurse=recurse, remove_duplicate=False),
+    ]
+    found: dict[str, list[str]] = {}
+    for name, tensor in every:
+        first = held.get(id(tensor), name)
+        if first != name:
+            found.setdefault(first, []).append(name)
+    return found
+
+
+def _held(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in names:
+        held, key = held_in(module, name)
+        yield name, held[key]
 
 
 def _refuse_to_load(

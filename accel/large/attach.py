@@ -15,6 +15,8 @@ from accel.large.read_ahead import Block, ReadAhead
 from accel.large.tensors import Device, TiedParams, find_tied_parameters, held_in
 
 Keys = str | Iterable[str] | None
+# Modules of torch that use the weights of a submodule without calling it.
+_DIRECT = (nn.MultiheadAttention,)
 
 
 def attach_execution_device_hook(
@@ -181,7 +183,7 @@ class _Attacher:
 
         `others`: full names of blocks within that have a place of their own.
         """
-        whole = offload and type(module).__name__ in self.preload
+        whole = offload and (type(module).__name__ in self.preload or isinstance(module, _DIRECT))
         whole = whole and next(module.children(), None) is not None
         if whole or _has_own_tensors(module):
             self._layer(module, name, device, offload, whole)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 
 import torch
 
 from accel.errors import ConfigError, Problem, text_of
+from accel.logging import silenced
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 Batched = tuple[bool, ...]
 _MAX_OTHERS = 3  # inputs that may be batches or not, of which every choice is tried
+_CHATTY = ("torch._subclasses.fake_tensor",)  # it logs the traceback of an error that it raises
 _REMEDY = "Give an example whose number of samples is no other size of inputs and outputs."
 
 
@@ -44,10 +47,10 @@ class BatchOutputs:
         self._known: dict[tuple[int, ...], Batched] = {}
         self._reason = "it was not tried"
         for grown in self._choices() if any(self._alike) else ():
+            larger = [torch.cat([x, x]) if at in grown else x for at, x in enumerate(inputs)]
             try:
-                twice = run(
-                    [torch.cat([x, x]) if at in grown else x for at, x in enumerate(inputs)]
-                )
+                with silenced(_CHATTY, logging.CRITICAL):  # some of these inputs cannot go together
+                    twice = run(larger)
             except Exception as error:  # of the model's own kind: it takes no such batch
                 self._reason = text_of(error).partition("\n")[0]
                 continue

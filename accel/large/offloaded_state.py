@@ -113,8 +113,9 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
         start = f"{path}." if path else ""
         for hook in align_hooks(module):
             for name in hook.offloaded(module):
-                if f"{start}{name}" in state:
-                    state[f"{start}{name}"] = hook.weight(name)
+                for known in (name, *hook.aliases.get(name, ())):
+                    if f"{start}{known}" in state:
+                        state[f"{start}{known}"] = hook.weight(name)
     lacking = [name for name, value in state.items() if getattr(value, "is_meta", False)]
     if lacking:
         raise StateError(

@@ -9,10 +9,9 @@ Source: https://docs.pytorch.org/ao/stable/api_reference/api_ref_float8.html
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,7 +21,7 @@ from accel.config.fp8 import AORecipeKwargs
 from accel.config.handlers import AutocastKwargs
 from accel.errors import ConfigError
 from accel.imports import require
-from accel.logging import get_logger
+from accel.logging import get_logger, silenced
 from accel.precision.amp import AmpPrecision
 from accel.precision.base import Precision
 from accel.precision.fp8_filters import choose_layers
@@ -35,22 +34,9 @@ CHATTY = ("torchao", "torch.utils._pytree")
 HARDWARE = (8, 9)  # compute capability from which GPUs multiply fp8
 
 
-@contextlib.contextmanager
-def _silenced(names: Collection[str]) -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.level for logger in loggers]
-    for found in loggers:
-        found.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for found, level in zip(loggers, before, strict=True):
-            found.setLevel(level)
-
-
 def import_torchao(module: str = "torchao.float8", purpose: str = "fp8 with torchao") -> Any:
     """Import and return a module of torchao, without its messages; `purpose`: what it is for."""
-    with _silenced(CHATTY):
+    with silenced(CHATTY, logging.ERROR):
         return require(module, purpose, extra="fp8")
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from accel.errors import StateError
 from accel.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from accel.utils.modeling import get_state_dict_offloaded_model
 from tests.accel.large.models import Block, inputs, net, on_meta
 
 PARAMETERS = {"scale", "norm.weight", "norm.bias", "linear.weight", "linear.bias"}
@@ -154,3 +155,47 @@ def test_a_hook_shows_its_options() -> None:
     assert "execution_device=cpu, offload=True" in repr(hook)
     with pytest.raises(StateError, match="not attached"):
         hook.weight("x")
+
+
+# -- one weight under several names --------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """A module that has one weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.rand(4, 4))
+        self.second = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.second is self.first
+        return x @ self.first @ self.second
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_weight_is_loaded_under_all_its_names(loaded: bool) -> None:
+    plain = Twice()
+    with torch.device("meta"):
+        module = copy.deepcopy(plain) if loaded else Twice()
+    weights = {"first": plain.first.detach()}
+    add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, weights_map=weights))
+    for _ in range(2):
+        assert module.second.is_meta
+        assert torch.equal(module(inputs()), plain(inputs()))
+    state = get_state_dict_offloaded_model(module)
+    assert torch.equal(state["first"], plain.first)
+    assert torch.equal(state["second"], plain.first)
+    remove_hook_from_module(module)
+    assert module.second is module.first
+    assert module.first.is_meta is not loaded
+
+
+def test_buffers_have_several_names_too() -> None:
+    plain = nn.Module()
+    plain.register_buffer("first", torch.rand(4))
+    plain.register_buffer("second", plain.get_buffer("first"))
+    module = copy.deepcopy(plain)
+    add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, offload_buffers=True))
+    module.get_submodule("")._hf_hook.pre_forward(module)  # type: ignore[operator, union-attr]
+    assert torch.equal(module.get_buffer("second"), plain.get_buffer("first"))

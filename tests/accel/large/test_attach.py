@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from accel.errors import StateError
 from accel.hooks import (
     AlignDevicesHook,
     attach_align_device_hook,
@@ -108,6 +110,34 @@ def test_skipped_keys_stay() -> None:
     model = Keyword()
     attach_align_device_hook(model, "meta", skip_keys=["y"])
     assert not model(inputs(), y=inputs())["y"].is_meta
+
+
+def test_attention_of_torch_loads_all_weights_within() -> None:
+    torch.manual_seed(0)
+    tokens = torch.rand(2, 3, 4)
+    for bias in (True, False):
+        plain = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True, bias=bias)
+        for evaluated in (False, True):
+            plain.train(not evaluated)
+            model = copy.deepcopy(plain)
+            attach_align_device_hook(model, "cpu", offload=True)
+            with torch.set_grad_enabled(not evaluated):
+                assert torch.allclose(model(tokens), plain(tokens), atol=1e-6)
+            assert on_meta(model) == {name for name, _ in plain.named_parameters()}
+
+
+def test_an_offloaded_weight_used_by_another_module_is_refused() -> None:
+    model = Direct()
+    attach_align_device_hook(model, "cpu", offload=True)
+    with pytest.raises(StateError, match=r"offloaded weight \[4, 4\] .* preload_module_classes"):
+        model(inputs())
+    assert model.inner(inputs()).shape == (2, 4)
+    # What needs no values is allowed.
+    weight = model.inner.weight
+    assert torch.empty_like(weight, device="cpu").shape == (4, 4)
+    assert (weight.detach() + weight).is_meta
+    assert inputs().copy_(torch.zeros_like(weight, device="cpu")[:2]).sum() == 0
+    assert copy.deepcopy(model).inner.weight.is_meta
 
 
 def test_a_class_loads_all_weights_within() -> None:

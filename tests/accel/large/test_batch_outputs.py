@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from accel.errors import ConfigError
 from accel.large.batch_outputs import BatchOutputs
@@ -41,6 +42,19 @@ def test_only_all_or_the_first_of_many_inputs_are_tried() -> None:
     many = told([X, *[PAIR] * 4], lambda t: [t[0]])
     assert many.problems((0,)) == many.problems((0, 1, 2, 3, 4)) == []
     assert "an output [2, 3]" in str(many.problems((0, 2))[0])
+
+
+def test_inputs_that_cannot_grow_alone_are_tried_in_silence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def run(tensors: Tensors) -> Tensors:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return [tensors[0] * tensors[1].reshape(-1, 1)]
+
+    found = told([X, PAIR], run)
+    assert found.problems((0, 1)) == []
+    assert found.problems((0,))
+    assert caplog.messages == []
 
 
 def test_a_model_that_takes_one_size_alone_cannot_be_told() -> None:
