@@ -9,13 +9,10 @@ import contextlib
 import re
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from accel.errors import ConfigError, Problem, Problems
 from runner.config.durations import parse_duration
-
-if TYPE_CHECKING:
-    from runner.config.schema import Distributed
 
 KIND = "multi_node"
 DEFAULT_PORT = 29400
@@ -26,6 +23,17 @@ _OF_NODES = {
     **{"nnodes": 1, "rdzv_endpoint": None, "rdzv_id": "", "node_rank": None},
     **{"is_host": None, "local_addr": None},
 }
+
+
+class Distributed(Protocol):
+    """The keys of `runner.config.schema.Distributed` that are read here."""
+
+    kind: Any
+    max_restarts: int
+    nnodes: Any
+    rdzv_endpoint: str | None
+    node_rank: int | None
+    is_host: bool | None
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ class Started:
         wait_until(lambda: not self._left(), GONE_SECONDS)
         seconds = time.monotonic() - struck
         left = tuple(f"{pid} {command(pid)}" for pid in self._left())
-        codes = tuple(one.poll() for one in self.commands)
+        codes = tuple(map(_code, self.commands))
         return Result(codes, seconds, left, self.output())
 
     def _targets(self) -> list[tuple[int, signal.Signals]]:
@@ -210,6 +210,12 @@ class Started:
                 os.kill(pid, signal.SIGKILL)
         for one in self.commands:
             one.wait(30)
+
+
+def _code(process: subprocess.Popen[bytes]) -> int | None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(5.0)
+    return None
 
 
 def run(cell: Cell, folder: Path) -> Result:

@@ -11,7 +11,7 @@ import pytest
 from accel import env
 from accel.imports import load_attribute
 from runner.config.schema import Distributed, Recipe
-from runner.launch import launcher, worker
+from runner.launch import attempt, attempts, launcher, worker
 from runner.run_dir.job import Job
 
 ALONE = {"RANK": None, "WORLD_SIZE": None, "SLURM_STEP_NUM_TASKS": None, "OMP_NUM_THREADS": None}
@@ -36,7 +36,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return what `launch` decided to do."""
     calls: list[Any] = []
     monkeypatch.setattr(launcher, "run_here", lambda *args: calls.append(("here", *args)) or 0)
-    monkeypatch.setattr(launcher, "run_group", lambda *args: calls.append(("group", *args)) or 0)
+    monkeypatch.setattr(attempts, "train", lambda *args: calls.append(("group", *args)) or 0)
     return calls
 
 
@@ -47,6 +47,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         (Distributed(), True, "group"),
         (Distributed(kind="multi_cpu", num_processes=1), False, "here"),
         (Distributed(kind="multi_cpu"), False, "group"),
+        (Distributed(kind="multi_cpu", num_processes=1, max_restarts=1), False, "group"),
     ],
 )
 def test_one_process_stays_here(
@@ -56,14 +57,14 @@ def test_one_process_stays_here(
         code = launcher.launch(Job(tmp_path), Recipe(distributed=distributed), fresh=fresh)
     assert code == 0
     assert [call[0] for call in chosen] == [where]
-    assert (tmp_path / "threads.json").exists()
+    assert (tmp_path / "threads.json").exists() == (where == "here")  # else with each attempt
 
 
 # -- inside a process ----------------------------------------------------------------------
 
 
 def test_a_target_is_named_by_module_and_function() -> None:
-    assert load_attribute(launcher.TRAIN) is worker.run
+    assert load_attribute(attempt.TRAIN) is worker.run
 
 
 def test_handlers_are_set_for_the_run_alone(

@@ -1,0 +1,68 @@
+"""Which node is the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from accel import env
+from accel.errors import ConfigError
+from runner.config import nodes
+from runner.config.schema import Distributed
+from runner.launch import messages, rendezvous
+from tests.helpers import free_port
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    """Close the sockets that a process keeps to its end."""
+    yield
+    while rendezvous._LISTENING:
+        rendezvous._LISTENING.popitem()[1].close()
+
+
+def several(**fields: Any) -> Distributed:
+    given = {"rdzv_endpoint": f"127.0.0.1:{free_port()}", **fields}
+    return Distributed(kind="multi_node", device="cpu", **given)
+
+
+def test_the_node_with_the_address_is_the_first() -> None:
+    distributed = several()
+    assert not rendezvous.is_member(distributed)
+    assert not rendezvous.is_member(distributed)  # it listens already
+    assert rendezvous.listener(distributed).getsockname()[0] == "127.0.0.1"
+    assert rendezvous.is_member(several(rdzv_endpoint="192.0.2.1:29400"))
+
+
+def test_a_second_command_on_the_same_machine_is_another_node() -> None:
+    distributed = several()
+    endpoint = nodes.endpoint(distributed)
+    assert endpoint is not None
+    with messages.listen(endpoint):
+        assert rendezvous.is_member(distributed)
+        with pytest.raises(ConfigError, match=r"another command listens there"):
+            rendezvous.listener(distributed)
+        first = several(rdzv_endpoint=str(endpoint), is_host=True)
+        with pytest.raises(ConfigError, match=r"listens there, and that failed \(Address already"):
+            rendezvous.is_member(first)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"node_rank": 0}, False),
+        ({"node_rank": 1}, True),
+        ({"is_host": False}, True),
+        ({"is_host": True}, False),
+    ],
+)
+def test_a_node_may_be_told_its_place(fields: dict[str, Any], expected: bool) -> None:
+    assert rendezvous.is_member(several(**fields)) == expected
+
+
+def test_processes_of_a_launcher_do_not_rendezvous_here() -> None:
+    with env.patched(RANK=0, WORLD_SIZE=2, LOCAL_RANK=0):
+        assert not rendezvous.spans_nodes(several())
+    assert not rendezvous.spans_nodes(Distributed(kind="multi_cpu"))
