@@ -30,6 +30,7 @@ STYLES = {
     records.STOPPED: "yellow",
     records.FAILED: "bold red",
     records.CUT_OFF: "magenta",
+    records.SUBMITTED: "cyan",
     records.PRUNED: "dim",
     records.BROKEN: "red",
 }

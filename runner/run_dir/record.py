@@ -21,15 +21,17 @@ import yaml  # type: ignore[import-untyped]
 
 from accel.checkpoint import directory as checkpoints
 from runner.exit_codes import CLEAN, INTERRUPTED
-from runner.run_dir import atomic_update, lock
+from runner.run_dir import atomic_update, lock, slurm_job
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import ENVIRONMENT, JOB, RECIPE
 from runner.run_dir.json_files import METRICS, SUMMARY, Fields, JsonObject
 
 RUNNING, FINISHED, STOPPED = "running", "finished", "stopped"
 FAILED, CUT_OFF, PRUNED, BROKEN = "failed", "interrupted", "pruned", "broken"
-STATUSES = (RUNNING, FINISHED, STOPPED, FAILED, CUT_OFF, PRUNED, BROKEN)
+SUBMITTED = "submitted"  # to Slurm, and not begun
+STATUSES = (RUNNING, SUBMITTED, FINISHED, STOPPED, FAILED, CUT_OFF, PRUNED, BROKEN)
 BEST = "best.json"
+RUN_LOG = "run.log"
 TAIL_BYTES = 8192
 MISSING = object()
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -188,7 +190,12 @@ class RunRecord:
             return CUT_OFF if self.failure.get("code") == INTERRUPTED else FAILED
         if ended is not None:
             return STOPPED
-        return CUT_OFF
+        return CUT_OFF if self._is_begun else SUBMITTED
+
+    @property
+    def _is_begun(self) -> bool:
+        """Whether a process has begun to train it; where it was not submitted, one has."""
+        return not slurm_job.read(self.path) or (self.path / RUN_LOG).exists()
 
     @property
     def _ended(self) -> float | None:
@@ -208,6 +215,8 @@ class RunRecord:
             return str(self.holder)
         if self.status == BROKEN:
             return "; ".join(dict.fromkeys(self.problems))
+        if self.status == SUBMITTED:
+            return f"Slurm's job {slurm_job.read(self.path).get('job')} has not begun"
         if self.status == FAILED:
             return str(self.failure.get("message") or "")
         if self.status == CUT_OFF:

@@ -105,6 +105,7 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
     with contextlib.ExitStack() as stack:
         server = _Server(stack)
         known = _known(request, check, server)
+        jobs.require_cluster(known.choice)
         sweep = known.sweep
         states = {} if sweep is None else sweep.journal.states()
         numbers = _pending(sweep, known, states)

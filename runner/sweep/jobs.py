@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from accel.errors import ConfigError, Problem, Problems, nearest
 from runner.compose import composition, diagnose, hydra_setup, launchers, sweepers
 from runner.config import foreign_names
 from runner.sweep import directory, settings
-from runner.sweep.plugins import LOCAL
+from runner.sweep.plugins import LOCAL, SLURM
 from runner.sweep.settings import Settings
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 BASIC = "basic"
 # Launchers that the runner's jobs are tested under; basic stands for our own, on this machine.
-LAUNCHERS = (BASIC, "joblib", "submitit_local", "submitit_slurm", launchers.RAY)
+LAUNCHERS = (BASIC, "joblib", "submitit_local", SLURM, launchers.RAY)
 KINDS = ("launcher", "sweeper")
 HYDRA_NODES = tuple(f"hydra.{kind}" for kind in KINDS)
 
@@ -91,6 +92,13 @@ def _launcher_settings(overrides: Sequence[str], config_name: str) -> dict[str, 
         return hydra_setup.plugin_settings("launcher", overrides, config_name)
     except diagnose.MISTAKES as error:
         raise ConfigError(*diagnose.translate(error, config_name)) from error
+
+
+def require_cluster(choice: Choice) -> None:
+    """Raise a ConfigError if the launcher hands jobs to a Slurm that is not there."""
+    if choice.launcher == SLURM and shutil.which("sbatch") is None:
+        value, rule = f"hydra/launcher={SLURM}", "there is no sbatch on this machine"
+        raise ConfigError.of(value, rule, "Give the command on a node of the cluster.")
 
 
 def _not_of_sweeps(overrides: Sequence[str]) -> list[Problem]:

@@ -43,6 +43,11 @@ LINES = {
     "runner -m hydra.sweeper.sampler=ns": [
         *("hydra.sweeper.sampler=nsgaii", "hydra.sweeper.sampler=nsgaiii"),
     ],
+    "runner sub": ["submit", "submit.", "submit="],
+    "runner submit submit.gp": ["submit.gpus_per_node="],
+    "runner submit --dry": ["--dry-run"],
+    "runner submit submit=": ["submit=default"],
+    "runner submit optimizer.lr": ["optimizer.lr="],
     "runner model=byte_gpt model.num": ["model.num_heads=", "model.num_layers="],
     "runner model.name=c": ["model.name=cnn"],
     "runner optimizer=sgd optimizer.mom": ["optimizer.momentum="],

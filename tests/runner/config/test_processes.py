@@ -104,6 +104,19 @@ def test_an_interface_that_is_not_there_is_refused_before_workers_start(
     processes.check_interface(two)
 
 
+def test_a_recipe_is_checked_for_another_machine() -> None:
+    distributed = Distributed(kind="multi_gpu", num_processes=8)
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4}
+    with processes.accelerators_expected(4):
+        assert processes.num_accelerators() == 4
+        with pytest.raises(ConfigError, match="this machine has 4"):
+            processes.count(distributed)
+        with env.patched(**place):  # two nodes
+            assert processes.count(distributed) == 8
+    with processes.accelerators_expected(0), pytest.raises(ConfigError, match="finds no GPU"):
+        processes.count(distributed)
+
+
 # -- in a Ray cluster ----------------------------------------------------------------------
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from accel.errors import ConfigError
 from runner import cli
 from runner.config.schema import Recipe
-from runner.launch import launcher
+from runner.launch import launcher, start_run
 from runner.run_dir import atomic_update, lock
 from runner.run_dir.job import Job
 from runner.run_dir.outcomes import Outcome
@@ -321,3 +322,40 @@ def test_a_run_stays_where_it_is(
     run_dir = one_run(tmp_path, monkeypatch)
     assert cli.main([f"resume={run_dir}", "run_dir=elsewhere"]) == 2
     assert "Leave run_dir out." in capsys.readouterr().err
+
+
+# -- a job that is frozen, and started elsewhere -------------------------------------------
+
+
+def frozen(recipe: Recipe, on_frozen: Callable[[Path, Recipe], object]) -> None:
+    start_run.freeze(recipe, ["seed=3"], "config", on_frozen=on_frozen)
+
+
+def test_a_frozen_job_is_trained_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Path] = []
+
+    def on_frozen(run_dir: Path, recipe: Recipe) -> None:
+        assert lock.holder(run_dir) is not None
+        found.append(run_dir)
+
+    frozen(Recipe(name="mine", seed=3), on_frozen)
+    (run_dir,) = found
+    assert run_dirs(tmp_path) == [run_dir]
+    assert lock.holder(run_dir) is None
+    job, recipe = Job.load(run_dir)
+    assert (job.overrides, recipe.seed) == (("seed=3",), 3)
+    launched(monkeypatch, lambda job: 0)
+    assert start_run.continue_in(run_dir, recipe, job.overrides, "config") == 0
+    assert not list(run_dir.glob("logs/attempt_*"))
+    assert not list(run_dir.glob("config.0*"))
+
+
+def test_nothing_is_left_of_a_job_that_nobody_takes(tmp_path: Path) -> None:
+    def refuse(run_dir: Path, recipe: Recipe) -> None:
+        raise ConfigError.of("there", "is no room", "Wait.")
+
+    with pytest.raises(ConfigError, match="no room"):
+        frozen(Recipe(name="mine"), refuse)
+    with pytest.raises(ConfigError, match="no room"):
+        frozen(Recipe(run_dir="chosen"), refuse)
+    assert list(tmp_path.iterdir()) == []

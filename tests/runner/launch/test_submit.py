@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.cli import dispatch
+from runner.run_dir.record import RunRecord
 from tests.runner.slurm_runs import (
     LONG,
     ONE_EACH,
@@ -70,6 +71,8 @@ def test_a_job_is_frozen_and_a_second_one_of_its_run_refused(
     assert f"run:    {run_dir}" in shown
     assert f"scancel {job_id}" in shown
     assert (run_dir / "config.yaml").exists()
+    assert RunRecord(run_dir).status == "submitted"
+    assert RunRecord(run_dir).reason == f"Slurm's job {job_id} has not begun"
     assert dispatch.run(["submit", "resume=there", "trainer.max_steps=3"]) == 2
     assert f"job {job_id} trains it (state PENDING)" in capsys.readouterr().err
     here.ask("scancel", job_id)

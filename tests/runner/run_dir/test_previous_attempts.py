@@ -24,3 +24,15 @@ def test_files_are_moved_and_logs_stay(tmp_path: Path) -> None:
 def test_where_nothing_is_left_nothing_is_made(tmp_path: Path) -> None:
     previous_attempts.set_aside(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_job_that_was_frozen_and_never_started_stays(tmp_path: Path) -> None:
+    frozen = ["config.yaml", "environment.json", "job.json", "overrides.yaml"]
+    for name in (*frozen, "slurm.json", "submit.sh"):
+        (tmp_path / name).touch()
+    previous_attempts.set_aside(tmp_path)
+    assert not (tmp_path / "logs").exists()
+    (tmp_path / "metrics.jsonl").touch()
+    previous_attempts.set_aside(tmp_path)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["logs", "slurm.json", "submit.sh"]
