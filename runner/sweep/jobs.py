@@ -93,6 +93,18 @@ def _launcher_settings(overrides: Sequence[str], config_name: str) -> dict[str, 
         raise ConfigError(*diagnose.translate(error, config_name)) from error
 
 
+def require_place(choice: Choice, overrides: Sequence[str]) -> None:
+    """Raise a ConfigError if the jobs of a sweep are for a cluster that is not there."""
+    if choice.launcher != launchers.RAY:
+        return
+    from runner.launch import ray_cluster
+
+    with hydra_setup.session():
+        address = _launcher_settings(overrides, choice.config_name)["address"]
+    given = None if address is None else str(address)
+    ray_cluster.require_cluster(given, f"{launchers.NODE}.address")
+
+
 def _not_of_sweeps(overrides: Sequence[str]) -> list[Problem]:
     keys = {hydra_setup.key_of(override) for override in overrides}
     found = []
