@@ -17,16 +17,26 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
+
+import pytest
 
 from tests.helpers import ROOT, SECONDS, alive, python
 
 MEMORY = 80 * 2**20  # of the object store of a node: the least that Ray takes
 END_SECONDS = 60.0
+Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def missing() -> str:
     """Return why no cluster can be started here, or ""."""
     return "" if importlib.util.find_spec("ray") else "ray is not installed (.[ray])"
+
+
+def in_a_cluster(test: Test) -> Test:
+    """Mark a test that uses the fixture `nodes`: it takes long, and needs Ray."""
+    skip = pytest.mark.skipif(bool(missing()), reason=missing())
+    return pytest.mark.slow(skip(test))
 
 
 class Cluster:
