@@ -94,21 +94,25 @@ def ended(command: subprocess.Popen[str]) -> tuple[int, str]:
     """Wait for a command's end; return its exit code and output."""
     try:
         output, _ = command.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
+    except BaseException:
         command.kill()
-        output, _ = command.communicate()
-        raise AssertionError(output) from None
+        print(command.communicate()[0])
+        raise
     return command.returncode, output
 
 
 def wait_until(happened: Callable[[], bool], command: subprocess.Popen[str]) -> None:
     """Wait until something has happened, while a command runs."""
     deadline = time.monotonic() + SECONDS
-    while not happened():
-        if command.poll() is not None or time.monotonic() > deadline:
-            command.kill()
-            raise AssertionError(command.communicate()[0])
-        time.sleep(0.05)
+    try:
+        while not happened():
+            assert command.poll() is None, command.returncode
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    except BaseException:
+        command.kill()
+        print(command.communicate()[0])
+        raise
 
 
 def wait_for_end_of(pids: Iterable[int]) -> None:
