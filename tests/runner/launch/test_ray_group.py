@@ -133,15 +133,15 @@ def test_a_killed_node_is_named(nodes: Cluster, tmp_path: Path) -> None:
 
 @ray_nodes.in_a_cluster
 def test_a_run_that_waits_for_room_can_be_ended(nodes: Cluster, tmp_path: Path) -> None:
-    command = nodes.start(*TWO, "distributed.num_processes=9", *SHORT, cwd=tmp_path)
+    command = nodes.start(*TWO, "distributed.num_processes=16", *SHORT, cwd=tmp_path)
     assert command.stdout is not None
     lines = []
     for line in command.stdout:
         lines.append(line)
         if line.startswith("Waiting for room"):
             break
-    assert "9 processes (CPU 1 each, STRICT_SPREAD)" in lines[-1], lines
-    assert "less than that: CPU 9 of 4" in lines[-1]
+    assert "16 processes (CPU 1 each, STRICT_SPREAD)" in lines[-1], lines
+    assert "less than that: CPU 16 of 4" in lines[-1]
     command.send_signal(signal.SIGTERM)
     code, output = ray_nodes.ended(command)
     assert code == 1, output
