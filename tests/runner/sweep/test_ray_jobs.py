@@ -88,7 +88,7 @@ def test_a_command_that_is_killed_leaves_no_job_and_goes_on(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", nodes.address)
     line = (*ONE_PER_NODE[1:], "seed=0,1,2", "trainer.max_steps=120", *QUICK)
-    ended = killed_sweep(line, tmp_path, kills=2, longest=3.0)
+    ended = killed_sweep(line, tmp_path, kills=1, longest=3.0)
     ended.require_complete(3)
 
 
