@@ -67,6 +67,7 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
     found = Choice(names["launcher"], names["sweeper"], config_name)
     if found.launcher == launchers.RAY:
         launchers.require()
+        problems += launchers.unknown_keys(map(hydra_setup.key_of, overrides))
         problems += launchers.problems_of(_launcher_settings(overrides, config_name))
     problems += _unverified(found.launcher)
     if chosen.jobs != 1 and not found.is_local:
@@ -86,11 +87,11 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
 
 
 def _launcher_settings(overrides: Sequence[str], config_name: str) -> dict[str, object]:
-    """Return `hydra.launcher`; what cannot be composed is reported with the jobs."""
+    """Return `hydra.launcher`; what cannot be composed is reported elsewhere."""
     try:
         return hydra_setup.plugin_settings("launcher", overrides, config_name)
-    except diagnose.MISTAKES as error:
-        raise ConfigError(*diagnose.translate(error, config_name)) from error
+    except diagnose.MISTAKES:
+        return dict(launchers.DEFAULTS)
 
 
 def require_place(choice: Choice, overrides: Sequence[str]) -> None:
