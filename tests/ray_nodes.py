@@ -17,16 +17,26 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
+
+import pytest
 
 from tests.helpers import ROOT, SECONDS, alive, python
 
 MEMORY = 80 * 2**20  # of the object store of a node: the least that Ray takes
 END_SECONDS = 60.0
+Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def missing() -> str:
     """Return why no cluster can be started here, or ""."""
     return "" if importlib.util.find_spec("ray") else "ray is not installed (.[ray])"
+
+
+def in_a_cluster(test: Test) -> Test:
+    """Mark a test that uses the fixture `nodes`: it takes long, and needs Ray."""
+    skip = pytest.mark.skipif(bool(missing()), reason=missing())
+    return pytest.mark.slow(skip(test))
 
 
 class Cluster:
@@ -84,21 +94,25 @@ def ended(command: subprocess.Popen[str]) -> tuple[int, str]:
     """Wait for a command's end; return its exit code and output."""
     try:
         output, _ = command.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
+    except BaseException:
         command.kill()
-        output, _ = command.communicate()
-        raise AssertionError(output) from None
+        print(command.communicate()[0])
+        raise
     return command.returncode, output
 
 
 def wait_until(happened: Callable[[], bool], command: subprocess.Popen[str]) -> None:
     """Wait until something has happened, while a command runs."""
     deadline = time.monotonic() + SECONDS
-    while not happened():
-        if command.poll() is not None or time.monotonic() > deadline:
-            command.kill()
-            raise AssertionError(command.communicate()[0])
-        time.sleep(0.05)
+    try:
+        while not happened():
+            assert command.poll() is None, command.returncode
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    except BaseException:
+        command.kill()
+        print(command.communicate()[0])
+        raise
 
 
 def wait_for_end_of(pids: Iterable[int]) -> None:

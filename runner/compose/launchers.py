@@ -13,11 +13,11 @@ runtime_env: Ray's runtime environment of the jobs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from hydra.core.config_store import ConfigStore
 
-from accel.errors import MissingPackageError, Problem
+from accel.errors import MissingPackageError, Problem, nearest
 from accel.imports import is_available
 from runner.config import ray_placement
 
@@ -55,6 +55,17 @@ def require() -> None:
     """Raise a MissingPackageError if Ray is not installed."""
     if not is_available("ray"):
         raise MissingPackageError("ray", f"{GROUP}={RAY}", extra="ray")
+
+
+def unknown_keys(keys: Iterable[str]) -> list[Problem]:
+    """Return the problems of dotted keys of `hydra.launcher` that the launcher does not have."""
+    names = {key: key.removeprefix(f"{NODE}.").partition(".")[0] for key in keys}
+    rule = f"hydra/launcher={RAY} has no such key"
+    return [
+        Problem(key, rule, nearest(name, list(DEFAULTS)))
+        for key, name in names.items()
+        if key.startswith(f"{NODE}.") and name not in DEFAULTS
+    ]
 
 
 def problems_of(settings: Mapping[str, object]) -> list[Problem]:

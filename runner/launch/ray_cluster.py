@@ -67,18 +67,12 @@ def connected(address: str | None, key: str) -> Iterator[ModuleType]:
     options: dict[str, object] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == ray_placement.LOCAL:
         options["include_dashboard"] = False
+    require_cluster(address, key)
     with handlers_restored(numbers):
         try:
-            if address != ray_placement.LOCAL:
-                _require_listener(address)
             ray.init(address=address or "auto", **options)
-        except (OSError, RuntimeError, ValueError) as error:
-            value = f"{key}={address or 'null'}"
-            rule = f"no Ray cluster is reached ({_first_line(error)})"
-            remedy = (
-                f"Start one with `ray start --head`, give the address of its head, or {key}=local."
-            )
-            raise ConfigError.of(value, rule, remedy) from error
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise _unreached(address, key, _first_line(error)) from error
     ray.cloudpickle.register_pickle_by_value(remote_process)
     try:
         yield ray
@@ -87,14 +81,26 @@ def connected(address: str | None, key: str) -> Iterator[ModuleType]:
         ray.shutdown()
 
 
-def _require_listener(address: str | None) -> None:
-    """Raise an OSError if nobody listens at an address: Ray would ask again for minutes."""
+def require_cluster(address: str | None, key: str) -> None:
+    """Raise a ConfigError if nobody listens at an address: Ray would ask again for minutes."""
     found = address or env.read(ADDRESS)
     if found is None and CURRENT.exists():
         found = CURRENT.read_text(encoding="utf-8").strip()
-    host, _, port = (found or "").rpartition(":")
+    if found is None:
+        raise _unreached(address, key, f"none runs on this machine, and {ADDRESS} is not set")
+    host, _, port = found.rpartition(":")
     if host and port.isdigit():
-        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+        try:
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+        except OSError as error:
+            raise _unreached(address, key, f"{found}: {error.strerror or error}") from error
+
+
+def _unreached(address: str | None, key: str, why: str) -> ConfigError:
+    remedy = f"Start one with `ray start --head`, give the address of its head, or {key}=local."
+    return ConfigError.of(
+        f"{key}={address or 'null'}", f"no Ray cluster is reached ({why})", remedy
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -112,6 +112,7 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
         if known.choice.known and sweep is not None and not numbers:
             return _nothing_left(sweep, request, states)
         require(_to_require(known, sweep, numbers))
+        jobs.require_place(known.choice, request.overrides)
         if sweep is None:
             assert known.description is not None
             recipe = known.first.recipe

@@ -254,6 +254,8 @@ def be(pickled: bytes, parent: int) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # An actor of Ray's holds them back until here.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
     if order.log is not None:
         _redirect(Path(order.log))
     rank_logs.close_input()

@@ -68,6 +68,7 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
     found = Choice(names["launcher"], names["sweeper"], config_name)
     if found.launcher == launchers.RAY:
         launchers.require()
+        problems += launchers.unknown_keys(map(hydra_setup.key_of, overrides))
         problems += launchers.problems_of(_launcher_settings(overrides, config_name))
     problems += _unverified(found.launcher)
     if chosen.jobs != 1 and not found.is_local:
@@ -87,11 +88,23 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
 
 
 def _launcher_settings(overrides: Sequence[str], config_name: str) -> dict[str, object]:
-    """Return `hydra.launcher`; what cannot be composed is reported with the jobs."""
+    """Return `hydra.launcher`; what cannot be composed is reported elsewhere."""
     try:
         return hydra_setup.plugin_settings("launcher", overrides, config_name)
-    except diagnose.MISTAKES as error:
-        raise ConfigError(*diagnose.translate(error, config_name)) from error
+    except diagnose.MISTAKES:
+        return dict(launchers.DEFAULTS)
+
+
+def require_place(choice: Choice, overrides: Sequence[str]) -> None:
+    """Raise a ConfigError if the jobs of a sweep are for a cluster that is not there."""
+    if choice.launcher != launchers.RAY:
+        return
+    from runner.launch import ray_cluster
+
+    with hydra_setup.session():
+        address = _launcher_settings(overrides, choice.config_name)["address"]
+    given = None if address is None else str(address)
+    ray_cluster.require_cluster(given, f"{launchers.NODE}.address")
 
 
 def require_cluster(choice: Choice) -> None:

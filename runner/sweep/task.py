@@ -112,6 +112,8 @@ class Task:
             try:
                 launcher.launch([jobs[index - start] for index in left], 0)
                 return
+            except ConfigError:  # the launcher's own, before any job
+                raise
             except Exception as error:  # whatever a launcher raises
                 print(f"hydra/launcher={self.launcher}: {error}", file=sys.stderr)
                 states = Journal(Path(self.folder)).states()

@@ -42,6 +42,13 @@ def test_everything_that_is_wrong_is_named() -> None:
     assert values == [f"hydra.launcher.{name}" for name in names]
 
 
+def test_an_unknown_key_is_named_with_the_nearest() -> None:
+    keys = ("seed", "hydra.launcher.num_cpu", "hydra.launcher.runtime_env.pip", "hydra/launcher")
+    (found,) = launchers.unknown_keys(keys)
+    assert found.value == "hydra.launcher.num_cpu"
+    assert "num_cpus" in found.remedy
+
+
 def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launchers, "is_available", lambda name: False)
     with pytest.raises(MissingPackageError, match=r"pip install 'accel-runner\[ray\]'"):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-from typing import Any
+import socket
+from pathlib import Path
 
 import pytest
 
 from accel.errors import ConfigError, MissingPackageError
 from runner.launch import ray_cluster
-from tests import ray_nodes
 from tests.helpers import free_port
 
 LOST = """The actor died unexpectedly before finishing this task.
@@ -50,25 +49,21 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
 
 
-@pytest.mark.skipif(bool(ray_nodes.missing()), reason=ray_nodes.missing())
-def test_no_cluster_is_a_refusal_with_the_command() -> None:
-    handler = signal.getsignal(signal.SIGTERM)
+def test_no_cluster_is_a_refusal_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    key, note = "distributed.ray.address", tmp_path / "current"
+    monkeypatch.setattr(ray_cluster, "CURRENT", note)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match="none runs on this machine") as raised:
+        ray_cluster.require_cluster(None, key)
+    assert "`ray start --head`" in str(raised.value)
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(ConfigError, match="ray start --head") as raised:
-        with ray_cluster.connected(address, "distributed.ray.address"):
-            pass
-    assert f"distributed.ray.address={address}" in str(raised.value)
-    assert signal.getsignal(signal.SIGTERM) is handler
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(ray_nodes.missing()), reason=ray_nodes.missing())
-def test_the_context_ends_the_connection(nodes: ray_nodes.Cluster) -> None:
-    handler = signal.getsignal(signal.SIGTERM)
-    with ray_cluster.connected(nodes.address, "distributed.ray.address") as found:
-        ray: Any = found
-        assert signal.getsignal(signal.SIGTERM) is handler
-        assert ray_cluster.environment(ray)["RAY_ADDRESS"] == nodes.address
-        assert ray.cluster_resources()["CPU"] == 4
-    assert not ray.is_initialized()
-    assert signal.getsignal(signal.SIGTERM) is handler
+    note.write_text(address)
+    for given in (None, address):
+        with pytest.raises(ConfigError, match=f"{address}: Connection refused"):
+            ray_cluster.require_cluster(given, key)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        ray_cluster.require_cluster(None, key)
+    ray_cluster.require_cluster("local", key)

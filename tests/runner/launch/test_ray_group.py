@@ -12,13 +12,9 @@ from typing import Any
 
 import pytest
 
+from runner.launch import ray_group
 from tests import ray_nodes
 from tests.ray_nodes import Cluster
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(ray_nodes.missing()), reason=ray_nodes.missing()),
-]
 
 TWO = (
     *("distributed=ray", "distributed.num_processes=2", "distributed.ray.placement=STRICT_SPREAD"),
@@ -50,6 +46,7 @@ def training(nodes: Cluster, cwd: Path, *more: str) -> subprocess.Popen[str]:
     return command
 
 
+@ray_nodes.in_a_cluster
 def test_two_nodes_train_what_two_processes_here_train(nodes: Cluster, tmp_path: Path) -> None:
     here = ("distributed=multi_cpu", "distributed.num_processes=2", *TWO[3:])
     code, output = nodes.run(*here, *SHORT, "name=here", cwd=tmp_path)
@@ -63,6 +60,7 @@ def test_two_nodes_train_what_two_processes_here_train(nodes: Cluster, tmp_path:
     assert log.read_text().count("validation  step 6") == 1
 
 
+@ray_nodes.in_a_cluster
 @pytest.mark.parametrize("strategy", ["fsdp=full_shard", "deepspeed=zero2"])
 def test_a_strategy_composes(nodes: Cluster, tmp_path: Path, strategy: str) -> None:
     if strategy.startswith("deepspeed"):
@@ -72,6 +70,7 @@ def test_a_strategy_composes(nodes: Cluster, tmp_path: Path, strategy: str) -> N
     assert strategy.partition("=")[0] in output
 
 
+@ray_nodes.in_a_cluster
 def test_a_stop_signal_saves_and_the_run_goes_on(nodes: Cluster, tmp_path: Path) -> None:
     command = training(nodes, tmp_path)
     workers = pids(tmp_path)
@@ -87,6 +86,7 @@ def test_a_stop_signal_saves_and_the_run_goes_on(nodes: Cluster, tmp_path: Path)
     assert json.loads(summary.read_text())["step"] == step + 3
 
 
+@ray_nodes.in_a_cluster
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_end_of_the_command_ends_the_workers(
     nodes: Cluster, tmp_path: Path, number: signal.Signals
@@ -99,6 +99,7 @@ def test_the_end_of_the_command_ends_the_workers(
     ray_nodes.wait_for_end_of(workers)
 
 
+@ray_nodes.in_a_cluster
 def test_a_killed_worker_is_named(nodes: Cluster, tmp_path: Path) -> None:
     command = training(nodes, tmp_path)
     workers = pids(tmp_path)
@@ -109,12 +110,14 @@ def test_a_killed_worker_is_named(nodes: Cluster, tmp_path: Path) -> None:
     ray_nodes.wait_for_end_of(workers)
 
 
+@ray_nodes.in_a_cluster
 def test_an_error_is_reported_with_its_rank(nodes: Cluster, tmp_path: Path) -> None:
     code, output = nodes.run(*TWO, *SHORT, "optimizer.lr=1e30", cwd=tmp_path)
     assert code == 1, output
     assert re.search(r"rank [01] failed first: .*(nan|inf|finite)", output), output
 
 
+@ray_nodes.in_a_cluster
 def test_a_killed_node_is_named(nodes: Cluster, tmp_path: Path) -> None:
     command = training(nodes, tmp_path)
     workers = pids(tmp_path)
@@ -128,18 +131,35 @@ def test_a_killed_node_is_named(nodes: Cluster, tmp_path: Path) -> None:
         nodes.add_node()
 
 
+@ray_nodes.in_a_cluster
 def test_a_run_that_waits_for_room_can_be_ended(nodes: Cluster, tmp_path: Path) -> None:
-    command = nodes.start(*TWO, "distributed.num_processes=9", *SHORT, cwd=tmp_path)
+    command = nodes.start(*TWO, "distributed.num_processes=16", *SHORT, cwd=tmp_path)
     assert command.stdout is not None
     lines = []
     for line in command.stdout:
         lines.append(line)
         if line.startswith("Waiting for room"):
             break
-    assert "9 processes (CPU 1 each, STRICT_SPREAD)" in lines[-1], lines
-    assert "less than that: CPU 9 of 4" in lines[-1]
+    assert "16 processes (CPU 1 each, STRICT_SPREAD)" in lines[-1], lines
+    assert "less than that: CPU 16 of 4" in lines[-1]
     command.send_signal(signal.SIGTERM)
     code, output = ray_nodes.ended(command)
     assert code == 1, output
     assert "SIGTERM came before its processes were started" in output
     assert not (tmp_path / "runs").exists()
+
+
+def test_local_ranks_choose_among_the_gpus_of_their_node() -> None:
+    places = [("a", "3"), ("a", "0"), ("b", "1")]
+    found = list(
+        ray_group._ranks(
+            [
+                {"node": node, "address": "", "host": "", "gpus": [gpu], "missing": []}
+                for node, gpu in places
+            ]
+        )
+    )
+    assert [one["RANK"] for one in found] == [0, 1, 2]
+    assert [one["LOCAL_RANK"] for one in found] == [0, 1, 0]
+    assert [one["LOCAL_WORLD_SIZE"] for one in found] == [2, 2, 1]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["3,0", "3,0", "1"]

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from runner.compose import launchers
+from runner.config.schema import Distributed, Recipe
+from runner.sweep import ray_jobs
+from runner.sweep.fork_server import Event
+from runner.sweep.ray_jobs import Jobs
 from tests import ray_nodes
 from tests.ray_nodes import Cluster
 from tests.runner.sweep.kills import killed_sweep
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(ray_nodes.missing()), reason=ray_nodes.missing()),
-]
 
 # Two CPUs each: a job on each of the two nodes.
 ONE_PER_NODE = ("-m", "hydra/launcher=ray", "hydra.launcher.num_cpus=2")
@@ -44,6 +45,7 @@ def statuses(cwd: Path) -> list[str]:
     return [newest[job] for job in sorted(newest)]
 
 
+@ray_nodes.in_a_cluster
 def test_jobs_run_on_both_nodes_and_a_failed_one_stops_no_other(
     nodes: Cluster, tmp_path: Path
 ) -> None:
@@ -57,6 +59,7 @@ def test_jobs_run_on_both_nodes_and_a_failed_one_stops_no_other(
     assert "finite" in log.read_text()
 
 
+@ray_nodes.in_a_cluster
 def test_a_killed_node_fails_its_job_alone_and_the_same_command_goes_on(
     nodes: Cluster, tmp_path: Path
 ) -> None:
@@ -79,15 +82,17 @@ def test_a_killed_node_fails_its_job_alone_and_the_same_command_goes_on(
         nodes.add_node()
 
 
+@ray_nodes.in_a_cluster
 def test_a_command_that_is_killed_leaves_no_job_and_goes_on(
     nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", nodes.address)
     line = (*ONE_PER_NODE[1:], "seed=0,1,2", "trainer.max_steps=120", *QUICK)
-    ended = killed_sweep(line, tmp_path, kills=2, longest=3.0)
+    ended = killed_sweep(line, tmp_path, kills=1, longest=3.0)
     ended.require_complete(3)
 
 
+@ray_nodes.in_a_cluster
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_stop_ends_the_jobs(
     nodes: Cluster, tmp_path: Path, number: signal.Signals, expected: int
@@ -107,6 +112,7 @@ def test_a_stop_ends_the_jobs(
     assert statuses(tmp_path) == [status] * 2  # the third never began
 
 
+@ray_nodes.in_a_cluster
 def test_optuna_searches_with_jobs_in_the_cluster(nodes: Cluster, tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     search = ("hydra/sweeper=optuna", "optimizer.lr=interval(1e-4,1e-2)")
@@ -117,6 +123,7 @@ def test_optuna_searches_with_jobs_in_the_cluster(nodes: Cluster, tmp_path: Path
     assert output.count("trial ") >= 4
 
 
+@ray_nodes.in_a_cluster
 def test_jobs_of_several_processes_have_placement_groups(nodes: Cluster, tmp_path: Path) -> None:
     where = ("distributed=ray", "distributed.num_processes=2", "distributed.ray.placement=SPREAD")
     line = ("-m", "hydra/launcher=ray", "seed=0,1", *where, "trainer.max_steps=10", *QUICK)
@@ -124,3 +131,74 @@ def test_jobs_of_several_processes_have_placement_groups(nodes: Cluster, tmp_pat
     assert code == 0, output
     assert statuses(tmp_path) == ["finished"] * 2
     assert len(list(tmp_path.glob("runs/*/sweep-*/*/logs/rank_1.log"))) == 2
+
+
+# -- without a cluster ---------------------------------------------------------------------
+
+
+class Ray:
+    """Stands for a cluster of one node: what it has, and which actors were ended."""
+
+    def __init__(self, **resources: float) -> None:
+        self.resources, self.killed = resources, []
+        self.kill = self.killed.append
+
+    def cluster_resources(self) -> dict[str, float]:
+        return self.resources
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": self.resources}]
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(gcs_address="here:1")
+
+
+def made(ray: Any, **settings: object) -> Jobs:
+    return Jobs(ray, {**launchers.DEFAULTS, **settings})
+
+
+@pytest.mark.parametrize(
+    ("distributed", "settings", "cpus", "gpus", "threads"),
+    [
+        ({}, {}, 1, 1, "1"),
+        ({"device": "cpu"}, {}, 1, 0, "1"),
+        ({"kind": "multi_cpu", "num_processes": 3, "num_threads": 2}, {}, 6, 0, "2"),
+        ({"kind": "multi_cpu"}, {"num_cpus": 8, "num_gpus": 0.5}, 8, 0.5, "4"),
+    ],
+)
+def test_a_job_gets_what_its_recipe_needs(
+    distributed: dict[str, Any], settings: dict[str, Any], cpus: float, gpus: float, threads: str
+) -> None:
+    jobs = made(Ray(CPU=16, GPU=4), **settings)
+    share = jobs.share_of(Recipe(distributed=Distributed(**distributed)))
+    assert share is not None
+    assert share.resources == {"CPU": cpus, "GPU": gpus}
+    assert share.environment["OMP_NUM_THREADS"] == threads
+    assert share.environment["RAY_ADDRESS"] == "here:1"
+
+
+def test_a_job_that_fits_no_node_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = made(Ray(CPU=2), num_cpus=4, resources={"tpu": 1})
+    for _ in range(2):
+        assert jobs.share_of(Recipe()) is not None
+    assert capsys.readouterr().err.count("wants CPU 4, tpu 1, and no node") == 1
+
+
+def test_only_some_jobs_wait_in_the_cluster() -> None:
+    jobs = made(Ray(CPU=2))
+    jobs._jobs = {number: ray_jobs._Job(object()) for number in range(ray_jobs.MOST_WAITING)}
+    assert jobs.share_of(Recipe()) is None
+    jobs._jobs[0].pid = 17
+    assert jobs.share_of(Recipe()) is not None
+
+
+def test_a_stop_ends_a_job_that_waits_for_room() -> None:
+    ray, actor = Ray(), object()
+    jobs = made(ray)
+    jobs._jobs[3] = ray_jobs._Job(actor)
+    jobs.send(Event(3, 0), signal.SIGTERM)
+    assert ray.killed == []  # handlers call nothing of Ray's
+    assert jobs.events(0.0) == [Event(3, 0, -signal.SIGTERM)]
+    assert ray.killed == [actor]
+    jobs.send(Event(3, 0), signal.SIGKILL)
+    assert jobs.events(0.0) == []
