@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from accel.errors import ConfigError
 from runner import cli
 from runner.compose import hydra_setup
 from runner.sweep import jobs, settings
@@ -286,3 +287,12 @@ def test_the_number_of_a_job_can_stand_in_its_recipe(tmp_path: Path) -> None:
     with hydra_setup.session():
         found = jobs.examine([["seed=${hydra:job.num}"], ["seed=${hydra:job.num}"]], "config")
     assert [job.recipe.seed for job in found] == [0, 1]
+
+
+def test_a_launcher_without_its_cluster_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    jobs.require_cluster(jobs.Choice("joblib", "basic"))
+    with pytest.raises(ConfigError, match="there is no sbatch on this machine"):
+        jobs.require_cluster(jobs.Choice("submitit_slurm", "basic"))
