@@ -29,7 +29,7 @@ class RayPlacement:
 
     address: str | None = None
     placement: Any = "PACK"
-    cpus: float = 1
+    cpus: float = 1.0
     resources: dict[str, Any] = field(default_factory=dict)
     runtime_env: dict[str, Any] = field(default_factory=dict)
 

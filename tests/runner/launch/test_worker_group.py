@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from runner.launch.worker_group import Place, StopSignals, WorkerGroup
+from runner.training.stopping import handlers_restored
 from tests.helpers import alive
 
 PLACE = Place(2, 2, 4, 1, 2, "node0", 1234, "launch_1", {"GLOO_SOCKET_IFNAME": "lo"})
@@ -46,8 +47,11 @@ def ready(folder: Path) -> list[int]:
 
 @pytest.fixture
 def stops() -> Iterator[StopSignals]:
-    with StopSignals().installed() as found:
-        yield found
+    with handlers_restored([signal.SIGINT]):
+        # A shell lets its background jobs ignore Ctrl-C; the tests may be one.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with StopSignals().installed() as found:
+            yield found
 
 
 def test_a_worker_knows_its_place() -> None:
