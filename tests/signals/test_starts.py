@@ -13,7 +13,9 @@ EVERY = int(os.environ.get("EVERY_START", "1"))  # continuous integration takes 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", list(cells())[::EVERY], ids=lambda cell: "-".join(str(cell).split()))
+@pytest.mark.parametrize(
+    "cell", list(cells())[::EVERY], ids=lambda cell: "-".join(str(cell).split())
+)
 def test_nothing_stays_behind(cell: Cell, tmp_path: Path) -> None:
     result = run(cell, tmp_path)
     assert result.problems(cell) == [], result.output
