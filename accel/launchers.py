@@ -293,7 +293,7 @@ class PrepareForLaunch:
         debug: refused: `debug_launcher` starts processes to debug a function.
 
     Raises:
-        ConfigError: for `debug`.
+        ConfigError: for `debug`, or an unknown type.
     """
 
     def __init__(
@@ -308,7 +308,11 @@ class PrepareForLaunch:
                 "PrepareForLaunch(debug=True)", "processes rendezvous by their variables", remedy
             )
         self.launcher = launcher
-        self.distributed_type = DistributedType[str(distributed_type)]
+        names = [kind.value for kind in DistributedType]
+        if str(distributed_type) not in names:
+            raise ConfigError(unknown_choice("distributed_type", str(distributed_type), names))
+        self.distributed_type = distributed_type
+        self._is_ranked = str(distributed_type).startswith("MULTI_")
         self.debug = debug
 
     def __call__(self, index: int, *args: object) -> None:
@@ -319,7 +323,7 @@ class PrepareForLaunch:
             args: of the function.
         """
         values: dict[str, object] = {"FORK_LAUNCHED": 1}
-        if self.distributed_type.startswith("MULTI_"):
+        if self._is_ranked:
             node = env.integer("NODE_RANK", 0) * env.integer("NPROC", 1)
             values |= {"LOCAL_RANK": index, "RANK": node + index}
         env.set_values(values)

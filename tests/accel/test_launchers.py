@@ -342,6 +342,11 @@ def test_processes_that_torch_starts_are_one_run(tmp_path: Path) -> None:
     assert [(one["size"], one["local"], one["sum"]) for one in found] == [(2, 0, 2.0), (2, 1, 2.0)]
 
 
+def test_an_unknown_type_of_processes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'MULTI_CPU'"):
+        PrepareForLaunch(print, "MULTI_CPUS")
+
+
 def test_debugging_has_a_launcher_of_its_own() -> None:
     with pytest.raises(ConfigError, match="Call debug_launcher"):
         PrepareForLaunch(print, debug=True)
