@@ -16,8 +16,9 @@ help:
 train: ## train the default recipe (ARGS="precision=bf16 ..." are handed on)
 	@python=$(call PYTHON,run) && exec "$$python" -m runner $(ARGS)
 
+# Hundreds of processes import the project, each of which would compile it anew without bytecode.
 test: ## run the tests (ARGS="-k name" are handed on), JOBS=3 files at once
-	@python=$(call PYTHON,test) && exec "$$python" -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@python=$(call PYTHON,test) && exec env -u PYTHONDONTWRITEBYTECODE "$$python" -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: ## lint, format and types
 	@python=$(call PYTHON,check) && "$$python" -m ruff check . && "$$python" -m ruff format --check . && "$$python" -m mypy

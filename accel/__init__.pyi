@@ -1,4 +1,21 @@
 # The table of public names and their modules: type checkers read it, and `accel._lazy` at run time.
+# Lines `from accel import` name documented modules, which are there after `import accel`, too.
+from accel import accelerator as accelerator
+from accel import big_modeling as big_modeling
+from accel import checkpointing as checkpointing
+from accel import data_loader as data_loader
+from accel import hooks as hooks
+from accel import inference as inference
+from accel import launchers as launchers
+from accel import local_sgd as local_sgd
+from accel import logging as logging
+from accel import memory as memory
+from accel import optimizer as optimizer
+from accel import parallelism_config as parallelism_config
+from accel import scheduler as scheduler
+from accel import state as state
+from accel import tracking as tracking
+from accel import utils as utils
 from accel.accelerator import Accelerator as Accelerator
 from accel.checkpoint.load_weights import load_checkpoint_in_model as load_checkpoint_in_model
 from accel.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin

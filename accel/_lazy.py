@@ -1,7 +1,8 @@
 """Public names of a package that are imported when they are first used (PEP 562).
 
 The package's ``__init__.pyi`` is the table, in which type checkers look, too: each line is
-``from package.module import name as name``.
+``from package.module import name as name``. Lines ``from package import module as module`` tell
+type checkers of modules, which are imported at their first use, too, and are none of the names.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def public_names(package: str) -> Mapping[str, str]:
     """Return the module of each public name of a package, from its ``__init__.pyi``."""
     stub = Path(str(sys.modules[package].__file__)).with_suffix(".pyi")
     lines = ast.parse(stub.read_text(encoding="utf-8")).body
-    imports = [line for line in lines if isinstance(line, ast.ImportFrom)]
+    imports = [
+        line for line in lines if isinstance(line, ast.ImportFrom) and line.module != package
+    ]
     return MappingProxyType(
         {alias.name: str(line.module) for line in imports for alias in line.names}
     )

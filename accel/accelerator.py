@@ -311,6 +311,16 @@ class Accelerator(ProcessControl, RunSettings):
         return self.accumulation.optimizer_step_was_skipped
 
     @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether a prepared optimizer updates weights in the backward pass, as LOMO does."""
+        return self.accumulation.has_lomo_optimizer
+
+    @property
+    def flag_tensor(self) -> torch.Tensor:
+        """[1] 1 where this process set its trigger since the last check, else 0."""
+        return self.collectives.flag_tensor
+
+    @property
     def _models(self) -> list[torch.nn.Module]:
         return self.preparation.objects.models
 

@@ -242,7 +242,7 @@ class Accumulation:
 
         Source: https://arxiv.org/abs/2306.09782
         """
-        fused = [o for o in self._objects.optimizers if hasattr(o.optimizer, "fused_backward")]
+        fused = self._updating_in_backward()
         if not fused:
             raise ConfigError.of(
                 "lomo_backward",
@@ -251,6 +251,14 @@ class Accumulation:
             )
         for optimizer in fused:
             optimizer.optimizer.fused_backward(loss, learning_rate)
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether a prepared optimizer updates weights in the backward pass, as LOMO does."""
+        return bool(self._updating_in_backward())
+
+    def _updating_in_backward(self) -> list[Any]:
+        return [o for o in self._objects.optimizers if hasattr(o.optimizer, "fused_backward")]
 
     def unscale_gradients(
         self, optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None

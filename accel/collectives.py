@@ -241,13 +241,18 @@ class Collectives:
 
     # -- agreeing to stop ----------------------------------------------------------------------
 
+    @property
+    def flag_tensor(self) -> torch.Tensor:
+        """[1] 1 where this process set its trigger since the last check, else 0."""
+        return torch.tensor([self._trigger], dtype=torch.int32, device=self._device)
+
     def set_trigger(self) -> None:
         """Set this process's trigger, which `check_trigger` finds on every process."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
         """Return whether any process set its trigger, and reset it. Call it on every process."""
-        flag = torch.tensor([self._trigger], dtype=torch.int32, device=self._device)
+        flag = self.flag_tensor
         self._trigger = False
         return bool(self._comm.all_reduce(flag, "max").item())
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast, overload
 
@@ -75,6 +75,60 @@ def integer(name: str, default: int | None = None) -> int | None:
             "expected an integer",
             f"Correct or unset {name}.",
         ) from None
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Return what a text such as "yes", "off" or "1" means, as 1 or 0.
+
+    Args:
+        value: the text, in any case.
+        to_bool: whether to return True or False instead.
+
+    Raises:
+        ConfigError: for another text.
+    """
+    found = parse_bool(value)
+    if found is None:
+        raise ConfigError.of(f"{value!r}", "expected true or false", "Write true or false.")
+    return found if to_bool else int(found)
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Return whether a variable says yes.
+
+    Args:
+        key: its name.
+        default: returned where it is unset or empty.
+
+    Raises:
+        ConfigError: if it says neither yes nor no.
+    """
+    found = optional_flag(key)
+    return default if found is None else found
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Return the text of a variable.
+
+    Args:
+        key: its name.
+        default: returned where it is not set.
+    """
+    return os.environ.get(key, str(default))
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """Return the first of several variables that is a number of at least 0.
+
+    Args:
+        env_keys: their names.
+        default: returned where there is none.
+
+    Raises:
+        ConfigError: if one before that is no integer.
+    """
+    numbers = (integer(key) for key in env_keys)
+    return next((number for number in numbers if number is not None and number >= 0), default)
 
 
 def set_values(values: Mapping[str, object]) -> None:

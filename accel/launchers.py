@@ -25,7 +25,7 @@ import torch
 
 from accel import env, parent_watch
 from accel.device import default_device_type, device_count
-from accel.enums import PrecisionType
+from accel.enums import DistributedType, PrecisionType
 from accel.errors import ConfigError, Problems, StateError, unknown_choice
 from accel.launcher_variables import OWN_STORE
 from accel.state import PartialState
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+DEFAULT_PORT = 29500
 ANY_ADDRESS = ("127.0.0.1", "localhost")
 # Variables that a launch sets for its own workers, or leaves behind.
 OF_WORKERS = (
@@ -66,7 +67,7 @@ def notebook_launcher(
     args: Sequence[object] = (),
     num_processes: int | None = None,
     mixed_precision: str = "no",
-    use_port: str | int = "29500",
+    use_port: str | int = str(DEFAULT_PORT),
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,
     num_nodes: int = 1,
@@ -267,6 +268,66 @@ def _configuration(rendezvous: _Rendezvous, num_processes: int) -> LaunchConfig:
         # A lookup of this host's full name takes seconds where no name server answers.
         local_addr="localhost" if rendezvous.num_nodes == 1 else None,
     )
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Return whether a program of this machine listens at a TCP port.
+
+    Args:
+        port: None: 29500, where launchers rendezvous by default.
+    """
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", DEFAULT_PORT if port is None else port)) == 0
+
+
+class PrepareForLaunch:
+    """A function for `torch.multiprocessing.start_processes`, which gives it the process's index.
+
+    Of the distributed types ``MULTI_…``, the call sets RANK and LOCAL_RANK; whoever starts the
+    processes sets WORLD_SIZE, MASTER_ADDR and MASTER_PORT, on several nodes also NODE_RANK and
+    NPROC.
+
+    Args:
+        launcher: called with the arguments behind the index.
+        distributed_type: a `DistributedType`, or its name.
+        debug: refused: `debug_launcher` starts processes to debug a function.
+
+    Raises:
+        ConfigError: for `debug`, or an unknown type.
+    """
+
+    def __init__(
+        self,
+        launcher: Callable[..., object],
+        distributed_type: DistributedType | str = "NO",
+        debug: bool = False,
+    ) -> None:
+        if debug:
+            remedy = "Call debug_launcher(function, args) instead."
+            raise ConfigError.of(
+                "PrepareForLaunch(debug=True)", "processes rendezvous by their variables", remedy
+            )
+        self.launcher = launcher
+        names = [kind.value for kind in DistributedType]
+        if str(distributed_type) not in names:
+            raise ConfigError(unknown_choice("distributed_type", str(distributed_type), names))
+        self.distributed_type = distributed_type
+        self._is_ranked = str(distributed_type).startswith("MULTI_")
+        self.debug = debug
+
+    def __call__(self, index: int, *args: object) -> None:
+        """Set the rank of this process and call the function.
+
+        Args:
+            index: of this process on its node.
+            args: of the function.
+        """
+        values: dict[str, object] = {"FORK_LAUNCHED": 1}
+        if self._is_ranked:
+            node = env.integer("NODE_RANK", 0) * env.integer("NPROC", 1)
+            values |= {"LOCAL_RANK": index, "RANK": node + index}
+        env.set_values(values)
+        self.launcher(*args)
 
 
 def _check_free(port: int) -> None:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.config.handlers import KwargsHandler
+from accel.config.fp8 import AORecipeKwargs, TERecipeKwargs
+from accel.config.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
 from accel.config.parallelism import ParallelismConfig
 from accel.config.training import DataLoaderConfiguration, ProjectConfiguration
 from accel.enums import FP8BackendType
-from accel.errors import NotBuiltError, not_built
+from accel.errors import ConfigError, NotBuiltError, not_built
 from accel.parallel import CP, DP_REPLICATE, DP_SHARD, PP, TP, ParallelDims
 
 if TYPE_CHECKING:
@@ -23,6 +31,8 @@ if TYPE_CHECKING:
     from accel.planning.plan import Plan
     from accel.state import AcceleratorState
     from accel.strategies.base import Strategy
+
+Handler = TypeVar("Handler", bound=KwargsHandler)
 
 
 class RunSettings:
@@ -63,6 +73,74 @@ class RunSettings:
     def fp8_recipe_handler(self) -> KwargsHandler | None:
         """The recipe of fp8 training; None where the run computes in another format."""
         return self.plan.fp8.recipe
+
+    @property
+    def te_recipe_handler(self) -> TERecipeKwargs | None:
+        """The recipe of TransformerEngine; None where it does not compute."""
+        recipe = self.plan.fp8.recipe
+        return recipe if isinstance(recipe, TERecipeKwargs) else None
+
+    @property
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
+        """The recipe of torchao; None where it does not compute."""
+        recipe = self.plan.fp8.recipe
+        return recipe if isinstance(recipe, AORecipeKwargs) else None
+
+    # -- handlers: None where none was given -----------------------------------------------------
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """How the forward pass is cast; what is set holds from the next pass on."""
+        return self._given(self.plan.autocast)
+
+    @autocast_handler.setter
+    def autocast_handler(self, handler: AutocastKwargs | None) -> None:
+        self._replace(self.plan.autocast, handler)
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """How models are replicated; what is set holds for models that are prepared later."""
+        return self._given(self.plan.ddp)
+
+    @ddp_handler.setter
+    def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
+        self._replace(self.plan.ddp, handler)
+
+    @property
+    def profile_handler(self) -> ProfileKwargs | None:
+        """What `profile` records; what is set holds for its next call."""
+        return self._given(self.plan.profile)
+
+    @profile_handler.setter
+    def profile_handler(self, handler: ProfileKwargs | None) -> None:
+        self._replace(self.plan.profile, handler)
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs | None:
+        """How the gradient scaler of fp16 was created."""
+        return self._given(self.plan.scaler)
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs | None:
+        """How the process group was created."""
+        return self._given(self.plan.init)
+
+    def _given(self, handler: Handler) -> Handler | None:
+        return handler if type(handler) in self.plan.given_handlers else None
+
+    def _replace(self, current: Handler, handler: Handler | None) -> None:
+        """Let the run's handler, which others hold, have the values of another; None: defaults."""
+        kind = type(current)
+        values = kind() if handler is None else handler
+        if not isinstance(values, kind):
+            rule, remedy = f"a {kind.__name__} is required", f"Give {kind.__name__}(…) or None."
+            raise ConfigError.of(f"{type(handler).__name__} as a handler", rule, remedy)
+        for name, value in vars(values).items():
+            setattr(current, name, value)
+        if handler is None:
+            self.plan.given_handlers.discard(kind)
+        else:
+            self.plan.given_handlers.add(kind)
 
     # -- parallelism ---------------------------------------------------------------------------
 

@@ -113,6 +113,25 @@ def flatten(
     return leaves, rebuild
 
 
+def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
+    """Write a nested mapping into another, which keeps its other keys.
+
+    Args:
+        source: the values that win.
+        destination: changed in place.
+
+    Returns:
+        `destination`.
+    """
+    for key, value in source.items():
+        if isinstance(value, Mapping):
+            below = destination.get(key)
+            destination[key] = merge_dicts(value, below if isinstance(below, dict) else {})
+        else:
+            destination[key] = value
+    return destination
+
+
 def iterate(data: object, test_type: Test = is_tensor) -> Iterator[Any]:
     """Yield the leaves of nested data, in order."""
     if test_type(data):

@@ -31,8 +31,11 @@ DOCUMENTED = {
     "accel.launchers": "notebook_launcher debug_launcher",
     "accel.utils.environment": """
         clear_environment override_numa_affinity patch_environment purge_accelerate_environment
-        set_numa_affinity
+        set_numa_affinity str_to_bool parse_flag_from_env parse_choice_from_env get_int_from_env
     """,
+    "accel.utils.other": "convert_bytes is_port_in_use merge_dicts",
+    "accel.utils.dataclasses": "ComputeEnvironment CustomDtype SageMakerDistributedType",
+    "accel.utils.fsdp_utils": "merge_fsdp_weights",
     "accel.accelerator": "Accelerator",
     "accel.state": "AcceleratorState GradientState PartialState",
     "accel.optimizer": "AcceleratedOptimizer",
@@ -56,6 +59,8 @@ DOCUMENTED = {
         synchronize_rng_state synchronize_rng_states release_memory
         patch_environment clear_environment purge_accelerate_environment set_numa_affinity
         write_basic_config merge_fsdp_weights ComputeEnvironment SageMakerDistributedType
+        str_to_bool parse_flag_from_env parse_choice_from_env get_int_from_env merge_dicts
+        convert_bytes is_port_in_use PrepareForLaunch
     """,
 }
 # The newest documented parameters, in order, and the defaults that the documentation gives.

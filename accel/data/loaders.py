@@ -7,7 +7,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -409,6 +409,11 @@ class SkipDataLoader(_MaybeStateful):
     ) -> None:
         super().__init__(dataset, **kwargs)
         self.skip_batches = skip_batches
+
+    @property
+    def base_dataloader(self) -> Self:
+        """The torch loader that reads the batches: this one, which is of torch's class."""
+        return self
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # A `StatefulDataLoader` may resume behind batches that are skipped.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -54,6 +54,11 @@ class PreparedLoader(OrderedLoader):
         self._passes: list[Pass] = []  # that are under way
         self._last_size = 0
         self._non_blocking = non_blocking
+
+    @property
+    def base_dataloader(self) -> Self:
+        """The torch loader that reads the batches: this one, which is of torch's class."""
+        return self
 
     def _skipping(self, num_batches: int) -> PreparedLoader:
         """Return a loader like this one without its first `num_batches` batches."""

@@ -47,6 +47,19 @@ def convert_file_size_to_int(size: float | str) -> int:
     return int(total if byte == "B" else total // 8)
 
 
+def convert_bytes(size: float) -> str:
+    """Return a size in the largest unit that it reaches: "1.18 MB" of 1,234,567 bytes.
+
+    Args:
+        size: in bytes.
+    """
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"
+
+
 def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> int | float:
     """Return the bytes of one element.
 

@@ -75,6 +75,7 @@ class Plan:
         step_scheduler_with_optimizer: whether schedulers step when their optimizer does.
         rng_types: generators that ranks synchronise at the start of each epoch.
         debug: whether operations check shapes over ranks first.
+        given_handlers: kinds of the handlers that were given; the others have their defaults.
         notes: what a person should know of this run.
         environment: the snapshot that this plan was made from.
     """
@@ -107,6 +108,7 @@ class Plan:
     step_scheduler_with_optimizer: bool
     rng_types: tuple[str, ...]
     debug: bool
+    given_handlers: set[type[KwargsHandler]] = field(compare=False)
     notes: tuple[str, ...]
     environment: Environment = field(repr=False)
 
@@ -173,6 +175,7 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
         step_scheduler_with_optimizer=arguments.step_scheduler_with_optimizer,
         rng_types=rng_types,
         debug=environment.debug,
+        given_handlers=set(handlers),
         notes=(*choice.spec.notes(request), *_unread(choice, handlers.values())),
         environment=environment,
     )

@@ -71,10 +71,7 @@ class TrackerGroup:
                 does not take.
         """
         arguments = init_kwargs or {}
-        # Scripts give arguments of a tracker that this run does not choose: they take no effect.
-        others = [name for name in arguments if name not in TRACKERS and name not in REGISTERED]
-        unknown = [self._unknown(f"init_kwargs[{name!r}]", name) for name in others]
-        ConfigError.raise_if([problem for problem in unknown if problem is not None])
+        self._check_names("init_kwargs", arguments)
         self.finish()
         self._opening, self._is_used = Opening(project_name, config, arguments), False
         for choice in self.log_with:
@@ -85,6 +82,15 @@ class TrackerGroup:
             atexit.register(self._finish_at_exit)
         for tracker in self.trackers:
             self._start(tracker)
+
+    def _check_names(self, parameter: str, arguments: Iterable[str]) -> None:
+        """Refuse names that no tracker has.
+
+        Scripts give arguments of a tracker that this run does not choose: they take no effect.
+        """
+        others = [name for name in arguments if name not in TRACKERS and name not in REGISTERED]
+        unknown = [self._unknown(f"{parameter}[{name!r}]", name) for name in others]
+        ConfigError.raise_if([problem for problem in unknown if problem is not None])
 
     def _unknown(self, value: str, name: str) -> Problem | None:
         names = [choice.name for choice in self.log_with]
@@ -209,13 +215,15 @@ class TrackerGroup:
         Args:
             values: by name: numbers, 0-d tensors, text or dicts of numbers.
             step: optimizer step.
-            log_kwargs: arguments of each tracker's own call, by its name.
+            log_kwargs: arguments of each tracker's own call, by its name; as `init_kwargs`.
 
         Raises:
+            ConfigError: if `log_kwargs` has a name that no tracker has.
             Exception: that of the first tracker that fails, after all others have the values.
         """
-        self._use("log")
         own = log_kwargs or {}
+        self._check_names("log_kwargs", own)
+        self._use("log")
         _each(self.trackers, lambda one: one.log(values, step=step, **own.get(one.name, {})))
 
     def _use(self, method: str) -> None:
@@ -240,11 +248,14 @@ class TrackerGroup:
         Args:
             values: by name: images [N, C, H, W], or as the trackers take them.
             step: optimizer step.
-            log_kwargs: arguments of each tracker's own call, by its name.
+            log_kwargs: arguments of each tracker's own call, by its name; as `init_kwargs`.
 
         Raises:
+            ConfigError: if `log_kwargs` has a name that no tracker has.
             NotImplementedError: if none of the trackers has images.
         """
+        own = log_kwargs or {}
+        self._check_names("log_kwargs", own)
         self._use("log_images")
         able = [tracker for tracker in self.trackers if _has_images(tracker)]
         for tracker in self.trackers:
@@ -252,7 +263,6 @@ class TrackerGroup:
                 raise NotImplementedError(f"The tracker {tracker.name!r} does not log images.")
             if tracker not in able:
                 logger.warning_once("The tracker %r does not log images: skipped.", tracker.name)
-        own = log_kwargs or {}
         _each(able, lambda one: one.log_images(values, step=step, **own.get(one.name, {})))
 
     def flush(self) -> None:

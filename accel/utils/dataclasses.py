@@ -30,6 +30,8 @@ from accel.config.training import (
 )
 from accel.enums import (
     BaseEnum,
+    ComputeEnvironment,
+    CustomDtype,
     DDPCommunicationHookType,
     DistributedType,
     DynamoBackend,
@@ -37,6 +39,7 @@ from accel.enums import (
     LoggerType,
     PrecisionType,
     RNGType,
+    SageMakerDistributedType,
 )
 
 __all__ = [
@@ -44,6 +47,8 @@ __all__ = [
     "AutocastKwargs",
     "BaseEnum",
     "BnbQuantizationConfig",
+    "ComputeEnvironment",
+    "CustomDtype",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
@@ -63,6 +68,7 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
+    "SageMakerDistributedType",
     "TERecipeKwargs",
     "TorchDynamoPlugin",
     "TorchTensorParallelPlugin",

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from accel.env import clear_environment, patch_environment, purge_accelerate_environment
+from accel.env import (
+    clear_environment,
+    get_int_from_env,
+    parse_choice_from_env,
+    parse_flag_from_env,
+    patch_environment,
+    purge_accelerate_environment,
+    str_to_bool,
+)
 from accel.numa import override_numa_affinity, set_numa_affinity
 
 __all__ = [
     "clear_environment",
+    "get_int_from_env",
     "override_numa_affinity",
+    "parse_choice_from_env",
+    "parse_flag_from_env",
     "patch_environment",
     "purge_accelerate_environment",
     "set_numa_affinity",
+    "str_to_bool",
 ]

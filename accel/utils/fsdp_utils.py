@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accel.strategies.mesh.merge import merge_fsdp_weights
 from accel.strategies.mesh.utilities import (
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,
@@ -24,6 +25,7 @@ __all__ = [
     "get_parameters_from_modules",
     "load_fsdp_model",
     "load_fsdp_optimizer",
+    "merge_fsdp_weights",
     "save_fsdp_model",
     "save_fsdp_optimizer",
 ]

@@ -147,7 +147,9 @@ def test_lomo_optimizers_update_in_the_backward_pass() -> None:
     model = torch.nn.Linear(2, 1)
     with pytest.raises(ConfigError, match="fused"):
         accelerator.lomo_backward(torch.zeros(()), 0.1)
+    assert not accelerator.has_lomo_optimizer
     _, optimizer = accelerator.prepare(model, Fused(model.parameters(), lr=0.1))
+    assert accelerator.has_lomo_optimizer
     accelerator.backward(torch.tensor(4.0), learning_rate=0.5)
     assert optimizer.optimizer.seen == (2.0, 0.5)
 
@@ -185,8 +187,11 @@ def test_a_stream_of_unknown_length_is_gathered_as_it_is() -> None:
 def test_a_trigger_is_found_once() -> None:
     accelerator = Accelerator(cpu=True)
     assert accelerator.check_trigger() is False
+    assert accelerator.flag_tensor.tolist() == [0]
     accelerator.set_trigger()
+    assert accelerator.flag_tensor.tolist() == [1]
     assert accelerator.check_breakpoint() is True
+    assert accelerator.flag_tensor.tolist() == [0]
     assert accelerator.check_trigger() is False
 
 

@@ -11,6 +11,7 @@ import pytest
 from accel import env
 from accel.env import Environment
 from accel.errors import ConfigError
+from accel.utils import get_int_from_env, parse_choice_from_env, parse_flag_from_env, str_to_bool
 
 NAME = "ACCEL_TEST_VARIABLE"
 LAUNCHER = (
@@ -218,3 +219,43 @@ def test_a_unittest_case_is_purged() -> None:
     ):
         assert Case("test_it").run().wasSuccessful()  # type: ignore[union-attr]
         assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("YES", 1), ("t", 1), ("1", 1), ("off", 0), ("False", 0), ("0", 0)]
+)
+def test_a_text_is_a_truth_value(text: str, number: int) -> None:
+    assert str_to_bool(text) == number
+    assert not isinstance(str_to_bool(text), bool)
+    assert str_to_bool(text, to_bool=True) is bool(number)
+
+
+def test_other_texts_are_no_truth_values() -> None:
+    with pytest.raises(ValueError, match="'maybe': expected true or false"):
+        str_to_bool("maybe")
+
+
+def test_variables_are_read_with_a_default() -> None:
+    with env.patched(**{NAME: None}):
+        assert parse_flag_from_env(NAME) is False
+        assert parse_flag_from_env(NAME, True) is True
+        assert parse_choice_from_env(NAME) == "no"
+        assert parse_choice_from_env(NAME, "bf16") == "bf16"
+    with env.patched(**{NAME: "0"}):
+        assert parse_flag_from_env(NAME, True) is False
+        assert parse_choice_from_env(NAME, "bf16") == "0"
+    with env.patched(**{NAME: "yes"}):
+        assert parse_flag_from_env(NAME) is True
+    with env.patched(**{NAME: "maybe"}), pytest.raises(ConfigError, match="expected true or false"):
+        parse_flag_from_env(NAME)
+
+
+def test_the_first_number_of_several_variables_is_taken() -> None:
+    second = f"{NAME}_2"
+    with env.patched(**{NAME: "-1", second: "5"}):
+        assert get_int_from_env([NAME, second], 7) == 5
+        assert get_int_from_env([NAME], 7) == 7
+    with env.patched(**{NAME: "0", second: "5"}):
+        assert get_int_from_env((NAME, second), 7) == 0
+    with env.patched(**{NAME: "many"}), pytest.raises(ValueError, match="expected an integer"):
+        get_int_from_env([NAME], 7)

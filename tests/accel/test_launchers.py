@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing import start_processes
 
 from accel import Accelerator, PartialState, debug_launcher, launchers, notebook_launcher
 from accel import env as environment
 from accel.errors import ConfigError, StateError
+from accel.utils import DistributedType, PrepareForLaunch, is_port_in_use
 from tests.helpers import ROOT, alive, free_port, python
 from tests.signals.cells import wait_until
 
@@ -289,3 +291,62 @@ def test_forks_end_with_the_process_that_forked_them(tmp_path: Path) -> None:
         parent.wait()
     forks = [int(path.name) for path in tmp_path.iterdir()]
     assert wait_until(lambda: not any(map(alive, forks)), 30.0)
+
+
+def test_a_port_is_in_use_while_a_program_listens() -> None:
+    with socket.socket() as listening:
+        listening.bind(("localhost", 0))
+        port = listening.getsockname()[1]
+        assert not is_port_in_use(port)
+        listening.listen()
+        assert is_port_in_use(port)
+    assert not is_port_in_use(port)
+
+
+def test_a_port_is_that_of_launchers_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listening:
+        listening.bind(("localhost", 0))
+        listening.listen()
+        monkeypatch.setattr(launchers, "DEFAULT_PORT", listening.getsockname()[1])
+        assert is_port_in_use()
+
+
+@pytest.mark.parametrize(
+    ("distributed_type", "expected"),
+    [
+        ("MULTI_CPU", {"RANK": "5", "LOCAL_RANK": "1"}),
+        (DistributedType.MULTI_GPU, {"RANK": "5", "LOCAL_RANK": "1"}),
+        ("NO", {}),
+        ("FSDP", {}),
+    ],
+)
+def test_a_process_learns_its_rank_from_its_index(
+    distributed_type: DistributedType | str, expected: dict[str, str]
+) -> None:
+    names = ("RANK", "LOCAL_RANK", "FORK_LAUNCHED")
+    node = {"NODE_RANK": "2", "NPROC": "2"}
+    calls: list[tuple[object, ...]] = []
+    with environment.patched(**dict.fromkeys(names), **node):
+        PrepareForLaunch(lambda *args: calls.append(args), distributed_type)(1, "a", "b")
+        found = {name: environment.read(name) for name in names if environment.read(name)}
+    assert calls == [("a", "b")]
+    assert found == {"FORK_LAUNCHED": "1", **expected}
+
+
+def test_processes_that_torch_starts_are_one_run(tmp_path: Path) -> None:
+    rendezvous = {"WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    function = PrepareForLaunch(report, "MULTI_CPU")
+    with environment.patched(**rendezvous):
+        start_processes(function, (str(tmp_path), "word"), nprocs=2, start_method="spawn")
+    found = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
+    assert [(one["size"], one["local"], one["sum"]) for one in found] == [(2, 0, 2.0), (2, 1, 2.0)]
+
+
+def test_an_unknown_type_of_processes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'MULTI_CPU'"):
+        PrepareForLaunch(print, "MULTI_CPUS")
+
+
+def test_debugging_has_a_launcher_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="Call debug_launcher"):
+        PrepareForLaunch(print, debug=True)

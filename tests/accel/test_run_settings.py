@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,14 +11,22 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin, share_selection
-from accel.config.handlers import AutocastKwargs
+from accel.config.fp8 import AORecipeKwargs
+from accel.config.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
 from accel.config.parallelism import ParallelismConfig
 from accel.config.training import DataLoaderConfiguration, ProjectConfiguration
 from accel.data.loaders import DataLoaderDispatcher
 from accel.enums import FP8BackendType
-from accel.errors import NotBuiltError
+from accel.errors import ConfigError, NotBuiltError
 from accel.parallel import ParallelDims
-from tests.helpers import run_distributed
+from tests.helpers import reset_accel, run_distributed
 
 SETTINGS: dict[str, Any] = {
     "split_batches": True,
@@ -157,3 +166,78 @@ def test_the_active_plugin_of_deepspeed() -> None:
     share_selection([plugin])
     object.__setattr__(accelerator.state.plan, "plugins", {"deepspeed": {"only": plugin}})
     assert accelerator.deepspeed_plugin is plugin
+
+
+HANDLERS: dict[str, KwargsHandler] = {
+    "autocast_handler": AutocastKwargs(cache_enabled=False),
+    "ddp_handler": DistributedDataParallelKwargs(bucket_cap_mb=3),
+    "scaler_handler": GradScalerKwargs(growth_interval=5),
+    "init_handler": InitProcessGroupKwargs(timeout=timedelta(seconds=90)),
+    "profile_handler": ProfileKwargs(with_stack=True),
+}
+
+
+def test_handlers_are_those_that_were_given() -> None:
+    accelerator = Accelerator(cpu=True)
+    names = (*HANDLERS, "te_recipe_handler", "ao_recipe_handler", "fp8_recipe_handler")
+    assert [getattr(accelerator, name) for name in names] == [None] * len(names)
+    reset_accel()
+    accelerator = Accelerator(cpu=True, kwargs_handlers=list(HANDLERS.values()))
+    for name, handler in HANDLERS.items():
+        assert getattr(accelerator, name) is handler
+
+
+def test_the_recipe_of_fp8_is_that_of_its_library() -> None:
+    recipe = AORecipeKwargs()
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
+    assert accelerator.ao_recipe_handler is recipe
+    assert accelerator.te_recipe_handler is None
+
+
+@pytest.mark.parametrize("name", ["autocast_handler", "ddp_handler", "profile_handler"])
+def test_a_handler_that_is_set_takes_the_place_of_the_first(name: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    setattr(accelerator, name, HANDLERS[name])
+    assert getattr(accelerator, name) == HANDLERS[name]
+    setattr(accelerator, name, None)
+    assert getattr(accelerator, name) is None
+    setattr(accelerator, name, None)
+    with pytest.raises(ConfigError, match=r"GradScalerKwargs as a handler: a \w+ is required"):
+        setattr(accelerator, name, HANDLERS["scaler_handler"])
+
+
+@pytest.mark.parametrize("name", ["scaler_handler", "init_handler", "ao_recipe_handler"])
+def test_a_handler_that_has_been_used_is_not_set(name: str) -> None:
+    with pytest.raises(AttributeError, match="no setter"):
+        setattr(Accelerator(cpu=True), name, None)
+
+
+def test_an_autocast_handler_that_is_set_holds_from_then_on() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    with accelerator.autocast():
+        assert model.forward.__wrapped__(torch.ones(1, 1)).dtype == torch.float32
+
+
+def test_a_profile_handler_that_is_set_holds_for_the_next_profile() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.profile_handler = ProfileKwargs(record_shapes=True)
+    with accelerator.profile() as profiler:
+        torch.ones(3).sum()
+    assert profiler.record_shapes
+
+
+def wrap() -> list[bool]:
+    """Return what DDP is told of unused parameters, before and after a script sets it."""
+    accelerator = Accelerator(cpu=True)
+    found = []
+    for handler in (None, DistributedDataParallelKwargs(find_unused_parameters=True)):
+        accelerator.ddp_handler = handler
+        model = accelerator.prepare(torch.nn.Linear(1, 1))
+        found.append(model.find_unused_parameters)
+    return found
+
+
+def test_a_ddp_handler_that_is_set_holds_for_models_prepared_later() -> None:
+    assert run_distributed(wrap, 2) == [[False, True]] * 2

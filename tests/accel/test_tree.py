@@ -173,3 +173,17 @@ def test_what_cannot_be_split() -> None:
         tree.split(5, 0, 2)
     with pytest.raises(ConfigError, match="str"):  # a prompt, not its letters
         tree.split({"prompt": "text"}, 0, 2)
+
+
+def test_dicts_are_merged_in_place() -> None:
+    source = {"a": {"b": 1, "c": {"e": 2}}, "x": 1, "new": {"y": 3}}
+    destination: dict[str, Any] = {"a": {"b": 0, "d": 4, "c": 9}, "z": 6}
+    assert tree.merge_dicts(source, destination) is destination
+    assert destination == {
+        "a": {"b": 1, "c": {"e": 2}, "d": 4},
+        "x": 1,
+        "new": {"y": 3},
+        "z": 6,
+    }
+    destination["new"]["y"] = 0
+    assert source["new"] == {"y": 3}

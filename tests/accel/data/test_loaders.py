@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from accel import GradientAccumulationPlugin
-from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, PreparedLoader
+from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, PreparedLoader, SkipDataLoader
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.data.samplers import SeedableRandomSampler
 from accel.errors import ConfigError
@@ -480,3 +480,10 @@ def test_a_pass_by_hand_makes_the_loader_active() -> None:
 def test_a_loader_begins_at_an_iteration(kind: type[PreparedLoader]) -> None:
     assert kind(range(4), iteration=3).iteration == 3
     assert kind(range(4)).iteration == 0
+
+
+def test_the_torch_loader_is_the_prepared_one() -> None:
+    loader = prepared(6, 2)
+    for one in (loader, loader._skipping(1), SkipDataLoader(range(4), batch_size=2)):
+        assert one.base_dataloader is one
+        assert isinstance(one.base_dataloader, DataLoader)

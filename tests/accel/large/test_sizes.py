@@ -12,6 +12,7 @@ from accel.utils import (
     CustomDtype,
     calculate_maximum_sizes,
     compute_module_sizes,
+    convert_bytes,
     convert_file_size_to_int,
     dtype_byte_size,
     get_max_layer_size,
@@ -112,3 +113,19 @@ def test_bytes_of_a_dtype() -> None:
     assert dtype_byte_size(torch.bfloat16) == 2
     assert dtype_byte_size(torch.bool) == 1 / 8
     assert [dtype_byte_size(one) for one in CustomDtype] == [1, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KB"),
+        (1_234_567, "1.18 MB"),
+        (5 * 2**30, "5.0 GB"),
+        (3 * 2**40, "3.0 TB"),
+        (2**60, "1024.0 PB"),
+    ],
+)
+def test_bytes_as_text(size: int, text: str) -> None:
+    assert convert_bytes(size) == text

@@ -107,6 +107,23 @@ def test_arguments_of_a_tracker_that_is_not_chosen_take_no_effect(
     accelerator.end_training()
 
 
+@pytest.mark.parametrize("method", ["log", "log_images"])
+@pytest.mark.parametrize("log_with", [None, Memory])
+def test_arguments_of_a_call_name_a_tracker(method: str, log_with: type[Memory] | None) -> None:
+    accelerator = Accelerator(cpu=True, log_with=log_with)
+    accelerator.init_trackers("run")
+    before = [list(tracker.tracker) for tracker in accelerator.trackers]
+    record = getattr(accelerator, method)
+    with pytest.raises(ConfigError, match=r"log_kwargs\['memry'\]: no such tracker is used"):
+        record({"x": 1}, log_kwargs={"memry": {"commit": True}})
+    assert [tracker.tracker for tracker in accelerator.trackers] == before
+    record({"x": 1}, log_kwargs={"wandb": {"commit": True}})  # as with init_kwargs
+    assert len(accelerator.trackers) == (0 if log_with is None else 1)
+    after = [tracker.tracker for tracker in accelerator.trackers]
+    assert [len(calls) for calls in after] == [len(calls) + 1 for calls in before]
+    accelerator.end_training()
+
+
 def test_an_argument_that_a_tracker_does_not_take_is_told_with_its_place(tmp_path: Path) -> None:
     for name, typo in (("csv", "purge"), ("tensorboard", "flush_sec")):
         accelerator = Accelerator(cpu=True, log_with=name, project_dir=tmp_path)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from runner.cli.dispatch import run
 from runner.exit_codes import REFUSED
@@ -30,6 +29,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    from transformers import GPT2Config  # seconds, in each process that collects this file
+
     config = GPT2Config(**SIZES, **SPECIAL)
     config.architectures = ["GPT2LMHeadModel"]
     config.save_pretrained(tmp_path)
@@ -37,6 +38,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_of_transformers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     own = GPT2LMHeadModel(GPT2Config(**SIZES, **SPECIAL))
     tensors = [*own.parameters(), *own.buffers()]  # the head has the embedding's weight
     held = sum(tensor.nbytes for tensor in tensors)
