@@ -18,7 +18,7 @@ from accel.checkpoint.offload_folder import (
 )
 from accel.device import default_device_type
 from accel.errors import ConfigError, StateError
-from accel.large.align import AlignDevicesHook, Weights
+from accel.large.align import AlignDevicesHook
 from accel.large.attach import (
     Keys,
     attach_align_device_hook,
@@ -38,6 +38,7 @@ from accel.large.tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
+from accel.large.weights_map import Weights
 from accel.logging import get_logger
 from accel.wrapping import is_dispatched
 
