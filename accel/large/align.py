@@ -106,6 +106,7 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self._guard: RemovableHandle | None = None
+        self.restores_all = False  # when it is removed, also what the module had no data for
         # Of tied weights, by name: a list that all their hooks have, of the one that is restored.
         self.restored: Mapping[str, list[torch.Tensor]] = {}
         # Other names of an offloaded weight in the module, by the one that is loaded.
@@ -333,6 +334,8 @@ class AlignDevicesHook(ModelHook):
         if self.offload and self.weights_map is not None:
             for name in self.offloaded(module):
                 device = self.original_devices.get(name, torch.device("cpu"))
+                if self.restores_all and device.type == "meta":
+                    device = torch.device("cpu")
                 if device.type != "meta":
                     self._restore(module, name, device, self.weights_map)
             self._tie(module)

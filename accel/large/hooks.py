@@ -213,7 +213,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     present = getattr(module, "_hf_hook", None)
     if present is not None and append:
         remove_hook_from_module(module)
-        hook = SequentialHook(*_hooks_in(present), hook)
+        hook = SequentialHook(*hooks_in(present), hook)
     module = hook.init_hook(module)
     module._hf_hook = hook  # type: ignore[assignment] # a plain attribute of the module
     if not hasattr(module, "_old_forward"):
@@ -222,7 +222,14 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     return module
 
 
-def _hooks_in(hook: ModelHook) -> tuple[ModelHook, ...]:
+def hooks_of(module: nn.Module) -> tuple[ModelHook, ...]:
+    """Return the hooks of a module, in their order."""
+    hook = getattr(module, "_hf_hook", None)
+    return () if hook is None else hooks_in(hook)
+
+
+def hooks_in(hook: ModelHook) -> tuple[ModelHook, ...]:
+    """Return the hooks that a hook runs in turn."""
     return hook.hooks if isinstance(hook, SequentialHook) else (hook,)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from accel.checkpoint.offload_folder import Info, OffloadedWeightsLoader, PathLike
 from accel.errors import StateError
 from accel.large.align import AlignDevicesHook
-from accel.large.hooks import ModelHook, SequentialHook
+from accel.large.hooks import hooks_of
 from accel.large.tensors import (
     Device,
     held_in,
@@ -23,10 +23,7 @@ from accel.large.tensors import (
 
 def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
     """Return the hooks of a module that offload its weights."""
-    hook = getattr(module, "_hf_hook", None)
-    every: tuple[ModelHook | None, ...] = (hook,)
-    if isinstance(hook, SequentialHook):
-        every = hook.hooks
+    every = hooks_of(module)
     return [one for one in every if isinstance(one, AlignDevicesHook) and one.offload]
 
 
