@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,7 +24,7 @@ from accel.large.tensors import (
     named_module_tensors,
     place_tensor,
 )
-from accel.large.weights_map import Weights, write_weight
+from accel.large.weights_map import Weights, in_memory, write_weight
 from accel.ops import send_to_device
 from accel.tree import iterate
 
@@ -194,8 +194,7 @@ class AlignDevicesHook(ModelHook):
         for restored in self.restored.values():
             restored.clear()
         if self.offload:
-            refuse = functools.partial(_refuse_to_load, self.place_submodules)
-            self._guard = module.register_load_state_dict_pre_hook(refuse)
+            self._guard = module.register_load_state_dict_pre_hook(self._load_state)
         return module
 
     def _to_meta(self, module: nn.Module, names: Iterable[str]) -> None:
@@ -322,6 +321,45 @@ class AlignDevicesHook(ModelHook):
             for device in [d for d, copy in copies.items() if id(copy) in loaded]:
                 del copies[device]
 
+    def _load_state(
+        self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *others: Any
+    ) -> None:
+        """Take a state dict's values of offloaded tensors, or report those that have no place.
+
+        Values that are offloaded already are compared; buffers, and what lies in memory, are
+        written. torch then finds the tensors themselves, and leaves them as they are.
+        """
+        refused = list[str]()
+        for name in self.offloaded(module):
+            held, key = held_in(module, name)
+            for full in (f"{prefix}{one}" for one in (name, *self.aliases.get(name, ()))):
+                value = state_dict.get(full)
+                if value is None or value.is_meta or value.shape != held[key].shape:
+                    continue
+                if self._takes(name, value.to(held[key].dtype), held[key]):
+                    state_dict[full] = held[key]
+                else:
+                    refused.append(full)
+        if refused:
+            error_messages: list[str] = others[-1]
+            error_messages.append(
+                f"{', '.join(refused)}: offloaded weights cannot be loaded into a dispatched model "
+                "unless they are equal. Load them with accel.load_checkpoint_and_dispatch, or "
+                "before dispatch_model."
+            )
+
+    def _takes(self, name: str, value: torch.Tensor, held: torch.Tensor) -> bool:
+        """Return whether an offloaded tensor has a value of a state dict now."""
+        with self.lock:
+            present = self.weight(name).to(value.dtype)
+            if torch.equal(_content(present), _content(value)):
+                return True
+            fits = in_memory(self.weights_map, name) or not isinstance(held, nn.Parameter)
+            if fits and name not in self.restored:
+                self._write(name, value)
+                return True
+            return False
+
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Give a module the weights back that it had in memory.
 
@@ -409,21 +447,6 @@ def _held(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, torch.
     for name in names:
         held, key = held_in(module, name)
         yield name, held[key]
-
-
-def _refuse_to_load(
-    recurse: bool, module: nn.Module, state_dict: Mapping[str, object], prefix: str, *others: Any
-) -> None:
-    """Report weights of a state dict that are offloaded: the next forward pass would undo them."""
-    tensors = named_module_tensors(module, recurse=recurse)
-    names = [f"{prefix}{name}" for name, held in tensors if held.is_meta]
-    found = [name for name in names if name in state_dict]
-    if found:
-        error_messages: list[str] = others[-1]
-        error_messages.append(
-            f"{', '.join(found)}: offloaded weights cannot be loaded into a dispatched model. Load "
-            "them with accel.load_checkpoint_and_dispatch, or before dispatch_model."
-        )
 
 
 def _refuse_gradient(_: torch.Tensor) -> None:

@@ -36,6 +36,16 @@ def has_offloaded_params(module: nn.Module) -> bool:
     return bool(align_hooks(module))
 
 
+def offloaded_names(model: nn.Module) -> list[str]:
+    """Return the full names of the tensors that hooks of a model offload."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for hook in align_hooks(module)
+        for name in hook.offloaded(module)
+    ]
+
+
 @contextmanager
 def align_module_device(
     module: nn.Module, execution_device: Device | None = None
