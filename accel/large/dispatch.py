@@ -365,6 +365,13 @@ class _Guarded:
         self.model = model
         self.name = name
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A decorated method, as of transformers, is found under its class alone.
+        return {"model": self.model, "name": self.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc] # it is made in full
+
     def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
         if any(parameter.is_meta for parameter in self.model.parameters()):
             raise StateError(

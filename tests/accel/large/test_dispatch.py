@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
 from pathlib import Path
@@ -377,6 +378,22 @@ def test_a_dispatched_model_is_pickled_with_what_it_reads(
     model(inputs())
     copied = pickle.loads(pickle.dumps(model))
     assert torch.equal(copied(inputs()), model(inputs()))
+
+
+class Decorated(nn.Sequential):
+    """A model whose `to` is decorated, as those of transformers are."""
+
+    @functools.wraps(nn.Module.to)
+    def to(self, *args: Any, **kwargs: Any) -> Decorated:
+        return super().to(*args, **kwargs)
+
+
+def test_a_model_with_a_decorated_method_is_pickled(tmp_path: Path) -> None:
+    model = dispatch_model(Decorated(*net()).eval(), HALF, offload_dir=tmp_path)
+    copied = pickle.loads(pickle.dumps(model))
+    assert torch.equal(copied(inputs()), net()(inputs()))
+    with pytest.raises(StateError, match="You can't move a model"):
+        copied.to("cpu")
 
 
 def test_a_dispatched_model_is_not_exported(tmp_path: Path) -> None:
