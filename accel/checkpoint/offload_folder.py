@@ -307,7 +307,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return key in self.state_dict or key in self.index
 
     def in_memory(self, key: str) -> bool:
-        """Return whether a weight is not read from a file."""
+        """Return whether a weight is not read from a file.
+
+        Args:
+            key: name of the weight.
+        """
         return key in self._written or key in self.state_dict
 
     def __iter__(self) -> Iterator[str]:
